@@ -25,7 +25,8 @@ class RunPaths:
         self.samples = path / "samples.jsonl"  # each sample that is kept for reading,
         self.prompt_scores = path / "prompt_scores.jsonl"  # each prompt of each evaluation,
         self.attempts = path / "attempts.jsonl"  # each start and each end of its processes
-        self.trace = path / "trace.json"  # what each process did and when, in all attempts
+        self.trace = path / "trace.json"  # what each process did and when, in all attempts; when it was full it became
+        self.earlier_trace = path / "trace.1.json"
         self.profile = path / "profile"  # traces and kernels of the steps that `profile` names
         self.tensorboard = path / "tensorboard"
         self.skipped = path / "skipped"  # the batches of the last steps in a row with skipped optimizer steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from megarl.run.paths import RunPaths
@@ -30,7 +31,7 @@ class Timeline:
     """Follows the trace of a run."""
 
     def __init__(self, run: RunPaths) -> None:
-        self._events = follow_trace(run.trace)
+        self._parts = [follow_trace(path) for path in (run.earlier_trace, run.trace)]
         self._clear()
 
     def _clear(self) -> None:
@@ -39,9 +40,11 @@ class Timeline:
 
     def update(self) -> None:
         """Reads what has been written since the last call."""
-        if self._events.was_cut():
+        if any(part.was_cut() for part in self._parts):  # a full trace becomes the earlier one
+            for part in self._parts:
+                part.rewind()
             self._clear()
-        for _, event in self._events.read():
+        for _, event in chain.from_iterable(part.read() for part in self._parts):
             attempt, thread = event.get("pid", 1), event.get("tid", 0)
             if event.get("name") == "thread_name":
                 self._row(attempt, thread, event["args"]["name"])

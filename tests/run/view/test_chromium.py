@@ -13,8 +13,9 @@ from megarl.run.view.page_server import PageServer
 from megarl.run.view.run_view import RunView
 from tests.debian import program
 from tests.needs import lacking
+from tests.run.status.directories import MadeRun
 from tests.run.view.chromium import PROGRAM, Chromium
-from tests.run.view.viewed_run import SCRIPT, add_lines, step_samples, viewed_run
+from tests.run.view.viewed_run import SCRIPT, add_lines, sample, step_samples, viewed_run
 
 pytestmark = pytest.mark.process
 
@@ -68,6 +69,33 @@ def test_the_page_shows_a_run_while_it_trains(page: Chromium, tmp_path: Path) ->
             run.step(23, ago=0, data__epoch=0.5)
             page.until("document.querySelector('#view canvas')")
             search_twice(page, "data/epoch")
+        finally:
+            page.open("about:blank")
+            server.shutdown()
+            thread.join()
+
+
+def test_samples_appear_in_a_run_that_had_none(page: Chromium, tmp_path: Path) -> None:
+    """The page has shown those of another run before; the first ones are of an evaluation, then of the training."""
+    first, second = viewed_run(tmp_path / "first"), MadeRun(tmp_path / "second")
+    second.start(1, ago=60)
+    with PageServer([RunView(run.path, run.path.name) for run in (first, second)]) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            page.open(f"{server.url}#samples")
+            page.until(f"{STEP} === 'step 20'")
+            choose = "(choice => { choice.value = 1; choice.dispatchEvent(new Event('change')); })"
+            page.evaluate(f"{choose}(document.querySelector('[aria-label=Run]'))")
+            page.until("document.querySelector('#view .empty')")
+            add_lines(second.path / "samples.jsonl", [sample(0, "held", 0, 0.5, kind="evaluation", response="now")])
+            second.evaluation(0, ago=1, score=0.5, score_ci95=0.05)
+            page.until(f"{RESPONSES}[0] === 'now'")
+            add_lines(second.path / "samples.jsonl", step_samples(1))
+            second.step(1, ago=0, objective__score=0.5)
+            page.until("document.querySelector('[aria-label=Kind] button')")
+            page.evaluate("document.querySelector('[aria-label=Kind] button').click()")
+            page.until(f"{STEP} === 'step 1'")
         finally:
             page.open("about:blank")
             server.shutdown()

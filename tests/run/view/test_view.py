@@ -122,6 +122,23 @@ def test_the_timeline_of_a_resumed_run_continues(run: MadeRun, view: RunView) ->
     assert (after["whole"], after["rows"][-1]["attempt"], len(after["rows"])) == (55, 2, 4)
 
 
+def test_the_timeline_includes_the_part_before_a_rotation(run: MadeRun, view: RunView) -> None:
+    """Also when the file is rotated again while the page is open."""
+    trace, earlier = run.path / "trace.json", run.path / "trace.1.json"
+    assert ask(view, "timeline")["whole"] == 40
+    for start in (40, 50):
+        trace.replace(earlier)
+        name = {"ph": "M", "pid": 1, "tid": 0, "name": "thread_name", "args": {"name": "driver"}}
+        trace.write_text(f"[{json.dumps(name)}\n,{json.dumps(span(0, 'update', start, 4))}\n")
+        if start == 40:
+            assert dict(ask(view, "timeline")["rows"][1]["seconds"]) == {"rollout": 20.0, "update": 24.0}
+    after = ask(view, "timeline")
+    assert [row["name"] for row in after["rows"]] == ["driver"]
+    assert after["rows"][0]["spans"] == [(40.0, 44.0, "update"), (50.0, 54.0, "update")]
+    fresh = RunView(run.path, "run")
+    assert ask(fresh, "timeline")["rows"] == after["rows"]
+
+
 def test_settings_that_are_not_the_defaults(tmp_path: Path) -> None:
     config = load(DEBUG, ["algo.kl.coef=0.125", "algo.kl.estimator=k2", "algo.policy_loss.clip=0.3"])
     (tmp_path / "config.yaml").write_text(as_yaml(config))

@@ -3,12 +3,15 @@
 const SORTS = { order: ["Order in the file", () => 0], high: ["Highest score", (a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity)], low: ["Lowest score", (a, b) => (a.score ?? Infinity) - (b.score ?? Infinity)],
   spread: ["Widest spread of scores", (a, b) => (b.spread ?? -1) - (a.spread ?? -1)], long: ["Longest", (a, b) => (b.tokens ?? 0) - (a.tokens ?? 0)], cut: ["Most cut off", (a, b) => b.cut_off - a.cut_off] };
 
+const kindsOf = (steps) => [["train", "Training"], ["evaluation", "Evaluation"]].filter(([kind]) => steps[kind].length);
+
 const samplesView = {
   name: "Samples",
   run: 0, kind: "train", step: null, partly: "", sort: "order", text: "", everywhere: false, inGroup: "order",
   async draw(panel) {
     this.run = Math.min(this.run, state.runs.length - 1);
-    const steps = await ask("steps", { run: this.run });
+    const steps = await ask("steps", { run: this.run }), kinds = kindsOf(steps);
+    this.kinds = kinds.length;
     if (!steps[this.kind].length) this.kind = this.kind === "train" ? "evaluation" : "train";
     this.steps = await this.embedded(steps[this.kind]);
     if (!this.steps.length) {
@@ -20,7 +23,6 @@ const samplesView = {
     const back = el("button", { type: "button", "aria-label": "Step before", onclick: () => this.move(-1) }, "‹"), on = el("button", { type: "button", "aria-label": "Next step", onclick: () => this.move(1) }, "›");
     this.slider = el("input", { type: "range", min: 0, max: this.steps.length - 1, value: this.steps.indexOf(this.step), "aria-label": "Step", oninput: () => this.go(Number(this.slider.value)) });
     this.label = el("b", { class: "number" });
-    const kinds = [["train", "Training"], ["evaluation", "Evaluation"]].filter(([kind]) => steps[kind].length);
     const sort = el("select", { "aria-label": "Sort prompts", onchange: () => { this.sort = sort.value; this.fill(); } }, Object.entries(SORTS).map(([name, [text]]) => el("option", { value: name, selected: name === this.sort }, text)));
     const inGroup = el("select", { "aria-label": "Sort responses", onchange: () => { this.inGroup = inGroup.value; this.show(); } }, [["order", "Responses as sampled"], ["score", "Best response first"]].map(([name, text]) => el("option", { value: name, selected: name === this.inGroup }, text)));
     let timer = 0;
@@ -84,12 +86,15 @@ const samplesView = {
     this.detail.replaceChildren(promptBox(samples[0], text), coloring ? coloring.legend : "", el("div", { class: "responses" }, samples.map((sample) => responseCard(sample, { text, best, worst, coloring }))));
   },
   go(place) { this.step = this.steps[Math.max(0, Math.min(this.steps.length - 1, place))]; this.slider.value = this.steps.indexOf(this.step); this.fill(); },
-  move(by) { this.go(this.steps.indexOf(this.step) + by); },
+  move(by) {
+    const at = this.steps.findIndex((step) => step >= this.step); // the step itself may have left the file
+    this.go((at < 0 ? this.steps.length : at) + by);
+  },
   async update() {
     const steps = await ask("steps", { run: this.run });
-    if (!this.steps?.length) return this.panel ? null : redraw();
+    if (kindsOf(steps).length !== this.kinds) return redraw();
     const now = steps[this.kind].map(([step]) => step), atEnd = this.step === this.steps[this.steps.length - 1];
-    if (now.length === this.steps.length) return null;
+    if (now.join() === this.steps.join()) return null;
     this.steps = now;
     this.slider.max = now.length - 1;
     return atEnd && !this.text && document.activeElement === document.body ? this.go(now.length - 1) : null;
