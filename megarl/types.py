@@ -108,6 +108,10 @@ class Ragged:
         return np.diff(self.offsets)
 
 
+TokenValues = dict[tuple[int, int], dict[str, npt.NDArray[np.float32]]]
+"""Values of each response token by name, by the sample's chunk and row."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One prompt as token ids.

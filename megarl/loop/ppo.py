@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megarl.algos.kl import KLController
 from megarl.algos.value_loss import ValueMoments
 from megarl.cluster.calls import rank0_result
@@ -28,7 +30,7 @@ from megarl.preflight.datasets import PromptSets
 from megarl.run.results import StepResult, TokenColumns
 from megarl.run.sinks import Metrics
 from megarl.run.timers import Timers
-from megarl.types import ExperienceChunk, Ragged, StepContext
+from megarl.types import ExperienceChunk, Ragged, StepContext, TokenValues
 
 
 class PPOTrainer(RolloutTrainer[PPOConfig]):
@@ -80,12 +82,13 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
                 updates = self._updater.update(
                     experience, plan, kl_coef=self._kl.coef, trained_roles=batch.trained_roles
                 )
+                in_update = self._updater.take_token_values()
             with timers("sync"):
                 transfer = self._sync(step)
         self._adapt_kl_coef([metrics, *updates], len(sampled.rollouts.samples))
         scores, advantages, timings = batch.samples.scores, batch.samples.sequence_advantages, timers.take()
         timings = {**transfer, **timings}
-        columns = token_columns(experience, forwards)
+        columns = token_columns(experience, forwards, in_update)
         return self._result(
             step, sampled, scores, batch.scores_by_reward, updates, metrics, timings, advantages, columns
         )
@@ -156,7 +159,9 @@ def _by_role(forwards: Mapping[str, Sequence[Forward]]) -> dict[str, ChunkRefs[R
     return {name: ChunkRefs[Ragged].of(part.chunks for part in parts) for name, parts in forwards.items()}
 
 
-def token_columns(experience: ChunkRefs[ExperienceChunk], forwards: Mapping[str, Sequence[Forward]]) -> TokenColumns:
+def token_columns(
+    experience: ChunkRefs[ExperienceChunk], forwards: Mapping[str, Sequence[Forward]], in_update: TokenValues
+) -> TokenColumns:
     """Returns the columns of a step's tokens for people, as far as there are any; they are fetched when asked for."""
     by_role = _by_role(forwards)
     passes = {"logprobs": "old_logprobs", "ref": "ref_logprobs", "values": "old_values"}
@@ -165,6 +170,11 @@ def token_columns(experience: ChunkRefs[ExperienceChunk], forwards: Mapping[str,
         own = experience[chunk]
         learned = {"advantages": own.advantages, "weights": own.weights, "actor_mask": own.actor_mask}
         forward = {passes[name]: column[chunk] for name, column in by_role.items()}
-        return forward | {name: column for name, column in learned.items() if column is not None}
+        values = [in_update.get((chunk, row), {}) for row in range(len(own.response_ids))]
+        updated = {
+            name: Ragged.from_rows([of_row.get(name, ()) for of_row in values], np.float32)
+            for name in {name: None for of_row in values for name in of_row}
+        }
+        return forward | {name: column for name, column in learned.items() if column is not None} | updated
 
     return columns

@@ -21,7 +21,7 @@ from megarl.data.stream import Stream, StreamState
 from megarl.loop.pass_meter import PassMeter
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import PretrainBatch, UpdateRequest
-from megarl.types import ExperienceChunk, RoleName, SampleInfo, Schedule, TextChunk
+from megarl.types import ExperienceChunk, RoleName, SampleInfo, Schedule, TextChunk, TokenValues
 
 
 class StepPlan:
@@ -140,6 +140,13 @@ class Updater:
         if sync is not None and plan.step % sync.every == 0:
             self._actor.call(MegatronWorker.soft_update_reference).wait()
         return updates
+
+    def take_token_values(self) -> TokenValues:
+        """Returns the values of the tokens in the last update, where `tracking.tokens` keeps them."""
+        if not self._config.tracking.tokens:
+            return {}
+        parts = self._actor.call(MegatronWorker.take_token_values).wait()
+        return {sample: values for part in parts for sample, values in part.items()}
 
     def state(self) -> dict[str, Any]:
         """Returns the position in the pretraining texts."""

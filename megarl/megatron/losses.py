@@ -40,7 +40,7 @@ from megarl.megatron.loss_metrics import LossMetrics, collect
 from megarl.megatron.model_engine import MakeLoss, ModelEngine
 from megarl.megatron.pipeline import MicroBatch, micro_batches, run_forward
 from megarl.role_specs import LossSpec, PolicySpec, PreferenceSpec, TextSpec, ValueSpec
-from megarl.types import ExperienceChunk, PackRow, RankSchedule, TextChunk
+from megarl.types import ExperienceChunk, PackRow, RankSchedule, TextChunk, TokenValues
 
 
 class ExperienceColumns:
@@ -97,6 +97,7 @@ class PolicyLoss:
         kl_coef: of a penalty in the loss, per nat.
         oldest: age of the oldest weights that may have sampled a token.
         reference: of the engine's layout; required where the penalty compares whole distributions.
+        kept: receives the ratio of each token, and where a clip decided, for people; None keeps nothing.
     """
 
     def __init__(
@@ -111,8 +112,9 @@ class PolicyLoss:
         oldest: int = 0,
         share: float = 1.0,
         reference: ModelEngine | None = None,
+        kept: TokenValues | None = None,
     ) -> None:
-        self._engine, self._algo, self._experience = engine, algo, experience
+        self._engine, self._algo, self._experience, self._kept = engine, algo, experience, kept
         self._temperature, self._kl_coef, self._oldest, self._share = temperature, kl_coef, oldest, share
         self._per_token = bound(POLICY_LOSSES, algo.policy_loss.name, algo.policy_loss.options)
         self._aggregate = _Aggregation(algo, schedule)
@@ -130,6 +132,13 @@ class PolicyLoss:
         new = align(flat, mask)
         old = self._old_logprobs(new, columns)
         terms = self._per_token(new, old, columns("advantages"), mask)
+        if self._kept is not None:
+            named = {"ratio": terms.spreads.get("ratio"), "clipped": terms.metrics.get("clipfrac")}
+            for name, values in named.items():  # a user's own loss may lack them
+                if values is not None:
+                    parts = values[mask].float().cpu().split(mask.sum(-1).tolist())
+                    for row, part in zip(batch.rows, parts, strict=True):
+                        self._kept.setdefault((row.chunk, row.row), {})[name] = part.numpy()
         terms = weighted(_with_metrics(terms, ppo_kl=old - new), self._weights(new, old, columns))
         parts = {"policy": terms.values}
         if self._algo.kl.placement == "loss" and self._algo.kl.coef > 0:
@@ -345,12 +354,13 @@ def loss_maker(
     *,
     kl_coef: float = 0.0,
     reference: ModelEngine | None = None,
+    kept: TokenValues | None = None,
 ) -> MakeLoss:
     """Returns the function that makes the loss of an optimizer step from its schedule; see ``PolicyLoss``."""
     match spec:
         case PolicySpec(algo=algo, temperature=temperature, share=share):
             make_loss = partial(PolicyLoss, engine, algo, chunks, temperature=temperature, kl_coef=kl_coef)
-            return partial(make_loss, share=share, oldest=spec.max_staleness, reference=reference)
+            return partial(make_loss, share=share, oldest=spec.max_staleness, reference=reference, kept=kept)
         case ValueSpec(algo=algo):
             return partial(ValueLoss, engine, algo, chunks)
         case PreferenceSpec(loss=settings):

@@ -26,7 +26,7 @@ from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest, U
 from megarl.remote import remote
 from megarl.resharding import Connection, ConnectRequest, Sender, SyncStats, connect
 from megarl.role_specs import LossSpec, PolicySpec, role_specs
-from megarl.types import ExperienceChunk, ExperienceReport, Ragged, RankSchedule, RoleName
+from megarl.types import ExperienceChunk, ExperienceReport, Ragged, RankSchedule, RoleName, TokenValues
 from megarl.weights.export import Export, export_plan
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class MegatronWorker:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writes: dict[RoleName, Future[list[FileRecord]]] = {}
         self._write_group: dist.ProcessGroup | None = None
+        self._token_values: TokenValues = {}
 
     @remote(phase="start")
     def start(self, init_method: str) -> None:
@@ -139,11 +140,18 @@ class MegatronWorker:
             assert isinstance(spec, PolicySpec), "only a policy is trained on texts beside its rollouts"
             text_loss = partial(TextLoss, engine, mix_share=spec.mix_share)
             aux = AuxBatch(schedules=texts.schedules, chunks=texts.chunks, make_loss=text_loss)
-        make_loss = loss_maker(spec, engine, request.chunks, kl_coef=request.kl_coef, reference=reference)
+        kept = self._token_values if self._config.tracking.tokens else None
+        make_loss = loss_maker(spec, engine, request.chunks, kl_coef=request.kl_coef, reference=reference, kept=kept)
         steps = engine.update(request.schedules, request.chunks, make_loss, aux)
         if self._engine_shares_device:
             torch.cuda.empty_cache()  # for its weights, which come before roles are offloaded
         return [report(spec, step) for step in steps] if engine.reports else None
+
+    @remote(phase="update")
+    def take_token_values(self, role: RoleName) -> TokenValues:
+        """Returns the values of the tokens in the role's last optimizer steps, for people, and forgets them."""
+        values, self._token_values = self._token_values, {}
+        return values if self._roles[role].reports else {}
 
     @remote(phase="inference")
     def evaluate(self, role: RoleName, request: ForwardRequest[RankSchedule]) -> dict[str, float] | None:

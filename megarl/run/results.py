@@ -130,7 +130,9 @@ def _tokens(
             pieces[token] = tokenizer.decode([*before, token], special=True)[start:]
         tokens["text"] = [pieces[token] for token in ids]
     for name, column in {"rollout_logprobs": chunk.rollout_logprobs, **columns}.items():
-        tokens[name] = [float(f"{value:.6g}") for value in column[sample.row].tolist()]
+        values = column[sample.row].tolist()
+        if len(values) == len(ids):  # a sample may be in no optimizer step
+            tokens[name] = [float(f"{value:.6g}") for value in values]
     return tokens
 
 

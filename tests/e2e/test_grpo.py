@@ -63,7 +63,7 @@ def _assert_tokens(recorded: Path, metrics: dict[str, float], samples: list[dict
     kept = [sample for sample in samples if (sample["step"], sample["kind"]) == (metrics["step"], "train")]
     assert len(kept) == 16
     columns = {name: [np.array(sample["tokens"][name]) for sample in kept] for name in kept[0]["tokens"]}
-    assert set(columns) >= {"rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages"}
+    assert set(columns) >= {"rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "ratio", "clipped"}
     for sample, logprobs in zip(kept, columns["rollout_logprobs"], strict=True):
         written = np.load(recorded / f"{sample['sample_id'].replace('/', '%2F')}.npz")["rollout_logprobs"]
         np.testing.assert_allclose(logprobs, written, rtol=1e-5)
@@ -73,6 +73,11 @@ def _assert_tokens(recorded: Path, metrics: dict[str, float], samples: list[dict
     scored = [row for row, sample in enumerate(kept) if sample["score"] is not None]
     kl = [np.sum(columns["old_logprobs"][row] - columns["ref_logprobs"][row]) for row in scored]
     assert np.mean(kl) == pytest.approx(metrics["objective/kl"], abs=1e-4)  # of values with six digits
+    ratio, clipped = (np.concatenate(columns[name]) for name in ("ratio", "clipped"))
+    assert ratio.max() == pytest.approx(metrics["policy/ratio_max"], rel=1e-5)
+    assert ratio.min() == pytest.approx(metrics["policy/ratio_min"], rel=1e-5)
+    assert set(clipped) <= {0.0, 1.0}
+    assert (clipped.sum() > 0) == (metrics["policy/clipfrac"] > 0)
 
 
 def test_grpo_on_a_rule_is_the_same_with_and_without_offloading(

@@ -209,7 +209,7 @@ class Tracking(Section):
     some prompts, so there may be more; or all samples."""
     tokens: bool = False
     """Write the values of each token of these samples, too: log-probabilities of engine, actor and reference,
-    advantages, weights and masks; some 60 bytes a token."""
+    advantages, weights and masks, and in the update ratio and clipping; some 70 bytes a token."""
 
 
 class ValueNorm(Section):

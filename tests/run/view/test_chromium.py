@@ -145,7 +145,8 @@ def look_at_samples(page: Chromium, last: int) -> None:
 def look_at_tokens(page: Chromium) -> None:
     """The actor's log-probability of the second token is half a nat above the engine's, and it is masked."""
     choice = "document.querySelector('[aria-label=\"Colour of tokens\"]')"
-    assert page.evaluate(f"[...{choice}.options].map((option) => option.value).join()") == ",rollout,old,gap,ratio,mask"
+    options = page.evaluate(f"[...{choice}.options].map((option) => option.value).join()")
+    assert options == ",rollout,old,gap,ratio,update,clipped,mask"
     page.evaluate(f"{choice}.value = 'gap'; {choice}.dispatchEvent(new Event('change'))")
     page.until("document.querySelector('.tokens .masked')")
     page.evaluate("document.querySelector('.tokens').focus()")
@@ -155,6 +156,7 @@ def look_at_tokens(page: Chromium) -> None:
     assert SCRIPT in tip
     assert "engine0.5" in tip
     assert "ratio, actor to engine1.649" in tip
+    assert "ratio in the update1.5clipped in the update1" in tip
     assert page.evaluate("document.querySelectorAll('.tokens .token')[2].textContent") == "U+200F"
     page.evaluate("document.activeElement.blur()")
 

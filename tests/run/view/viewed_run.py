@@ -40,6 +40,8 @@ def step_samples(step: int) -> list[dict[str, Any]]:
         "text": ["wörd ", SCRIPT, "\u200f"],
         "rollout_logprobs": [-1.0, -2.0, -0.5],
         "old_logprobs": [-1.0, -1.5, -0.5],
+        "ratio": [1.0, 1.5, 0.75],
+        "clipped": [0.0, 1.0, 0.0],
         "actor_mask": [1.0, 0.0, 1.0],
     }
     return [

@@ -11,6 +11,8 @@ const TONES = {
   gap: { title: "difference, actor − engine", unit: "nats", of: ["old_logprobs", "rollout_logprobs"], values: difference("old_logprobs", "rollout_logprobs"), around: 0 },
   kl: { title: "actor − reference (KL)", unit: "nats", of: ["old_logprobs", "ref_logprobs"], values: difference("old_logprobs", "ref_logprobs"), around: 0 },
   ratio: { title: "ratio, actor to engine", of: ["old_logprobs", "rollout_logprobs"], values: (tokens) => difference("old_logprobs", "rollout_logprobs")(tokens).map(Math.exp), around: 1 },
+  update: { title: "ratio in the update", of: ["ratio"], around: 1 },
+  clipped: { title: "clipped in the update", of: ["clipped"] },
   values: { title: "value, critic", of: ["old_values"], around: 0 },
   weights: { title: "weight (correction)", of: ["weights"], around: 1 },
   mask: { title: "learned from (mask)", of: ["actor_mask"] },
@@ -33,7 +35,7 @@ function tokenColoring(samples, name) {
     return `color-mix(in srgb, var(--${tone.around === undefined ? "accent" : value > middle ? "good" : "bad"}) ${part}%, transparent)`;
   };
   const piece = (value) => el("span", { class: "token", style: { background: back(value) } }, number(value));
-  const ends = tone.around === undefined ? (name === "mask" ? [0, 1] : [0, -most]) : [middle - most, middle, middle + most];
+  const ends = tone.around === undefined ? (name === "mask" || name === "clipped" ? [0, 1] : [0, -most]) : [middle - most, middle, middle + most];
   const tip = el("div", { class: "tip", role: "status", hidden: true });
   return {
     legend: el("p", { class: "keys" }, `${tone.title}${tone.unit ? `, ${tone.unit}` : ""}: `, ends.map((value) => [piece(Number(value.toPrecision(3))), " "]), "Point at a token for all its values, or choose a response and use ← and →.", tip),
