@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from rich.console import Console
 
@@ -23,7 +23,7 @@ from megarl.run.health import shown_limits, unsaved_run
 from megarl.run.health_monitor import HealthFinding, HealthMonitor, watch
 from megarl.run.paths import RunPaths
 from megarl.run.results import EvaluationResult, ShownSample, StepResult
-from megarl.run.sinks import JsonlSink, Metrics, Sink, TensorBoardSink, WandbSink, as_json
+from megarl.run.sinks import JsonlSink, Metrics, SampleSink, Sink, TensorBoardSink, WandbSink, as_json
 from megarl.run.timers import process_age
 from megarl.run.trace import Trace
 from megarl.run.verdict import judge
@@ -43,7 +43,7 @@ class EvaluationReporter:
 
     def __init__(self, config: RunConfig, paths: RunPaths, *, taken: int = 0) -> None:
         self._config, self._paths, self._taken = config, paths, taken
-        self._samples: JsonlSink | None = None  # in stages that generate, as is
+        self._samples: SampleSink | None = None  # in stages that generate, as is
         self._prompts: JsonlSink | None = None
         self.trackers: list[Sink] = []
 
@@ -52,7 +52,7 @@ class EvaluationReporter:
         with ExitStack() as opened:
             self._lines = opened.enter_context(closing(JsonlSink(paths.evaluations)))
             if isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
-                self._samples = opened.enter_context(closing(JsonlSink(paths.samples, clock=None)))
+                self._samples = opened.enter_context(closing(SampleSink(paths.samples, tracking.samples_mib << 20)))
                 self._prompts = opened.enter_context(closing(JsonlSink(paths.prompt_scores, clock=None)))
             if tracking.tensorboard:
                 first = self._taken + 1 if self._taken else 0
@@ -83,12 +83,8 @@ class EvaluationReporter:
 
     def write_samples(self, step: int, kind: Literal["train", "evaluation"], samples: Iterable[ShownSample]) -> None:
         """Writes the samples of a step, or of the evaluation after it."""
-        for sample in samples:
-            if self._samples is not None:
-                fields = asdict(sample)
-                if sample.tokens is None:
-                    del fields["tokens"]
-                self._samples.write(step, {"kind": kind, **fields})
+        if self._samples is not None:
+            self._samples.write(step, kind, (_fields(sample) for sample in samples))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +276,13 @@ def processes(config: TrainingConfig) -> str:
         count += config.rollout.engines
     nodes = f" on {counted(config.cluster.nodes, 'node')}" if config.cluster.address is not None else ""
     return f"{count} processes{nodes}" if count != 1 else f"1 process{nodes}"
+
+
+def _fields(sample: ShownSample) -> dict[str, Any]:
+    fields = asdict(sample)
+    if sample.tokens is None:
+        del fields["tokens"]
+    return fields
 
 
 def _entry(finding: HealthFinding) -> dict[str, str | int | None]:

@@ -1,4 +1,4 @@
-"""Sinks of metrics: files of JSON lines, TensorBoard, Weights & Biases."""
+"""Sinks of metrics: files of JSON lines, TensorBoard, Weights & Biases; and the sink of samples."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Final, Protocol
+
+from megarl.files import format_bytes, sync, write_errors
 
 Metrics = Mapping[str, float]
 
 WRITTEN: Final = "time/written"
 """The time of writing in each line, seconds since 1970."""
 _FLUSH_S = 10
+_AFTER_THINNING = 0.75
+_AFTER_KIND = b', "sample_id"'
 
 
 class Sink(Protocol):
@@ -65,6 +69,78 @@ def as_json(value: Any) -> Any:
     return float(value) if math.isfinite(value) else None
 
 
+class SampleSink:
+    """Appends samples to a file of JSON lines, which loses steps of the run's beginning where it becomes too large.
+
+    Every other step of the older half leaves, but not the first one: what remains is of the whole run. Training and
+    evaluations have steps of their own, and those with more bytes leave.
+
+    Args:
+        limit: bytes; the first and the last two steps of both kinds stay, whatever their size.
+    """
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self._path, self._limit, self._told = path, limit, False
+        self._lines = JsonlSink(path, clock=None)
+
+    def write(self, step: int, kind: str, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Writes the samples of a step, or of the evaluation after it."""
+        for sample in samples:
+            self._lines.write(step, {"kind": kind, **sample})
+        if self._path.stat().st_size > self._limit:
+            self._thin()
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def _thin(self) -> None:
+        sizes: dict[bytes, int] = {}
+        with self._path.open("rb") as lines:
+            for line in lines:
+                sizes[_step_of(line)] = sizes.get(_step_of(line), 0) + len(line)
+        kept = thinned(sizes, int(_AFTER_THINNING * self._limit))
+        if len(kept) == len(sizes):
+            return
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        with write_errors(partial), self._path.open("rb") as lines, partial.open("wb") as file:
+            file.writelines(line for line in lines if _step_of(line) in kept)
+        sync(partial)
+        self._lines.close()
+        partial.replace(self._path)
+        self._lines = JsonlSink(self._path, clock=None)
+        if not self._told:
+            limit = f"tracking.samples_mib ({format_bytes(self._limit)})"
+            print(f"{self._path} has reached {limit}: from now on, every other of its older steps leaves", flush=True)
+            self._told = True
+
+
+def _step_of(line: bytes) -> bytes:
+    """Returns the beginning of a sample's line, which names its step and kind."""
+    return line.partition(_AFTER_KIND)[0]
+
+
+def thinned(sizes: Mapping[bytes, int], most: int) -> set[bytes]:
+    """Returns the steps that stay in a file of samples.
+
+    Args:
+        sizes: bytes by step and kind, in the order of the file.
+        most: bytes.
+    """
+    kinds: dict[bytes, list[bytes]] = {}
+    for step in sizes:
+        kinds.setdefault(step.rpartition(b" ")[2], []).append(step)
+    left = sum(sizes.values())
+    while left > most:
+        largest = sorted(kinds.values(), key=lambda steps: -sum(sizes[step] for step in steps))
+        leaving = next((found for steps in largest if (found := steps[1 : len(steps) // 2 : 2])), None)
+        if leaving is None:
+            break
+        left -= sum(sizes[step] for step in leaving)
+        gone = set(leaving)
+        kinds = {kind: [step for step in steps if step not in gone] for kind, steps in kinds.items()}
+    return {step for steps in kinds.values() for step in steps}
+
+
 class TensorBoardSink:
     """Writes an event file into a directory, which is created, beside those of earlier attempts.
 
@@ -97,16 +173,12 @@ class WandbSink:
     def __init__(self, project: str, directory: Path, *, config: Mapping[str, Any]) -> None:
         import wandb
 
-        id_file = directory / "wandb_id"
-        if not id_file.exists():
-            directory.mkdir(parents=True, exist_ok=True)
-            id_file.write_text(secrets.token_hex(4), encoding="utf-8")
         self._wandb = wandb
         self._run = wandb.init(
             project=project,
             name=directory.absolute().name,
             dir=str(directory),
-            id=id_file.read_text(encoding="utf-8"),
+            id=_kept(directory / "wandb_id", lambda: secrets.token_hex(4)),
             resume="allow",
             config=dict(config),
             settings=wandb.Settings(console="off", silent=True),
@@ -121,3 +193,11 @@ class WandbSink:
         """Uploads what is pending, and ends wandb's process."""
         self._run.finish()
         self._wandb.teardown()
+
+
+def _kept(file: Path, make: Callable[[], str]) -> str:
+    """Returns the text of a file, which is made if it is missing."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(make(), encoding="utf-8")
+    return file.read_text(encoding="utf-8")

@@ -23,6 +23,7 @@ SFT: Cases = {
     rollout_rules.nothing_to_show: [
         (["tracking.samples=8"], "tracking.samples", "no effect in a stage without rollouts"),
         (["tracking.tokens=true"], "tracking.tokens", "no effect in a stage without rollouts"),
+        (["tracking.samples_mib=8"], "tracking.samples_mib", "no effect in a stage without rollouts"),
     ],
     data_rules.evaluations_have_rows: [
         (["data.evaluation=null", "data.evaluate_every=1"], "data.evaluate_every", "data.evaluation alone")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,9 +14,11 @@ import pytest
 
 from megarl.cluster.rollouts import Rollouts
 from megarl.config import load
+from megarl.files import read_lines
 from megarl.run.paths import RunPaths
 from megarl.run.report import EvaluationReporter
 from megarl.run.results import ShownSample, prompt_scores, shown_samples
+from megarl.run.view.sample_index import SampleIndex
 from megarl.types import Prompt, Ragged, RolloutChunk, SampleInfo, VersionSpan
 from tests.loop.test_model_directory import DEBUG
 
@@ -68,6 +70,56 @@ def test_every_sample_is_a_line_and_a_second_writer_appends(tmp_path: Path) -> N
         "advantage": None,
     }
     assert lines[1]["prompt"] == [5, 6]
+
+
+STEP_BYTES = 150_000
+"""Of a step below: more than 1 MiB are seven of them."""
+
+
+def written(paths: RunPaths, steps: Iterable[int], every: int = 4) -> None:
+    """Writes steps of a run whose file has at most 1 MiB, with a short evaluation after some of them."""
+    config = load(DEBUG, ["tracking.tensorboard=false", "tracking.samples_mib=1"])
+    with EvaluationReporter(config, paths) as reporter:
+        for step in steps:
+            half = replace(SAMPLE, response="é" * (STEP_BYTES // 4))
+            reporter.write_samples(step, "train", [half, replace(half, sample_id="p1/1")])
+            if step % every == 0:
+                reporter.write_samples(step, "evaluation", [SAMPLE])
+
+
+def steps_of(path: Path, kind: str) -> list[int]:
+    return list(dict.fromkeys(line["step"] for line in read_lines(path) if line["kind"] == kind))
+
+
+def test_a_full_file_has_fewer_steps_of_its_beginning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: there is room for six steps, and for five after steps have left; of seven, two leave, one by one."""
+    paths = RunPaths(tmp_path)
+    view = SampleIndex(paths)
+    written(paths, range(1, 7))
+    assert (steps_of(paths.samples, "train"), capsys.readouterr().out) == ([1, 2, 3, 4, 5, 6], "")
+    view.update()
+    written(paths, range(7, 10))
+    told = capsys.readouterr().out
+    assert told.count("tracking.samples_mib (1.0 MiB)") == told.count("\n") == 1
+    assert steps_of(paths.samples, "train") == [1, 6, 7, 8, 9]
+    assert steps_of(paths.samples, "evaluation") == [4, 8], "they are small"
+    view.update()
+    assert [step for step, samples in view.steps("train") if samples == 2] == [1, 6, 7, 8, 9]
+    assert view.samples("train", 7, "p1")[1]["sample_id"] == "p1/1"
+    written(paths, range(10, 60))
+    kept = steps_of(paths.samples, "train")
+    assert kept[0] == 1
+    assert kept[-3:] == [57, 58, 59]
+    assert paths.samples.stat().st_size <= 1 << 20
+    assert sorted(file.name for file in tmp_path.iterdir() if "samples" in file.name) == ["samples.jsonl"]
+
+
+def test_the_newest_steps_stay_even_if_they_are_too_large(tmp_path: Path) -> None:
+    config, paths = load(DEBUG, ["tracking.tensorboard=false", "tracking.samples_mib=1"]), RunPaths(tmp_path)
+    with EvaluationReporter(config, paths) as reporter:
+        for step in range(1, 8):
+            reporter.write_samples(step, "train", [replace(SAMPLE, response="x" * (2 << 20))])
+    assert steps_of(paths.samples, "train") == [1, 6, 7]
 
 
 def rollouts(prompt_ids: list[str]) -> Rollouts:

@@ -153,11 +153,12 @@ def samples_differ(rollout: Rollout, data: PromptData | None, evaluation: Evalua
 
 def nothing_to_show(stage: str, tracking: Tracking) -> Iterator[Problem]:
     """Only rollouts and evaluations with the engines have samples to read."""
+    names = ("samples_mib", "tokens")
     if stage in ("sft", "reward_model"):
         where = "in a stage without rollouts of the model in training"
-        yield from ineffective_settings("tracking", tracking, ("samples", "tokens"), where, "or use stage ppo")
+        yield from ineffective_settings("tracking", tracking, ("samples", *names), where, "or use stage ppo")
     elif tracking.samples == 0:
-        yield from ineffective_settings("tracking", tracking, ("tokens",), "with tracking.samples = 0", "or raise that")
+        yield from ineffective_settings("tracking", tracking, names, "with tracking.samples = 0", "or raise that")
 
 
 def transports_are_for_the_cpu(cluster: Cluster, resharding: Resharding) -> Iterator[Problem]:

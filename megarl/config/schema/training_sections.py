@@ -207,6 +207,8 @@ class Tracking(Section):
     samples: Natural | Literal["all"] = 4
     """Samples of each step with rollouts, and of each evaluation, in samples.jsonl, with texts and scores: all those of
     some prompts, so there may be more; or all samples."""
+    samples_mib: Count = 1024
+    """Limit of samples.jsonl, MiB. At the limit every other step of its older half leaves, but not the first one."""
     tokens: bool = False
     """Write the values of each token of these samples, too: log-probabilities of engine, actor and reference,
     advantages, weights and masks, and in the update ratio and clipping; some 70 bytes a token."""
