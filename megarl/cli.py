@@ -80,7 +80,8 @@ def profile_steps(config_path: ConfigPath, overrides: Overrides = None) -> None:
     given = overrides or []
     with _exit_codes(config_path):
         config = _training(load(config_path, given))
-        own = [f"run.dir={Path(config.run.dir)}-profile", "tracking.wandb_project=null"]
+        trackers = ("wandb_project", "mlflow_experiment", "trackio_project")
+        own = [f"run.dir={Path(config.run.dir)}-profile", *(f"tracking.{name}=null" for name in trackers)]
         if config.profile is None:
             own.append("profile={}")
         if isinstance(config, PPOConfig | RAFTConfig | RewardModelConfig) and config.rollout is not None:

@@ -9,7 +9,7 @@ from typing import get_args
 
 from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RunConfig, SFTConfig
 from megarl.config.problems import shown
-from megarl.config.schema import Fault, HeldOut, PairData, PromptData, TextData
+from megarl.config.schema import Fault, HeldOut, PairData, PromptData, TextData, Tracking
 from megarl.data.tokenizer import Tokenizer, model_tokenizer
 from megarl.models import vocab_size
 from megarl.preflight.datasets import DataReader, PromptSets, Sets, StageConfig, read_sets
@@ -37,16 +37,26 @@ def check(config: RunConfig) -> Sets:
         fix = "name a directory that rollout.record wrote"
         problems.append(Problem(field="rollout.replay", value=replay, rule="holds recorded rollouts", fix=fix))
     problems += check_own_functions(config)
-    if config.tracking.wandb_project is not None and find_spec("wandb") is None:
-        field, value = "tracking.wandb_project", config.tracking.wandb_project
-        fix = "install it with pip install 'megarl-trainer[wandb]', or set it to null"
-        problems.append(Problem(field=field, value=value, rule="needs the package wandb", fix=fix))
+    problems += _trackers(config.tracking)
     if sets is not None:
         problems += epoch_problems(config, sets)
     if problems:
         raise ConfigError(problems, unchecked="" if sets is not None else "Rows of data")
     assert sets is not None
     return sets
+
+
+def _trackers(tracking: Tracking) -> Iterator[Problem]:
+    """Yields the trackers whose packages are missing."""
+    projects = {
+        "wandb_project": ("wandb", tracking.wandb_project),
+        "mlflow_experiment": ("mlflow", tracking.mlflow_experiment),
+        "trackio_project": ("trackio", tracking.trackio_project),
+    }
+    for field, (package, value) in projects.items():
+        if value is not None and find_spec(package) is None:
+            fix = f"install it with pip install 'megarl-trainer[{package}]', or set it to null"
+            yield Problem(field=f"tracking.{field}", value=value, rule=f"needs the package {package}", fix=fix)
 
 
 def _read_data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem]]:

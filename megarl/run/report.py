@@ -23,13 +23,29 @@ from megarl.run.health import shown_limits, unsaved_run
 from megarl.run.health_monitor import HealthFinding, HealthMonitor, watch
 from megarl.run.paths import RunPaths
 from megarl.run.results import EvaluationResult, ShownSample, StepResult
-from megarl.run.sinks import JsonlSink, Metrics, SampleSink, Sink, TensorBoardSink, WandbSink, as_json
+from megarl.run.sinks import (
+    JsonlSink,
+    Metrics,
+    MlflowSink,
+    SampleSink,
+    Sink,
+    TensorBoardSink,
+    TrackioSink,
+    WandbSink,
+    as_json,
+)
 from megarl.run.timers import process_age
 from megarl.run.trace import Trace
 from megarl.run.verdict import judge
 
 _SAMPLED: Final = "rollout/samples"
 _UNSCORED: Final = "rewards/unscored"
+_TRACKERS: Final[Mapping[str, Callable[..., Sink]]] = {
+    "wandb_project": WandbSink,
+    "mlflow_experiment": MlflowSink,
+    "trackio_project": TrackioSink,
+}
+"""By the field of `tracking` that names the project."""
 _TABLE_WIDTH = 120
 """Columns of a table outside a terminal."""
 
@@ -58,10 +74,11 @@ class EvaluationReporter:
                 first = self._taken + 1 if self._taken else 0
                 self.trackers.append(TensorBoardSink(paths.tensorboard, first_step=first))
                 opened.callback(self.trackers[-1].close)
-            if tracking.wandb_project is not None:
-                plain = config.model_dump(mode="json", by_alias=True)
-                self.trackers.append(WandbSink(tracking.wandb_project, paths.path, config=plain))
-                opened.callback(self.trackers[-1].close)
+            plain = config.model_dump(mode="json", by_alias=True)
+            for name, tracker in _TRACKERS.items():
+                if (given := getattr(tracking, name)) is not None:
+                    self.trackers.append(tracker(given, paths.path, config=plain))
+                    opened.callback(self.trackers[-1].close)
             self._opened = opened.pop_all()
         return self
 
@@ -226,19 +243,18 @@ class Reporter:
     def finished(self, export: Metrics) -> Summary:
         """Writes and returns the summary with the export's metrics, and prints it."""
         seconds = self._clock()
+        lines, evaluations = read_lines(self._directory.metrics), read_lines(self._directory.evaluations)
         summary = Summary(
             stage=self._config.stage,
             steps=self._config.steps,
             seconds=seconds,
             start=self._start,
             last_step=self._last_step,
-            responses=_count_responses(self._directory.metrics),
+            responses=_count_responses(lines),
             evaluation=self._evaluation,
             export=export,
             findings=[_entry(finding) for finding in self._health.findings],
-            verdict=judge(
-                read_lines(self._directory.metrics), read_lines(self._directory.evaluations), self._health.findings
-            ),
+            verdict=judge(lines, evaluations, self._health.findings),
         )
         summary.write(self._directory.summary)
         unscored = summary.responses.get("unscored", 0)
@@ -289,8 +305,8 @@ def _entry(finding: HealthFinding) -> dict[str, str | int | None]:
     return {"metric": finding.check.metric, "first": finding.first, "last": finding.last, "text": finding.text}
 
 
-def _count_responses(metrics: Path) -> dict[str, int]:
+def _count_responses(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Returns the totals of all steps; none in a stage that samples no responses."""
-    steps = [step for step in read_lines(metrics) if _UNSCORED in step]
+    steps = [step for step in lines if _UNSCORED in step]
     names = {"sampled": _SAMPLED, "unscored": _UNSCORED} if steps else {}
     return {name: sum(step[metric] for step in steps) for name, metric in names.items()}

@@ -1,4 +1,4 @@
-"""Sinks of metrics: files of JSON lines, TensorBoard, Weights & Biases; and the sink of samples."""
+"""Sinks of metrics: files of JSON lines, TensorBoard, Weights & Biases, MLflow, Trackio; and the sink of samples."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from megarl.files import format_bytes, sync, write_errors
+from megarl.run.compare import flat
 
 Metrics = Mapping[str, float]
 
@@ -193,6 +194,55 @@ class WandbSink:
         """Uploads what is pending, and ends wandb's process."""
         self._run.finish()
         self._wandb.teardown()
+
+
+class MlflowSink:
+    """Logs to a run of an experiment of MLflow, the same one after a resume; its parameters are the configuration.
+
+    MLflow's environment variables apply: `MLFLOW_TRACKING_URI` says where. The directory has the id of its run.
+    """
+
+    def __init__(self, experiment: str, directory: Path, *, config: Mapping[str, Any]) -> None:
+        import mlflow  # pyright: ignore[reportMissingImports]
+
+        self._mlflow = mlflow
+        mlflow.set_experiment(experiment)
+        file = directory / "mlflow_id"
+        resumes, name = file.exists(), directory.absolute().name
+        # A run of its own is created first: its id is kept before anything is logged.
+        run_id = _kept(file, lambda: mlflow.start_run(run_name=name, log_system_metrics=False).info.run_id)
+        if resumes:
+            mlflow.start_run(run_id=run_id, log_system_metrics=False)
+        else:
+            mlflow.log_params(dict(flat(config)))
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        self._mlflow.log_metrics(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class TrackioSink:
+    """Logs to a run of a project of Trackio, the same one after a resume; `config` has its configuration.
+
+    Trackio's environment variables apply: `TRACKIO_DIR` says where. The directory has the name of its run.
+    """
+
+    def __init__(self, project: str, directory: Path, *, config: Mapping[str, Any]) -> None:
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        # Trackio resumes by the name: a run of another directory may be called the same.
+        name = _kept(directory / "trackio_name", lambda: f"{directory.absolute().name}-{secrets.token_hex(4)}")
+        self._run = trackio.init(
+            project=project, name=name, config=dict(config), resume="allow", embed=False, auto_log_gpu=False
+        )
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
 
 
 def _kept(file: Path, make: Callable[[], str]) -> str:

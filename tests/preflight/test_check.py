@@ -308,12 +308,14 @@ def test_a_critic_is_not_trained_in_float16(tmp_path: Path) -> None:
     assert "training in float16" in told
 
 
-def test_tracking_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracking_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.preflight.check.find_spec", lambda name: None)
-    told = refusal("tracking.wandb_project=mine")
-    assert "tracking.wandb_project = mine" in told
-    assert "needs the package wandb" in told
-    assert "pip install" in told
+    fields = {"wandb": "wandb_project", "mlflow": "mlflow_experiment", "trackio": "trackio_project"}
+    told = refusal(*(f"tracking.{field}=mine" for field in fields.values()))
+    for package, field in fields.items():
+        assert f"tracking.{field} = mine" in told
+        assert f"needs the package {package}" in told
+        assert f"pip install 'megarl-trainer[{package}]'" in told
 
 
 def test_missing_files_are_reported_together() -> None:

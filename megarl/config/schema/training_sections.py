@@ -204,6 +204,10 @@ class Tracking(Section):
     """Write TensorBoard events into the run's directory."""
     wandb_project: str | None = None
     """Project of Weights & Biases to log to; null does not. Needs the package wandb."""
+    mlflow_experiment: str | None = None
+    """Experiment of MLflow to log to; null does not. Needs the package mlflow, or mlflow-skinny."""
+    trackio_project: str | None = None
+    """Project of Trackio to log to; null does not. Needs the package trackio."""
     samples: Natural | Literal["all"] = 4
     """Samples of each step with rollouts, and of each evaluation, in samples.jsonl, with texts and scores: all those of
     some prompts, so there may be more; or all samples."""
