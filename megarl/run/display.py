@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final, Protocol
+from itertools import accumulate
+from typing import Any, Final, Protocol
 
 from rich import box
 from rich.columns import Columns
@@ -89,6 +90,7 @@ COLUMNS: Final[Mapping[str, Mapping[str, Column]]] = {
 """By stage, the columns of each metric that is shown, in order. A run leaves out those that it never has."""
 
 _REFRESHES_PER_S = 2
+_BAR_WIDTH = 20
 _SPEED_OVER_S = 86400.0  # the remaining time is estimated from as much past: a step may take an hour
 
 
@@ -105,9 +107,9 @@ def open_display(
     columns: Mapping[str, Column],
     *,
     steps: int,
+    console: Console,
     done: int = 0,
     clock: Callable[[], float] = process_age,
-    console: Console | None = None,
 ) -> Display:
     """Returns a live display in a terminal, and rows elsewhere.
 
@@ -115,28 +117,38 @@ def open_display(
         columns: by metric, in order.
         done: steps that earlier attempts have taken.
         clock: seconds of the run, shown in a terminal.
-        console: None is standard output.
     """
-    console = console or Console(highlight=False)
     if console.is_terminal:
         return ProgressSink(title, columns, steps=steps, done=done, clock=clock, console=console)
     return ConsoleSink(columns, steps=steps, console=console)
 
 
 class ConsoleSink:
-    """Prints a row per step below a heading; a missing metric is a dash."""
+    """Prints a row per step below a heading; a missing metric is a dash.
+
+    Args:
+        fits: leave out the last columns where the console is too narrow for them.
+    """
 
     _WIDTH, _DIGITS, _HEADED_EVERY = 8, 3, 40
 
-    def __init__(self, columns: Mapping[str, Column], *, steps: int, console: Console) -> None:
-        self._columns, self._steps, self._console = columns, steps, console
+    def __init__(self, columns: Mapping[str, Column], *, steps: int, console: Console, fits: bool = False) -> None:
+        self._all, self._steps, self._console, self._fits = columns, steps, console, fits
+        self._columns: Mapping[str, Column] = {}
         self._rows = 0
 
     def phase(self, name: str) -> None:
         """Does nothing."""
 
+    @property
+    def left_out(self) -> list[str]:
+        """The metrics that the last row had no place for."""
+        return [name for name in self._all if name not in self._columns]
+
     def write(self, step: int, metrics: Metrics) -> None:
-        if self._rows % self._HEADED_EVERY == 0:
+        before, self._columns = self._columns, self._fitting()
+        if self._rows % self._HEADED_EVERY == 0 or self._columns.keys() != before.keys():
+            self._rows = 0
             self._row("step", [column.heading for column in self._columns.values()], "bold")
             self._row("", [column.unit for column in self._columns.values()], "dim")
         self._rows += 1
@@ -146,12 +158,24 @@ class ConsoleSink:
     def close(self) -> None:
         """Does nothing."""
 
-    def _row(self, first: str, cells: Sequence[str], style: str | None) -> None:
-        headings = [column.heading for column in self._columns.values()]
-        aligned = [cell.rjust(max(self._WIDTH, len(heading))) for cell, heading in zip(cells, headings, strict=True)]
-        self._print(" ".join([first.rjust(2 * len(str(self._steps)) + 3), *aligned]).rstrip(), style)
+    def _fitting(self) -> Mapping[str, Column]:
+        if not self._fits:
+            return self._all
+        ends = accumulate((1 + self._width(column) for column in self._all.values()), initial=self._first_width)
+        count = sum(end <= self._console.width for end in ends) - 1
+        return dict(list(self._all.items())[: max(1, count)])
 
-    def _print(self, line: str, style: str | None) -> None:
+    def _width(self, column: Column) -> int:
+        return max(self._WIDTH, len(column.heading))
+
+    @property
+    def _first_width(self) -> int:
+        return 2 * len(str(self._steps)) + 3
+
+    def _row(self, first: str, cells: Sequence[str], style: str | None) -> None:
+        widths = [self._width(column) for column in self._columns.values()]
+        aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        line = " ".join([first.rjust(self._first_width), *aligned]).rstrip()
         self._console.print(line, style=style, markup=False, soft_wrap=True)
 
 
@@ -172,9 +196,9 @@ class _Clock(ProgressColumn):
 
 
 class ProgressSink:
-    """Shows a progress bar, the current phase and the metrics of the last step, which stay on the screen at the end.
+    """Prints a row per step above a progress bar with the current phase, which stays on the screen at the end.
 
-    A thread draws them. Other output of the program appears above.
+    Metrics that the row has no place for are below the bar. A thread draws it; other output appears above.
     """
 
     def __init__(
@@ -189,9 +213,10 @@ class ProgressSink:
     ) -> None:
         self._columns = columns
         self._metrics: Metrics = {}
+        self._rows = ConsoleSink(columns, steps=steps, console=console, fits=True)
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
-            BarColumn(),
+            BarColumn(_BAR_WIDTH),
             MofNCompleteColumn(),
             _Clock(clock),
             TextColumn("left"),
@@ -213,7 +238,8 @@ class ProgressSink:
         self._bar.update(self._task, phase=name)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        self._metrics = metrics
+        self._rows.write(step, metrics)
+        self._metrics = {name: metrics[name] for name in self._rows.left_out if name in metrics}
         self._bar.update(self._task, completed=step)
 
     def close(self) -> None:
@@ -223,9 +249,8 @@ class ProgressSink:
 
     def _render(self) -> RenderableType:
         shown = [
-            Text.assemble((f"{column.heading} ", "dim"), short(self._metrics[name]))
-            for name, column in self._columns.items()
-            if name in self._metrics
+            Text.assemble((f"{self._columns[name].heading} ", "dim"), short(value))
+            for name, value in self._metrics.items()
         ]
         return Group(self._bar.get_renderable(), Columns(shown, padding=(0, 3)))
 
@@ -262,6 +287,29 @@ def metrics_table(metrics: Metrics) -> Table:
             cells.append(_cell(value))
             cells.append("" if half_width is None else _cell(half_width))
         table.add_row(row, *cells)
+    return table
+
+
+def change_table(
+    columns: Mapping[str, Column], lines: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]
+) -> Table:
+    """Returns a table of a run's metrics in its first and its last step, and of its held-out scores.
+
+    Args:
+        lines, evaluations: of all steps, as in the files.
+    """
+    table = Table("", "first", "last", "", box=box.SIMPLE_HEAD, show_edge=False)
+    for column in table.columns[1:3]:
+        column.justify = "right"
+    for name, column in columns.items():
+        known = [line[name] for line in lines if line.get(name) is not None]
+        if known:
+            table.add_row(column.heading, short(known[0]), short(known[-1]), column.unit)
+    names = [name for name in (evaluations[-1] if evaluations else {}) if f"{name}{_INTERVAL}" in evaluations[-1]]
+    for name in names:
+        known = [line for line in evaluations if line.get(name) is not None]
+        cells = [f"{short(line[name])} ± {_cell(line.get(f'{name}{_INTERVAL}'))}" for line in (known[:1] + known[-1:])]
+        table.add_row(f"held-out {name.partition('/')[2]}", *cells)
     return table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -18,7 +19,7 @@ from megarl.errors import RunError
 from megarl.files import read_lines, write_durably
 from megarl.run.attempts import read_attempts
 from megarl.run.directory import RunDirectory
-from megarl.run.display import COLUMNS, Column, counted, metrics_table, open_display, phase_line
+from megarl.run.display import COLUMNS, Column, change_table, counted, metrics_table, open_display, phase_line
 from megarl.run.health import shown_limits, unsaved_run
 from megarl.run.health_monitor import HealthFinding, HealthMonitor, watch
 from megarl.run.paths import RunPaths
@@ -62,6 +63,8 @@ class EvaluationReporter:
         self._samples: SampleSink | None = None  # in stages that generate, as is
         self._prompts: JsonlSink | None = None
         self.trackers: list[Sink] = []
+        self.console = Console(highlight=False)
+        """Another one would print over a live display."""
 
     def __enter__(self) -> Self:
         config, paths, tracking = self._config, self._paths, self._config.tracking
@@ -94,9 +97,8 @@ class EvaluationReporter:
                 self._prompts.write(result.step, asdict(prompt))
         for sink in self.trackers:
             sink.write(result.step, result.metrics)
-        console = Console(highlight=False)
-        console.print(title, markup=False, soft_wrap=True)
-        console.print(metrics_table(result.metrics), width=None if console.is_terminal else _TABLE_WIDTH)
+        self.console.print(title, markup=False, soft_wrap=True)
+        self.console.print(metrics_table(result.metrics), width=None if self.console.is_terminal else _TABLE_WIDTH)
 
     def write_samples(self, step: int, kind: Literal["train", "evaluation"], samples: Iterable[ShownSample]) -> None:
         """Writes the samples of a step, or of the evaluation after it."""
@@ -175,7 +177,12 @@ class Reporter:
             self._evaluations = opened.enter_context(EvaluationReporter(config, directory, taken=self._taken))
             self.trace = opened.enter_context(closing(Trace(directory.trace, read_attempts(directory.attempts))))
             display = open_display(
-                config.stage, run_columns(config), steps=config.steps, done=self._taken, clock=self._clock
+                config.stage,
+                run_columns(config),
+                steps=config.steps,
+                console=self._evaluations.console,
+                done=self._taken,
+                clock=self._clock,
             )
             self._display = opened.enter_context(closing(display))
             self._opened = opened.pop_all()
@@ -257,12 +264,18 @@ class Reporter:
             verdict=judge(lines, evaluations, self._health.findings),
         )
         summary.write(self._directory.summary)
+        self._display.close()
+        console = self._evaluations.console
+        if console.is_terminal:
+            console.print(change_table(run_columns(self._config), lines, evaluations))
         unscored = summary.responses.get("unscored", 0)
         without = f"{unscored} of {summary.responses['sampled']} responses had no score; " if unscored else ""
         took = f"{counted(summary.steps, 'step')} in {seconds:.0f} s"
         print(f"{took}; {without}the model is in {self._directory.export}", flush=True)
         if summary.verdict:
             print(summary.verdict, flush=True)
+        if console.is_terminal:
+            print(f"megarl view {shlex.quote(str(self._directory.path))}  # its curves and samples", flush=True)
         return summary
 
 

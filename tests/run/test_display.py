@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import re
 import threading
 
 from rich.console import Console
 
-from megarl.run.display import Column, ConsoleSink, ProgressSink, counted, open_display, short
+from megarl.run.display import Column, ConsoleSink, ProgressSink, change_table, counted, open_display, short
 
 COLUMNS = {
     "objective/score": Column(heading="score"),
@@ -21,7 +22,12 @@ def terminal(width: int = 100) -> tuple[Console, io.StringIO]:
     return Console(file=out, width=width, height=30, force_terminal=True, color_system=None), out
 
 
-def test_a_terminal_shows_a_bar_with_the_last_metrics_and_is_restored() -> None:
+def lines(out: io.StringIO) -> list[str]:
+    """Without the terminal's commands."""
+    return re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", out.getvalue()).replace("\r", "\n").splitlines()
+
+
+def test_a_terminal_shows_rows_above_a_bar_and_is_restored() -> None:
     threads = set(threading.enumerate())
     console, out = terminal()
     display = open_display("PPO", COLUMNS, steps=20, console=console)
@@ -31,13 +37,13 @@ def test_a_terminal_shows_a_bar_with_the_last_metrics_and_is_restored() -> None:
     assert "rollout" in out.getvalue()
     display.write(1, {"objective/score": 0.123456, "objective/kl": 0.5, "hidden": 7.0})
     display.write(2, {"objective/score": 0.25})
+    rows = [line.split() for line in lines(out) if "/20" in line and "PPO" not in line]
+    assert rows == [["1/20", "0.123", "0.5", "-"], ["2/20", "0.25", "-", "-"]]
     before = len(out.getvalue())
     display.close()
     last = out.getvalue()[before:]
     assert "PPO" in last
     assert "2/20" in last
-    assert "score 0.25" in last
-    assert "KL" not in last, "the metric of an earlier step"
     assert "rollout" not in last
     assert "hidden" not in out.getvalue()
     assert out.getvalue().endswith("\x1b[?25h"), "the cursor is still hidden"
@@ -52,12 +58,45 @@ def test_a_resumed_run_starts_the_bar_at_its_step() -> None:
     assert "15/20" in out.getvalue()
 
 
-def test_many_metrics_wrap_instead_of_being_truncated() -> None:
+def test_metrics_without_a_place_in_the_row_are_below_the_bar() -> None:
+    """Of 40 columns the step takes 5, and each metric 9."""
     console, out = terminal(width=40)
     display = open_display("x", {f"m{i}": Column(heading=f"metric {i}") for i in range(12)}, steps=2, console=console)
     display.write(1, {f"m{i}": i + 0.5 for i in range(12)})
     display.close()
-    assert all(f"metric {i} {i}.5" in out.getvalue() for i in range(12))
+    heading, row = (line for line in lines(out) if "metric 0" in line or line.startswith("  1/2 "))
+    assert heading.endswith("step metric 0 metric 1 metric 2")
+    assert row == "  1/2      0.5      1.5      2.5"
+    assert all(f"metric {i} {i}.5" in out.getvalue() for i in range(3, 12))
+
+
+def test_another_width_has_other_columns_below_a_heading() -> None:
+    console, out = terminal(width=40)
+    sink = ConsoleSink({f"m{i}": Column(heading=f"m{i}") for i in range(9)}, steps=9, console=console, fits=True)
+    for step, width in enumerate((40, 40, 24, 4), start=1):
+        console.width = width
+        sink.write(step, {f"m{i}": float(i) for i in range(9)})
+    rows = [line.split() for line in out.getvalue().splitlines() if line.strip()]
+    headings = [["step", "m0", "m1", "m2"], ["step", "m0", "m1"], ["step", "m0"]]
+    assert [row for row in rows if row[0] == "step"] == headings
+    assert [len(row) - 1 for row in rows if row[0].endswith("/9")] == [3, 3, 2, 1]
+    assert sink.left_out == [f"m{i}" for i in range(1, 9)]
+
+
+def test_the_table_at_the_end_has_the_first_and_the_last_values() -> None:
+    lines = [{"step": 1, "objective/score": 0.25, "objective/kl": None}, {"step": 2, "objective/score": 0.5}]
+    lines += [{"step": 3, "objective/kl": 0.125}]
+    evaluations = [
+        {"step": step, "eval/exact": 0.1 * step, "eval/exact_ci95": 0.02, "eval/version": 7} for step in (1, 3)
+    ]
+    out = io.StringIO()
+    Console(file=out, width=80).print(change_table(COLUMNS, lines, evaluations))
+    assert [line.split() for line in out.getvalue().splitlines() if "\u2500" not in line] == [
+        ["first", "last"],
+        ["score", "0.25", "0.5"],
+        ["KL", "0.125", "0.125", "nats"],
+        ["held-out", "exact", "0.1", "±", "0.02", "0.3", "±", "0.02"],
+    ]
 
 
 def test_a_terminal_shows_the_elapsed_time_of_the_run() -> None:

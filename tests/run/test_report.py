@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,7 @@ def test_every_file_has_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "evaluation after step 1" in printed
     assert ["exact", "0.25", "0.1"] in [line.split() for line in printed.splitlines()]
     assert "1 step in 12 s" in printed
+    assert "megarl view" not in printed, "for terminals alone, as the table"
     assert lines(directory.metrics) == [{"step": 1, "objective/score": 0.5, "policy/loss": 1.5, "value/loss": 1.0}]
     assert lines(directory.updates) == [
         {"step": 1, "update": 1, "policy/loss": 1.0, "value/loss": -1.0},
@@ -104,6 +107,41 @@ def test_every_file_has_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[
         "evaluation": {"eval/exact": 0.25, "eval/exact_ci95": 0.1},
         "export": {"normalisation/mean": 0.5},
     }
+
+
+class Terminal(io.StringIO):
+    """Standard output of 100 columns."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        monkeypatch.setattr(sys, "stdout", self)
+        for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "40", "NO_COLOR": "1"}.items():
+            monkeypatch.setenv(name, value)
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_in_a_terminal_everything_is_above_the_bar_until_the_table_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, terminal = load(DEBUG, [f"run.dir={tmp_path / 'a run'}", "run.steps=1"]), Terminal(monkeypatch)
+    with Reporter(config, RunDirectory(config), taken=0, clock=lambda: 12.3) as reporter:
+        reporter.phase("rollout")
+        reporter.started({})
+        reporter.write(RESULT)
+        reporter.evaluated(EVALUATION)
+        assert "0/1" in terminal.getvalue(), "the bar is there from the beginning"
+        reporter.finished({})
+    drawn = terminal.getvalue()
+    erased = "\x1b[2K"
+    for line in ("evaluation after step 1", "  1/1      0.5"):
+        assert drawn.partition(line)[0].endswith(erased), f"{line} is behind the bar"
+    *_, end = drawn.split("\x1b[?25h")  # the cursor is back: the bar stays as it is
+    rows = [line.split() for line in end.splitlines()]
+    assert ["score", "0.5", "0.5"] in rows
+    assert ["held-out", "exact", "0.25", "±", "0.1", "0.25", "±", "0.1"] in rows
+    assert rows[-1][:4] == ["megarl", "view", f"'{tmp_path}/a", "run'"]
 
 
 @pytest.mark.parametrize(("every", "saves", "told"), [("null", True, 1), ("100", True, 0), ("null", False, 0)])
