@@ -24,15 +24,21 @@ class Trace:
         """The environment in which to start the program."""
         return {**os.environ, "MEGARL_TEST_TRACE": self._value}
 
+    def pids(self) -> list[int]:
+        """The program's living processes."""
+        found: list[int] = []
+        for directory in Path("/proc").iterdir():
+            with suppress(OSError):
+                if self._value.encode() in (directory / "environ").read_bytes():
+                    found.append(int(directory.name))
+        return found
+
     def processes(self) -> list[str]:
         """Command lines of the program's living processes."""
         living: list[str] = []
-        for directory in Path("/proc").iterdir():
-            try:
-                if self._value.encode() in (directory / "environ").read_bytes():
-                    living.append((directory / "cmdline").read_text().replace("\0", " ")[:120])
-            except OSError:
-                continue
+        for pid in self.pids():
+            with suppress(OSError):
+                living.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:120])
         return [line for line in living if line]
 
     def shared_memory(self) -> set[str]:

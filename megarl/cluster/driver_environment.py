@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from ray import _raylet
+from ray._private import ray_constants
 
 from megarl.cluster.ray_node import new_directory
 
@@ -63,6 +64,23 @@ def random_token() -> Generator[None]:
             yield
     finally:
         _read_authentication()
+
+
+@contextmanager
+def on_loopback() -> Generator[None]:
+    """Makes a Ray that starts meanwhile listen on loopback alone, not on all addresses; its processes inherit it.
+
+    `ray.init` replaces a loopback address by another one of the machine, unless this switch, which Ray reads when it is
+    imported, says that there is no cluster (ray 2.60, `resolve_ip_for_localhost`).
+    """
+    constants: Any = ray_constants
+    before = constants.ENABLE_RAY_CLUSTER
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        with environment({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}):
+            yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager

@@ -145,8 +145,8 @@ class RayProcess:
         """
         host = host or ray_api.node_address()
         holder = socket.socket()
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # torch's socket can bind it, too
-        holder.bind(("", 0))  # all addresses, as torch does
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the store's socket can bind it, too
+        holder.bind((host, 0))
         self._reserved.append(holder)
         return Timed(result=f"{host}:{holder.getsockname()[1]}", seconds=0.0)
 

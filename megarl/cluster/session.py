@@ -20,6 +20,7 @@ from megarl.cluster.driver_environment import (
     ignore_interrupts,
     interrupts_raise,
     no_interrupt_is_lost,
+    on_loopback,
     random_token,
     temporary_directory,
 )
@@ -50,9 +51,9 @@ _CONCURRENT: Mapping[type[RayProcess], Mapping[str, int]] = {
 class Session:
     """The devices and processes of a run, as a context manager.
 
-    Without an address, it starts a Ray on this machine, protected by a random token. When the `with` block ends, also
-    by an exception, SIGINT or SIGTERM, every process, shared memory file and temporary file of that Ray is removed. A
-    Ray that was joined keeps running; the session's processes end.
+    Without an address, it starts a Ray on this machine, on loopback and protected by a random token. When the `with`
+    block ends, also by an exception, SIGINT or SIGTERM, every process, shared memory file and temporary file of that
+    Ray is removed. A Ray that was joined keeps running; the session's processes end.
 
     Args:
         log_dir: directory of the processes' output, one file each.
@@ -216,6 +217,7 @@ class Session:
         ending.callback(Guard(mark, directory, os.environ).dismiss)  # for a SIGKILL: two of Ray's agents live a minute
         ending.enter_context(environment({**_LOCAL_ENV, MARK: mark}))
         ending.enter_context(random_token())
+        ending.enter_context(on_loopback())
         cleanup = ProcessCleanup(mark)
         ending.callback(cleanup.remove, _END_GRACE_S)
         ending.callback(ray_api.shutdown)

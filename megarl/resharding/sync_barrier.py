@@ -179,7 +179,7 @@ def open_store(host: str, port: int, name: str) -> Store:
 
 
 def serve_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
-    """Starts the store of a sync's ranks; it lives as long as the object.
+    """Starts a store of ranks; it lives as long as the object.
 
     Args:
         host: the only address at which it listens; the store has no other protection.

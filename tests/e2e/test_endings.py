@@ -11,6 +11,7 @@ import pytest
 
 from megarl.run.status.reading import read_status
 from tests.e2e.runs import DEBUG, finish, lines, started
+from tests.security.listeners import assert_closed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -34,6 +35,8 @@ def test_a_signal_ends_the_run(tmp_path: Path, number: int, status: int, after: 
     directory = tmp_path / "run"
     with started(["train", DEBUG, f"run.dir={directory}", *SMALL]) as run:
         wait_for(directory / after)
+        if number == signal.SIGINT:
+            assert_closed(run[1].pids())
         run[0].send_signal(number)
         finished = finish(*run)
     assert finished.status == status, finished.errors

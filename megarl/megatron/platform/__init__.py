@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from megarl.resharding import serve_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +44,24 @@ def start_platform(kind: str) -> Platform:
 def start_world(
     platform: Platform, *, rank: int, world_size: int, init_method: str, timeout_seconds: float = 600.0
 ) -> None:
-    """Joins the torch.distributed world of the group; its collectives fail after ``timeout_seconds``."""
+    """Joins the torch.distributed world of the group; its collectives fail after ``timeout_seconds``.
+
+    Args:
+        init_method: ``tcp://host:port`` of rank 0, which listens at this address only; or a file, as ``file://path``.
+    """
+    timeout, url = datetime.timedelta(seconds=timeout_seconds), urlsplit(init_method)
+    store = None
+    if url.scheme == "tcp":
+        host, port = url.hostname or "", url.port or 0
+        store = serve_store(host, port) if rank == 0 else TCPStore(host, port, is_master=False, timeout=timeout)
+        store.set_timeout(timeout)
     dist.init_process_group(
         platform.backend,
-        init_method=init_method,
+        init_method=init_method if store is None else None,
+        store=store,
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout_seconds),
+        timeout=timeout,
     )
     from megatron.core import parallel_state
 
