@@ -1,6 +1,6 @@
 """The configuration of a run: schema, inheritance, overrides, and checks that report everything at once."""
 
-from megarl.config.loading import as_yaml, build, load, on_first_nodes, save
+from megarl.config.loading import as_yaml, build, load, on_first_nodes, plain, save
 from megarl.config.problems import ConfigError, Problem
 from megarl.config.schema import (
     EvalConfig,
@@ -30,5 +30,6 @@ __all__ = [
     "load",
     "on_first_nodes",
     "parse_devices",
+    "plain",
     "save",
 ]

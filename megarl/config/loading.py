@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from megarl.config.inheritance import expanded, merged
 from megarl.config.one_device import asleep_where_shared, on_one_device
 from megarl.config.pending_paths import without_pending
-from megarl.config.problems import ConfigError, Problem, shown
+from megarl.config.problems import ConfigError, Problem, shown, without_secrets
 from megarl.config.rules import broken_rules
 from megarl.config.schema import STAGES, RunConfig
 from megarl.config.schema.base import parse_devices
@@ -84,14 +84,27 @@ def on_first_nodes(config: C, nodes: int) -> C:
     return fewer
 
 
-def save(config: RunConfig, path: str | Path) -> None:
-    """Writes the resolved configuration atomically and durably."""
-    write_durably(Path(path), as_yaml(config))
+def save(config: RunConfig, path: str | Path, *, secrets: bool = True) -> None:
+    """Writes the resolved configuration atomically and durably, for its owner alone if it has secrets.
+
+    Args:
+        secrets: write them, see `plain`.
+    """
+    text, hidden = as_yaml(config), yaml.safe_dump(plain(config), sort_keys=False)
+    write_durably(Path(path), text if secrets else hidden, mode=0o600 if secrets and text != hidden else 0o666)
 
 
 def as_yaml(config: RunConfig) -> str:
     """Returns the resolved configuration as YAML."""
     return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False)
+
+
+def plain(config: RunConfig) -> dict[str, Any]:
+    """Returns the resolved configuration for the run's directory and trackers.
+
+    Texts of functions' arguments whose names are those of secrets, such as `api_key` or `judge_token`, are masked.
+    """
+    return without_secrets(config.model_dump(mode="json", by_alias=True))
 
 
 def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import yaml
 from pydantic import BaseModel
 
+MASK = "(secret)"
+"""The value of a secret in the files of a run."""
+_ARGUMENTS = "args"
+_SECRET = re.compile(r"(^|[_-])((api|access|auth|private|secret)[_-]?key|secret|password|credentials?|token)$", re.I)
 KEY = "(key)"
 """The value of a problem with the name of a key, which is the last part of the field."""
 
@@ -70,8 +75,39 @@ def correct_path(path: str) -> str:
 def shown(value: object) -> str:
     """Returns a value as text of at most 80 characters."""
     if isinstance(value, Mapping):
-        text = yaml.safe_dump(value, default_flow_style=True, width=math.inf).strip()
+        hidden = without_secrets(value, inside=True)
+        text = yaml.safe_dump(hidden, default_flow_style=True, width=math.inf).strip()
     else:
         plain = list(cast(tuple[object, ...], value)) if isinstance(value, tuple) else value
         text = "null" if plain is None else plain if isinstance(plain, str) else repr(plain)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def without_secrets(value: Any, *, inside: bool = False) -> Any:
+    """Returns plain values with MASK for texts of functions' arguments whose names are those of secrets.
+
+    Args:
+        inside: the value is of such arguments.
+    """
+    if isinstance(value, list):
+        return [without_secrets(entry, inside=inside) for entry in cast(list[Any], value)]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        name: MASK
+        if inside and isinstance(entry, str) and entry and _SECRET.search(str(name))
+        else without_secrets(entry, inside=inside or name == _ARGUMENTS)
+        for name, entry in cast(Mapping[Any, Any], value).items()
+    }
+
+
+def masked(value: Any, path: str = "") -> Iterator[str]:
+    """Yields the paths of masked values in plain ones."""
+    if value == MASK:
+        yield path
+    elif isinstance(value, Mapping):
+        for name, entry in cast(Mapping[Any, Any], value).items():
+            yield from masked(entry, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list):
+        for index, entry in enumerate(cast(list[Any], value)):
+            yield from masked(entry, f"{path}.{index}")

@@ -57,7 +57,7 @@ class RunDirectory(RunPaths):
                 if not point.finished:
                     self._reset(point)
             if not self.finished:
-                save(config, self.config)
+                save(config, self.config, secrets=False)
 
     @property
     def step(self) -> int:
@@ -106,7 +106,7 @@ class EvaluationDirectory(RunPaths):
             for path in self.line_files:
                 path.unlink(missing_ok=True)
             shutil.rmtree(self.tensorboard, ignore_errors=True)
-            save(config, self.config)
+            save(config, self.config, secrets=False)
 
     def close(self) -> None:
         """Releases the lock."""

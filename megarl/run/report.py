@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, Self
 
 from rich.console import Console
 
-from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RunConfig, TrainingConfig
+from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RunConfig, TrainingConfig, plain
 from megarl.data.sources import LeftOutRows
 from megarl.errors import RunError
 from megarl.files import read_lines, write_durably
@@ -77,10 +77,9 @@ class EvaluationReporter:
                 first = self._taken + 1 if self._taken else 0
                 self.trackers.append(TensorBoardSink(paths.tensorboard, first_step=first))
                 opened.callback(self.trackers[-1].close)
-            plain = config.model_dump(mode="json", by_alias=True)
             for name, tracker in _TRACKERS.items():
                 if (given := getattr(tracking, name)) is not None:
-                    self.trackers.append(tracker(given, paths.path, config=plain))
+                    self.trackers.append(tracker(given, paths.path, config=plain(config)))
                     opened.callback(self.trackers[-1].close)
             self._opened = opened.pop_all()
         return self

@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 
 import yaml
 
-from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, TrainingConfig
+from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, TrainingConfig, plain
 from megarl.config.problems import shown
 from megarl.run.checkpoints import BrokenCheckpointError, Checkpoint, Checkpoints
 from megarl.run.frozen_weights import FROZEN, FrozenDigests, changed_files, digest_frozen_weights
@@ -139,7 +139,7 @@ def compare_configs(
     old: Mapping[str, Any], config: TrainingConfig, latest: Checkpoint | None
 ) -> tuple[list[Problem], bool]:
     """Compares a configuration with that of the start; returns what forbids a resume, and whether anything differs."""
-    new = yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json", by_alias=True)))
+    new = yaml.safe_load(yaml.safe_dump(plain(config)))
     fix = "put it back, or start a new run in another run.dir"
     if _at(old, "stage") != config.stage:  # other differences follow from it
         rule = f"stays {_at(old, 'stage')} when a run resumes: a run has one stage"

@@ -29,6 +29,8 @@ PARTS = (
 )
 """Overrides of the debug run: parts of the algorithm that have a state, or more calls than its own."""
 
+SECRETS = {"HF_TOKEN": "hf_nobodyknowsthis", "WANDB_API_KEY": "nobodyknowsthat"}
+"""In the environment of every command."""
 LIMIT_S = 280
 # A shell starts its background jobs with SIGINT ignored, and the tests may run in one.
 _INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
@@ -75,7 +77,7 @@ def started(
         place_random_model(ROOT / arguments[1], *arguments[2:])
     trace = Trace()
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
-        environment = {**trace.environment(), "TMPDIR": directory, "OMP_NUM_THREADS": "1"}
+        environment = {**trace.environment(), **SECRETS, "TMPDIR": directory, "OMP_NUM_THREADS": "1"}
         program = subprocess.Popen(
             [sys.executable, "-c", f"{_INTERRUPTIBLE}; {before}; {_MEGARL}", *arguments],
             cwd=ROOT,

@@ -14,7 +14,7 @@ import pytest
 from megarl.config import load
 from megarl.run.status.reading import read_status
 from tests.e2e.conftest import DebugRun
-from tests.e2e.runs import DEBUG, PARTS, lines, train
+from tests.e2e.runs import DEBUG, PARTS, SECRETS, lines, train
 
 STAGES = ("offload", "agree", "pack", "transfer", "verify", "load", "commit", "reset")
 SYNC = {f"sync/{stage}_seconds" for stage in STAGES} | {
@@ -110,6 +110,14 @@ def test_its_directory_has_every_file_and_the_configuration(debug_run: DebugRun)
     resolved = load(debug_run.directory / "config.yaml")
     overrides = [f"run.dir={debug_run.directory}", f"rollout.record={debug_run.recorded}", "checkpoint.every=2"]
     assert resolved == load(Path(DEBUG), [*overrides, "profile.steps=[2]", *PARTS])
+
+
+def test_no_file_has_a_secret_of_the_environment(debug_run: DebugRun) -> None:
+    texts = [path.read_bytes() for path in debug_run.directory.rglob("*") if path.is_file()]
+    texts += [debug_run.finished.output.encode(), debug_run.finished.errors.encode()]
+    assert len(texts) > 20
+    for secret in SECRETS.values():
+        assert not any(secret.encode() in text for text in texts)
 
 
 def test_it_reports_what_the_processes_computed_in_the_profiled_step(debug_run: DebugRun) -> None:
