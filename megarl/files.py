@@ -8,13 +8,17 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 _BLOCK = 1 << 16
+_DEEPEST = 100
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # torch.save raises these in place of the file's error; the second if nothing could be written.
 _TORCH_SAVE_ERRORS = ("inline_container.cc", "basic_ios::clear: iostream error")
@@ -32,7 +36,7 @@ class FileRecord:
     @classmethod
     def of(cls, path: Path, root: Path) -> FileRecord:
         """Reads a file and returns its record, relative to `root`."""
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
             return cls(path=path.relative_to(root).as_posix(), nbytes=stream.tell(), sha256=digest)
 
@@ -57,6 +61,67 @@ def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
     sync(partial)
     partial.replace(path)
     sync(path.parent)
+
+
+def open_file(path: str | Path) -> BufferedReader:
+    """Opens a regular file to read it; raises OSError for others, such as pipes and devices, which may never end."""
+    stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return stream
+
+
+def read_json(path: str | Path, most_bytes: int = 64 << 20) -> Any:
+    """Returns the content of a JSON file, which anybody may have written.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        ValueError: it is too large, or see `parse_json`; the message names the file.
+    """
+    with open_file(path) as stream:
+        if os.fstat(stream.fileno()).st_size > most_bytes:
+            raise ValueError(f"{path} has more than the {format_bytes(most_bytes)} that are read")
+        text = stream.read()
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is {error}") from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Returns the value of a text in JSON, which anybody may have written.
+
+    Raises ValueError where it is not JSON in UTF-8, or has what cannot be written again: numbers of thousands of
+    digits, halves of characters, or values in more than a hundred others.
+    """
+    try:
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        value = json.loads(text)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"not JSON: {error.msg}, {where}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not JSON in UTF-8: {error}") from None
+    except UnicodeEncodeError:
+        raise ValueError("not JSON in UTF-8: it has half of a surrogate pair") from None
+    except RecursionError:
+        raise ValueError(f"not JSON that can be read: it nests deeper than {_DEEPEST} values") from None
+    except ValueError:  # of int
+        raise ValueError("not JSON that can be read: a number has thousands of digits") from None
+    if text.count("[") + text.count("{") > _DEEPEST and _is_deep(value):
+        raise ValueError(f"not JSON that can be read: it nests deeper than {_DEEPEST} values")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_DEEPEST + 1):
+        values = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [inner for part in values for inner in part]
+    return bool(level)
 
 
 @contextmanager
@@ -208,6 +273,6 @@ def _read_end(path: Path, lines: int) -> bytes:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         entry = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) else None

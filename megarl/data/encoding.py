@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -11,6 +10,7 @@ import numpy.typing as npt
 
 from megarl.data.sources import UnusableRowError, listed
 from megarl.data.tokenizer import Message, Tokenizer
+from megarl.files import parse_json
 
 Ids = npt.NDArray[np.int32]
 """[tokens] int32."""
@@ -152,7 +152,7 @@ def messages(name: str, value: object) -> list[Message]:
 
 def _tools(column: object) -> list[Mapping[str, Any]] | None:
     """Returns the tools of a row, from a list of descriptions or its text in JSON; None without any."""
-    tools: object = json.loads(column) if isinstance(column, str) else column
+    tools: object = parse_json(column) if isinstance(column, str) else column
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in cast(list[Any], tools)):

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any, Final, Generic, TypeVar, cast
 
 from megarl.config.schema import Fault, SourceFields
+from megarl.files import format_bytes, open_file, parse_json
 
 _SHOWN = 10
 """Reasons that a report names; of others it counts the rows."""
+_LONGEST_REASON = 500
+_LONGEST_LINE = 256 << 20
+"""Bytes of a line that is read."""
 
 T = TypeVar("T")
 
@@ -42,10 +46,7 @@ class Row:
 
     def columns(self) -> dict[str, Any]:
         """Returns the columns that are not null; raises ValueError if the line is not a JSON object."""
-        try:
-            content: Any = json.loads(self.content) if isinstance(self.content, bytes) else self.content
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not JSON: {error.msg}, column {error.colno}") from error
+        content: Any = parse_json(self.content) if isinstance(self.content, bytes) else self.content
         if not isinstance(content, Mapping):
             raise ValueError("a row must be a JSON object")
         return {name: value for name, value in cast(Mapping[str, Any], content).items() if value is not None}
@@ -130,7 +131,7 @@ def _report(rows: Sequence[tuple[str, str]]) -> list[str]:
     """Returns a line per reason, with its first row and the number of others; rows are (where, reason)."""
     places: dict[str, list[str]] = defaultdict(list)
     for where, reason in rows:
-        places[reason].append(where)
+        places[reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}..."].append(where)
     lines = [
         f"{first}{f' (and {len(others)} more)' if others else ''}: {reason}"
         for reason, (first, *others) in list(places.items())[:_SHOWN]
@@ -153,23 +154,25 @@ def listed(names: Iterable[str]) -> str:
 
 
 def _lines(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    with open_file(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), start=1):
+            if len(line) > _LONGEST_LINE:
+                raise ValueError(f"{path}, line {number} has more than {format_bytes(_LONGEST_LINE)}")
             yield Row(where=f"{path}, line {number}", number=number, content=line.rstrip(b"\r\n"))
 
 
 def _parquet(path: Path) -> Iterator[Row]:
-    from pyarrow import ArrowInvalid
+    from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
     number = 0
-    with path.open("rb") as file:
+    with open_file(path) as file:
         try:
             for batch in ParquetFile(file).iter_batches(batch_size=1024):
                 for columns in batch.to_pylist():
                     number += 1
                     yield Row(where=f"{path}, row {number}", number=number, content=columns)
-        except ArrowInvalid as error:
+        except ArrowException as error:
             raise ValueError(f"{path} cannot be read as Parquet after row {number}: {error}") from error
 
 

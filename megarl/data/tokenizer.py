@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from megarl.config.schema import Model
+from megarl.files import format_bytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -18,6 +17,10 @@ if TYPE_CHECKING:
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """A directory with a tokenizer has at least one of these."""
+_READ = (".json", ".jinja", ".model", ".txt")
+_LONGEST_REASON = 500
+LARGEST_FILE = 256 << 20
+"""Bytes of a tokenizer's file; those of the largest vocabularies have 40 MB."""
 
 Message = Mapping[str, Any]
 """Role, content, and other keys that chat templates read."""
@@ -47,8 +50,8 @@ class Tokenizer:
         if not isinstance(hf.eos_token_id, int):
             raise ValueError(f"{name}: the tokenizer names no end token; set eos_token in tokenizer_config.json")
         self.end_token_id = hf.eos_token_id
-        self._ids = max(hf.get_vocab().values()) + 1
-        if self._encode("a", special=True)[-1] == self.end_token_id:
+        self._ids = max(hf.get_vocab().values(), default=-1) + 1
+        if self._encode("a", special=True)[-1:] == [self.end_token_id]:
             raise ValueError(f"{name}: the tokenizer ends every text; set add_eos_token to false, as prompts continue")
 
     def __len__(self) -> int:
@@ -96,8 +99,8 @@ class Tokenizer:
         chat = [dict(message) for message in messages]
         try:
             text = self._written(chat, tools, arguments or {})
-        except (TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template refuses the chat: {error}") from error
+        except Exception as error:  # whatever the expressions of a template raise
+            raise ValueError(f"the chat template refuses the chat: {str(error)[:_LONGEST_REASON]}") from error
         without = {
             "the column tools": (chat, None),
             "tool_calls": ([{key: m[key] for key in m if key != "tool_calls"} for m in chat], tools),
@@ -105,9 +108,11 @@ class Tokenizer:
         }
         for what, (other, offered) in without.items():
             if (other, offered) != (chat, tools):
-                with suppress(TemplateError, TypeError):  # it needs them
-                    if self._written(other, offered, arguments or {}) == text:
-                        raise ValueError(f"the chat template ignores {what}: remove them, or choose another tokenizer")
+                same = False
+                with suppress(Exception):  # it needs them
+                    same = self._written(other, offered, arguments or {}) == text
+                if same:
+                    raise ValueError(f"the chat template ignores {what}: remove them, or choose another tokenizer")
         return self._encode(text, special=False)
 
     def _written(
@@ -133,7 +138,20 @@ class Tokenizer:
         return text
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=special).ids
+        with _rust_errors(f"{self._name}: the tokenizer cannot encode a text"):
+            return self._backend.encode(text, add_special_tokens=special).ids
+
+
+@contextmanager
+def _rust_errors(what: str) -> Iterator[None]:
+    """Raises ValueError for whatever the tokenizers library raises, also for a panic, which is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"{what}: {reason[:_LONGEST_REASON]}") from error
 
 
 def has_tokenizer(directory: str | Path) -> bool:
@@ -150,10 +168,12 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     """Loads the tokenizer of a Hugging Face directory; raises ValueError if it cannot be used."""
     if not has_tokenizer(directory):
         raise ValueError(f"{directory}: no tokenizer is there: none of {', '.join(_FILES)}")
+    for file in Path(directory).iterdir():
+        if file.suffix in _READ and (not file.is_file() or file.stat().st_size > LARGEST_FILE):
+            rule = f"is no regular file of at most {format_bytes(LARGEST_FILE)}"
+            raise ValueError(f"{directory}: the tokenizer cannot be loaded: {file.name} {rule}")
     from transformers import AutoTokenizer
 
-    try:
+    with _rust_errors(f"{directory}: the tokenizer cannot be loaded"):
         hf = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises bare exceptions
-        raise ValueError(f"{directory}: the tokenizer cannot be loaded: {error}") from error
     return Tokenizer(hf, str(directory))

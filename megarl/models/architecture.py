@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from megarl.config import RunConfig
 from megarl.models.fused_params import MEGATRON_EXPERTS
@@ -19,6 +19,7 @@ from megarl.models.hf_config import (
     ParamTable,
     Rope,
     UnsupportedModelError,
+    shown,
 )
 from megarl.models.llama_like import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
 from megarl.models.mixtral import MIXTRAL, QWEN3_MOE
@@ -41,19 +42,24 @@ _MLP_NORM = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 
 def _family_of(config: HFConfig) -> tuple[Family, HeadName]:
     """Returns the family of a config and the head of its architecture."""
-    architectures: list[str] = list(config.get("architectures") or [])
+    stated: Any = config.get("architectures") or []
+    model_type: str | None = config.get("model_type")
+    if not isinstance(stated, list) or not all(
+        isinstance(name, str) for name in (*cast(Any, stated), model_type or "")
+    ):
+        raise UnsupportedModelError("architectures is not a list of names, or model_type is not a name")
+    architectures = cast(list[str], stated)
     heads: dict[str, tuple[Family, HeadName]] = {}
     for family in FAMILIES.values():
         heads |= {family.lm_class: (family, "lm"), family.score_class: (family, "score")}
-    model_type: str | None = config.get("model_type")
     if not architectures and model_type is not None and model_type in FAMILIES:
         return FAMILIES[model_type], "lm"
     if len(architectures) != 1 or architectures[0] not in heads:
-        named = ", ".join(architectures) or f"model_type {model_type!r}"
+        named = shown(", ".join(architectures), str) if architectures else f"model_type {shown(model_type)}"
         raise UnsupportedModelError(f"architecture {named} is not supported; supported are {', '.join(heads)}")
     family, head = heads[architectures[0]]
     if model_type not in (None, family.model_type):
-        raise UnsupportedModelError(f"model_type {model_type!r} contradicts the architecture {architectures[0]}")
+        raise UnsupportedModelError(f"model_type {shown(model_type)} contradicts the architecture {architectures[0]}")
     return family, head
 
 
@@ -302,7 +308,7 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     activations = HF_ACTIVATIONS[family.activation]
     reader.require("hidden_act", *activations, only=", ".join(activations))
     reader.refuse_uncommon()
-    table = family.describe(reader)
+    table, tied = family.describe(reader), reader.flag("tie_word_embeddings")
     if reader.problems:
         problems = "\n  ".join(reader.problems)
         raise UnsupportedModelError(f"the {family.model_type} model is not supported:\n  {problems}")
@@ -313,7 +319,7 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
         table=table,
         rope=rope,
         dtype=stored,
-        tied=bool(reader.get("tie_word_embeddings")),
+        tied=tied,
         head=head,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from megarl.models.param_types import Dims, Names, ParamType, Replicated, VocabRows
 from megarl.weights.shard_map import ITEM_BYTES
@@ -78,8 +78,20 @@ class Family:
 
 HFConfig = Mapping[str, Any]
 
+_MOST = {"num_hidden_layers": 10_000, "num_experts": 10_000}
+"""Largest values of fields that count parameters, whose list fits into memory; of other fields, what 32 bits hold."""
+_MOST_EXPERTS = 100_000
+"""Of all layers together."""
+_LARGEST = 1e30
+"""Of numbers, far from the range of float32."""
 _LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of llama3 rope scaling in Megatron (RotaryEmbedding of megatron-core 0.16.1)."""
+
+
+def shown(value: object, write: Callable[[object], str] = repr) -> str:
+    """Returns a value of a config as text of at most 80 characters."""
+    text = write(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,26 +128,37 @@ class HFConfigReader:
 
     def positive(self, field: str, default: int | None = None) -> int:
         """Reads a positive integer; null counts as ``default``."""
-        value = self.get(field)
+        value, most = self.get(field), _MOST.get(field, 2**31 - 1)
         value = default if value is None else value
-        if isinstance(value, int) and value > 0:
+        if type(value) is int and 0 < value <= most:
             return value
-        self.problems.append(f"{self.name(field)}: {value!r} is not a positive integer")
+        rule = f"above {most}" if type(value) is int and value > 0 else "not a positive integer"
+        self.problems.append(f"{self.name(field)}: {shown(value)} is {rule}")
         return 1
 
     def number(self, field: str) -> float:
         """Reads a number above 0."""
-        value = self.get(field)
-        if isinstance(value, int | float) and value > 0:
+        return self._number(self.name(field), self.get(field), above=0)
+
+    def _number(self, name: str, value: Any, *, above: float) -> float:
+        if type(value) in (int, float) and above < value < _LARGEST:
             return float(value)
-        self.problems.append(f"{self.name(field)}: {value!r} is not a number above 0")
+        self.problems.append(f"{name}: {shown(value)} is not a number above {above:g}")
         return 1.0
+
+    def flag(self, field: str) -> bool:
+        """Reads true or false; null and an absent field count as false."""
+        value = self.get(field)
+        if value in (None, False, True):
+            return bool(value)
+        self.problems.append(f"{self.name(field)}: {shown(value)} is neither true nor false")
+        return False
 
     def require(self, field: str, *values: Any, only: str) -> None:
         """Adds a problem unless the field is absent, null or one of the values; ``only`` says what is supported."""
         actual = self.get(field)
         if actual is not None and actual not in values:
-            self.problems.append(f"{self.name(field)}: {actual!r} is not supported (only {only})")
+            self.problems.append(f"{self.name(field)}: {shown(actual)} is not supported (only {only})")
 
     def dims(self, *, rotary: bool, mlp_ratio: int | None) -> Dims:
         """Reads the decoder's sizes; see ``Family`` for the arguments."""
@@ -156,18 +179,27 @@ class HFConfigReader:
             self.problems.append(f"{field}: {dims.kv_heads} does not divide the {dims.heads} heads")
         if rotary and dims.head_dim % 2:
             self.problems.append(f"head_dim: {dims.head_dim} is odd, which rotary embeddings cannot split")
+        if dims.layers * dims.experts > _MOST_EXPERTS:
+            problem = f"{dims.layers} layers x {dims.experts} experts are more than {_MOST_EXPERTS}"
+            self.problems.append(f"{self.name('num_experts')}: {problem}")
         return dims
 
     def dtype(self) -> str:
         """Reads the dtype of the stored weights; HF's default is float32."""
         name = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
         if name not in ITEM_BYTES:
-            self.problems.append(f"dtype: {name} is not supported; supported are {', '.join(ITEM_BYTES)}")
+            self.problems.append(f"dtype: {shown(name, str)} is not supported; supported are {', '.join(ITEM_BYTES)}")
         return name
 
     def rope(self) -> Rope:
         """Reads ``rope_parameters``, or the older ``rope_theta`` and ``rope_scaling``."""
-        settings: Mapping[str, Any] = self.get("rope_parameters") or self.get("rope_scaling") or {}
+        settings: Any = self.get("rope_parameters") or self.get("rope_scaling") or {}
+        if not isinstance(settings, Mapping):
+            self.problems.append(f"rope_parameters: {shown(settings)} does not hold keys and values")
+            settings = {}
+        return self._rope(cast(Mapping[str, Any], settings))
+
+    def _rope(self, settings: Mapping[str, Any]) -> Rope:
         base = settings.get("rope_theta") or self.config.get("rope_theta") or self.defaults.get("rope_theta")
         if base is None:
             self.problems.append("rope_theta: missing, and engines differ in what they assume; state it")
@@ -175,17 +207,18 @@ class HFConfigReader:
             self.problems.append("rope_parameters.partial_rotary_factor: only full rotary embeddings are supported")
         kind = settings.get("rope_type") or settings.get("type") or "default"
         if kind not in ("default", "llama3"):
-            self.problems.append(f"rope_type: {kind} is not supported; supported are default, llama3")
+            self.problems.append(f"rope_type: {shown(kind, str)} is not supported; supported are default, llama3")
         factor = self._llama3_factor(settings) if kind == "llama3" else None
-        return Rope(base=float(base or 1), llama3_factor=factor)
+        return Rope(base=1.0 if base is None else self._number("rope_theta", base, above=0), llama3_factor=factor)
 
     def _llama3_factor(self, settings: Mapping[str, Any]) -> float:
         for name, value in _LLAMA3_FIXED.items():
             if settings.get(name) != value:
-                self.problems.append(f"{name}: {settings.get(name)!r}; Megatron's llama3 scaling has {value} fixed")
-        factor = settings.get("factor")
-        if not isinstance(factor, int | float) or factor < 1:
-            self.problems.append(f"factor: {factor!r} is not a number of at least 1")
+                found = shown(settings.get(name))
+                self.problems.append(f"{name}: {found}; Megatron's llama3 scaling has {value} fixed")
+        factor: Any = settings.get("factor")
+        if type(factor) not in (int, float) or not 1 <= factor < _LARGEST:
+            self.problems.append(f"factor: {shown(factor)} is not a number of at least 1")
             return 1.0
         return float(factor)
 
@@ -195,6 +228,8 @@ class HFConfigReader:
         self.require("is_causal", True, only="causal decoders")
         self.require("partial_rotary_factor", 1.0, only="full rotary embeddings")
         self.require("quantization_config", only="weights that are not quantised")
-        kinds = set(self.get("layer_types") or ()) - {"full_attention"}
-        if kinds:
-            self.problems.append(f"layer_types: {', '.join(sorted(kinds))} is not supported (only full_attention)")
+        kinds: Any = self.get("layer_types") or []
+        kinds = cast(list[Any], kinds if isinstance(kinds, list) else [kinds])
+        others = [kind for kind in kinds if kind != "full_attention"]
+        if others:
+            self.problems.append(f"layer_types: {shown(others[0], str)} is not supported (only full_attention)")

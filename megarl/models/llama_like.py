@@ -63,8 +63,8 @@ def llama_table(
 
 
 def _llama(read: HFConfigReader) -> ParamTable:
-    biased = bool(read.get("attention_bias"))
-    if biased != bool(read.get("mlp_bias")):
+    biased = read.flag("attention_bias")
+    if biased != read.flag("mlp_bias"):
         read.problems.append(
             "attention_bias, mlp_bias: only both or neither is supported (Megatron has one switch for both)"
         )
@@ -132,8 +132,9 @@ def _qwen2(read: HFConfigReader) -> ParamTable:
     read.require("use_sliding_window", False, only="full attention")
     read.require("qk_norm", False, only="queries and keys without norms")
     read.require("dual_chunk_attention_config", only="attention over the whole sequence")
-    head_dim, heads = read.get("head_dim"), read.positive("num_attention_heads")
-    if head_dim is not None and head_dim * heads != read.get("hidden_size"):
+    hidden, heads = read.positive("hidden_size"), read.positive("num_attention_heads")
+    head_dim = read.positive("head_dim", hidden // heads)
+    if read.get("head_dim") is not None and head_dim * heads != hidden:
         read.problems.append(
             f"head_dim: {head_dim} is not hidden_size / num_attention_heads, which vLLM's Qwen2 assumes"
         )

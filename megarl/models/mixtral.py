@@ -59,7 +59,7 @@ def _qwen3_moe(read: HFConfigReader) -> ParamTable:
     read.require("decoder_sparse_step", 1, only="experts in every layer")
     read.require("shared_expert_intermediate_size", 0, only="routed experts")
     mlp = _moe("mlp.gate", Experts(module="mlp.experts", gate="gate_proj", up="up_proj", down="down_proj"))
-    megatron = {"qk_layernorm": True, **routing(read, renormalised=bool(read.get("norm_topk_prob")))}
+    megatron = {"qk_layernorm": True, **routing(read, renormalised=read.flag("norm_topk_prob"))}
     return llama_table(read, head_norms=HEAD_NORMS, mlp=mlp, megatron=megatron)
 
 

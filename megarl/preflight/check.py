@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RunConfig, SFTConfig
-from megarl.config.problems import shown
+from megarl.config.problems import MASK, masked, shown
 from megarl.config.schema import Fault, HeldOut, PairData, PromptData, TextData, Tracking
 from megarl.data.tokenizer import Tokenizer, model_tokenizer
 from megarl.models import vocab_size
@@ -37,6 +37,9 @@ def check(config: RunConfig) -> Sets:
         fix = "name a directory that rollout.record wrote"
         problems.append(Problem(field="rollout.replay", value=replay, rule="holds recorded rollouts", fix=fix))
     problems += check_own_functions(config)
+    for field in masked(config.model_dump(mode="json", by_alias=True)):
+        rule, fix = "the secret itself: the files of a run do not have it", f"set {field}='${{oc.env:NAME}}'"
+        problems.append(Problem(field=field, value=MASK, rule=rule, fix=fix))
     problems += _trackers(config.tracking)
     if sets is not None:
         problems += epoch_problems(config, sets)
@@ -103,10 +106,16 @@ def _tokenizer(
 def _end_token(config: StageConfig, tokenizer: Tokenizer | None) -> Iterator[Problem]:
     """Engines must stop at the token with which the tokenizer ends responses."""
     rollout = None if isinstance(config, SFTConfig) else config.rollout
-    if rollout is None or tokenizer is None or config.model.path is None:
+    if rollout is None or config.model.path is None:
         return
-    stops, end = {*stop_token_ids(config.model.path), *rollout.stop_token_ids}, tokenizer.end_token_id
-    if end not in stops:
+    try:
+        stops = {*stop_token_ids(config.model.path), *rollout.stop_token_ids}
+    except (OSError, ValueError) as error:
+        rule, fix = f"a directory whose end tokens can be read: {error}", "correct or remove the file"
+        yield Problem(field="model.path", value=config.model.path, rule=rule, fix=fix)
+        return
+    end = None if tokenizer is None else tokenizer.end_token_id
+    if end is not None and end not in stops:
         field, value = "rollout.stop_token_ids", shown(list(rollout.stop_token_ids))
         there = f"the engines stop at {sorted(stops) or 'no token'}, not at the tokenizer's end token, {end}"
         rule = f"{there}, with which demonstrations and preferred responses end"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from megarl.config import EvalConfig, PPOConfig, Problem, RAFTConfig, RewardModelConfig, RunConfig, TrainingConfig
 from megarl.config.problems import shown
+from megarl.data.tokenizer import LARGEST_FILE
+from megarl.files import read_json
 from megarl.models import ModelSpec, model_spec, vocab_size
+from megarl.rewards.model_files import read_scale
 from megarl.types import HeadName, RoleName
 from megarl.weights.hf_files import HFDirectory, read_config
 from megarl.weights.shard_map import Manifest
@@ -61,8 +63,8 @@ def _same_tokenizer(config: RunConfig, role: RoleName, path: str) -> Iterator[Pr
 
 def _vocabulary(directory: Path) -> Mapping[str, int] | None:
     try:
-        return json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-    except (OSError, ValueError, KeyError):
+        return read_json(directory / "tokenizer.json", LARGEST_FILE)["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -101,6 +103,12 @@ def _role_checkpoint(role: RoleName, path: str, spec: ModelSpec | None) -> Itera
     if role == "critic":
         yield from _trainable(f"{role}.path", spec)
     head: HeadName = "score" if role == "reward" else "value"
+    if role == "reward":
+        try:
+            read_scale(path)
+        except (OSError, ValueError) as error:
+            rule, fix = f"a checkpoint whose scale can be read: {error}", "export the checkpoint again"
+            yield Problem(field=f"{role}.path", value=path, rule=rule, fix=fix)
     if head == "score" and spec.head != head:
         fix = "choose a reward model's checkpoint"
         yield Problem(field=f"{role}.path", value=path, rule=f"a model with a {head} head", fix=fix)

@@ -6,21 +6,31 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from megarl.algos.reward_shaping import ScoreScale
+from megarl.files import read_json
 
 SCALE: Final = "reward_normalisation.json"
 STATISTICS: Final = "reward_statistics.json"
 
 
 def read_scale(directory: str | None) -> ScoreScale:
-    """Returns the scale of a reward model's scores; the identity if the directory has none."""
+    """Returns the scale of a reward model's scores; the identity if the directory has none.
+
+    Raises OSError or ValueError where its file cannot be read.
+    """
     file = None if directory is None else Path(directory) / SCALE
-    return ScoreScale(**json.loads(file.read_text())) if file is not None and file.exists() else ScoreScale()
+    if file is None or not file.exists():
+        return ScoreScale()
+    fields: Any = read_json(file)
+    try:
+        return ScoreScale(**{name: float(value) for name, value in fields.items()})
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"{file} does not hold the numbers of a scale; export the reward model again") from None
 
 
 def write_scale(scale: ScoreScale, directory: Path) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from megarl.files import read_json
 from megarl.weights.hf_files import read_config
 
 if TYPE_CHECKING:
@@ -18,15 +18,19 @@ if TYPE_CHECKING:
 
 
 def stop_token_ids(model_dir: str | Path) -> tuple[int, ...]:
-    """Returns the ids that end a response, from generation_config.json or else config.json; possibly none."""
+    """Returns the ids that end a response, from generation_config.json or else config.json; possibly none.
+
+    Raises OSError or ValueError where a file cannot be read, or has something else there.
+    """
     path = Path(model_dir) / "generation_config.json"
-    generation = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    ids = generation.get("eos_token_id")
+    generation = read_json(path) if path.exists() else {}
+    ids = generation.get("eos_token_id") if isinstance(generation, dict) else None
     if ids is None:
-        ids = read_config(model_dir).get("eos_token_id")
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)
+        path, ids = path.with_name("config.json"), read_config(model_dir).get("eos_token_id")
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ValueError(f"{path}: eos_token_id is neither a token id nor a list of them; correct it")
+    return tuple(ids)
 
 
 _SEED_MASK = 2**63 - 1

@@ -10,12 +10,14 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from pathlib import Path, PurePosixPath
+from typing import Any, Final, get_args
 
+from megarl.config.problems import shown
 from megarl.config.schema import BestCheckpoint, CheckpointSettings
 from megarl.errors import RunError
-from megarl.files import FileRecord, read_lines, sync, write_durably
+from megarl.files import FileRecord, read_json, read_lines, sync, write_durably
+from megarl.types import RoleName
 
 MANIFEST, STATE = "manifest.json", "state.json"
 ROLLOUTS: Final = "rollouts"
@@ -23,6 +25,7 @@ ROLLOUTS: Final = "rollouts"
 FORMAT = 1
 """Of the whole checkpoint; other numbers are refused."""
 _READERS = 8
+_LONGEST_PATH, _LARGEST_STATE = 1000, 1 << 30
 
 
 class BrokenCheckpointError(RunError):
@@ -86,17 +89,33 @@ class CheckpointManifest:
     def read(cls, directory: Path) -> CheckpointManifest:
         """Reads the manifest of a checkpoint; raises BrokenCheckpointError if it is missing or cannot be parsed."""
         try:
-            fields: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+            fields: dict[str, Any] = read_json(directory / MANIFEST)
             if fields["format"] != FORMAT:
-                raise BrokenCheckpointError(directory, [f"{MANIFEST} has format {fields['format']}, not {FORMAT}"])
+                found = shown(fields["format"])
+                raise BrokenCheckpointError(directory, [f"{MANIFEST} has format {found}, not {FORMAT}"])
             roles = {
-                role: [[FileRecord(**record) for record in records] for records in ranks]
+                role: [[_record(record) for record in records] for records in ranks]
                 for role, ranks in fields["roles"].items()
             }
-            rollouts = tuple(FileRecord(**record) for record in fields.get("rollouts", ()))
-            return cls(step=fields["step"], roles=roles, state=FileRecord(**fields["state"]), rollouts=rollouts)
-        except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+            step, rollouts = fields["step"], tuple(_record(record) for record in fields.get("rollouts", ()))
+            if unknown := roles.keys() - set(get_args(RoleName)):
+                raise ValueError(f"{shown(min(unknown))} is no role")
+            if type(step) is not int or step < 0:
+                raise ValueError(f"the step is {shown(step)}")
+            return cls(step=step, roles=roles, state=_record(fields["state"]), rollouts=rollouts)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BrokenCheckpointError(directory, [f"{MANIFEST} cannot be read: {error}"]) from None
+
+
+def _record(fields: Mapping[str, Any]) -> FileRecord:
+    """Returns the record of a file in the checkpoint; raises ValueError or TypeError for something else."""
+    record = FileRecord(**fields)
+    path = PurePosixPath(record.path)
+    if path.is_absolute() or ".." in path.parts or not path.name or len(record.path) > _LONGEST_PATH:
+        raise ValueError(f"{shown(record.path)} is no file of the checkpoint")
+    if not record.path.isprintable() or type(record.nbytes) is not int or not isinstance(record.sha256, str):
+        raise ValueError(f"the record of {shown(ascii(record.path))} has no size or no digest")
+    return record
 
 
 def _problem(directory: Path, writer: str, record: FileRecord, *, digest: bool) -> str | None:
@@ -197,8 +216,14 @@ class Checkpoints:
             return None
         path = self._path(steps[-1])
         manifest = CheckpointManifest.read(path)
+        if manifest.step != steps[-1] or manifest.state.path != STATE:
+            problem = f"{MANIFEST} is that of step {manifest.step}, with the state {manifest.state.path}"
+            raise BrokenCheckpointError(path, [problem])
         manifest.verify(path)
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        try:
+            state = dict(read_json(path / STATE, _LARGEST_STATE))
+        except (ValueError, TypeError) as error:
+            raise BrokenCheckpointError(path, [f"{STATE} cannot be read: {error}"]) from None
         return Checkpoint(path=path, step=manifest.step, roles=tuple(manifest.roles), state=state)
 
     def steps(self) -> list[int]:

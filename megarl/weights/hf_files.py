@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from megarl.files import open_file, read_json
 from megarl.weights.planner import Holder, plan
 from megarl.weights.shard_map import ITEM_BYTES, Box, Manifest, ShardMap, TensorInfo
 
@@ -24,6 +24,7 @@ _COMPARED = 1 << 20
 """Elements compared at a time."""
 _MAX_COMPARED_BYTES = 1 << 30
 """Weights stored twice are compared up to this size, which takes about a second."""
+_LONGEST_LINE = 500
 FILES_RANK = -1
 """The rank of files in a plan; no process has it."""
 
@@ -32,7 +33,8 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be read or does not fit; the message lists every problem."""
 
     def __init__(self, what: str, problems: Sequence[str] = ()) -> None:
-        super().__init__("\n  ".join([f"{what}:", *problems]) if problems else what)
+        lines = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}..." for line in problems]
+        super().__init__("\n  ".join([f"{what}:", *lines]) if lines else what)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -40,11 +42,11 @@ def read_config(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     try:
-        config: object = json.loads(path.read_text(encoding="utf-8"))
+        config: object = read_json(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return cast("dict[str, Any]", config)
@@ -53,8 +55,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def read_weight_map(path: Path) -> dict[str, str]:
     """Returns the file of each tensor, which lies beside an index such as ``model.safetensors.index.json``."""
     try:
-        held: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        foreign = sorted({file for file in held.values() if Path(file).name != file})
+        held: dict[str, str] = read_json(path)["weight_map"]
+        foreign = sorted({file for file in held.values() if Path(file).name != file or file in ("", "..")})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} is corrupted: no index of tensors ({error!r})") from None
     if foreign:
@@ -238,12 +240,14 @@ def _header(file: Path) -> dict[str, TensorInfo]:
     from safetensors import SafetensorError
 
     try:
-        with _open(file) as reader:
+        with open_file(file), _open(file) as reader:
             slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 (not a dict)
             codes = {name: str(view.get_dtype()) for name, view in slices.items()}
             dtypes = {name: DTYPES.get(code, code) for name, code in codes.items()}
             return {name: TensorInfo(tuple(view.get_shape()), dtypes[name]) for name, view in slices.items()}
     except FileNotFoundError as error:
         raise CheckpointError(f"{file.name} is missing") from error
+    except OSError as error:
+        raise CheckpointError(f"{file.name} cannot be read: {error.strerror}") from error
     except SafetensorError as error:
         raise CheckpointError(f"{file.name} is corrupted: {error}") from error

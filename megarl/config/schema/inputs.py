@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -12,6 +11,7 @@ from pydantic import BeforeValidator
 from megarl.bounds import Count, Seed
 from megarl.config.schema.base import Section
 from megarl.config.schema.choices import SHORTHAND
+from megarl.files import read_json
 
 
 class RandomModel(Section):
@@ -51,7 +51,7 @@ def read_hf_config(path: str) -> Mapping[str, Any]:
         OSError: it cannot be read.
         ValueError: it is not a JSON object.
     """
-    fields = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    fields = read_json(Path(path) / "config.json")
     if not isinstance(fields, dict):
         raise ValueError(f"{path}/config.json is not a JSON object")
     return cast(dict[str, Any], fields)
