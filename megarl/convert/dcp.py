@@ -1,47 +1,25 @@
-"""The index of a directory of ``torch.distributed.checkpoint``: the place of each box of a tensor.
-
-``.metadata`` is a pickle. It is read with the few classes that describe tensors, and refused where it needs others.
-"""
+"""The index of a directory of ``torch.distributed.checkpoint``: the place of each box of a tensor."""
 
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
-from pathlib import Path, PosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.serialization import _get_layout
 
 from megarl.convert.stored import SavedTensor
 from megarl.files import write_errors
+from megarl.weights.dcp_metadata import METADATA, read_metadata
 from megarl.weights.hf_files import CheckpointError
 from megarl.weights.shard_map import Box, Shape, TensorInfo
 
-METADATA = ".metadata"
 _FORMAT_VERSION = "1.0.0"
 """As torch writes it (CURRENT_DCP_VERSION of torch/distributed/checkpoint/filesystem.py)."""
-
-_KNOWN: Mapping[str, Mapping[str, Any]] = {
-    "torch.distributed.checkpoint.metadata": {
-        name: getattr(metadata, name) for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")
-    },
-    "torch.distributed.checkpoint.planner": {
-        name: getattr(planner, name) for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo": filesystem._StorageInfo},
-    # The same classes in releases of megatron-core.
-    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata": Metadata, "MCoreSavePlan": planner.SavePlan},
-    "torch.serialization": {"_get_layout": _get_layout},
-    "collections": {"OrderedDict": OrderedDict, "defaultdict": defaultdict},
-    "builtins": {"list": list, "dict": dict, "set": set},
-    "pathlib": {"PosixPath": PosixPath},
-}
 
 
 class FileRange(NamedTuple):
@@ -73,12 +51,10 @@ class DCPIndex:
     def read(cls, directory: Path) -> DCPIndex:
         """Reads ``.metadata``; raises CheckpointError with every file that is missing, damaged or too short."""
         try:
-            index = _parse(_MetadataUnpickler(BytesIO((directory / METADATA).read_bytes())).load())
+            index = _parse(read_metadata(directory))
         except CheckpointError:
             raise
-        except OSError as error:
-            raise CheckpointError(f"{directory} cannot be read", [f"{METADATA}: {error.strerror}"]) from None
-        except Exception as error:  # a damaged pickle raises anything
+        except Exception as error:  # a damaged pickle has anything
             raise CheckpointError(f"{directory} cannot be read", [f"{METADATA} is corrupted: {error!r}"]) from None
         problems = _problems(directory, index)
         if problems:
@@ -107,17 +83,6 @@ class DCPIndex:
     def stored(self, directory: Path, chunk: TensorChunk) -> SavedTensor:
         info, place = TensorInfo(chunk.box.shape, self.tensors[chunk.key].dtype), chunk.place
         return SavedTensor(path=directory / place.file, offset=place.offset, nbytes=place.nbytes, info=info)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes objects of the classes that describe tensors, and of no others."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
-            return getattr(torch, name)
-        if name in _KNOWN.get(module, {}):
-            return _KNOWN[module][name]
-        raise CheckpointError(f"{METADATA} is refused", [f"it needs {module}.{name}, which no index of tensors does"])
 
 
 def _parse(content: Metadata) -> DCPIndex:

@@ -38,6 +38,8 @@ from megarl.files import FileRecord, sync, write_errors
 from megarl.megatron.model_engine import ModelEngine
 from megarl.megatron.optimizer import OptimizerShard, shards
 from megarl.types import RankCoords
+from megarl.weights.dcp_metadata import check_tensors_alone
+from megarl.weights.hf_files import CheckpointError
 from megarl.weights.shard_map import Box, Shard, row_major_boxes
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -92,6 +94,8 @@ def _write(name: str, writer: _PlannedWriter, directory: Path, group: dist.Proce
 
 def restore_role(role: ModelEngine, directory: Path) -> None:
     """Loads a role's state, saved under any layout; raises RuntimeError if it belongs to another model. Collective."""
+    with _first_error(f"{role.name} cannot be restored from {directory}"):
+        check_tensors_alone(directory)  # torch reads the pickle again, without restrictions (FileSystemReader, 2.13)
     counters = dist_checkpointing.load_common_state_dict(str(directory))["counters"]
     for name in _COUNTERS:
         setattr(role, name, counters[name])
@@ -109,7 +113,7 @@ def _first_error(what: str) -> Iterator[None]:
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         raise RuntimeError(f"{what}: rank {rank}: {cause}") from cause
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         raise RuntimeError(f"{what}: {error}") from error
 
 

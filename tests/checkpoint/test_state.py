@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import pickle
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from megarl.files import FileRecord
 from megarl.types import Layout, RoleName
@@ -247,6 +249,11 @@ def test_an_offloaded_role_is_not_saved(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(_offloaded, model, tmp_path, world_size=1) == [True]
 
 
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("evil"),)
+
+
 def _refused(rank: int, *args: Any) -> str:
     with pytest.raises(RuntimeError, match="actor cannot be restored from") as caught:
         _restored(rank, *args)
@@ -260,6 +267,15 @@ def test_the_state_of_another_model_is_refused(pool: RankPool, tmp_path: Path) -
     layout = Layout(dp=2)
     for message in pool.run(_refused, other, "actor", layout, torch.float32, tmp_path / "actor", world_size=2):
         assert re.search(r"Global shape mismatch .*mlp", message)
+    index = tmp_path / "actor/.metadata"
+    stored = pickle.loads(index.read_bytes())
+    key = next(iter(stored.state_dict_metadata))
+    hostile = replace(stored, state_dict_metadata={**stored.state_dict_metadata, key: BytesStorageMetadata()})
+    for content, said in ((Evil(), "it needs pathlib.Path.touch"), (hostile, f"has '{key}', no tensor")):
+        index.write_bytes(pickle.dumps(content))
+        for message in pool.run(_refused, model, "actor", layout, torch.float32, tmp_path / "actor", world_size=2):
+            assert said in message
+    assert not Path("evil").exists()
 
 
 def _full(rank: int, model: Path, layout: Layout, out: Path, later: bool = False) -> str:
