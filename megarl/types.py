@@ -162,7 +162,7 @@ class WorkItem:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionSpan:
-    """Response tokens [start, stop) were sampled by ``engine_id`` under policy version ``version``."""
+    """Tokens [start, stop) of those sampled of a response, by ``engine_id`` under policy version ``version``."""
 
     start: int
     stop: int
@@ -174,11 +174,16 @@ class VersionSpan:
 class RolloutChunk:
     """N samples as an engine wrote them: the unit in which rollouts move.
 
+    The response of a conversation of several turns is all that follows its first prompt: what was sampled, and what was
+    given in between (by a template, a tool or an environment). Given tokens are attended to, and otherwise exist in
+    ``response_ids`` and ``loss_mask`` alone: all columns of tokens have one value per sampled token.
+
     Args:
         prompt_ids, response_ids: N rows of int32 token ids; responses include the end token.
-        rollout_logprobs: N rows of float32 nats, one per response token, under the distribution sampled from.
+        rollout_logprobs: N rows of float32 nats, one per sampled token, under the distribution sampled from.
         finished: [N] bool; True where an end token or a stop text ended the response, False where the length limit did.
-        versions: N tuples of spans that cover the response in order.
+        versions: N tuples of spans that cover the sampled tokens in order.
+        loss_mask: N rows of bool, one per id of the response, True where it was sampled; None where all were.
     """
 
     sample_ids: tuple[str, ...]
@@ -187,6 +192,7 @@ class RolloutChunk:
     rollout_logprobs: Ragged
     finished: npt.NDArray[np.bool_]
     versions: tuple[tuple[VersionSpan, ...], ...]
+    loss_mask: Ragged | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +210,19 @@ class TextChunk:
     response_ids: Ragged
     margins: npt.NDArray[np.float32] | None = None
 
+    @property
+    def loss_mask(self) -> None:
+        """Returns None: a text is learned as a whole."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleInfo:
-    """A sample as the driver knows it: ids, lengths and its place in a chunk, never tokens."""
+    """A sample as the driver knows it: ids, lengths and its place in a chunk, never tokens.
+
+    Args:
+        response_tokens: that were sampled; what counts in losses, lengths and limits.
+        given_tokens: between them, which only cost compute.
+    """
 
     sample_id: str
     prompt_id: str
@@ -216,10 +231,11 @@ class SampleInfo:
     prompt_tokens: int
     response_tokens: int
     finished: bool
+    given_tokens: int = 0
 
     @property
     def tokens(self) -> int:
-        return self.prompt_tokens + self.response_tokens
+        return self.prompt_tokens + self.response_tokens + self.given_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,10 +309,10 @@ class ExperienceReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ExperienceChunk:
-    """The samples of one chunk for an update; every float32 column has one value per response token.
+    """The samples of one chunk for an update; every float32 column has one value per sampled token.
 
     Args:
-        prompt_ids, response_ids: N rows of int32 token ids.
+        prompt_ids, response_ids, loss_mask: those of the ``RolloutChunk``.
         old_logprobs: nats, by the actor before the update, or by the engines in their place; None where they are those
             of the update itself.
         ref_logprobs: nats, by the reference; None where the loss has no KL penalty.
@@ -325,20 +341,22 @@ class ExperienceChunk:
     actor_mask: Ragged | None = None
     scored_mask: Ragged | None = None
     ages: Ragged | None = None
+    loss_mask: Ragged | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackRow:
-    """A sample in a pack: its chunk and row, and its lengths."""
+    """A sample in a pack: its chunk and row, and its lengths as in ``SampleInfo``."""
 
     chunk: int
     row: int
     prompt_tokens: int
     response_tokens: int
+    given_tokens: int = 0
 
     @property
     def tokens(self) -> int:
-        return self.prompt_tokens + self.response_tokens
+        return self.prompt_tokens + self.response_tokens + self.given_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,7 +369,7 @@ class RankSchedule:
         packs: rows of each micro-batch; one without rows is a masked filler.
         pack_tokens: to which every pack is padded.
         total_rows, total_sequences, total_response_tokens: over all ranks, the global denominators of losses: samples,
-            samples with a response token, and response tokens.
+            samples with a response token, and response tokens, given ones not counted.
         rows_per_unit: rows that stay neighbours, in one pack and in order: 2 for preference pairs.
     """
 

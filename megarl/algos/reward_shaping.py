@@ -183,21 +183,23 @@ def token_rewards(
 
 
 def dense_rewards(
-    dense: Tensor,
+    before: Tensor,
+    after: Tensor,
     penalties: Tensor,
     response_mask: Tensor,
     *,
     differences: bool = False,
     clip: tuple[float, float] | None = None,
 ) -> Tensor:
-    """The penalties, plus the score of the response so far: s[t + 1], or with ``differences`` s[t + 1] - s[t].
+    """The penalties, plus the score of the response so far, or with ``differences`` what the token adds to it.
 
-    Source: AReaL (legacy), dense rewards and reward_delta.
+    Tokens that do not count (of a tool, say) have no reward, and nobody gets what they add. Source: AReaL (legacy),
+    dense rewards and reward_delta.
 
     Args:
-        dense: [B, R + 1], the score before the first response token and after each one; ``clip`` bounds it first.
+        before, after: [B, R], the score before and after each token; ``clip`` bounds them first.
         penalties: [B, R], of ``kl_penalties``.
     """
-    scores = dense if clip is None else dense.clamp(*clip)
-    rewards = scores[:, 1:] - scores[:, :-1] if differences else scores[:, 1:]
-    return on_mask(penalties + rewards, response_mask)
+    if clip is not None:
+        before, after = before.clamp(*clip), after.clamp(*clip)
+    return on_mask(penalties + (after - before if differences else after), response_mask)

@@ -64,4 +64,4 @@ def text_batch(
 
 def on_all_tokens(samples: Sequence[SampleInfo]) -> list[SampleInfo]:
     """Returns the rows with all tokens but the first as response, for losses on prompt and response."""
-    return [replace(sample, prompt_tokens=1, response_tokens=sample.tokens - 1) for sample in samples]
+    return [replace(sample, prompt_tokens=1, response_tokens=sample.tokens - 1, given_tokens=0) for sample in samples]

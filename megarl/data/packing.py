@@ -3,12 +3,13 @@
 A row with P prompt and R response tokens that starts at position s has prompt token i at s + i and response token t at
 s + P + t. The log-probability, entropy and value of response token t are the model's outputs at the position that
 predicts it, s + P + t - 1 (`source_positions`). The score of a row is the output at its last token, s + P + R - 1
-(`last_positions`).
+(`last_positions`). In a conversation with given tokens, `source_positions` and all that follows from them are those of
+the sampled tokens alone: this is where `loss_mask` is applied, once, so that no column has a value of a given token.
 
 The padding at the end of a pack is short sequences, so that every position attends to something and the lengths add up
 to the padded length. Its outputs are not used. A pack without rows is all padding.
 
-Shapes: S positions of the pack, B rows, T response tokens of all rows ("flat").
+Shapes: S positions of the pack, B rows, T response tokens of all rows ("flat"), given ones not counted.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ class TokenChunk(Protocol):
 
     @property
     def response_ids(self) -> Ragged: ...
+
+    @property
+    def loss_mask(self) -> Ragged | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,32 +101,43 @@ def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) 
         pack_tokens: S.
 
     Raises:
-        ValueError: the rows do not fit, or a row's length is not that of its tokens.
+        ValueError: the rows do not fit, or a row's lengths are not those of its tokens.
     """
     shape = pack_shape(rows, pack_tokens)
     tokens = np.full(pack_tokens, PAD_TOKEN_ID, dtype=np.int64)
-    labels: list[npt.NDArray[Any]] = []
-    for row, start in zip(rows, shape.cu_seqlens, strict=False):
-        prompt, response = chunks[row.chunk].prompt_ids[row.row], chunks[row.chunk].response_ids[row.row]
-        whole = np.concatenate([prompt, response])
-        if len(whole) != row.tokens:
+    positions: list[npt.NDArray[np.int64]] = []
+    for row, start in zip(rows, shape.cu_seqlens.tolist(), strict=False):
+        chunk = chunks[row.chunk]
+        prompt, response = chunk.prompt_ids[row.row], chunk.response_ids[row.row]
+        if len(prompt) + len(response) != row.tokens:
             raise ValueError(
                 f"row {row.row} of chunk {row.chunk} has {len(prompt)} + {len(response)} tokens;"
-                f" the schedule says {row.prompt_tokens} + {row.response_tokens}"
+                f" the schedule says {row.prompt_tokens} + {row.response_tokens + row.given_tokens}"
             )
-        tokens[start : start + row.tokens] = whole
-        labels.append(whole[row.prompt_tokens :])
-    starts = shape.cu_seqlens[: len(rows)].astype(np.int64)
-    prompt_lengths = np.array([row.prompt_tokens for row in rows], dtype=np.int64)
-    response_lengths = np.array([row.response_tokens for row in rows], dtype=np.int64)
+        tokens[start : start + row.tokens] = np.concatenate([prompt, response])
+        positions.append(start + _learned(row, chunk))
+    labelled = _concatenate(positions, np.int64)
     return PackedBatch(
         shape=shape,
         tokens=tokens,
-        response_lengths=response_lengths,
-        source_positions=_ranges(starts + prompt_lengths - 1, response_lengths),
-        labels=_concatenate(labels, np.int64),
-        last_positions=starts + prompt_lengths + response_lengths - 1,
+        response_lengths=np.array([row.response_tokens for row in rows], dtype=np.int64),
+        source_positions=labelled - 1,
+        labels=tokens[labelled],
+        last_positions=shape.cu_seqlens[1 : len(rows) + 1].astype(np.int64) - 1,
     )
+
+
+def _learned(row: PackRow, chunk: TokenChunk) -> npt.NDArray[np.int64]:
+    """Returns where the response tokens of a row are in its sequence, without given ones."""
+    if not row.given_tokens:
+        return np.arange(row.prompt_tokens, row.tokens, dtype=np.int64)
+    sampled = np.zeros(0, np.int64) if chunk.loss_mask is None else np.flatnonzero(chunk.loss_mask[row.row])
+    if len(sampled) != row.response_tokens:
+        raise ValueError(
+            f"row {row.row} of chunk {row.chunk} has {len(sampled)} sampled tokens in its loss_mask;"
+            f" the schedule says {row.response_tokens}"
+        )
+    return row.prompt_tokens + sampled
 
 
 def gather(rows: Iterable[PackRow], column: Chunks[Ragged]) -> npt.NDArray[np.float32]:
@@ -170,12 +185,6 @@ def _row_order(rows: Sequence[PackRow]) -> dict[int, list[int]]:
     if sum(map(len, indices.values())) != len(rows) or any(max(p) != len(p) - 1 for p in indices.values()):
         raise ValueError("rows do not make whole chunks: one is missing or listed twice")
     return {chunk: [by_row[i] for i in range(len(by_row))] for chunk, by_row in sorted(indices.items())}
-
-
-def _ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Returns the concatenated arange(start, start + length) of each pair."""
-    before = np.cumsum(lengths) - lengths
-    return np.arange(lengths.sum(), dtype=np.int64) + np.repeat(starts - before, lengths)
 
 
 def _concatenate(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

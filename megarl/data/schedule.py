@@ -128,7 +128,13 @@ def _check(samples: Sequence[SampleInfo], tokens_per_micro_batch: int) -> None:
 
 def _unit(*samples: SampleInfo) -> Unit:
     return tuple(
-        PackRow(chunk=s.chunk, row=s.row, prompt_tokens=s.prompt_tokens, response_tokens=s.response_tokens)
+        PackRow(
+            chunk=s.chunk,
+            row=s.row,
+            prompt_tokens=s.prompt_tokens,
+            response_tokens=s.response_tokens,
+            given_tokens=s.given_tokens,
+        )
         for s in samples
     )
 

@@ -1,7 +1,8 @@
 """Builds a step's experience from rollouts, log-probabilities, values and scores, and computes its metrics.
 
 What a mask leaves out is left out of every term of the loss, the KL penalty and the entropy bonus included; the
-denominators stay those of all response tokens. Samples without a score are in no statistic, and their advantages are 0.
+denominators stay those of all response tokens. Given tokens of conversations are no response tokens here, they are in
+nothing. Samples without a score are in no statistic, and their advantages are 0.
 
 Shape legend: B rows, R response tokens of the longest. ``reduce`` sums a small vector over the ranks, ``largest`` takes
 the largest of each entry; every rank calls them equally often, with samples or without.
@@ -106,6 +107,7 @@ def _experience_chunk(
         sample_ids=chunk.sample_ids,
         prompt_ids=chunk.prompt_ids,
         response_ids=chunk.response_ids,
+        loss_mask=chunk.loss_mask,
         old_logprobs=None if from_update else old,
         ref_logprobs=None if ref is None else ref[index],
         rollout_logprobs=chunk.rollout_logprobs if needs_rollout else None,

@@ -1,7 +1,7 @@
 """The samples of a rank as right-padded [B, R] tensors.
 
 Shape legend: B rows, the samples of the rank's chunks; R response tokens of the longest; T response tokens of all rows,
-concatenated ("flat").
+concatenated ("flat"). Given tokens of conversations are left out, so that the columns have no gaps.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ class Columns:
             them.
         ref_logprobs: nats.
         values: by the critic before the update.
-        dense: raw scores by the reward model, before the first response token and after each; None where a response has
-            one score.
+        dense: raw scores by the reward model, see ``ModelEngine.token_scores``; None where a response has one score.
     """
 
     samples: SampleScores
@@ -84,7 +83,7 @@ class PaddedBatch:
         old: [B, R] nats, by the actor before the update, or the engines' in its place, also until the update.
         ref: [B, R] nats.
         values: [B, R], the critic's raw output.
-        dense: [B, R + 1], see ``Columns``.
+        dense: [B, R] each, the reward model's raw scores before and after each token.
         versions: [B, R] int64, version of the weights that sampled each token; 0 off the mask.
     """
 
@@ -98,7 +97,7 @@ class PaddedBatch:
     old: Tensor
     ref: Tensor | None
     values: Tensor | None
-    dense: Tensor | None
+    dense: tuple[Tensor, Tensor] | None
     versions: Tensor
 
     @property
@@ -109,10 +108,10 @@ class PaddedBatch:
 
 def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, context: StepContext) -> PaddedBatch:
     """Pads the rows of all chunks, in their order; a rank without chunks gets the same columns without rows."""
-    lengths = [int(n) for chunk in chunks.values() for n in chunk.response_ids.lengths]
+    lengths = [int(n) for chunk in chunks.values() for n in chunk.rollout_logprobs.lengths]
     mask = response_mask(lengths)
 
-    def padded(column: Chunks[Ragged] | None, mask: Tensor = mask) -> Tensor | None:
+    def padded(column: Chunks[Ragged] | None) -> Tensor | None:
         return None if column is None else align(_concatenate([column[i].values for i in chunks], np.float32), mask)
 
     samples = columns.samples.only(chunks)
@@ -133,14 +132,14 @@ def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, context: Ste
         old=rollout if old is None else old,
         ref=padded(columns.ref_logprobs),
         values=padded(columns.values),
-        dense=padded(columns.dense, response_mask([n + 1 for n in lengths])),
+        dense=None if columns.dense is None else _padded_dense([columns.dense[i] for i in chunks], lengths, mask),
         versions=align(_concatenate([_versions(chunk) for chunk in chunks.values()], np.int64), mask),
     )
 
 
 def by_chunk(values: Tensor, mask: Tensor, chunks: Mapping[int, RolloutChunk]) -> dict[int, Ragged]:
     """Splits [B, R] values into a float32 column per chunk."""
-    offsets = [chunk.response_ids.offsets for chunk in chunks.values()]
+    offsets = [chunk.rollout_logprobs.offsets for chunk in chunks.values()]
     parts = flatten(values, mask).float().split([int(of_chunk[-1]) for of_chunk in offsets])
     return {
         i: Ragged(values=part.numpy().copy(), offsets=of_chunk)
@@ -149,10 +148,18 @@ def by_chunk(values: Tensor, mask: Tensor, chunks: Mapping[int, RolloutChunk]) -
 
 
 def _versions(chunk: RolloutChunk) -> np.typing.NDArray[np.int64]:
-    """[T], the version that sampled each response token of a chunk."""
+    """[T], the version that sampled each token of a chunk."""
     spans = [span for of_row in chunk.versions for span in of_row]
     versions = np.array([span.version for span in spans], dtype=np.int64)
     return np.repeat(versions, [span.stop - span.start for span in spans])
+
+
+def _padded_dense(columns: Sequence[Ragged], lengths: Sequence[int], mask: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, R] each, the scores before and after each token: a row begins with the former and ends with the latter."""
+    rows = list(zip((row for column in columns for row in column), lengths, strict=True))
+    sides = [row[:n] for row, n in rows], [row[len(row) - n :] for row, n in rows]
+    before, after = (align(_concatenate(side, np.float32), mask) for side in sides)
+    return before, after
 
 
 def _concatenate(parts: Sequence[np.typing.NDArray[Any]], dtype: Any) -> Tensor:

@@ -127,6 +127,6 @@ def _rewards(batch: PaddedBatch, penalties: Tensor, algo: Algo, dense: TokenRewa
     mask = batch.scored_mask
     if batch.dense is not None:
         assert dense is not None
-        scaled = dense.gain * batch.dense + dense.bias
-        penalties = dense_rewards(scaled, penalties, mask, differences=dense.differences, clip=algo.scores.clip)
+        before, after = (dense.gain * side + dense.bias for side in batch.dense)
+        penalties = dense_rewards(before, after, penalties, mask, differences=dense.differences, clip=algo.scores.clip)
     return token_rewards(batch.scores, penalties, mask, placement=algo.scores.placement)

@@ -50,7 +50,7 @@ class PassMeter:
         """Counts a pass of a role over sequences, which a backward pass may have followed."""
         counted = list(sequences)
         flops = forward_flops(self._spec(role), HEADS[role], counted) * (3 if backward else 1)
-        tokens = sum(sequence.prompt_tokens + sequence.response_tokens for sequence in counted)
+        tokens = sum(sequence.tokens for sequence in counted)
         before = self._passes.get(name, _Pass(devices=self._config.layout(role).world_size))
         self._passes[name] = replace(
             before, tokens=before.tokens + tokens, flops=before.flops + flops, seconds=before.seconds + seconds

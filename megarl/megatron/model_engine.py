@@ -180,7 +180,8 @@ class ModelEngine:
     def token_scores(self, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> dict[int, Ragged] | None:
         """Returns the reward model's scores before the first response token and after each, by chunk.
 
-        A row has one more value than tokens; its last is the score of ``scores``.
+        A row has one more value than tokens; its last is the score of ``scores``. A row with given tokens, which change
+        the score too, has two values per token instead: all scores before one, then all after one.
         """
 
         def head(batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
@@ -189,12 +190,16 @@ class ModelEngine:
         flat = self._infer(schedule, chunks, head)
         if flat is None:
             return None
-        before, after = (scatter(_rows(schedule), flat[:, column]) for column in (0, 1))
+        rows = _rows(schedule)
+        before, after = (scatter(rows, flat[:, column]) for column in (0, 1))
+        with_given = {(row.chunk, row.row) for row in rows if row.given_tokens}
+
+        def joined(chunk: int, row: int) -> np.typing.NDArray[np.float32]:
+            first = before[chunk][row]
+            return np.concatenate([first if (chunk, row) in with_given else first[:1], after[chunk][row]])
+
         return {
-            chunk: Ragged.from_rows(
-                (np.concatenate([first[:1], rest]) for first, rest in zip(before[chunk], after[chunk], strict=True)),
-                np.float32,
-            )
+            chunk: Ragged.from_rows([joined(chunk, row) for row in range(len(after[chunk]))], np.float32)
             for chunk in after
         }
 

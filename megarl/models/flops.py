@@ -34,10 +34,10 @@ PEAK_TFLOPS: Mapping[str, float] = {
 
 
 class TokenCounts(Protocol):
-    """The lengths of a prompt and its response."""
+    """The lengths of a sequence, and of the response in it."""
 
     @property
-    def prompt_tokens(self) -> int: ...
+    def tokens(self) -> int: ...
     @property
     def response_tokens(self) -> int: ...
 
@@ -62,7 +62,7 @@ def forward_flops(spec: ModelSpec, head: HeadName, sequences: Iterable[TokenCoun
     """
     dims, tokens, pairs, read = spec.dims, 0, 0, 0
     for sequence in sequences:
-        length = sequence.prompt_tokens + sequence.response_tokens
+        length = sequence.tokens
         tokens, pairs, read = tokens + length, pairs + length * (length + 1) // 2, read + sequence.response_tokens
     attention = 4 * dims.layers * dims.heads * dims.head_dim * pairs
     return token_flops(spec) * tokens + attention + 2 * dims.hidden * (dims.vocab if head == "lm" else 1) * read

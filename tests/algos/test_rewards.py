@@ -56,8 +56,8 @@ def test_a_batch_without_columns_has_no_rewards() -> None:
 def test_dense_differences_sum_to_last_minus_first_score(lengths: list[int], seed: int) -> None:
     mask, rows = lengths_mask(lengths, 6), len(lengths)
     dense, penalties = numbers(rows, 7, seed=seed), torch.zeros(rows, 6).double()
-    earned = dense_rewards(dense, penalties, mask, differences=True)
-    absolute = dense_rewards(dense, penalties, mask, clip=(-0.5, 0.5))
+    earned = dense_rewards(dense[:, :-1], dense[:, 1:], penalties, mask, differences=True)
+    absolute = dense_rewards(dense[:, :-1], dense[:, 1:], penalties, mask, clip=(-0.5, 0.5))
     for i, n in enumerate(lengths):
         assert earned[i].sum().item() == pytest.approx((dense[i, n] - dense[i, 0]).item(), abs=1e-9)
         assert absolute[i, :n].tolist() == [min(max(s, -0.5), 0.5) for s in dense[i, 1 : n + 1].tolist()]

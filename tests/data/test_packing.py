@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from megarl.types import PackRow, Ragged
 class Tokens:
     prompt_ids: Ragged
     response_ids: Ragged
+    loss_mask: Ragged | None = None
 
 
 def make_chunks(lengths: list[list[tuple[int, int]]]) -> tuple[dict[int, Tokens], list[PackRow]]:
@@ -57,6 +58,41 @@ def test_a_pack_by_hand() -> None:
     assert batch.labels.tolist() == [24, 25, 21, 22, 23]
     assert batch.last_positions.tolist() == [2, 7]
     assert batch.response_lengths.tolist() == [2, 3]
+
+
+def test_a_conversation_by_hand() -> None:
+    """Given tokens are in the sequence, and nothing is predicted of them."""
+    responses = Ragged.from_rows([[31, 21, 22, 32, 33, 23, 34], [24, 25]], np.int32)
+    mask = Ragged.from_rows([[0, 1, 1, 0, 0, 1, 0], [1, 1]], np.bool_)
+    chunks = {4: Tokens(Ragged.from_rows([[11, 12], [13]], np.int32), responses, mask)}
+    rows = [
+        PackRow(chunk=4, row=0, prompt_tokens=2, response_tokens=3, given_tokens=4),
+        PackRow(chunk=4, row=1, prompt_tokens=1, response_tokens=2),
+    ]
+    batch = pack(rows, chunks, 12)
+    assert batch.tokens.tolist() == [11, 12, 31, 21, 22, 32, 33, 23, 34, 13, 24, 25]
+    assert batch.shape.cu_seqlens.tolist() == [0, 9, 12]
+    assert batch.source_positions.tolist() == [2, 3, 6, 9, 10]
+    assert batch.labels.tolist() == [21, 22, 23, 24, 25]
+    assert batch.last_positions.tolist() == [8, 11]
+    assert batch.response_lengths.tolist() == [3, 2]
+    wrong = PackRow(chunk=4, row=0, prompt_tokens=2, response_tokens=4, given_tokens=3)
+    with pytest.raises(ValueError, match="3 sampled tokens in its loss_mask; the schedule says 4"):
+        pack([wrong], chunks, 12)
+
+
+@given(lengths, st.integers(0, 150))
+def test_a_mask_without_gaps_is_as_none(lengths: list[list[tuple[int, int]]], padding: int) -> None:
+    chunks, rows = make_chunks(lengths)
+    masked = {
+        index: replace(own, loss_mask=Ragged.from_rows([[True] * len(ids) for ids in own.response_ids], np.bool_))
+        for index, own in chunks.items()
+    }
+    pack_tokens = sum(r.tokens for r in rows) + padding
+    whole, found = pack(rows, chunks, pack_tokens), pack(rows, masked, pack_tokens)
+    for name in ("tokens", "source_positions", "labels", "last_positions", "response_lengths"):
+        assert np.array_equal(getattr(found, name), getattr(whole, name))
+        assert getattr(found, name).dtype == getattr(whole, name).dtype == np.int64
 
 
 def test_a_pack_without_rows_is_padding() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,8 @@ from megarl.data.schedule import (
 from megarl.types import Layout, SampleInfo, Schedule
 
 
-def make_samples(lengths: list[tuple[int, int]], chunk_rows: int) -> list[SampleInfo]:
+def make_samples(lengths: Sequence[tuple[int, ...]], chunk_rows: int) -> list[SampleInfo]:
+    """Samples of so many prompt, response and given tokens."""
     return [
         SampleInfo(
             sample_id=f"s{i}",
@@ -29,14 +31,15 @@ def make_samples(lengths: list[tuple[int, int]], chunk_rows: int) -> list[Sample
             prompt_tokens=prompt,
             response_tokens=response,
             finished=True,
+            given_tokens=sum(more),
         )
-        for i, (prompt, response) in enumerate(lengths)
+        for i, (prompt, response, *more) in enumerate(lengths)
     ]
 
 
 samples = st.builds(
     make_samples,
-    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), min_size=1, max_size=40),
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30), st.sampled_from([0, 0, 9])), min_size=1, max_size=40),
     st.integers(1, 7),
 )
 layouts = st.builds(
@@ -77,6 +80,7 @@ def check_pass(schedule: Schedule, members: list[SampleInfo], layout: Layout, bu
             for r in pack:
                 sample = by_place[r.chunk, r.row]
                 assert (r.prompt_tokens, r.response_tokens) == (sample.prompt_tokens, sample.response_tokens)
+                assert r.tokens == sample.tokens
 
 
 @given(samples, layouts, budgets)

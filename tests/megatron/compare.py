@@ -34,6 +34,7 @@ def samples_of(chunks: list[Any], infos: list[SampleInfo], **fields: Any) -> lis
             prompt_ids=chunks[info.chunk].prompt_ids[info.row].tolist(),
             response_ids=chunks[info.chunk].response_ids[info.row].tolist(),
             finished=info.finished,
+            loss_mask=None if chunks[info.chunk].loss_mask is None else chunks[info.chunk].loss_mask[info.row].tolist(),
             **{name: of(info) for name, of in fields.items()},
         )
         for info in infos

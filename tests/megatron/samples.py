@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,30 @@ def random_chunks(
             for row in range(rows)
         ]
     return made, infos
+
+
+def conversations(chunks: Sequence[RolloutChunk], seed: int = 0) -> list[RolloutChunk]:
+    """The same sampled tokens, with up to three given ones before the first, between them and after the last."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for chunk in chunks:
+        rows, masks = [], []
+        for sampled in chunk.response_ids:
+            before = rng.integers(-2, 4, size=len(sampled) + 1).clip(0)
+            mask = [own for gap in before for own in [False] * gap + [True]][:-1]
+            ids = rng.integers(100, size=len(mask))
+            ids[mask] = sampled
+            rows.append(ids)
+            masks.append(mask)
+        ragged = Ragged.from_rows(rows, np.int32)
+        made.append(replace(chunk, response_ids=ragged, loss_mask=Ragged.from_rows(masks, np.bool_)))
+    return made
+
+
+def with_given(infos: Sequence[SampleInfo], chunks: Sequence[RolloutChunk]) -> list[SampleInfo]:
+    """The driver's records, with the numbers of given tokens."""
+    lengths = [len(chunks[info.chunk].response_ids[info.row]) for info in infos]
+    return [replace(info, given_tokens=n - info.response_tokens) for info, n in zip(infos, lengths, strict=True)]
 
 
 def columns_of(

@@ -13,8 +13,8 @@ import pytest
 from megarl.config.schema import Algo, ValueNorm
 from megarl.experience.build import build_experience
 from megarl.experience.padded_batch import Columns
-from megarl.types import ExperienceChunk, ExperienceReport, Ragged, StepContext, TokenRewardScale
-from tests.megatron.samples import columns_of, random_chunks
+from megarl.types import ExperienceChunk, ExperienceReport, Ragged, RolloutChunk, StepContext, TokenRewardScale
+from tests.megatron.samples import columns_of, conversations, random_chunks
 from tests.oracle import advantages, comparisons, normalisation
 
 CHUNKS, INFOS = random_chunks()
@@ -53,10 +53,11 @@ def build(
     columns: Columns | None = None,
     terms: StepContext = TERMS,
     value_norm: ValueNorm | None = None,
+    rollouts: list[RolloutChunk] = CHUNKS,
 ) -> Built:
     given = columns or columns_of(SCORES, old=OLD, ref=REF, values=VALUES)
     settings = Algo.model_validate({"advantage": "gae", **(algo or {})})
-    return build_experience(list(range(4)), CHUNKS, given, settings, value_norm, terms, alone, alone)
+    return build_experience(list(range(4)), rollouts, given, settings, value_norm, terms, alone, alone)
 
 
 def flat(columns: Any) -> np.ndarray:
@@ -218,6 +219,27 @@ def test_dense_scores_are_token_rewards(differences: bool) -> None:
     close(of(built, "advantages"), lambda chunk, row: np.cumsum(earned(chunk, row)[::-1])[::-1])
     total = sum(earned(*where).sum() for where in ROWS) / 12
     assert built[1].metrics["objective/score"] == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.parametrize("differences", [False, True])
+def test_given_tokens_change_nothing_in_the_experience(differences: bool) -> None:
+    """All columns are of the sampled tokens; of a reward model, its scores before and after each of them."""
+    algo = {"kl": {"coef": 0.1}, "normalise": {"rewards": True}}
+    terms = replace(TERMS, dense=TokenRewardScale(gain=2.0, bias=1.0, differences=differences))
+    talks = conversations(CHUNKS)
+    raw = column(5, more=1)
+    sides = {i: Ragged.from_rows([[*row[:-1], *row[1:]] for row in own], np.float32) for i, own in raw.items()}
+    found, report = build(algo, columns_of(SCORES, old=OLD, ref=REF, values=VALUES, dense=sides), terms, rollouts=talks)
+    chunks, whole = build(algo, columns_of(SCORES, old=OLD, ref=REF, values=VALUES, dense=raw), terms)
+    assert report == whole
+    for i, chunk in chunks.items():
+        assert found[i].loss_mask is talks[i].loss_mask
+        assert found[i].response_ids is talks[i].response_ids
+        for name in ("advantages", "returns"):
+            ours, theirs = getattr(found[i], name), getattr(chunk, name)
+            assert ours.values.tobytes() == theirs.values.tobytes()
+            assert ours.offsets.tolist() == theirs.offsets.tolist()
+        assert chunk.loss_mask is None
 
 
 def test_a_sample_without_a_score_is_excluded_from_statistics_and_training() -> None:

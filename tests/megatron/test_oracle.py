@@ -22,7 +22,7 @@ from tests.e2e.recipe_cases import CASES as RECIPES
 from tests.e2e.recipe_cases import IN_MATRIX
 from tests.e2e.runs import ROOT
 from tests.megatron.compare import adam_of, check, everywhere, samples_of, state_of, trained
-from tests.megatron.samples import random_chunks
+from tests.megatron.samples import conversations, random_chunks, with_given
 from tests.megatron.test_parity import layout_id
 from tests.megatron.tiny import load_role, random_head, save_model
 from tests.oracle import advantages, aggregation, comparisons, kl, models, normalisation, policy, ppo, scores, values
@@ -113,6 +113,7 @@ def _iteration(
 
     random, infos = random_chunks()
     rollouts = rollouts or random
+    infos = with_given(infos, rollouts)
     cache = GroupCache()
     roles = {
         name: load_role(
@@ -312,6 +313,40 @@ def test_iteration_without_a_critic_equals_the_naive_one(
     results = pool.run(_iteration, directory, other, layouts, budget, GRPO, _facts(GRPO), world_size=actor.world_size)
     assert oracle.actor_steps[0].metrics["kl"] > 0.01, "the penalty does not count"
     check([own for (own,) in results], oracle.actor_steps, oracle.actor, state_of(directory))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("algo", "naive", "actor", "critic", "reference", "budget"),
+    [
+        (PPO, NAIVE_PPO, ONE, ONE, ONE, 1000),
+        (PPO, NAIVE_PPO, Layout(tp=2, pp=2), replace(SP2, dp=2), Layout(dp=4), 60),
+        (GRPO, NAIVE_GRPO, Layout(tp=2, dp=2), None, Layout(pp=2, dp=2), 60),
+    ],
+    ids=["alone", "PPO", "GRPO"],
+)
+def test_conversations_equal_the_naive_ones(
+    pool: RankPool,
+    compared: tuple[Path, Path, Any],
+    algo: Algo,
+    naive: ppo.Settings,
+    actor: Layout,
+    critic: Layout | None,
+    reference: Layout,
+    budget: int,
+) -> None:
+    """Each sampled token has the loss and the gradient of a model that reads the concatenated ids."""
+    directory, other, _ = compared
+    rollouts = conversations(random_chunks()[0])
+    oracle = _oracle(directory, other, naive, rollouts)
+    layouts = {"actor": actor, "critic": critic, "reference": reference}
+    present = {name: layout for name, layout in layouts.items() if layout is not None}
+    args = (directory, other, present, budget, algo, _facts(algo), (ACTOR, CRITIC), rollouts)
+    actors, *critics = zip(*pool.run(_iteration, *args, world_size=actor.world_size), strict=True)
+    check(list(actors), oracle.actor_steps, oracle.actor, state_of(directory))
+    for of_critic in critics:
+        start = {**state_of(directory), "score.weight": random_head(directory)}
+        check(list(of_critic), oracle.critic_steps, oracle.critic, start)
 
 
 @pytest.fixture(scope="module")

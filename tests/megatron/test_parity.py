@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.types import Layout
-from tests.megatron.samples import random_chunks
+from megarl.types import Layout, RolloutChunk
+from tests.megatron.samples import conversations, random_chunks, with_given
 from tests.megatron.tiny import load_role, random_head, save_model
 from tests.pool import RankPool
 
@@ -19,11 +19,15 @@ IN_USE = 90
 """Token ids in use, in the test of those that are not."""
 
 
-def infer(rank: int, directory: Path, layout: Layout, budget: int) -> dict[str, object]:
+def infer(
+    rank: int, directory: Path, layout: Layout, budget: int, given: list[RolloutChunk] | None = None
+) -> dict[str, object]:
     from megarl.data.schedule import inference_schedule
     from megarl.megatron.parallel import GroupCache
 
     rollouts, infos = random_chunks()
+    rollouts = given or rollouts
+    infos = with_given(infos, rollouts)
     schedule = inference_schedule(infos, layout, budget).ranks[layout.coords(rank).dp]
     cache = GroupCache()
     actor = load_role(directory, "actor", layout, rank, cache, trainable=False, head=None)
@@ -37,12 +41,14 @@ def infer(rank: int, directory: Path, layout: Layout, budget: int) -> dict[str, 
     }
 
 
-def expectations(directory: Path) -> dict[str, dict[tuple[int, int], torch.Tensor]]:
+def expectations(
+    directory: Path, given: list[RolloutChunk] | None = None
+) -> dict[str, dict[tuple[int, int], torch.Tensor]]:
     """One sequence at a time through Hugging Face's model."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    rollouts, _ = random_chunks()
+    rollouts = given or random_chunks()[0]
     columns = ("logprobs", "values", "scores", "token_scores")
     found: dict[str, dict[tuple[int, int], torch.Tensor]] = {column: {} for column in columns}
     for index, chunk in enumerate(rollouts):
@@ -52,10 +58,14 @@ def expectations(directory: Path) -> dict[str, dict[tuple[int, int], torch.Tenso
                 out = model(torch.cat([prompt, response])[None], output_hidden_states=True)
             log_p = torch.log_softmax(out.logits[0, len(prompt) - 1 : -1] / TEMPERATURE, -1)
             values = (out.hidden_states[-1][0] @ random_head(directory).T)[:, 0]
-            found["logprobs"][index, row] = log_p.gather(-1, response[:, None])[:, 0]
-            found["values"][index, row] = values[len(prompt) - 1 : -1]
+            mask = torch.ones(len(response)) if chunk.loss_mask is None else torch.from_numpy(chunk.loss_mask[row])
+            sampled = mask.bool()
+            states = values[len(prompt) - 1 :]  # before the first token of the response and after each
+            sides = states[:-1][sampled], states[1:][sampled]
+            found["logprobs"][index, row] = log_p.gather(-1, response[:, None])[:, 0][sampled]
+            found["values"][index, row] = sides[0]
             found["scores"][index, row] = values[-1]
-            found["token_scores"][index, row] = values[len(prompt) - 1 :]
+            found["token_scores"][index, row] = states if sampled.all() else torch.cat(sides)
     return found
 
 
@@ -116,6 +126,16 @@ def test_outputs_equal_hugging_face(
         # Over TP, float32 sums are taken in another order: the error grows with the numbers that are summed.
         bar = 1e-5 if layout.tp == 1 else 1e-5 * max(1.0, largest)
         assert worst <= bar, f"{what} differ from Hugging Face by {worst:.2e}, more than {bar:.2e}"
+
+
+@pytest.mark.dist
+def test_given_tokens_are_read_and_have_no_outputs(pool: RankPool, model: Path) -> None:
+    layout, talks = Layout(tp=2, dp=2, sequence_parallel=True), conversations(random_chunks()[0])
+    results = pool.run(infer, model, layout, 60, talks, world_size=layout.world_size)
+    expected = expectations(model, talks)
+    for what, worst in worst_differences(results, expected).items():
+        largest = max(want.abs().max().item() for want in expected[what].values())
+        assert worst <= 1e-5 * max(1.0, largest), f"{what} differ from Hugging Face by {worst:.2e}"
 
 
 def _infer_in_use(rank: int, directory: Path, layout: Layout) -> dict[int, object] | None:

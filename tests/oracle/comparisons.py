@@ -46,8 +46,8 @@ def opo(samples: Sequence[Sample], scores: Scores) -> list[float]:
     """score - mean weighted by response length."""
     result = [0.0] * len(samples)
     for group in _groups(samples, scores):
-        weight = sum(len(samples[i].response_ids) for i in group) or 1
-        mean = sum(len(samples[i].response_ids) * _known(scores[i]) for i in group) / weight
+        weight = sum(len(samples[i].sampled) for i in group) or 1
+        mean = sum(len(samples[i].sampled) * _known(scores[i]) for i in group) / weight
         for i in group:
             result[i] = _known(scores[i]) - mean if len(group) > 1 else 0.0
     return result

@@ -27,6 +27,8 @@ class Sample:
         greedy_score: of the greedy response to its prompt.
         rollout_logprobs: nats, one per response token, of whatever sampled it.
         versions: of the policy that sampled each response token.
+        loss_mask: of each response id, whether the model sampled it; None where it sampled all. In a conversation the
+            others were given; nothing but attention sees them.
     """
 
     sample_id: str
@@ -39,6 +41,12 @@ class Sample:
     greedy_score: float = 0.0
     rollout_logprobs: Sequence[float] = ()
     versions: Sequence[int] = ()
+    loss_mask: Sequence[bool] | None = None
+
+    @property
+    def sampled(self) -> list[int]:
+        """Where the sampled tokens are in the response."""
+        return [t for t in range(len(self.response_ids)) if self.loss_mask is None or self.loss_mask[t]]
 
 
 def causal_lm(config: Mapping[str, Any], state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -78,7 +86,7 @@ def token_logits(actor: nn.Module, sample: Sample) -> Tensor:
 def token_statistics(actor: nn.Module, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
     """[R] nats: log-probability of each response token, and entropy of the distribution that it was drawn from."""
     logprobs = torch.log_softmax(token_logits(actor, sample) / temperature, dim=-1)
-    chosen = torch.stack([row[token] for row, token in zip(logprobs, sample.response_ids, strict=True)])
+    chosen = torch.stack([row[sample.response_ids[t]] for row, t in zip(logprobs, sample.sampled, strict=True)])
     return chosen, -(logprobs.exp() * logprobs).sum(-1)
 
 
@@ -98,6 +106,5 @@ def _tokens(sample: Sample) -> Tensor:
     return torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
 
 
-def _source_positions(sample: Sample) -> slice:
-    start = len(sample.prompt_ids) - 1
-    return slice(start, start + len(sample.response_ids))
+def _source_positions(sample: Sample) -> list[int]:
+    return [len(sample.prompt_ids) + t - 1 for t in sample.sampled]

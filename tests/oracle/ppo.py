@@ -65,7 +65,7 @@ class Settings:
 
 @dataclass(kw_only=True)
 class Experience:
-    """Of one sample: one number per response token; without a critic the last two are empty."""
+    """Of one sample: one number per sampled token; without a critic the last two are empty."""
 
     old_logprobs: list[float]
     ref_logprobs: list[float]
@@ -262,14 +262,14 @@ def optimizer_step(
     text: Sequence[Sample] = (),
 ) -> Step:
     """The weighted sum of a loss over a mini-batch, its gradient, and the step."""
-    lengths = [len(sample.response_ids) for sample, _ in members]
+    lengths = [len(sample.sampled) for sample, _ in members]
     own_share, text_share = _shares(settings) if text else (1.0, 0.0)
     model.zero_grad()
     loss = 0.0
     metrics: dict[str, float] = {}
     for sample, experience in members:
         per_token, measured = terms(model, sample, experience, settings)
-        share = per_token.sum() * settings.aggregate(len(sample.response_ids), lengths) * own_share
+        share = per_token.sum() * settings.aggregate(len(sample.sampled), lengths) * own_share
         share.backward()
         loss += share.item()
         for name, numbers in measured.items():

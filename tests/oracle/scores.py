@@ -45,7 +45,7 @@ def scaled(score: float, sample: Sample, *, factor: float) -> float:
 
 def overlong(score: float, sample: Sample, *, most: int, buffer: int, factor: float = 1.0) -> float:
     """The score minus a penalty that grows over the last allowed tokens, up to factor at the limit."""
-    beyond = min(len(sample.response_ids) - (most - buffer), buffer)
+    beyond = min(len(sample.sampled) - (most - buffer), buffer)
     return score + min(0.0, -beyond / buffer * factor)
 
 

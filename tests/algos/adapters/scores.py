@@ -176,7 +176,7 @@ def run_dense_rewards(args: Args) -> Args:
     penalties = kl_penalties(divergence, mask, kl_coef=args.pop("coef"))
     options = {"clip": interval(args.pop("clip", None)), "differences": args.pop("delta", False)}
     done(args)
-    return {"rewards": dense_rewards(dense, penalties, mask, **options)}
+    return {"rewards": dense_rewards(dense[:, :-1], dense[:, 1:], penalties, mask, **options)}
 
 
 RUNNERS: dict[str, Runner] = {
