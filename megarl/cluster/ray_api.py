@@ -27,8 +27,11 @@ def skip_idle_processes(*_: object) -> None:
     `include_dashboard=False` still starts a process, for usage statistics, and waits for it; the log monitor is for
     drivers with `log_to_driver` (ray 2.60). Each costs a second of a core. `ray start` calls this as its hook.
     """
+
+    def nothing(*_: object, **__: object) -> None: ...
+
     node: Any = _ray._private.node.Node
-    node.start_api_server = node.start_log_monitor = node.start_monitor = lambda *_, **__: None
+    node.start_api_server = node.start_log_monitor = node.start_monitor = nothing
 
 
 def shutdown() -> None:

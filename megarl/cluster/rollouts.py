@@ -64,8 +64,8 @@ class PendingTruncation:
         ends = gather_by_chunk(self.call)  # lengths, and whether responses have the token
         samples: list[SampleInfo] = []
         for sample in self.rollouts.samples:
-            lengths, finished = ends[sample.chunk]
-            samples.append(replace(sample, response_tokens=lengths[sample.row], finished=finished[sample.row]))
+            sampled, given, finished = (column[sample.row] for column in ends[sample.chunk])
+            samples.append(replace(sample, response_tokens=sampled, given_tokens=given, finished=bool(finished)))
         return Rollouts(samples=tuple(samples), chunks=self.call.chunks)
 
 

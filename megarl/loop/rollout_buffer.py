@@ -213,7 +213,7 @@ def _save_rollouts(rollouts: Rollouts, scoring: Scoring | None, path: Path) -> d
     if scoring is not None and scoring.finished and scoring.dense is None:  # scores of tokens are computed again
         columns = {name: values.astype(float).tolist() for name, values in scoring.wait().items()}
         scored = {
-            "ends": [(sample.response_tokens, sample.finished) for sample in scoring.samples],
+            "ends": [(sample.response_tokens, sample.finished, sample.given_tokens) for sample in scoring.samples],
             "scores": {name: [None if math.isnan(x) else x for x in column] for name, column in columns.items()},
         }
     return {"prompt_ids": prompt_ids, "scored": scored}
@@ -226,9 +226,9 @@ def _load(saved: Mapping[str, Any], path: Path) -> tuple[Rollouts, Scoring | Non
     rollouts = Rollouts(samples=tuple(infos), chunks=ChunkRefs[RolloutChunk].put(chunks))
     if saved["scored"] is None:
         return rollouts, None
-    seen = [
-        replace(info, response_tokens=tokens, finished=finished)
-        for info, (tokens, finished) in zip(infos, saved["scored"]["ends"], strict=True)
+    seen = [  # checkpoints may have pairs, without a number of given tokens
+        replace(info, response_tokens=tokens, finished=finished, given_tokens=sum(given))
+        for info, (tokens, finished, *given) in zip(infos, saved["scored"]["ends"], strict=True)
     ]
     columns: dict[str, list[float | None]] = saved["scored"]["scores"]
     scores = {name: np.array(column, dtype=np.float32) for name, column in columns.items()}  # None becomes NaN

@@ -26,7 +26,8 @@ class Completion:
 
     Args:
         prompt, response: text without special tokens; empty if the run has no tokenizer.
-        response_ids: including the end token.
+        response_ids: including the end token; of a conversation all that follows its first prompt, given tokens too.
+        loss_mask: by response id, whether it was sampled; None where all were.
         finished: False if the response was cut off at the length limit.
         messages: of a prompt that is a chat, as in its row; None of others.
         fields: the other columns of the prompt's row, such as a reference answer.
@@ -40,6 +41,12 @@ class Completion:
     finished: bool
     fields: Mapping[str, Any]
     messages: Sequence[Message] | None = None
+    loss_mask: tuple[bool, ...] | None = None
+
+    @property
+    def response_tokens(self) -> int:
+        """Returns the number of sampled tokens."""
+        return len(self.response_ids) if self.loss_mask is None else sum(self.loss_mask)
 
     def field(self, name: str) -> Any:
         """Returns a column of the prompt's row; a ValueError lists the columns if there is no such one."""
@@ -143,7 +150,7 @@ def soft_overlong(
     not ``capped``, longer responses lose more. Source: DAPO (Yu et al., 2025) and OpenRLHF (capped), verl and AReaL
     (not capped).
     """
-    excess = len(completion.response_ids) - (max_tokens - buffer_tokens)
+    excess = completion.response_tokens - (max_tokens - buffer_tokens)
     if capped:
         excess = min(excess, buffer_tokens)
     return min(0.0, -penalty * excess / buffer_tokens)

@@ -110,6 +110,7 @@ class RuleScorer:
                     finished=bool(chunk.finished[row]),
                     fields=prompt.fields,
                     messages=prompt.messages,
+                    loss_mask=None if chunk.loss_mask is None else tuple(chunk.loss_mask[row].tolist()),
                 )
             )
         return made

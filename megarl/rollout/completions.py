@@ -18,13 +18,14 @@ from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, Versio
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """A generated response of R tokens; see ``RolloutChunk``."""
+    """A generated response, with its given tokens if there are any; see ``RolloutChunk``."""
 
     request: SampleRequest
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finished: bool
     versions: tuple[VersionSpan, ...]
+    loss_mask: Sequence[bool] | None = None
 
 
 class PendingChunk:
@@ -63,6 +64,7 @@ class TruncateRequest:
 
 def pack_chunk(index: int, responses: Sequence[Response]) -> tuple[list[SampleInfo], RolloutChunk]:
     """Returns a chunk of responses, in their order, and the SampleInfo of each."""
+    masks = [(len(response.token_ids), response.loss_mask) for response in responses]
     chunk = RolloutChunk(
         sample_ids=tuple(response.request.sample_id for response in responses),
         prompt_ids=Ragged.from_rows((response.request.prompt.token_ids for response in responses), np.int32),
@@ -70,8 +72,16 @@ def pack_chunk(index: int, responses: Sequence[Response]) -> tuple[list[SampleIn
         rollout_logprobs=Ragged.from_rows((response.logprobs for response in responses), np.float32),
         finished=np.array([response.finished for response in responses], dtype=np.bool_),
         versions=tuple(response.versions for response in responses),
+        loss_mask=_joined_masks(masks),
     )
     return sample_infos(index, chunk, [response.request.prompt.prompt_id for response in responses]), chunk
+
+
+def _joined_masks(rows: Sequence[tuple[int, Sequence[bool] | npt.NDArray[np.bool_] | None]]) -> Ragged | None:
+    """Returns the loss masks of responses, given with their lengths; None where no response has one."""
+    if all(mask is None for _, mask in rows):
+        return None
+    return Ragged.from_rows((np.ones(length, np.bool_) if mask is None else mask for length, mask in rows), np.bool_)
 
 
 def sample_infos(index: int, chunk: RolloutChunk, prompt_ids: Sequence[str]) -> list[SampleInfo]:
@@ -83,14 +93,15 @@ def sample_infos(index: int, chunk: RolloutChunk, prompt_ids: Sequence[str]) -> 
             chunk=index,
             row=row,
             prompt_tokens=len(chunk.prompt_ids[row]),
-            response_tokens=len(chunk.response_ids[row]),
+            response_tokens=len(chunk.rollout_logprobs[row]),
             finished=bool(chunk.finished[row]),
+            given_tokens=len(chunk.response_ids[row]) - len(chunk.rollout_logprobs[row]),
         )
         for row, sample_id in enumerate(chunk.sample_ids)
     ]
 
 
-_RAGGED = ("prompt_ids", "response_ids", "rollout_logprobs")
+_RAGGED = ("prompt_ids", "response_ids", "rollout_logprobs", "loss_mask")
 
 
 def save_chunks(path: Path, chunks: Sequence[RolloutChunk]) -> None:
@@ -98,8 +109,9 @@ def save_chunks(path: Path, chunks: Sequence[RolloutChunk]) -> None:
     columns: dict[str, npt.NDArray[Any]] = {}
     for index, chunk in enumerate(chunks):
         for name in _RAGGED:
-            ragged: Ragged = getattr(chunk, name)
-            columns[f"{index}/{name}"], columns[f"{index}/{name}/offsets"] = ragged.values, ragged.offsets
+            ragged: Ragged | None = getattr(chunk, name)
+            if ragged is not None:
+                columns[f"{index}/{name}"], columns[f"{index}/{name}/offsets"] = ragged.values, ragged.offsets
         spans = [(row, s.start, s.stop, s.version, s.engine_id) for row, of in enumerate(chunk.versions) for s in of]
         columns[f"{index}/versions"] = np.array(spans, dtype=np.int64).reshape(-1, 5)
         columns[f"{index}/sample_ids"], columns[f"{index}/finished"] = np.array(chunk.sample_ids), chunk.finished
@@ -119,7 +131,7 @@ def load_chunks(path: Path) -> list[RolloutChunk]:
         versions: list[list[VersionSpan]] = [[] for _ in own["finished"]]
         for row, start, stop, version, engine_id in own["versions"].tolist():
             versions[row].append(VersionSpan(start=start, stop=stop, version=version, engine_id=engine_id))
-        ragged = {name: Ragged(values=own[name], offsets=own[f"{name}/offsets"]) for name in _RAGGED}
+        ragged = {name: Ragged(values=own[name], offsets=own[f"{name}/offsets"]) for name in _RAGGED if name in own}
         chunks.append(
             RolloutChunk(
                 sample_ids=tuple(own["sample_ids"].tolist()),
@@ -138,6 +150,9 @@ def select_rows(chunks: Chunks[RolloutChunk], rows: Sequence[tuple[int, int]]) -
         old: dict[int, Ragged] = {chunk: getattr(chunks[chunk], name) for chunk in {chunk for chunk, _ in rows}}
         return Ragged.from_rows((old[chunk][row] for chunk, row in rows), old[rows[0][0]].values.dtype)
 
+    def mask(chunk: RolloutChunk, row: int) -> tuple[int, npt.NDArray[np.bool_] | None]:
+        return len(chunk.response_ids[row]), None if chunk.loss_mask is None else chunk.loss_mask[row]
+
     return RolloutChunk(
         sample_ids=tuple(chunks[chunk].sample_ids[row] for chunk, row in rows),
         prompt_ids=column("prompt_ids"),
@@ -145,31 +160,39 @@ def select_rows(chunks: Chunks[RolloutChunk], rows: Sequence[tuple[int, int]]) -
         rollout_logprobs=column("rollout_logprobs"),
         finished=np.array([chunks[chunk].finished[row] for chunk, row in rows], dtype=np.bool_),
         versions=tuple(chunks[chunk].versions[row] for chunk, row in rows),
+        loss_mask=_joined_masks([mask(chunks[chunk], row) for chunk, row in rows]),
     )
 
 
 def truncate_responses(chunk: RolloutChunk, token: int, after: int) -> RolloutChunk:
     """Ends each response with its first `token` at an index of at least `after`; it is finished if it has one.
 
-    Source: the style and summary tasks of lm-human-preferences.
+    Given tokens are not counted and end no response; those after its last sampled token are cut off. Source: the style
+    and summary tasks of lm-human-preferences.
     """
     import torch  # not above: torch reads the environment that the engine sets
 
     from megarl.algos.reward_shaping import first_end
     from megarl.experience.padded_batch import align, response_mask
 
-    mask = response_mask(chunk.response_ids.lengths.tolist())
-    ids = align(torch.from_numpy(chunk.response_ids.values.copy()), mask)
+    sampled = ... if chunk.loss_mask is None else chunk.loss_mask.values
+    mask = response_mask(chunk.rollout_logprobs.lengths.tolist())
+    ids = align(torch.from_numpy(chunk.response_ids.values[sampled].copy()), mask)
     kept, found = first_end(ids, mask, [token], after=after)
     ends: list[int] = kept.sum(-1).tolist()
+    of_ids = ends
+    if chunk.loss_mask is not None:
+        rows = zip(chunk.loss_mask, ends, strict=True)
+        of_ids = [int(np.flatnonzero(row)[:end].max(initial=-1)) + 1 for row, end in rows]
 
-    def cut(column: Ragged) -> Ragged:
+    def cut(column: Ragged, ends: Sequence[int]) -> Ragged:
         return Ragged.from_rows((row[:end] for row, end in zip(column, ends, strict=True)), column.values.dtype)
 
     return replace(
         chunk,
-        response_ids=cut(chunk.response_ids),
-        rollout_logprobs=cut(chunk.rollout_logprobs),
+        response_ids=cut(chunk.response_ids, of_ids),
+        rollout_logprobs=cut(chunk.rollout_logprobs, ends),
+        loss_mask=None if chunk.loss_mask is None else cut(chunk.loss_mask, of_ids),
         finished=found.numpy(),
         versions=tuple(
             tuple(replace(span, stop=min(span.stop, end)) for span in spans if span.start < end)

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from megarl.resharding import ConnectRequest, SyncStats
     from megarl.rollout.weight_receiver import CallOutcome
 
-Ends = tuple[list[int], list[bool]]
-"""The number of tokens of each response of a chunk, and whether it is finished."""
+Ends = tuple[list[int], list[int], list[bool]]
+"""The numbers of sampled and of given tokens of each response of a chunk, and whether it is finished."""
 
 _BLOCK_TOKENS = 32
 _START_MEMORY = 0.01
@@ -266,7 +266,11 @@ class RolloutEngine:
         """Returns truncated chunks and their ends; works asleep."""
         own, token, after = request.own, request.token, request.after
         cut = {chunk: truncate_responses(request.chunks[chunk], token, after) for chunk in own}
-        return cut, {chunk: (new.response_ids.lengths.tolist(), new.finished.tolist()) for chunk, new in cut.items()}
+        ends: dict[int, Ends] = {}
+        for chunk, new in cut.items():
+            sampled, tokens = new.rollout_logprobs.lengths, new.response_ids.lengths
+            ends[chunk] = sampled.tolist(), (tokens - sampled).tolist(), new.finished.tolist()
+        return cut, ends
 
     @remote(phase="inference")
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> Ragged:

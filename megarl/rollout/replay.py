@@ -61,6 +61,7 @@ def recorded_steps(directory: Path) -> set[str]:
 
 def write_sample(directory: Path, chunk: RolloutChunk, row: int) -> None:
     """Writes a sample to a file named by its id, so that it can be read with any division into chunks."""
+    mask = {} if chunk.loss_mask is None else {"loss_mask": chunk.loss_mask[row]}
     np.savez(
         _file(directory, chunk.sample_ids[row]),
         prompt_ids=chunk.prompt_ids[row],
@@ -68,6 +69,7 @@ def write_sample(directory: Path, chunk: RolloutChunk, row: int) -> None:
         rollout_logprobs=chunk.rollout_logprobs[row],
         finished=chunk.finished[row],
         versions=np.array([(span.start, span.stop, span.version, span.engine_id) for span in chunk.versions[row]]),
+        **mask,  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -91,6 +93,7 @@ def read_response(directory: Path, request: SampleRequest) -> Response:
                 VersionSpan(start=start, stop=stop, version=version, engine_id=engine_id)
                 for start, stop, version, engine_id in stored["versions"].tolist()
             ),
+            loss_mask=stored["loss_mask"].tolist() if "loss_mask" in stored else None,
         )
 
 

@@ -27,13 +27,14 @@ class ShownSample:
         prompt, response: text without special tokens, or token ids if the run has no tokenizer.
         text: both as one text with special tokens; None without a tokenizer.
         fields: the other columns of the prompt's row.
-        prompt_tokens, response_tokens: their numbers.
+        prompt_tokens, response_tokens: their numbers; given tokens are in the response, and not counted.
         versions: of the weights that generated the response, in their order.
         finished: False if the response was cut off at the length limit.
         score: the training score; in an evaluation the reward model's, or else that of the first function.
         scores: unweighted, by reward.
         advantage: of the response; None where advantages are of tokens, and in an evaluation.
-        tokens: of each response token, by name: `text`, if there is a tokenizer, and values; None where not kept.
+        tokens: of each response token, by name: `text`, if there is a tokenizer, and values; None where not kept. With
+            given tokens also `loss_mask`, 1 where a token was sampled; the values of the others are None.
     """
 
     sample_id: str
@@ -49,11 +50,11 @@ class ShownSample:
     score: float
     scores: Mapping[str, float]
     advantage: float | None
-    tokens: Mapping[str, Sequence[str | float]] | None = None
+    tokens: Mapping[str, Sequence[str | float | None]] | None = None
 
 
 TokenColumns = Callable[[int], Mapping[str, Ragged]]
-"""Returns the columns of a chunk by name, each with a value per response token."""
+"""Returns the columns of a chunk by name, each with a value per sampled token."""
 
 
 def no_columns(chunk: int) -> Mapping[str, Ragged]:
@@ -120,9 +121,9 @@ def _tokens(
     columns: Mapping[str, Ragged],
     tokenizer: Tokenizer | None,
     pieces: dict[int, str],
-) -> dict[str, Sequence[str | float]]:
+) -> dict[str, Sequence[str | float | None]]:
     """Returns the values of a response's tokens, with six digits; adds to `pieces`, the texts of tokens."""
-    ids, tokens = chunk.response_ids[sample.row].tolist(), dict[str, Sequence[str | float]]()
+    ids, tokens = chunk.response_ids[sample.row].tolist(), dict[str, Sequence[str | float | None]]()
     if tokenizer is not None:
         before = chunk.prompt_ids[sample.row].tolist()[-1:]  # some tokenizers drop the space before a first token
         start = len(tokenizer.decode(before, special=True))
@@ -131,8 +132,14 @@ def _tokens(
         tokens["text"] = [pieces[token] for token in ids]
     for name, column in {"rollout_logprobs": chunk.rollout_logprobs, **columns}.items():
         values = column[sample.row].tolist()
-        if len(values) == len(ids):  # a sample may be in no optimizer step
+        if len(values) == sample.response_tokens:  # a sample may be in no optimizer step
             tokens[name] = [float(f"{value:.6g}") for value in values]
+    if sample.given_tokens and chunk.loss_mask is not None:
+        mask: list[bool] = chunk.loss_mask[sample.row].tolist()
+        for name in tokens.keys() - {"text"}:
+            values = iter(tokens[name])
+            tokens[name] = [next(values) if sampled else None for sampled in mask]
+        tokens["loss_mask"] = list(map(int, mask))
     return tokens
 
 

@@ -1,4 +1,4 @@
-"""A terminated run resumes exactly, by itself if a rank is killed; resuming a finished run reports that it is finished."""
+"""A terminated run resumes exactly, by itself if a rank is killed; a finished run only reports that it is finished."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from megarl.data.stream import stable_hash
 from megarl.plan.simulation import SimulatedTime
 from megarl.resharding import SyncStats
 from megarl.rollout.completions import Response, pack_chunk, sample_infos, select_rows
-from megarl.types import SampleInfo, VersionSpan, WorkItem
+from megarl.types import SampleInfo, SampleRequest, VersionSpan, WorkItem
 from tests.loop.simulated_sync import Meeting, call_of
 
 
@@ -99,14 +99,7 @@ class Engines(RolloutGroup):
             for response in running:
                 del self.running[response]
             responses = [
-                Response(
-                    request=request,
-                    token_ids=[stable_hash(request.seed, version) % 97 for version in versions_of(response, process)],
-                    logprobs=[0.0] * response.tokens,
-                    finished=True,
-                    versions=response.spans(process),
-                )
-                for request, response in zip(item.requests, running, strict=True)
+                answer(request, response, process) for request, response in zip(item.requests, running, strict=True)
             ]
             infos, call.chunks._refs[item.chunk] = pack_chunk(item.chunk, responses)
             self._answer(call, infos)
@@ -236,6 +229,20 @@ class Engines(RolloutGroup):
         chunk = select_rows(rollouts.chunks, rows)
         infos = sample_infos(0, chunk, [sample.prompt_id for sample in samples])
         return Rollouts(samples=tuple(infos), chunks=ChunkRefs({0: chunk}))  # pyright: ignore
+
+
+def answer(request: SampleRequest, response: Running, engine: int) -> Response:
+    """Tokens of the seed and their versions; every other response is a conversation, with a given token before each."""
+    sampled = [stable_hash(request.seed, version) % 97 for version in versions_of(response, engine)]
+    talks = request.seed % 2 == 1
+    return Response(
+        request=request,
+        token_ids=[token for own in sampled for token in (97, own)] if talks else sampled,
+        logprobs=[0.0] * response.tokens,
+        finished=True,
+        versions=response.spans(engine),
+        loss_mask=[False, True] * response.tokens if talks else None,
+    )
 
 
 def versions_of(response: Running, engine: int) -> list[int]:

@@ -224,10 +224,13 @@ class Simulation:
 
 
 def content(sampled: Sampled) -> list[tuple[str, list[int], list[int]]]:
-    """The id, tokens and versions of every sample."""
+    """The id, tokens and versions of every sample; given tokens as negative numbers."""
     found: list[tuple[str, list[int], list[int]]] = []
     for sample in sampled.rollouts.samples:
         chunk = sampled.rollouts.chunks[sample.chunk]
         versions = [span.version for span in chunk.versions[sample.row] for _ in range(span.start, span.stop)]
-        found.append((sample.sample_id, chunk.response_ids[sample.row].tolist(), versions))
+        ids = chunk.response_ids[sample.row]
+        mask = np.ones(len(ids), np.bool_) if chunk.loss_mask is None else chunk.loss_mask[sample.row]
+        assert (sample.response_tokens, sample.given_tokens) == (mask.sum(), (~mask).sum())
+        found.append((sample.sample_id, np.where(mask, ids, -ids).tolist(), versions))
     return found

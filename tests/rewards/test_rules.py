@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,5 +109,9 @@ def test_soft_overlong(tokens: int, score: float) -> None:
     given = completion(tokens=tokens)
     assert soft_overlong(given, max_tokens=100, buffer_tokens=20) == pytest.approx(score)
     assert soft_overlong(given, max_tokens=100, buffer_tokens=20, penalty=3.0) == pytest.approx(3 * score)
+    talk = replace(
+        given, response_ids=(*given.response_ids, 7, 8, 9), loss_mask=(*[True] * tokens, False, False, False)
+    )
+    assert soft_overlong(talk, max_tokens=100, buffer_tokens=20) == pytest.approx(score)
     falling = -3.5 if tokens == 150 else score  # 70 tokens into a buffer of 20
     assert soft_overlong(given, max_tokens=100, buffer_tokens=20, capped=False) == pytest.approx(falling)

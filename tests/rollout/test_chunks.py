@@ -107,6 +107,46 @@ def test_chunks_round_trip_through_a_file_bit_for_bit(tmp_path: Path) -> None:
         assert (got.finished.dtype, got.finished.tolist()) == (np.bool_, chunk.finished.tolist())
 
 
+GIVEN = [False, True, True, False, True, False]
+"""Of which the sampled tokens are 5, 13 and 6."""
+
+
+def conversation(name: str) -> Response:
+    """A response with given tokens, some of which are 13."""
+    sampled = response(name, (1, 2), [5, 13, 6], finished=True)
+    spans = tuple(VersionSpan(start=i, stop=i + 1, version=i, engine_id=0) for i in range(3))
+    return replace(sampled, token_ids=[13, 5, 13, 13, 6, 8], loss_mask=GIVEN, versions=spans)
+
+
+def test_a_conversation_has_one_value_per_sampled_token(tmp_path: Path) -> None:
+    """Packed with a response of one turn, stored, and selected with one of another chunk."""
+    infos, chunk = pack_chunk(0, [response("a", (1,), [3, 4], finished=True), conversation("b")])
+    assert [(info.response_tokens, info.given_tokens, info.tokens) for info in infos] == [(2, 0, 3), (3, 3, 8)]
+    save_chunks(tmp_path / "step-1.npz", [chunk, pack_chunk(1, [response("c", (7,), [8], finished=True)])[1]])
+    stored = load_chunks(tmp_path / "step-1.npz")
+    assert stored[1].loss_mask is None
+    for found, rows in ((chunk, [0, 1]), (stored[0], [0, 1]), (select_rows(stored, [(1, 0), (0, 1)]), [2, 1])):
+        assert found.loss_mask is not None
+        assert found.loss_mask.values.dtype == np.bool_
+        assert [mask.tolist() for mask in found.loss_mask] == [[[True] * 2, GIVEN, [True]][row] for row in rows]
+        assert found.rollout_logprobs[1].tolist() == [-2.5, -6.5, -3.0]
+        assert found.response_ids[1].tolist() == [13, 5, 13, 13, 6, 8]
+        assert sample_infos(0, found, ["of a", "of b"])[1] == infos[1]
+    assert select_rows(stored, [(1, 0)]).loss_mask is None
+
+
+def test_given_tokens_end_no_response() -> None:
+    whole = pack_chunk(0, [conversation("a")])[1]
+    for after, kept, finished in ((0, 3, True), (1, 3, True), (2, 5, False)):
+        cut = truncate_responses(whole, 13, after)
+        assert cut.response_ids[0].tolist() == [13, 5, 13, 13, 6, 8][:kept]
+        assert cut.loss_mask is not None
+        assert cut.loss_mask[0].tolist() == GIVEN[:kept]
+        assert cut.rollout_logprobs[0].tolist() == [-2.5, -6.5, -3.0][: sum(GIVEN[:kept])]
+        assert [span.stop for span in cut.versions[0]] == list(range(1, sum(GIVEN[:kept]) + 1))
+        assert cut.finished.tolist() == [finished]
+
+
 def test_an_empty_list_of_chunks_round_trips(tmp_path: Path) -> None:
     save_chunks(tmp_path / "none.npz", [])
     assert load_chunks(tmp_path / "none.npz") == []

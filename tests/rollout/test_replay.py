@@ -41,6 +41,17 @@ def test_a_recorded_sample_is_replayed_bit_for_bit(tmp_path: Path, row: int, pro
     assert response.versions == CHUNK.versions[row]
 
 
+def test_a_recorded_conversation_keeps_its_mask(tmp_path: Path) -> None:
+    mask = Ragged.from_rows([[True], [False, True, True, False, True]], np.bool_)
+    ids = Ragged.from_rows([[1], [9, 2, 3, 8, 0]], np.int32)
+    write_sample(tmp_path, replace(CHUNK, response_ids=ids, loss_mask=mask), 1)
+    response = read_response(tmp_path, request(1, (8,)))
+    assert (response.token_ids, response.loss_mask) == ([9, 2, 3, 8, 0], [False, True, True, False, True])
+    assert len(response.logprobs) == 3
+    write_sample(tmp_path, CHUNK, 0)
+    assert read_response(tmp_path, request(0, (5, 6, 7))).loss_mask is None
+
+
 def test_a_sample_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no sample '1/a b/0': record and replay with the same run\.seed"):
         read_response(tmp_path, request(0, (5, 6, 7)))

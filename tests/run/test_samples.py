@@ -175,6 +175,20 @@ def test_token_values_are_written_if_configured() -> None:
     }
     [without] = shown_samples(*asked)
     assert without.tokens is None
+    chunks[0] = replace(
+        chunks[0],
+        response_ids=Ragged.from_rows([[1, 3, 2, 1, 5]], np.int32),
+        loss_mask=Ragged.from_rows([[True, False, True, True, False]], np.bool_),
+    )
+    samples = (replace(drawn.samples[0], response_tokens=3, given_tokens=2),)
+    talk = replace(drawn, samples=samples, chunks=chunks)
+    [conversation] = shown_samples(talk, *asked[1:], columns=lambda _: columns)
+    assert conversation.tokens == {
+        "text": [" b", " d", "c", " b", " f"],
+        "rollout_logprobs": [-0.25, None, -0.333333, -2.0, None],
+        "advantages": [1.0, None, 0.0, -1.0, None],
+        "loss_mask": [1, 0, 1, 1, 0],
+    }
 
 
 def shown(prompt_ids: list[str], count: int) -> list[ShownSample]:

@@ -143,7 +143,10 @@ def look_at_samples(page: Chromium, last: int) -> None:
 
 
 def look_at_tokens(page: Chromium) -> None:
-    """The actor's log-probability of the second token is half a nat above the engine's, and it is masked."""
+    """The actor's log-probability of the second token is half a nat above the engine's, and it is masked.
+
+    The fourth was given and has no values.
+    """
     choice = "document.querySelector('[aria-label=\"Colour of tokens\"]')"
     options = page.evaluate(f"[...{choice}.options].map((option) => option.value).join()")
     assert options == ",rollout,old,gap,ratio,update,clipped,mask"
@@ -158,6 +161,10 @@ def look_at_tokens(page: Chromium) -> None:
     assert "ratio, actor to engine1.649" in tip
     assert "ratio in the update1.5clipped in the update1" in tip
     assert page.evaluate("document.querySelectorAll('.tokens .token')[2].textContent") == "U+200F"
+    page.press("ArrowRight")
+    page.press("ArrowRight")
+    assert "log-probability, enginenone" in page.evaluate("document.querySelector('.keys .tip').textContent"), "given"
+    assert page.evaluate("document.querySelectorAll('.tokens .masked').length") == 2
     page.evaluate("document.activeElement.blur()")
 
 

@@ -37,12 +37,13 @@ def viewed_run(path: Path, steps: int = 20) -> MadeRun:
 
 def step_samples(step: int) -> list[dict[str, Any]]:
     letters = {
-        "text": ["wörd ", SCRIPT, "\u200f"],
-        "rollout_logprobs": [-1.0, -2.0, -0.5],
-        "old_logprobs": [-1.0, -1.5, -0.5],
-        "ratio": [1.0, 1.5, 0.75],
-        "clipped": [0.0, 1.0, 0.0],
-        "actor_mask": [1.0, 0.0, 1.0],
+        "text": ["wörd ", SCRIPT, "\u200f", "given"],
+        "rollout_logprobs": [-1.0, -2.0, -0.5, None],
+        "old_logprobs": [-1.0, -1.5, -0.5, None],
+        "ratio": [1.0, 1.5, 0.75, None],
+        "clipped": [0.0, 1.0, 0.0, None],
+        "actor_mask": [1.0, 0.0, 1.0, None],
+        "loss_mask": [1, 1, 1, 0],
     }
     return [
         sample(step, "p1", 0, 1.0, response=SCRIPT),

@@ -23,12 +23,17 @@ function tokenTones(samples) {
   return Object.entries(TONES).filter(([, { of }]) => samples.some((sample) => sample.tokens && of.every((column) => column in sample.tokens)));
 }
 
-const toneValues = (tone, tokens) => (tone.of.every((column) => column in tokens) ? (tone.values ? tone.values(tokens) : tokens[tone.of[0]]) : []);
+/** Returns a tone's value of each token, null of those that were not sampled. */
+function toneValues(tone, tokens) {
+  if (!tone.of.every((column) => column in tokens)) return [];
+  const values = tone.values ? tone.values(tokens) : tokens[tone.of[0]];
+  return tokens.loss_mask ? values.map((value, i) => (tokens.loss_mask[i] ? value : null)) : values;
+}
 
 /** Returns how to draw responses in the colours of a tone, and the legend; the scale is that of all samples. */
 function tokenColoring(samples, name) {
   const tone = TONES[name], middle = tone.around ?? 0;
-  const sizes = samples.flatMap((sample) => (sample.tokens ? toneValues(tone, sample.tokens) : [])).map((value) => Math.abs(value - middle)).sort((a, b) => a - b);
+  const sizes = samples.flatMap((sample) => (sample.tokens ? toneValues(tone, sample.tokens) : [])).filter((value) => value !== null).map((value) => Math.abs(value - middle)).sort((a, b) => a - b);
   const most = sizes[Math.floor(0.98 * (sizes.length - 1))] || sizes[sizes.length - 1] || 1;
   const back = (value) => {
     const part = Math.round(62 * Math.min(1, Math.abs(value - middle) / most));
@@ -41,14 +46,14 @@ function tokenColoring(samples, name) {
     legend: el("p", { class: "keys" }, `${tone.title}${tone.unit ? `, ${tone.unit}` : ""}: `, ends.map((value) => [piece(Number(value.toPrecision(3))), " "]), "Point at a token for all its values, or choose a response and use ← and →.", tip),
     draw(sample) {
       const { tokens } = sample, values = toneValues(tone, tokens), texts = tokens.text || sample.response.map(String), all = tokenTones([sample]).map(([, own]) => [own, toneValues(own, tokens)]);
-      const nodes = texts.map((text, i) => el("span", { class: `token${tokens.actor_mask?.[i] === 0 ? " masked" : ""}`, "data-at": i, style: values.length ? { background: back(values[i]) } : {} }, shown(text || "∅"), tokens.text ? "" : " "));
+      const nodes = texts.map((text, i) => el("span", { class: `token${tokens.actor_mask?.[i] === 0 || tokens.loss_mask?.[i] === 0 ? " masked" : ""}`, "data-at": i, style: values.length && values[i] !== null ? { background: back(values[i]) } : {} }, shown(text || "∅"), tokens.text ? "" : " "));
       let at = -1;
       const leave = () => { nodes[at]?.classList.remove("at"); tip.hidden = true; };
       const point = (to) => {
         leave();
         at = Math.max(0, Math.min(nodes.length - 1, to));
         nodes[at]?.classList.add("at");
-        tip.replaceChildren(el("b", {}, `token ${at + 1} `), el("span", { class: "mono" }, "“", shown(String(texts[at])), "”"), el("table", {}, all.map(([own, of]) => el("tr", {}, el("td", {}, own.title), el("td", { class: "number" }, number(Number(of[at].toPrecision(4))))))));
+        tip.replaceChildren(el("b", {}, `token ${at + 1} `), el("span", { class: "mono" }, "“", shown(String(texts[at])), "”"), el("table", {}, all.map(([own, of]) => el("tr", {}, el("td", {}, own.title), el("td", { class: "number" }, of[at] === null ? "none" : number(Number(of[at].toPrecision(4))))))));
         tip.hidden = false;
         const box = nodes[at].getBoundingClientRect();
         tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - tip.offsetWidth - 8))}px`;
