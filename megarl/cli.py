@@ -1,4 +1,4 @@
-"""The command line `megarl`: init, train, profile, eval, launch, status, checkpoints, stacks, view, compare, and so on."""
+"""The command line `megarl`: init, train, profile, eval, launch, status, checkpoints, stacks, view and so on."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import torch
 
 from megarl.algos.metrics import clustered_mean, pass_rate
 from megarl.cluster.calls import Routine
+from megarl.cluster.colocation import Colocation
 from megarl.cluster.cpu_threads import with_threads
 from megarl.cluster.engines import RolloutGroup, launch_engines
 from megarl.cluster.scorers import launch_scorers
@@ -21,7 +22,6 @@ from megarl.cluster.trainers import RemoteRole, check_gpus, close_all, launch_tr
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import Evaluation
 from megarl.data.prompts import sample_requests
-from megarl.loop.colocation import Colocation
 from megarl.loop.scoring import REWARD_MODEL, Scorer, ScoresByReward, Values, group_numbers, unscored_metrics
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check

@@ -16,6 +16,7 @@ import torch
 
 from megarl.algos.reward_shaping import ScoreScale, score_scale
 from megarl.cluster.calls import gather_by_chunk
+from megarl.cluster.colocation import Colocation
 from megarl.cluster.engines import RolloutGroup, launch_engines
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.rollouts import Rollouts
@@ -29,7 +30,6 @@ from megarl.data.schedule import inference_schedule
 from megarl.data.stream import Stream
 from megarl.errors import RunError
 from megarl.experience.padded_batch import Selectable
-from megarl.loop.colocation import Colocation
 from megarl.loop.scoring import Values, gather_rows
 from megarl.loop.supervised import SupervisedTrainer
 from megarl.megatron.worker import MegatronWorker

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 from megarl.cluster.calls import Condition, Routine, Task, WorkerError
+from megarl.cluster.colocation import Colocation
 from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.rollouts import Rollouts
 from megarl.config import PPOConfig, RAFTConfig
-from megarl.loop.colocation import Colocation
 from megarl.loop.sampler import Sampled, Sampler
 from megarl.loop.scoring import Scoring
 from megarl.rollout.completions import load_chunks, sample_infos, save_chunks

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from megarl.cluster.calls import Routine, together
+from megarl.cluster.colocation import Colocation
 from megarl.cluster.engines import PendingRollouts, RolloutGroup
 from megarl.cluster.rollouts import Rollouts
 from megarl.config import PPOConfig, RAFTConfig
 from megarl.data.prompts import greedy_requests, sample_requests
 from megarl.data.stream import Stream, StreamState
-from megarl.loop.colocation import Colocation
 from megarl.loop.forward_passes import Forwards
 from megarl.loop.scoring import SampleFilter, Scorer, Scoring
 from megarl.types import Prompt, SampleInfo

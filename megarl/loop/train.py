@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from megarl.cluster.cpu_threads import kept_message, with_threads
 from megarl.cluster.driver_environment import noted_signals
 from megarl.cluster.session import Session
+from megarl.cluster.step_profiler import StepProfiler
 from megarl.cluster.trainers import RemoteRole, check_gpus
 from megarl.config import ConfigError, PPOConfig, Problem, RAFTConfig, TrainingConfig
 from megarl.errors import RunError
@@ -20,7 +21,6 @@ from megarl.loop.raft import RAFTTrainer
 from megarl.loop.reward_model import RewardModelTrainer
 from megarl.loop.saver import Saver
 from megarl.loop.skipped_steps import SkippedSteps
-from megarl.loop.step_profiler import StepProfiler
 from megarl.loop.supervised import SFTTrainer
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check

@@ -10,7 +10,6 @@ from megarl.config.problems import shown
 from megarl.data.tokenizer import LARGEST_FILE
 from megarl.files import read_json
 from megarl.models import ModelSpec, model_spec, vocab_size
-from megarl.rewards.model_files import read_scale
 from megarl.types import HeadName, RoleName
 from megarl.weights.hf_files import HFDirectory, read_config
 from megarl.weights.shard_map import Manifest
@@ -104,6 +103,8 @@ def _role_checkpoint(role: RoleName, path: str, spec: ModelSpec | None) -> Itera
         yield from _trainable(f"{role}.path", spec)
     head: HeadName = "score" if role == "reward" else "value"
     if role == "reward":
+        from megarl.rewards.model_files import read_scale  # imports torch
+
         try:
             read_scale(path)
         except (OSError, ValueError) as error:

@@ -217,7 +217,7 @@ def described(schema: type[BaseModel]) -> Iterator[str]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_fields_are_few_and_documented(stage: str) -> None:
-    assert len(list(described(STAGES[stage]))) < 150
+    assert len(list(described(STAGES[stage]))) < 160
     for path, below in sections(STAGES[stage]):
         for schema in choices(below).values() or (below,):
             bare = [key for key, info in fields(schema).items() if not info.description and key != "name"]

@@ -182,7 +182,10 @@ def test_unknown_keys_suggest_the_nearest() -> None:
     assert fixes["algo.kl.koef"] == "did you mean coef?"
     assert fixes["groups.train.roles.actr"] == "did you mean actor?"
     assert fixes["rolout"] == "did you mean rollout?"
-    assert fixes["run.qqqqqq"] == "remove it; known here: dir, seed, steps, epochs, max_skipped_steps"
+    assert (
+        fixes["run.qqqqqq"]
+        == "remove it; known here: dir, seed, steps, epochs, max_skipped_steps, time_limit, grace_period, max_restarts"
+    )
 
 
 def test_unknown_keys_of_entries_and_sources_suggest_the_nearest() -> None:

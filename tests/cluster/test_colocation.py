@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from megarl.cluster.colocation import Colocation
 from megarl.cluster.process_usage import ProcessUsage
 from megarl.cluster.resharder import SyncReport
-from megarl.loop.colocation import Colocation
 from megarl.loop.rollout_trainer import RolloutTrainer
 
 REPORT = SyncReport(version=0, nbytes=8, messages=1, staging_bytes=8, seconds=2.0, stages={"offload": 100.0})
