@@ -149,12 +149,11 @@ def _run(config: TrainingConfig, data: Any, directory: RunDirectory, clock: Call
             if saves:
                 reporter.phase("checkpoint")
                 saver.save(step)
-            if leaves or alarm is not None:
-                saver.wait()
             if alarm is not None:
+                saver.wait()
                 raise RunError(f"health.stop: {alarm.text}; step {step} is saved, and the same command goes on")
             if saves and step < config.steps:
-                preemption.saved(step)
+                preemption.saved(step, saver.wait)
         export = trainer.finish(directory.export)
         trainer.close()
         return reporter.finished(export)

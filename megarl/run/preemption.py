@@ -65,10 +65,15 @@ class Preemption:
             self._reason = self._reason or "its time is over"
         return bool(self._reason)
 
-    def saved(self, step: int) -> None:
-        """Notes that a step was saved; raises PreemptedError if the run leaves, and ignores interrupts from then on."""
+    def saved(self, step: int, wait: Callable[[], object]) -> None:
+        """Notes that a step was saved; raises PreemptedError if the run leaves, and ignores interrupts from then on.
+
+        Args:
+            wait: waits until the checkpoint is committed.
+        """
         self._longest_save = max(self._longest_save, self._elapsed())
         if self._reason:
+            wait()
             ignore_interrupts()
             raise PreemptedError(f"preempted after step {step}: {self._reason}. The same command goes on from there")
 

@@ -68,8 +68,7 @@ def drive(how: str, path: str, *overrides: str) -> None:
             with Preemption(60.0, None) as preemption:
                 while not preemption.leaves():
                     time.sleep(0.1)
-                litterers.call(worker.save).wait()
-                preemption.saved(1)
+                preemption.saved(1, litterers.call(worker.save).wait)
         if how == "stays":
             litterers.call(worker.stay).wait()
     print("done", flush=True)

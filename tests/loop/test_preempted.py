@@ -48,19 +48,26 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
         trainer.evaluations.return_value = ()
         trainer.finish = lambda _: do("export")
 
+        saver = MagicMock(longest_s=0.0)
+        saver.save = lambda number: do(f"checkpoint {number}")
+        saver.wait = lambda: do("committed")
+        reporter = MagicMock()
+        reporter.alarm.return_value = None
+
         @contextmanager
         def started(*_: Any) -> Iterator[Any]:
             with interrupts_raise():
-                yield trainer, MagicMock(), MagicMock()
+                yield trainer, reporter, MagicMock(), saver
 
         config = load(DEBUG.with_stem(stage), [f"run.dir={tmp_path / 'run'}", "run.steps=4", "run.epochs=null"])
         assert isinstance(config, TrainingConfig)
         config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": every})})
-        directory = SimpleNamespace(finished=False, step=0, export=tmp_path)
+        directory = SimpleNamespace(
+            finished=False, step=0, export=tmp_path, updates=tmp_path / "none", skipped=tmp_path
+        )
         monkeypatch.setattr(train, "_checked", lambda given: (given, None))
         monkeypatch.setattr(train, "RunDirectory", lambda _: directory)
         monkeypatch.setattr(train, "_started", started)
-        monkeypatch.setattr(train, "_save", lambda *given: do(f"checkpoint {given[-1]}"))
         try:
             train.train(config)
         except PreemptedError as error:
@@ -72,13 +79,13 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
 
 @pytest.mark.parametrize("stage", ["sft", "reward_model", "ppo", "raft"])
 def test_a_run_finishes_its_step_and_saves_it(start: Start, stage: str) -> None:
-    assert start(stage, "step 1") == ["step 1", "checkpoint 1", "preempted after step 1"]
+    assert start(stage, "step 1") == ["step 1", "checkpoint 1", "committed", "preempted after step 1"]
 
 
 def test_what_follows_a_step_comes_before_its_checkpoint(start: Start) -> None:
-    expected = ["step 1", "step 2", "evaluation 2", "checkpoint 2", "preempted after step 2"]
+    expected = ["step 1", "step 2", "evaluation 2", "checkpoint 2", "committed", "preempted after step 2"]
     assert start("sft", "step 2") == start("sft", "evaluation 2") == expected
-    assert start("sft", "checkpoint 2", every=2) == expected, "it is saved already"
+    assert start("sft", "checkpoint 2", every=2) == expected, "it is being saved already"
 
 
 def test_a_run_after_its_last_step_exports(start: Start) -> None:
