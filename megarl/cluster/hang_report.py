@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.cluster import ray_api
 from megarl.stacks import ProcessStacks, take_stacks, write_stacks
 
-_NODES_S = 30.0
+_NODES_S = 60.0
 _SHOWN = 8
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 _WORKER = "megarl/cluster/ray_worker.py"

@@ -65,7 +65,7 @@ class Session:
         self._ending = ExitStack()
         self._processes: list[Process[Any]] = []  # Ray ends a process without a handle
         self.monitor = CallMonitor(cluster.time_limits)
-        self.monitor.explainer = partial(report_hang, logs=log_dir, joined=address is not None)
+        self.monitor.explainer = partial(report_hang, logs=log_dir.absolute(), joined=address is not None)
 
     def __enter__(self) -> Self:
         """Starts or joins Ray, and reserves the devices.

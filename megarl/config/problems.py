@@ -15,7 +15,11 @@ from pydantic import BaseModel
 MASK = "(secret)"
 """The value of a secret in the files of a run."""
 _ARGUMENTS = "args"
-_SECRET = re.compile(r"(^|[_-])((api|access|auth|private|secret)[_-]?key|secret|password|credentials?|token)$", re.I)
+_SECRET = re.compile(
+    r"(^|[_-])((api|access|auth|private|secret)[_-]?key|secret|passw(or)?d|credentials?|authorization)$"
+    r"|^((.*[_-])?(api|access|auth|bearer|hf|refresh|secret)[_-]?)?token$",
+    re.I,
+)
 KEY = "(key)"
 """The value of a problem with the name of a key, which is the last part of the field."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from megarl.cluster.calls import Call, CallMonitor
+from megarl.cluster.driver_environment import ignore_interrupts
 from megarl.cluster.trainers import RemoteRole
 from megarl.config import TrainingConfig
 from megarl.files import FileRecord
@@ -115,8 +116,14 @@ class Saver:
         self._writing = None
         saved.commit.result()
 
+    @property
+    def expected_s(self) -> float:
+        """Returns the seconds in which a save may end, with the one that is being written."""
+        return self.longest_s * (1 if self._writing is None else 2)
+
     def close(self) -> None:
-        """Lets a commit in progress finish."""
+        """Lets a commit in progress finish; it can no longer be interrupted."""
+        ignore_interrupts()
         self._thread.shutdown()
 
     def _ask(self) -> None:

@@ -39,7 +39,7 @@ class SkippedSteps:
         """Takes the result of a step; raises RunError at the limit."""
         for update in result.updates:
             for role in self._count(update):
-                if self._in_a_row[role] == self._limit:
+                if self._limit is not None and self._in_a_row[role] >= self._limit:
                     raise RunError(self._message(role))
 
     def _count(self, update: Mapping[str, Any]) -> list[str]:

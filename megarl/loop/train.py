@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from megarl.cluster.calls import WorkerError
 from megarl.cluster.cpu_threads import kept_message, with_threads
-from megarl.cluster.driver_environment import noted_signals
+from megarl.cluster.driver_environment import interrupts_raise, noted_signals
 from megarl.cluster.session import Session
 from megarl.cluster.step_profiler import StepProfiler
 from megarl.cluster.trainers import RemoteRole, check_gpus
@@ -104,6 +105,11 @@ def train(config: TrainingConfig) -> Summary:
         PreemptedError: The run had to leave, and has saved.
     """
     config, data = _checked(config)
+    with interrupts_raise():  # also between two attempts
+        return _attempts(config, data)
+
+
+def _attempts(config: TrainingConfig, data: Any) -> Summary:
     restarts, clock = Restarts(config), process_age
     while True:
         config = restarts.config
@@ -142,7 +148,7 @@ def _run(config: TrainingConfig, data: Any, directory: RunDirectory, clock: Call
             saver.check()
             if _due(step, trainer.evaluate_every, config.steps):
                 reporter.evaluated(trainer.evaluate(step))
-            alarm, leaves = reporter.alarm(step), preemption.leaves(saver.longest_s)
+            alarm, leaves = reporter.alarm(step), preemption.leaves(saver.expected_s)
             saves = leaves or alarm is not None or _due(step, config.checkpoint.every, config.steps)
             for result in trainer.evaluations(wait=saves):
                 reporter.evaluated(result)
@@ -223,7 +229,13 @@ def _started(
         ready = trainer.begin(taken)
         reporter.started(ready)
         saver = opened.enter_context(closing(Saver(config, directory, trainer, session.monitor)))
-        yield trainer, reporter, StepProfiler(config, session, directory.profile), saver
+        try:
+            yield trainer, reporter, StepProfiler(config, session, directory.profile), saver
+        except RunError as error:
+            if not isinstance(error, WorkerError):  # the ranks are well: what they write is not lost
+                with suppress(RunError):
+                    saver.wait()
+            raise
 
 
 class UnscoredSteps:

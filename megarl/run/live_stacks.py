@@ -21,7 +21,7 @@ def show_stacks(path: Path) -> None:
     Raises:
         RunError: there is no such process.
     """
-    run = RunPaths(path)
+    run = RunPaths(path.absolute())
     found = take_stacks(run.logs)
     cluster: Any = read_config(run.config).get("cluster")
     address = cluster.get("address") if isinstance(cluster, Mapping) else None

@@ -42,7 +42,9 @@ class Preemption:
 
     def __enter__(self) -> Self:
         numbers = (*_NOTICES, signal.SIGALRM) if threading.current_thread() is threading.main_thread() else ()
-        self._before = {number: signal.signal(number, self._receive) for number in numbers}
+        self._before = {number: signal.getsignal(number) for number in numbers}
+        for number in numbers:
+            signal.signal(number, self._receive)
         self._mark = self._clock()
         return self
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -196,6 +198,15 @@ class WandbSink:
         self._wandb.teardown()
 
 
+@contextmanager
+def _goes_on(tracker: str, step: int) -> Generator[None]:
+    """Prints what a tracker raises: a run does not end with the service that shows it."""
+    try:
+        yield
+    except Exception as error:
+        print(f"step {step} is not in {tracker}: {error}", file=sys.stderr, flush=True)
+
+
 class MlflowSink:
     """Logs to a run of an experiment of MLflow, the same one after a resume; its parameters are the configuration.
 
@@ -217,7 +228,8 @@ class MlflowSink:
             mlflow.log_params(dict(flat(config)))
 
     def write(self, step: int, metrics: Metrics) -> None:
-        self._mlflow.log_metrics(dict(metrics), step=step)
+        with _goes_on("MLflow", step):
+            self._mlflow.log_metrics(dict(metrics), step=step)
 
     def close(self) -> None:
         self._mlflow.end_run()

@@ -36,6 +36,7 @@ _KNOWN: Mapping[str, Mapping[str, Any]] = {
     "collections": {"OrderedDict": OrderedDict, "defaultdict": defaultdict},
     "builtins": {"list": list, "dict": dict, "set": set},
     "pathlib": {"PosixPath": PosixPath},
+    "pathlib._local": {"PosixPath": PosixPath},  # the same in Python 3.13
 }
 
 
