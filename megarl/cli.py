@@ -229,7 +229,7 @@ def _train(path: Path, config: RunConfig) -> None:
         from megarl.loop import train
 
     with _exit_codes(path):
-        train.train(_training(config))
+        train.train_with_restarts(_training(config))
 
 
 def _training(config: RunConfig) -> TrainingConfig:

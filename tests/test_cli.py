@@ -94,7 +94,7 @@ print("heavy:", sorted({{"torch", "ray", "vllm", "transformers", "megatron"}} & 
 
 def train_with(monkeypatch: pytest.MonkeyPatch, loop: Callable[[RunConfig], None]) -> Result:
     """`megarl train` with a fake loop."""
-    monkeypatch.setattr(megarl.loop, "train", types.SimpleNamespace(train=loop), raising=False)
+    monkeypatch.setattr(megarl.loop, "train", types.SimpleNamespace(train_with_restarts=loop), raising=False)
     return CliRunner().invoke(app, ["train", str(DEBUG), "run.steps=7"], catch_exceptions=False)
 
 

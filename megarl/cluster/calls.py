@@ -321,16 +321,10 @@ class CallMonitor:
                 f"No answer within {limit:g} s from {first}.",
                 f"Raise cluster.time_limits.{late.phase} if it may take longer.",
                 *(f"Also in progress: {other}." for other in rest),
-                *self._explained(late),
+                *self.explainer([process.name for process in late.unanswered]),
                 *(line for process in late.unanswered for line in ("", *_log_tail(process))),
             ]
         )
-
-    def _explained(self, late: Call[Any]) -> Sequence[str]:
-        try:
-            return self.explainer([process.name for process in late.unanswered])
-        except Exception as error:  # it must not hide what is late
-            return (f"The stacks of the processes cannot be taken: {error!r}",)
 
     def _collect(self, ready: Sequence[ObjectRef[Any]], *, ends: bool = False) -> list[_Failure]:
         """Reads the results of finished processes, and returns the failures; with `ends`, nothing goes on."""

@@ -84,12 +84,19 @@ def _end_of_stack(name: str, frames: Mapping[str, Sequence[StackFrame]]) -> list
 
 
 def report_hang(late: Sequence[str], logs: Path, *, joined: bool) -> list[str]:
-    """Writes the stacks of a run's processes; returns what they tell, and where they are.
+    """Writes the stacks of a run's processes; returns what they tell, and where they are; raises nothing.
 
     Args:
         late: names of the processes that have not answered a call.
         joined: the run may have processes on other nodes.
     """
+    try:
+        return _report(late, logs, joined=joined)
+    except Exception as error:  # it must not hide what is late
+        return [f"The stacks of the processes cannot be taken: {error!r}."]
+
+
+def _report(late: Sequence[str], logs: Path, *, joined: bool) -> list[str]:
     found = take_stacks(logs)
     unreachable: list[str] = []
     if joined:

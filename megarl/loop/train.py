@@ -94,7 +94,7 @@ TRAINERS: Mapping[str, Callable[..., Trainer]] = {
 """The class of each stage's trainer."""
 
 
-def train(config: TrainingConfig) -> Summary:
+def train_with_restarts(config: TrainingConfig) -> Summary:
     """Runs a stage from the last checkpoint in run.dir on; a finished run returns its summary.
 
     After a failure that may pass, all processes are ended, and the run goes on from its last checkpoint.
@@ -105,30 +105,26 @@ def train(config: TrainingConfig) -> Summary:
         PreemptedError: The run had to leave, and has saved.
     """
     config, data = _checked(config)
-    with interrupts_raise():  # also between two attempts
-        return _attempts(config, data)
-
-
-def _attempts(config: TrainingConfig, data: Any) -> Summary:
     restarts, clock = Restarts(config), process_age
-    while True:
-        config = restarts.config
-        directory = RunDirectory(config)
-        if directory.finished:
-            print(finished_message(config), flush=True)
-            return Summary.read(directory.summary)
-        with noted_signals() as signals:
-            try:
-                return _run(config, data, directory, clock)
-            except RunError as error:
-                if signals():  # one that came while the attempt ended
-                    raise
-                print(restarts.after(error, directory), flush=True)
-        clock = stopwatch()
-        gc.collect()  # what is left of the attempt has references to objects of its Ray
+    with interrupts_raise():  # also between two attempts
+        while True:
+            config = restarts.config
+            directory = RunDirectory(config)
+            if directory.finished:
+                print(finished_message(config), flush=True)
+                return Summary.read(directory.summary)
+            with noted_signals() as signals:
+                try:
+                    return train(config, data, directory, clock)
+                except RunError as error:
+                    if signals():  # one that came while the attempt ended
+                        raise
+                    print(restarts.after(error, directory), flush=True)
+            clock = stopwatch()
+            gc.collect()  # what is left of the attempt has references to objects of its Ray
 
 
-def _run(config: TrainingConfig, data: Any, directory: RunDirectory, clock: Callable[[], float]) -> Summary:
+def train(config: TrainingConfig, data: Any, directory: RunDirectory, clock: Callable[[], float]) -> Summary:
     """Takes the steps that are left, with processes of its own; `clock` gives the seconds of this attempt."""
     with (
         _started(config, data, directory, clock) as (trainer, reporter, profiler, saver),

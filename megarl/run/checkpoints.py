@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
-from megarl.config.problems import shown
-from megarl.config.schema import BestCheckpoint, CheckpointSettings
 from megarl.errors import RunError
 from megarl.files import FileRecord, read_json, read_lines, sync, write_durably
-from megarl.types import RoleName
+
+if TYPE_CHECKING:
+    from megarl.config.schema import BestCheckpoint, CheckpointSettings
 
 MANIFEST, STATE = "manifest.json", "state.json"
 ROLLOUTS: Final = "rollouts"
@@ -88,10 +88,12 @@ class CheckpointManifest:
     @classmethod
     def read(cls, directory: Path) -> CheckpointManifest:
         """Reads the manifest of a checkpoint; raises BrokenCheckpointError if it is missing or cannot be parsed."""
+        from megarl.types import RoleName  # megarl status reads no manifest, and has no numpy
+
         try:
             fields: dict[str, Any] = read_json(directory / MANIFEST)
             if fields["format"] != FORMAT:
-                found = shown(fields["format"])
+                found = _shown(fields["format"])
                 raise BrokenCheckpointError(directory, [f"{MANIFEST} has format {found}, not {FORMAT}"])
             roles = {
                 role: [[_record(record) for record in records] for records in ranks]
@@ -99,12 +101,16 @@ class CheckpointManifest:
             }
             step, rollouts = fields["step"], tuple(_record(record) for record in fields.get("rollouts", ()))
             if unknown := roles.keys() - set(get_args(RoleName)):
-                raise ValueError(f"{shown(min(unknown))} is no role")
+                raise ValueError(f"{_shown(min(unknown))} is no role")
             if type(step) is not int or step < 0:
-                raise ValueError(f"the step is {shown(step)}")
+                raise ValueError(f"the step is {_shown(step)}")
             return cls(step=step, roles=roles, state=_record(fields["state"]), rollouts=rollouts)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BrokenCheckpointError(directory, [f"{MANIFEST} cannot be read: {error}"]) from None
+
+
+def _shown(value: object) -> str:
+    return f"{value!a:.100}"
 
 
 def _record(fields: Mapping[str, Any]) -> FileRecord:
@@ -112,9 +118,9 @@ def _record(fields: Mapping[str, Any]) -> FileRecord:
     record = FileRecord(**fields)
     path = PurePosixPath(record.path)
     if path.is_absolute() or ".." in path.parts or not path.name or len(record.path) > _LONGEST_PATH:
-        raise ValueError(f"{shown(record.path)} is no file of the checkpoint")
+        raise ValueError(f"{_shown(record.path)} is no file of the checkpoint")
     if not record.path.isprintable() or type(record.nbytes) is not int or not isinstance(record.sha256, str):
-        raise ValueError(f"the record of {shown(ascii(record.path))} has no size or no digest")
+        raise ValueError(f"the record of {_shown(record.path)} has no size or no digest")
     return record
 
 

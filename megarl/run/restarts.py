@@ -57,7 +57,7 @@ class Restarts:
 
     def _shrinks(self, found: int) -> bool:
         """Takes as many nodes for the next attempt as are left and can be used; returns whether these are enough."""
-        most = found if found < self.config.cluster.nodes else -1  # all live: others use their devices
+        most = found if found < self.config.cluster.nodes else -1  # all nodes live: others use their devices
         for nodes in range(most, (self._whole.cluster.min_nodes or most + 1) - 1, -1):
             try:
                 self.config = on_first_nodes(self._whole, nodes)

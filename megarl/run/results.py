@@ -132,7 +132,7 @@ def _tokens(
         tokens["text"] = [pieces[token] for token in ids]
     for name, column in {"rollout_logprobs": chunk.rollout_logprobs, **columns}.items():
         values = column[sample.row].tolist()
-        if len(values) == sample.response_tokens:  # a sample may be in no optimizer step
+        if len(values) == len(chunk.rollout_logprobs[sample.row]):  # a sample may be in no optimizer step
             tokens[name] = [float(f"{value:.6g}") for value in values]
     if sample.given_tokens and chunk.loss_mask is not None:
         mask: list[bool] = chunk.loss_mask[sample.row].tolist()

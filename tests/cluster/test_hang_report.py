@@ -130,8 +130,8 @@ def test_a_stopped_worker_is_named(session: Session, make_group: MakeGroup) -> N
         others = report_hang(names[:2], session._log_dir, joined=False)
     finally:
         os.kill(pids[2], signal.SIGCONT)
-    assert lines[0] == f"{names[2]} does not answer a signal: it is stopped, by SIGSTOP or a debugger."
-    assert others[0].startswith("train-rank-2 does not answer a signal: it is stopped")
+    assert f"{names[2]} does not answer a signal: it is stopped, by SIGSTOP or a debugger." in lines
+    assert any(line.startswith("train-rank-2 does not answer a signal: it is stopped") for line in others)
     assert lines[-1].startswith("The stacks of all processes are in ")
 
 

@@ -70,7 +70,11 @@ def test_every_node_contributes_its_devices() -> None:
         done = subprocess.run(
             [sys.executable, "-c", _TWO_NODES, directory],
             cwd=Path(__file__).parents[2],
-            env={**os.environ, **ENVIRONMENT, "RAY_AUTH_MODE": "disabled"},
+            env={
+                **{name: value for name, value in os.environ.items() if "CLUSTER" not in name},  # of an open session
+                **ENVIRONMENT,
+                "RAY_AUTH_MODE": "disabled",
+            },
             capture_output=True,
             text=True,
             timeout=240,

@@ -53,7 +53,7 @@ def save(
     """
     from megatron.core import dist_checkpointing
 
-    from megarl.megatron.state import _SaveInProcess
+    from megarl.megatron.state import _Plan
 
     spec, model, _ = _model(rank, config, layout)
     tensors, parameters = read_directory(Path(hf)), model.parameters()
@@ -69,8 +69,10 @@ def save(
     torch.distributed.barrier()
     state = {**_sharded(model, metadata), "checkpoint_version": 3.0, "iteration": 7}
     with patch.dict(multiprocessing.current_process()._config, daemon=False):  # which may not fork
-        strategy = ("torch_dist", 1) if forking else _SaveInProcess("torch_dist", 1)
-        dist_checkpointing.save(state, directory, strategy)
+        plan = _Plan(copies=False)
+        dist_checkpointing.save(state, directory, ("torch_dist", 1) if forking else plan)
+        if not forking:
+            plan.writer.write(None)
     if forking:
         _end_manager()
 

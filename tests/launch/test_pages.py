@@ -133,5 +133,6 @@ def test_links_resolve_to_files_and_headings(page: str) -> None:
         if path.startswith("https://"):
             continue
         assert not path or Path(here, path).exists(), target
-        headings = [line.strip("# ").lower().replace(" ", "-") for line in PAGES[page].splitlines() if line[:1] == "#"]
+        text = Path(here, path).read_text() if path else PAGES[page]
+        headings = [line.strip("# ").lower().replace(" ", "-") for line in text.splitlines() if line[:1] == "#"]
         assert not heading or heading in headings, target

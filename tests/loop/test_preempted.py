@@ -48,7 +48,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
         trainer.evaluations.return_value = ()
         trainer.finish = lambda _: do("export")
 
-        saver = MagicMock(longest_s=0.0)
+        saver = MagicMock(expected_s=0.0)
         saver.save = lambda number: do(f"checkpoint {number}")
         saver.wait = lambda: do("committed")
         reporter = MagicMock()
@@ -69,7 +69,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
         monkeypatch.setattr(train, "RunDirectory", lambda _: directory)
         monkeypatch.setattr(train, "_started", started)
         try:
-            train.train(config)
+            train.train_with_restarts(config)
         except PreemptedError as error:
             done.append(str(error).partition(":")[0])
         return done[1:]  # without the evaluation at the beginning

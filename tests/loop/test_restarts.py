@@ -62,7 +62,7 @@ class Role:
 
     name = "actor"
 
-    def call(self, method: Any, directory: str) -> Answered:
+    def call(self, method: Any, directory: str, **_: Any) -> Answered:
         return Answered(write_role(Path(directory), ranks=2) if method.name == "save" else None)
 
 
@@ -74,6 +74,7 @@ class Interrupted:
 
     def __init__(self, *_: Any) -> None:
         self.monitor = self
+        self.listeners: list[Any] = []
 
     def __enter__(self) -> Interrupted:
         return self
@@ -134,14 +135,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
     def train_with(*strikes: tuple[int, Strike], restarts: int = 3, ending: Sequence[Strike] = ()) -> Path:
         directory = tmp_path / "run"
-        config = load(SFT, [f"run.dir={directory}", "checkpoint.every=2", f"run.max_restarts={restarts}"])
+        config = load(
+            SFT, [f"run.dir={directory}", "checkpoint={every: 2, async_save: false}", f"run.max_restarts={restarts}"]
+        )
         assert isinstance(config, TrainingConfig)
         monkeypatch.setattr(Trainer, "strikes", list(strikes), raising=False)
         monkeypatch.setattr(Trainer, "living", weakref.WeakSet(), raising=False)
         monkeypatch.setattr(Interrupted, "ending", list(ending), raising=False)
         monkeypatch.setattr(train, "Session", Interrupted)
         monkeypatch.setattr(train, "TRAINERS", {"sft": Trainer})
-        train.train(config)
+        train.train_with_restarts(config)
         return directory
 
     return train_with

@@ -32,7 +32,7 @@ def test_a_run_on_gpus_needs_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     with pytest.raises(
         ConfigError, match=r"cluster.devices_per_node = 4\n    rule: at most the GPUs of this machine, 3"
     ):
-        train.train(config)
+        train.train_with_restarts(config)
     assert not directory.exists()
 
 
@@ -44,7 +44,7 @@ def test_a_multi_node_run_needs_a_cluster_to_start(tmp_path: Path) -> None:
     lines = dict(plan_lines(config, check(config)))
     assert lines["devices"] == "8 GPUs on each of 2 nodes, as configured: the cluster was not looked at"
     with pytest.raises(ConfigError, match=r"cluster.nodes = 2\n    rule: several nodes of GPUs need cluster.address"):
-        train.train(config)
+        train.train_with_restarts(config)
     assert not (tmp_path / "run").exists()
 
 
@@ -53,7 +53,7 @@ def test_engines_need_a_vllm_build_for_their_device(monkeypatch: pytest.MonkeyPa
     config = load(DEBUG, [f"run.dir={directory}"])
     monkeypatch.setattr("megarl.cluster.trainers.vllm_device", lambda: "cuda")
     with pytest.raises(ConfigError, match=r"cluster.device = cpu\n    rule: the installed vLLM is built for cuda"):
-        train.train(config)
+        train.train_with_restarts(config)
     assert not directory.exists()
 
 
@@ -110,18 +110,20 @@ def end_of(trainer: Steps, directory: Path, monkeypatch: pytest.MonkeyPatch, *ov
     """Trains with these steps; returns the error that ends it."""
 
     @contextmanager
-    def started(config: TrainingConfig, _data: Any, directory: RunDirectory) -> Iterator[Any]:
+    def started(config: TrainingConfig, _data: Any, directory: RunDirectory, *_: Any) -> Iterator[Any]:
+        def nothing() -> None: ...
+
         with Reporter(config, directory, 0) as reporter:
-            yield trainer, reporter, SimpleNamespace(step=lambda _step: nullcontext())
+            saver = SimpleNamespace(save=trainer.saved.append, check=nothing, wait=nothing, expected_s=0.0)
+            yield trainer, reporter, SimpleNamespace(step=lambda _step: nullcontext()), saver
 
     monkeypatch.setattr(train, "_checked", lambda config: (config, None))
     monkeypatch.setattr(train, "_started", started)
-    monkeypatch.setattr(train, "_save", lambda trainer, _config, _directory, step: trainer.saved.append(step))
     monkeypatch.setattr("megarl.run.directory.digest_frozen_weights", lambda _config: {})
     config = load(DEBUG, [f"run.dir={directory}", f"run.steps={len(trainer.metrics)}", *overrides])
     assert isinstance(config, TrainingConfig)
     with pytest.raises(RunError) as caught:
-        train.train(config)
+        train.train_with_restarts(config)
     return str(caught.value)
 
 

@@ -17,7 +17,7 @@ PPO = ("configs/debug/ppo.yaml", "run.steps=1000", "--nodes=2", "cluster.devices
 
 
 def test_a_node_whose_slurmd_is_killed_is_named(launcher: Launcher, tmp_path: Path) -> None:
-    run = launcher.run(tmp_path / "run", *SFT, "run.steps=100000")
+    run = launcher.run(tmp_path / "run", *SFT, "run.steps=100000", "--no-requeue")
     run.until(lambda: run.steps, "a step was taken")
     launcher.slurm.kill_daemon("n2")
     launcher.slurm.declare_down("n2")
