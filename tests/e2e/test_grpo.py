@@ -51,7 +51,8 @@ def scored_lengths(recorded: Path, step: int) -> tuple[list[int], int]:
 def _assert_few_frames(directory: Path) -> None:
     """There are at most 15 calls from `train` to the loss, both included, over both processes."""
     driver, worker = ((directory / name).read_text().splitlines() for name in ("driver", "worker"))
-    driver = driver[[line.startswith("train ") for line in driver].index(True) :]
+    begins = [line.startswith("train ") and line.endswith("loop/train.py") for line in driver]
+    driver = driver[begins.index(True) :]
     stack = [*driver, f"submit {workers.__file__}", *worker]
     assert worker[0].startswith("run "), "the first frame of the worker"
     assert stack[-1].startswith("noted_ppo "), "the last"
