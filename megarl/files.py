@@ -19,7 +19,7 @@ from typing import Any
 _BLOCK = 1 << 16
 _DEEPEST = 100
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # torch.save raises these in place of the file's error; the second if nothing could be written.
 _TORCH_SAVE_ERRORS = ("inline_container.cc", "basic_ios::clear: iostream error")
 _SAFETENSORS_ERROR = re.compile(r"I/O error: .*\(os error (\d+)\)|IoError\(Os \{ code: (\d+)")
@@ -138,7 +138,7 @@ def write_errors(path: Path, nbytes: int | None = None) -> Iterator[None]:
         if cause is None:
             raise
         reason = os.strerror(cause)
-        if cause in _NO_SPACE:
+        if cause in NO_SPACE:
             needed = "" if nbytes is None else f"{format_bytes(nbytes)} needed, "
             reason += f" ({needed}{format_bytes(shutil.disk_usage(path.parent).free)} free)"
         # filename2 is the target of a copy.

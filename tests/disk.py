@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -33,10 +34,14 @@ class SmallDisk:
         assert not self._mount(f"remount,size={kib}k")
 
     def fill(self, left_kib: int) -> None:
-        """Leaves this much space."""
-        left = os.statvfs(self.path)
+        """Leaves this much space; others may write meanwhile."""
         with open(self.path / "filling", "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, left.f_bavail * left.f_frsize - (left_kib << 10))
+            for _ in range(10):
+                left = os.statvfs(self.path)
+                with suppress(OSError):
+                    os.posix_fallocate(file.fileno(), 0, left.f_bavail * left.f_frsize - (left_kib << 10))
+                    return
+        raise AssertionError(f"{self.path} cannot be filled")
 
     def _mount(self, options: str) -> int:
         command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self.path)]

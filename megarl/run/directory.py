@@ -15,7 +15,7 @@ from megarl.cluster.driver_environment import ignore_interrupts, interrupts_rais
 from megarl.config import ConfigError, EvalConfig, RunConfig, TrainingConfig, save
 from megarl.config.schema import RandomModel
 from megarl.errors import PreemptedError, RunError
-from megarl.files import FileRecord, read_lines, sync, truncate_lines, write_durably, write_errors
+from megarl.files import NO_SPACE, FileRecord, read_lines, sync, truncate_lines, write_durably, write_errors
 from megarl.run.attempts import AttemptLog, EndReason
 from megarl.run.checkpoints import Checkpoint, Checkpoints, reasons_to_keep
 from megarl.run.frozen_weights import FROZEN, digest_frozen_weights
@@ -138,7 +138,9 @@ def _locked(paths: RunPaths, config: RunConfig) -> Iterator[IO[str]]:
 def attempt(
     paths: RunPaths, taken: int = 0, reason: EndReason = "finished", clock: Callable[[], float] = process_age
 ) -> Iterator[None]:
-    """Records an attempt at the run in attempts.jsonl. SIGTERM raises SystemExit inside the block.
+    """Records an attempt at the run in attempts.jsonl.
+
+    Inside the block, SIGTERM raises SystemExit; a full disk becomes a RunError.
 
     Args:
         taken: steps that earlier attempts have taken.
@@ -149,13 +151,26 @@ def attempt(
     with interrupts_raise():
         log.start(taken, clock())
         try:
-            yield
+            with _space(paths):
+                yield
         except BaseException as error:
             ignore_interrupts()
             log.end(last_step(paths, taken), *_end_reason(error))
             raise
         ignore_interrupts()
         log.end(last_step(paths, taken), reason)
+
+
+@contextmanager
+def _space(paths: RunPaths) -> Iterator[None]:
+    """Raises RunError for a write of the driver that finds no space."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        what = f"{error.filename or paths.path}: {error.strerror}"
+        raise RunError(f"{what}; make space, and start the run again") from error
 
 
 def last_step(paths: RunPaths, taken: int) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from megarl.files import format_bytes, sync, write_errors
 from megarl.run.compare import flat
@@ -47,16 +48,18 @@ class JsonlSink:
 
     def __init__(self, path: Path, clock: Callable[[], float] | None = time.time) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file, self._clock = path.open("a", encoding="utf-8"), clock
+        self._path, self._file, self._clock = path, path.open("a", encoding="utf-8"), clock
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         written = {} if self._clock is None else {WRITTEN: self._clock()}
         entries = as_json({"step": step, **metrics, **written})
-        self._file.write(json.dumps(entries, allow_nan=False, ensure_ascii=False) + "\n")
-        self._file.flush()
+        with write_errors(self._path):
+            self._file.write(json.dumps(entries, allow_nan=False, ensure_ascii=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with write_errors(self._path):  # of what could not be flushed
+            self._file.close()
 
 
 def as_json(value: Any) -> Any:
@@ -147,23 +150,41 @@ def thinned(sizes: Mapping[bytes, int], most: int) -> set[bytes]:
 class TensorBoardSink:
     """Writes an event file into a directory, which is created, beside those of earlier attempts.
 
+    The calling thread writes: `tensorboardX.SummaryWriter` (2.6) blocks for ever once its thread has met a full disk.
+
     Args:
         first_step: TensorBoard discards events of earlier files from this step on.
     """
 
     def __init__(self, directory: Path, *, first_step: int = 1) -> None:
-        from tensorboardX import SummaryWriter  # it imports torch
+        from tensorboardX.proto import event_pb2  # it imports torch
+        from tensorboardX.record_writer import RecordWriter
 
-        # The default name has the time in whole seconds; a run may resume within one.
-        suffix = f".from-{first_step}"
-        self._writer = SummaryWriter(str(directory), purge_step=first_step, flush_secs=_FLUSH_S, filename_suffix=suffix)
+        directory.mkdir(parents=True, exist_ok=True)
+        # The usual name has the time in whole seconds; a run may resume within one.
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.from-{first_step}"
+        self._path, self._next_flush = directory / name, 0.0
+        self._file, self._proto = RecordWriter(str(self._path)), cast(Any, event_pb2)  # which has no types
+        self._add(file_version="brain.Event:2")
+        start = self._proto.SessionLog.START
+        self._add(step=first_step, session_log=self._proto.SessionLog(status=start))
 
     def write(self, step: int, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        from tensorboardX.summary import scalar
+
+        with write_errors(self._path):
+            for name, value in metrics.items():
+                self._add(step=step, summary=scalar(name, value))
+            if time.monotonic() > self._next_flush:
+                self._file.flush()
+                self._next_flush = time.monotonic() + _FLUSH_S
 
     def close(self) -> None:
-        self._writer.close()
+        with write_errors(self._path):
+            self._file.close()
+
+    def _add(self, **fields: Any) -> None:
+        self._file.write(self._proto.Event(wall_time=time.time(), **fields).SerializeToString())
 
 
 class WandbSink:

@@ -10,11 +10,12 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
 from megarl.cluster.spans import WAIT, Span
-from megarl.files import LineFollower
+from megarl.files import LineFollower, write_errors
 from megarl.run.attempts import Attempt
 
 _DRIVER = "driver"
@@ -62,7 +63,8 @@ class Trace:
         if now - self._phase_start > _LEAST_S:
             self._complete(0, self._phase, self._phase_start, now)
         self._phase, self._phase_start = name, now
-        self._file.flush()
+        with write_errors(self._path):
+            self._file.flush()
 
     def begin(self, step: int) -> None:
         """Begins a step."""
@@ -84,8 +86,9 @@ class Trace:
 
     def close(self) -> None:
         """Ends the phase and the file."""
-        self.phase("")
-        self._finish()
+        with write_errors(self._path), closing(self._file):
+            self.phase("")
+            self._finish()
 
     def _finish(self) -> None:
         self._file.write("]\n")

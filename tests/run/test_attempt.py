@@ -38,6 +38,14 @@ ENDS: dict[str, tuple[Callable[[], None], type[BaseException] | None, tuple[str,
         ("config error", f"configuration: 1 problem\n{PROBLEM}"),
     ),
     "a failure": (raising(RunError("train rank 3 died")), RunError, ("run error", "train rank 3 died")),
+    "a full disk": (
+        raising(OSError(errno.ENOSPC, "No space left on device (4 KiB free)", "run/metrics.jsonl")),
+        RunError,
+        (
+            "run error",
+            "run/metrics.jsonl: No space left on device (4 KiB free); make space, and start the run again",
+        ),
+    ),
     "a preemption": (raising(PreemptedError("after step 6")), PreemptedError, ("preempted", "after step 6")),
     "anything else": (
         lambda: 1 // 0,

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from megarl.run.sinks import TensorBoardSink
+from tests.disk import SmallDisk
 
 
 def records(path: Path) -> Iterator[bytes]:
@@ -60,3 +62,13 @@ def test_a_resumed_run_has_a_new_file_that_purges_steps_after_the_checkpoint(tmp
     assert scalars(after) == [(3, "loss", 3.0)]
     starts = [event.step for event in after if event.session_log.status == SessionLog.START]
     assert starts == [3], "TensorBoard drops earlier events from this step on"
+
+
+@pytest.mark.process
+def test_a_full_disk_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
+    with SmallDisk(tmp_path / "disk", 64) as disk:
+        sink = TensorBoardSink(disk.path / "tensorboard")
+        disk.fill(0)
+        for end in (lambda: sink.write(1, {f"metric/{number}": 0.5 for number in range(500)}), sink.close):
+            with pytest.raises(OSError, match=r"No space left on device \(0 B free\): '.*events.out.tfevents"):
+                end()
