@@ -55,7 +55,7 @@ help:
 	@echo 'unit   the tests that start no process, about a minute'
 	@echo 'test   lint, types and all tests that need no GPU'
 	@echo 'matrix every layout of the debug run on one recorded batch, every recipe, and every family in live engines, about 20 minutes'
-	@echo 'chaos  100 runs in which a process is killed, stopped or delayed at a random time; TRIALS=10 is fewer'
+	@echo 'chaos  100 runs with a fault at a random time: a killed, stopped or starved process, a preemption, a damaged file, a full disk; TRIALS=10 is fewer'
 	@echo 'lint   lint, format check and types'
 	@echo 'bench  run the benchmarks'
 	@echo 'docs   write the pages of configuration fields, algorithms and the keys of other systems'

@@ -1,83 +1,247 @@
-"""Seeded kills, stops and delays of any process at any time: a run ends exactly, or with one clear error and resumes.
+"""Seeded faults in runs of every stage: each run ends exactly, or with one clear error, and resumes to the exact end.
 
-``make chaos`` takes 100 trials. The number alone determines a trial, but when its fault hits the run depends on the
-machine.
+``make chaos`` takes 100 trials. The number alone determines a trial: stage, fault, victim and step. How far the step is
+when the fault hits depends on the machine.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import re
+import shutil
 import signal
+import subprocess
 import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.runs import finish, lines, started
-from tests.e2e.test_asynchronous import GRPO, SETTINGS, numbers, run
+from megarl.run.paths import RunPaths
+from tests.disk import SmallDisk
+from tests.e2e.runs import Finished, finish, lines, started
+from tests.e2e.test_asynchronous import SETTINGS, TIMES
 from tests.e2e.test_endings import process_that_prints_to
+from tests.leftovers import Trace, comes_true
 
 TRIALS = int(os.environ.get("CHAOS_TRIALS", "1"))
-VICTIMS = {"engine 0": "rollout-engine-0", "engine 1": "rollout-engine-1", "trainer": "train-rank-0", "driver": None}
-BLOWS = {"kill": (signal.SIGKILL, 0.0), "stop": (signal.SIGSTOP, 0.0), "delay": (signal.SIGSTOP, 3.0)}
-LIMITS = [f"cluster.time_limits.{phase}=60" for phase in ("rollout", "inference", "update", "sync", "checkpoint")]
-RUN = [
-    "rollout.devices=1-2",
-    "rollout.max_replacements=1",
-    "cluster.time_limits.start=120",
-    *LIMITS,
-]
+LIMITS = {"start": 90, "scoring": 70, "rollout": 40, "inference": 40, "update": 40, "sync": 40, "checkpoint": 40}
+COMMON = ["checkpoint.every=1", *(f"cluster.time_limits.{phase}={limit}" for phase, limit in LIMITS.items())]
+TWO = ["cluster.devices_per_node=2", "groups.train.devices=0-1"]
+STAGES = {
+    "sft": ("sft", [*TWO, "groups.train.roles.actor={tp: 1, pp: 2}"]),
+    "reward_model": ("reward_model", [*TWO, "normalisation=null", "rollout=null"]),
+    "raft": ("raft", [*TWO, "groups.train.roles.actor={tp: 2, pp: 1}", "run.steps=3"]),
+    "ppo": ("grpo", [*TWO, "run.steps=3"]),
+    "asynchronous ppo": ("grpo", [*SETTINGS, "rollout.devices=1-2", "rollout.max_replacements=1"]),
+}
+"""The file in configs/debug, and the settings."""
+BLOWS = {
+    "kill": [(signal.SIGKILL, 0.0)],
+    "stop": [(signal.SIGSTOP, 0.0)],
+    "delay": [(signal.SIGSTOP, 5.0), (signal.SIGCONT, 0.0)],
+    "starve": [(signal.SIGSTOP, 0.3), (signal.SIGCONT, 0.03)] * 30,
+    "SIGTERM": [(signal.SIGTERM, 0.0)],
+    "SIGUSR1": [(signal.SIGUSR1, 0.0)],
+    "damage": [(signal.SIGKILL, 0.0)],
+}
+"""The signals of each kind of fault, with seconds after them; a checkpoint is damaged when the driver is dead."""
+KINDS = (*BLOWS, "kill", "full disk", "full disk")
+DISK_KIB = 96 << 10
+RAY = {"raylet": "/raylet/raylet ", "gcs": "/gcs/gcs_server "}
+"""Parts of the command lines of Ray's processes."""
 
-pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(1200)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What happens in a trial.
+
+    Args:
+        victim: a log file of the run's processes, the driver, or one of Ray's processes.
+        restarts: `run.max_restarts`.
+        step: the fault hits after so many steps,
+        share: and this share of the time until the next one, or until the end.
+        left_kib: of a disk that becomes full.
+    """
+
+    stage: str
+    kind: str
+    victim: str
+    restarts: int
+    step: int
+    share: float
+    left_kib: int
+
+    @classmethod
+    def draw(cls, chance: random.Random, straight: Callable[[str], Path]) -> Fault:
+        stage, kind = chance.choice(sorted(STAGES)), chance.choice(KINDS)
+        done = straight(stage)
+        victims = [path.name for path in sorted((done / "logs").glob("*.log")) if path.name != "driver.log"]
+        if kind != "stop":  # nothing monitors the driver: stopped, it waits for its user
+            victims.append("driver")
+        if kind == "kill":
+            victims += RAY
+        steps = len(lines(done / "metrics.jsonl"))
+        return cls(
+            stage=stage,
+            kind=kind,
+            victim=chance.choice(victims) if kind in ("kill", "stop", "delay", "starve") else "driver",
+            restarts=chance.choice([0, 1]),
+            step=chance.randrange(2 if kind == "damage" else 0, steps + 1),
+            share=chance.random(),
+            left_kib=chance.choice([0, 4, 64, 4096]),
+        )
+
+    def is_survived(self) -> bool:
+        """Whether the run must go on by itself."""
+        harmless = self.kind in ("delay", "starve")
+        return harmless or (self.restarts > 0 and self.kind in ("kill", "stop") and self.victim.endswith(".log"))
+
+    def wait(self, directory: Path, straight: Path, program: subprocess.Popen[str]) -> None:
+        """Returns when the fault is due, or the run has ended."""
+        begin, *_, end = lines(straight / "attempts.jsonl")
+        times = [begin["time"], *(line["time/written"] for line in lines(straight / "metrics.jsonl")), end["time"]]
+        metrics = directory / "metrics.jsonl"
+        while program.poll() is None and self.step > (metrics.read_bytes().count(b"\n") if metrics.exists() else 0):
+            time.sleep(0.05)
+        time.sleep(self.share * (times[self.step + 1] - times[self.step]))
+
+    def strike(self, program: subprocess.Popen[str], trace: Trace, directory: Path) -> None:
+        """Sends the signals, as soon as the victim lives."""
+        while not (pid := program.pid if self.victim == "driver" else self._find(trace, directory)):
+            if program.poll() is not None:
+                return
+            time.sleep(0.05)
+        with suppress(ProcessLookupError):
+            for number, pause_s in BLOWS[self.kind]:
+                os.kill(pid, number)
+                time.sleep(pause_s)
+
+    def _find(self, trace: Trace, directory: Path) -> int | None:
+        with suppress(AssertionError, OSError):
+            if self.victim not in RAY:
+                return process_that_prints_to(directory / "logs" / self.victim)
+            for pid in trace.pids():
+                if RAY[self.victim] in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "):
+                    return pid
+        return None
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of an undisturbed run."""
-    directory = tmp_path_factory.mktemp("chaos") / "straight"
-    finished = run(directory, *RUN)
-    assert finished.status == 0, finished.errors
-    return directory
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the directory of an undisturbed run of a stage."""
+
+    @cache
+    def run_of(stage: str) -> Path:
+        directory = tmp_path_factory.mktemp("straight") / stage.replace(" ", "-")
+        finished = run(stage, directory)
+        assert finished.status == 0, finished.errors
+        finished.assert_clean()
+        return directory
+
+    return run_of
+
+
+def command(stage: str, directory: Path, *settings: str) -> list[str]:
+    config, own = STAGES[stage]
+    return ["train", f"configs/debug/{config}.yaml", f"run.dir={directory}", *own, *COMMON, *settings]
+
+
+def run(stage: str, directory: Path, *settings: str) -> Finished:
+    with started(command(stage, directory, *settings)) as program:
+        return finish(*program)
 
 
 @pytest.mark.parametrize("trial", range(TRIALS))
-def test_a_disturbed_run_ends_with_the_same_result_or_can_be_resumed(
-    straight: Path, tmp_path: Path, trial: int
+def test_a_disturbed_run_ends_exactly_or_resumes_to_the_exact_end(
+    straight: Callable[[str], Path], tmp_path: Path, trial: int
 ) -> None:
     chance = random.Random(trial)
-    victim, blow = chance.choice(sorted(VICTIMS)), chance.choice(sorted(BLOWS))
-    if victim == "driver":
-        blow = "kill"  # nothing monitors the driver: stopped, it waits for its user
-    attempts = lines(straight / "attempts.jsonl")
-    wait_s = chance.random() * (attempts[-1]["time"] - attempts[0]["time"])
-    directory = tmp_path / "run"
-    with started(["train", GRPO, f"run.dir={directory}", *SETTINGS, *RUN]) as program:
-        struck = strike(program[0].pid, directory, victim, *BLOWS[blow], wait_s)
-        finished = finish(*program)
-    finished.assert_clean() if victim != "driver" else None
-    if finished.status != 0:
-        if victim != "driver":
-            assert struck
-            assert finished.status == 1, finished.errors
-            assert "Traceback" not in finished.errors.splitlines()[0]
-        resumed = run(directory, *RUN)
-        assert resumed.status == 0, f"{victim}, {blow} after {wait_s:.1f} s: {resumed.errors}"
-        resumed.assert_clean()
-    assert numbers(directory) == numbers(straight)
-    assert (directory / "export/model.safetensors").read_bytes() == (straight / "export/model.safetensors").read_bytes()
+    fault = Fault.draw(chance, straight)
+    disk = SmallDisk(tmp_path / "disk", DISK_KIB) if fault.kind == "full disk" else None
+    with disk or nullcontext():
+        directory = (disk.path if disk else tmp_path) / "run"
+        with started(command(fault.stage, directory, f"run.max_restarts={fault.restarts}")) as program:
+            fault.wait(directory, straight(fault.stage), program[0])
+            if disk:
+                disk.fill(fault.left_kib)
+            else:
+                fault.strike(*program[:2], directory)
+            finished = finish(*program)
+            if finished.status == -signal.SIGKILL:
+                gone = comes_true(lambda: not program[1].processes() and not os.listdir(program[2]))
+                assert gone, (program[1].processes(), os.listdir(program[2]))
+                assert not program[1].shared_memory()
+            else:
+                finished.assert_clean()
+        print(f"trial {trial}: {fault}: exit code {finished.status}, {finished.errors.splitlines()[:1]}")
+        if finished.status:
+            assert not fault.is_survived(), finished.errors
+            assert_expected(fault, finished)
+            if disk:
+                (disk.path / "filling").unlink()
+            if fault.kind == "damage":
+                remove_damaged(fault, directory, chance)
+            resumed = run(fault.stage, directory)
+            assert resumed.status == 0, resumed.errors
+            resumed.assert_clean()
+        assert content(directory) == content(straight(fault.stage))
+        unfinished = (".partial", ".staged", ".removed")
+        assert not [path for path in directory.rglob("*") if path.name.endswith(unfinished)]
 
 
-def strike(driver: int, directory: Path, victim: str, number: int, seconds: float, wait_s: float) -> bool:
-    """Sends a signal to a process of a run after a while, and continues it after `seconds`; False if it had ended."""
-    time.sleep(wait_s)
-    log = VICTIMS[victim]
-    try:
-        pid = driver if log is None else process_that_prints_to(directory / "logs" / f"{log}.log")
-        os.kill(pid, number)
-        if seconds:
-            time.sleep(seconds)
-            os.kill(pid, signal.SIGCONT)
-    except (AssertionError, ProcessLookupError):
-        return False
-    return True
+def assert_expected(fault: Fault, finished: Finished) -> None:
+    """The exit code is one of the fault, and the first line of the errors says what happened."""
+    if fault.kind in (
+        "SIGTERM",
+        "SIGUSR1",
+    ):  # before its first step a run ends at once, and during the imports without a word
+        assert finished.status in (os.EX_TEMPFAIL, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGUSR1), finished
+        return
+    if fault.victim == "driver" and fault.kind != "full disk":
+        assert finished.status == -signal.SIGKILL, finished.errors
+        return
+    assert finished.status in (1, 2), finished.errors
+    assert finished.errors.strip()
+    assert "Traceback" not in finished.errors.splitlines()[0], finished.errors
+
+
+def remove_damaged(fault: Fault, directory: Path, chance: random.Random) -> None:
+    """Damages a file of the latest checkpoint, and removes the checkpoint as the run's refusal to resume says."""
+    newest = max((directory / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]), default=None)
+    if newest is None:
+        return
+    file = chance.choice(sorted(newest.glob(chance.choice(["manifest.json", "state.json", "*/*"]))))
+    data, at = bytearray(file.read_bytes()), chance.randrange(file.stat().st_size)
+    data[at] ^= 1 << chance.randrange(8)
+    deed = chance.choice(["deleted", "truncated", "altered"])
+    print(f"{file.relative_to(directory)} is {deed} at byte {at}")
+    if deed == "deleted":
+        file.unlink()
+    else:
+        file.write_bytes(data[:at] if deed == "truncated" else data)
+    refused = run(fault.stage, directory)
+    assert refused.status == 2, refused.errors
+    assert "Traceback" not in refused.errors
+    assert file.name in refused.errors
+    found = re.search(r"remove (\S+) to resume", refused.errors)
+    assert found, refused.errors
+    assert Path(found[1]) == newest
+    shutil.rmtree(found[1])
+
+
+def content(directory: Path) -> dict[str, Any]:
+    """The lines of the run's files except times and placement, and the files of its export."""
+    told = {
+        path.name: [{name: v for name, v in line.items() if not name.startswith(TIMES)} for line in lines(path)]
+        for path in RunPaths(directory).line_files
+        if path.exists()
+    }
+    return told | {path.name: path.read_bytes() for path in sorted((directory / "export").iterdir())}
