@@ -48,6 +48,7 @@ const heldOutView = {
       return responseCard(sample, { best: 0, worst: 0, reward: this.reward, label: single ? when(step) : "", marks: before ? differing(asText(before.response), asText(sample.response)) : [] });
     }));
     const byStep = there.flatMap(({ step }, i) => [el("h2", {}, when(step)), el("div", { class: "responses" }, cards[i])]);
+    if (!there[0]?.samples.length) return;
     detail.replaceChildren(promptBox(there[0].samples[0], ""), ...(single ? [el("div", { class: "responses" }, cards)] : byStep));
   },
   async update() {

@@ -75,7 +75,7 @@ const samplesView = {
   },
   async show() {
     const group = this.group, samples = [...await this.samples(group)], text = this.text.trim();
-    if (group !== this.group) return;
+    if (group !== this.group || !samples.length) return; // the file may have been read in the middle of a step
     if (this.inGroup === "score") samples.sort((a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity));
     const scores = samples.map((sample) => sample.score).filter((value) => value !== null), best = Math.max(...scores), worst = Math.min(...scores);
     const tones = tokenTones(samples);
