@@ -16,10 +16,9 @@ MASK = "(secret)"
 """The value of a secret in the files of a run."""
 _ARGUMENTS = "args"
 _SECRET = re.compile(
-    r"(^|[_-])((api|access|auth|private|secret)[_-]?key|secret|passw(or)?d|credentials?|authorization)$"
-    r"|^((.*[_-])?(api|access|auth|bearer|hf|refresh|secret)[_-]?)?token$",
-    re.I,
+    r"(^|[_-])((api|access|auth|private|secret)[_-]?key|secret|passw(or)?d|credentials?|authorization|token)$", re.I
 )
+_SPECIAL_TOKEN = re.compile(r"(^|[_-])(bos|cls|end|eos|mask|pad|sep|start|stop|think|unk)[_-]token$", re.I)
 KEY = "(key)"
 """The value of a problem with the name of a key, which is the last part of the field."""
 
@@ -99,10 +98,14 @@ def without_secrets(value: Any, *, inside: bool = False) -> Any:
         return value
     return {
         name: MASK
-        if inside and isinstance(entry, str) and entry and _SECRET.search(str(name))
+        if inside and isinstance(entry, str) and entry and _is_secret(str(name))
         else without_secrets(entry, inside=inside or name == _ARGUMENTS)
         for name, entry in cast(Mapping[Any, Any], value).items()
     }
+
+
+def _is_secret(name: str) -> bool:
+    return _SECRET.search(name) is not None and _SPECIAL_TOKEN.search(name) is None
 
 
 def masked(value: Any, path: str = "") -> Iterator[str]:

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from megarl.config import ConfigError, TrainingConfig, load, save
-from megarl.config.problems import MASK
+from megarl.config.problems import MASK, without_secrets
 from megarl.data.tokenizer import load_tokenizer
 from megarl.plan.run_plan import print_plan
 from megarl.preflight.check import check
@@ -172,6 +172,12 @@ def test_a_secret_of_the_configuration_is_in_no_file_of_the_run(
     with pytest.raises(ConfigError) as refused:
         check(load(DEBUG, judge("field")))
     assert SECRET not in str(refused.value)
+
+
+def test_names_of_special_tokens_are_no_secrets() -> None:
+    secret, known = ("token", "judge_token", "api-key", "Authorization", "passwd"), ("end_token", "eos_token", "tokens")
+    hidden = without_secrets(dict.fromkeys((*secret, *known), "x"), inside=True)
+    assert hidden == dict.fromkeys(secret, MASK) | dict.fromkeys(known, "x")
 
 
 def test_a_job_gets_the_secrets_in_a_file_of_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
