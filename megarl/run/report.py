@@ -29,6 +29,7 @@ from megarl.run.sinks import (
     Metrics,
     MlflowSink,
     SampleSink,
+    ServiceSink,
     Sink,
     TensorBoardSink,
     TrackioSink,
@@ -79,7 +80,7 @@ class EvaluationReporter:
                 opened.callback(self.trackers[-1].close)
             for name, tracker in _TRACKERS.items():
                 if (given := getattr(tracking, name)) is not None:
-                    self.trackers.append(tracker(given, paths.path, config=plain(config)))
+                    self.trackers.append(ServiceSink(tracker(given, paths.path, config=plain(config))))
                     opened.callback(self.trackers[-1].close)
             self._opened = opened.pop_all()
         return self

@@ -8,8 +8,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
@@ -219,13 +219,23 @@ class WandbSink:
         self._wandb.teardown()
 
 
-@contextmanager
-def _goes_on(tracker: str, step: int) -> Generator[None]:
-    """Prints what a tracker raises: a run does not end with the service that shows it."""
-    try:
-        yield
-    except Exception as error:
-        print(f"step {step} is not in {tracker}: {error}", file=sys.stderr, flush=True)
+class ServiceSink:
+    """Writes to the sink of a service, and prints what that raises: a run does not end with what shows it."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        self._try(f"write step {step}", partial(self._sink.write, step, metrics))
+
+    def close(self) -> None:
+        self._try("close", self._sink.close)
+
+    def _try(self, what: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            print(f"{type(self._sink).__name__} cannot {what}: {error}", file=sys.stderr, flush=True)
 
 
 class MlflowSink:
@@ -249,8 +259,7 @@ class MlflowSink:
             mlflow.log_params(dict(flat(config)))
 
     def write(self, step: int, metrics: Metrics) -> None:
-        with _goes_on("MLflow", step):
-            self._mlflow.log_metrics(dict(metrics), step=step)
+        self._mlflow.log_metrics(dict(metrics), step=step)
 
     def close(self) -> None:
         self._mlflow.end_run()

@@ -9,10 +9,11 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 from rich.console import Console
 
 from megarl.run.display import Column, ConsoleSink
-from megarl.run.sinks import JsonlSink, Metrics
+from megarl.run.sinks import JsonlSink, Metrics, ServiceSink
 
 
 def test_every_step_is_a_flushed_line(tmp_path: Path) -> None:
@@ -75,4 +76,24 @@ def test_the_console_has_one_aligned_row_per_step() -> None:
         "            nats",
         "   1/12   -0.123      512",
         "  12/12      nan        -",
+    ]
+
+
+class Unreachable:
+    """A service that is down."""
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        raise ConnectionError("no route")
+
+    def close(self) -> None:
+        raise ConnectionError("no route")
+
+
+def test_a_service_that_is_down_ends_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ServiceSink(Unreachable())
+    sink.write(3, {"a": 1.0})
+    sink.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "Unreachable cannot write step 3: no route",
+        "Unreachable cannot close: no route",
     ]
