@@ -41,7 +41,7 @@ class _Writing:
 
     Args:
         state: of the driver.
-        began: clock of the monotonic time.
+        began: monotonic seconds.
         asked: calls in progress that ask the ranks of each role whether they have written.
         commit: in progress, since all have written.
     """
@@ -61,11 +61,10 @@ class Saver:
     """
 
     def __init__(self, config: TrainingConfig, directory: RunDirectory, trainer: Saved, monitor: CallMonitor) -> None:
-        self._config, self._directory, self._trainer, self._monitor = config, directory, trainer, monitor
+        self._config, self._directory, self._trainer = config, directory, trainer
         self._roles = [trainer.roles[name] for name in config.saved]
         self._writing: _Writing | None = None
-        self.longest_s = 0.0
-        """Seconds from the beginning of a save to the end of its commit, of the longest one."""
+        self._longest_s = 0.0
         self._next_question = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         monitor.listeners.append(self._ask)
@@ -118,8 +117,8 @@ class Saver:
 
     @property
     def expected_s(self) -> float:
-        """Returns the seconds in which a save may end, with the one that is being written."""
-        return self.longest_s * (1 if self._writing is None else 2)
+        """Returns the seconds of the longest save so far, to its commit; twice while one is being written."""
+        return self._longest_s * (1 if self._writing is None else 2)
 
     def close(self) -> None:
         """Lets a commit in progress finish; it can no longer be interrupted."""
@@ -149,7 +148,7 @@ class Saver:
 
     def _finish(self, saved: _Writing, files: Mapping[str, Sequence[list[FileRecord] | None]]) -> None:
         self._directory.commit(saved.step, _complete(files), saved.state)
-        self.longest_s = max(self.longest_s, time.monotonic() - saved.began)
+        self._longest_s = max(self._longest_s, time.monotonic() - saved.began)
 
 
 def _complete(files: Mapping[str, Sequence[list[FileRecord] | None]]) -> dict[str, list[list[FileRecord]]]:

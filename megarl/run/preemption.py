@@ -24,8 +24,8 @@ class Preemption:
     """Decides whether a run leaves after the step that it is in, as a context manager around its steps.
 
     SIGUSR1 and a first SIGTERM ask for it. A later SIGTERM has the effect that it had before the block, and so has the
-    end of the grace. The run leaves by itself when another step and its checkpoint might not end in time: they are
-    taken to be as long as the longest ones; the first checkpoint, as the longest step.
+    end of the grace. The run leaves by itself when another step, as long as the longest one, and its checkpoint might
+    not end in time; the first checkpoint is taken to be as long as the longest step.
 
     Args:
         grace_s: seconds after SIGTERM.
@@ -36,7 +36,7 @@ class Preemption:
     def __init__(self, grace_s: float, end: float | None, clock: Callable[[], float] = time.time) -> None:
         self._grace_s, self._end, self._clock = grace_s, end, clock
         self._asked, self._reason = False, ""
-        self._longest_step = self._longest_save = 0.0
+        self._longest_step = 0.0
         self._mark = clock()
         self._before: dict[int, Any] = {}
 
@@ -55,15 +55,16 @@ class Preemption:
             if signal.getsignal(number) == self._receive:
                 signal.signal(number, handler)
 
-    def leaves(self, longest_save_s: float = 0.0) -> bool:
+    def leaves(self, save_s: float = 0.0) -> bool:
         """Notes the end of a step; returns whether the run saves after it, and leaves.
 
         Args:
-            longest_save_s: seconds in which a checkpoint was written, also in the background.
+            save_s: that a save may take; 0 before the first one.
         """
-        self._longest_step = max(self._longest_step, self._elapsed())
-        save = max(self._longest_save, longest_save_s) or self._longest_step
-        if self._end is not None and self._clock() + self._longest_step + save + _END_S > self._end:
+        before, self._mark = self._mark, self._clock()
+        self._longest_step = max(self._longest_step, self._mark - before)
+        needed = self._longest_step + (save_s or self._longest_step) + _END_S
+        if self._end is not None and self._clock() + needed > self._end:
             self._reason = self._reason or "its time is over"
         return bool(self._reason)
 
@@ -73,16 +74,11 @@ class Preemption:
         Args:
             wait: waits until the checkpoint is committed.
         """
-        self._longest_save = max(self._longest_save, self._elapsed())
+        self._mark = self._clock()
         if self._reason:
             wait()
             ignore_interrupts()
             raise PreemptedError(f"preempted after step {step}: {self._reason}. The same command goes on from there")
-
-    def _elapsed(self) -> float:
-        """Returns the seconds since the last call."""
-        before, self._mark = self._mark, self._clock()
-        return self._mark - before
 
     def _receive(self, number: int, frame: Any) -> None:
         again = number == signal.SIGTERM and (self._asked or not self._grace_s)
