@@ -165,7 +165,7 @@ def profile(config: TrainingConfig) -> None:
     """Takes the steps of a run up to the last profiled one, from the beginning; evaluates and saves nothing.
 
     Raises:
-        ConfigError, RunError: See `train`.
+        ConfigError, RunError: See `train_with_restarts`.
     """
     config, data = _checked(config)
     assert config.profile is not None, "no steps are profiled"
