@@ -1,4 +1,4 @@
-"""Functions of the user, named `package.module:function`."""
+"""Functions and classes of the user, named `package.module:name`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 Function = Callable[..., Any]
+T = TypeVar("T")
 
 
 def resolve(name: str, *, coroutines: bool = False) -> Function:
@@ -31,6 +32,17 @@ def resolve(name: str, *, coroutines: bool = False) -> Function:
     if not callable(function) or refused:
         raise ValueError(f"a {'' if coroutines else 'plain '}function, not {_kind(function)}")
     return function
+
+
+def resolve_class(name: str, base: type[T]) -> type[T]:
+    """Imports and returns a class, also from the working directory; raises ValueError with the broken rule."""
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ValueError("a class, written as package.module:Class")
+    found = getattr(_import_module(module_name), attribute, None)
+    if not inspect.isclass(found) or not issubclass(found, base):
+        raise ValueError(f"a class of the module that is derived from {base.__module__}.{base.__name__}")
+    return found
 
 
 def suggestion(name: str) -> str | None:

@@ -33,8 +33,7 @@ class RankCoords:
 class Layout:
     """How a role is split over the ranks of its group.
 
-    Ranks are numbered TP fastest, then DP, then PP (Megatron's default order), so that a TP group is on neighbouring
-    devices.
+    Ranks are numbered TP fastest, then DP, then PP (Megatron's default order): a TP group is on neighbouring devices.
 
     Args:
         vpp: model chunks per pipeline stage (1: no interleaving).
@@ -144,12 +143,14 @@ class SampleRequest:
         sample_id: unique among the requests of a step.
         seed: 64 bit.
         temperature: 0 is greedy; None is that of the configuration.
+        max_new_tokens: None is that of the configuration.
     """
 
     sample_id: str
     prompt: Prompt
     seed: int
     temperature: float | None = None
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +184,9 @@ class RolloutChunk:
         rollout_logprobs: N rows of float32 nats, one per sampled token, under the distribution sampled from.
         finished: [N] bool; True where an end token or a stop text ended the response, False where the length limit did.
         versions: N tuples of spans that cover the sampled tokens in order.
-        loss_mask: N rows of bool, one per id of the response, True where it was sampled; None where all were.
+        loss_mask: N rows of bool, by id of the response, whether it was sampled; None where all were.
+        rewards: [N] float32 by the environment, NaN of a conversation that failed.
+        turns, turn_rewards: N rows of int32 and float32: the sampled tokens up to the end of each turn, and its reward.
     """
 
     sample_ids: tuple[str, ...]
@@ -193,6 +196,9 @@ class RolloutChunk:
     finished: npt.NDArray[np.bool_]
     versions: tuple[tuple[VersionSpan, ...], ...]
     loss_mask: Ragged | None = None
+    rewards: npt.NDArray[np.float32] | None = None
+    turns: Ragged | None = None
+    turn_rewards: Ragged | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +228,7 @@ class SampleInfo:
     Args:
         response_tokens: that were sampled; what counts in losses, lengths and limits.
         given_tokens: between them, which only cost compute.
+        reward: by the environment, NaN of a conversation that failed; None without one.
     """
 
     sample_id: str
@@ -232,6 +239,7 @@ class SampleInfo:
     response_tokens: int
     finished: bool
     given_tokens: int = 0
+    reward: float | None = None
 
     @property
     def tokens(self) -> int:

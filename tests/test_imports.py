@@ -23,6 +23,7 @@ LAYERS = (
     {"models"},
     {"data"},
     {"rewards"},
+    {"environments"},
     {"experience"},
     {"resharding"},
     {"megatron", "rollout"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import operator
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ from megarl.cluster.calls import (
 )
 from megarl.cluster.process_usage import ProcessUsage
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.rollouts import PendingTruncation, Rollouts, split
+from megarl.cluster.rollouts import PendingTruncation, Rollouts, split, work_items
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import RunConfig, parse_devices
@@ -38,6 +39,9 @@ from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
 Q = TypeVar("Q")
 R = TypeVar("R")
 T = TypeVar("T")
+
+Finished = Callable[[ChunkCall[list[SampleInfo], RolloutChunk]], None]
+"""Gets the call that generated an item when it is finished."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -126,7 +130,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self.restore: Callable[[], None] | None = None
         """Gives the engines weights when all of them were replaced; None ends the run."""
         self._numbers = itertools.count()
-        self._waiting: list[tuple[int, WorkItem, PendingRollouts]] = []  # a heap
+        self._waiting: list[tuple[int, WorkItem, Finished]] = []  # a heap
         self._room = [0] * rollout.engines
         self._starting: dict[int, Call[int]] = {}  # of replaced engines, until they have weights
         self._in_progress = [0] * rollout.engines
@@ -153,13 +157,20 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             requests: adjacent ones go to one engine, so that the samples of a prompt share its prefix.
             chunks: maximum number of chunks.
         """
-        parts = enumerate(split(requests, chunks))
-        items = [WorkItem(chunk=chunk, requests=tuple(part)) for chunk, part in parts]
+        items = work_items(requests, chunks)
         pending = PendingRollouts(items=items, engines=self)
         for item in items:
-            heapq.heappush(self._waiting, (next(self._numbers), item, pending))
+            self._push(item, partial(operator.setitem, pending.answers, item.chunk))
         self._assign()
         return pending
+
+    def sample(self, request: SampleRequest, done: Finished) -> None:
+        """Generates one response, the row of chunk 0 of the call that `done` gets; returns at once."""
+        self._push(WorkItem(chunk=0, requests=(request,)), done)
+        self._assign()
+
+    def _push(self, item: WorkItem, done: Finished) -> None:
+        heapq.heappush(self._waiting, (next(self._numbers), item, done))
 
     @property
     def monitor(self) -> CallMonitor:
@@ -271,32 +282,32 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             if not free:
                 return
             engine = min(free, key=lambda index: self._in_progress[index] / self._room[index])
-            number, item, pending = heapq.heappop(self._waiting)
+            number, item, done = heapq.heappop(self._waiting)
             self._count(engine, len(item.requests))
             call = self.call_one(engine, RolloutEngine.generate, item, [item.chunk])
-            call.then = partial(self._finish, engine, self.processes[engine], item, pending, call)
+            call.then = partial(self._finish, engine, self.processes[engine], item, done, call)
             if self._replacements:
-                call.lost = partial(self._lose, engine, self.processes[engine], (number, item, pending))
+                call.lost = partial(self._lose, engine, self.processes[engine], (number, item, done))
 
     def _finish(
         self,
         engine: int,
         process: Process[RolloutEngine],
         item: WorkItem,
-        pending: PendingRollouts,
+        done: Finished,
         call: ChunkCall[list[SampleInfo], RolloutChunk],
     ) -> None:
         if self.processes[engine] is process:
             self._count(engine, -len(item.requests))
             self._tokens[engine] += sum(sample.response_tokens for sample in call.results[0])
-        pending.answers[item.chunk] = call
+        done(call)
         self._assign()
 
     def _lose(
         self,
         engine: int,
         process: Process[RolloutEngine],
-        asked: tuple[int, WorkItem, PendingRollouts],
+        asked: tuple[int, WorkItem, Finished],
         cause: str,
     ) -> None:
         """Lets other engines answer an item of a lost engine, which is replaced."""

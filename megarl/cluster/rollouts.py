@@ -10,7 +10,7 @@ from typing import TypeVar
 from megarl.cluster.calls import ChunkCall, gather_by_chunk
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.rollout.engine import Ends
-from megarl.types import RolloutChunk, SampleInfo
+from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
 
 T = TypeVar("T")
 
@@ -74,3 +74,9 @@ def split(items: Sequence[T], count: int) -> list[Sequence[T]]:
     count = min(count, len(items))
     bounds = itertools.pairwise(len(items) * part // count for part in range(count + 1))
     return [items[start:stop] for start, stop in bounds]
+
+
+def work_items(requests: Sequence[SampleRequest], chunks: int) -> list[WorkItem]:
+    """Splits requests into at most `chunks` items."""
+    parts = enumerate(split(requests, chunks))
+    return [WorkItem(chunk=chunk, requests=tuple(part)) for chunk, part in parts]

@@ -123,6 +123,14 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
         ]
         super().__init__(session, "scorers", processes)
 
+    def start(self) -> Call[None]:
+        """Loads the functions; returns at once."""
+        return self.call(ScoringProcess.start)
+
+    def close(self) -> Call[None]:
+        """Lets every process end by itself; returns at once."""
+        return self.call(ScoringProcess.close)
+
     def score(
         self, functions: Sequence[RewardFunction], rollouts: Rollouts, prompts: Mapping[str, Prompt]
     ) -> Call[ScoredRows]:

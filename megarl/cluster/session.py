@@ -107,6 +107,12 @@ class Session:
         threads = self._cluster.threads_per_device.engines
         return self._launch(name, devices[0], devices, SteppingRayWorker, threads, worker, args, kwargs)
 
+    def launch_stepping_at(
+        self, name: str, place: int, worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
+    ) -> Process[W]:
+        """Like `launch_at`, without devices; a call does not wait for the end of earlier ones."""
+        return self._launch(name, place, (), SteppingRayWorker, 1, worker, args, kwargs)
+
     def launch_at(
         self, name: str, place: int, devices: Sequence[int], worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
     ) -> Process[W]:

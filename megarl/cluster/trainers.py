@@ -11,7 +11,6 @@ import torch
 from megarl.cluster.calls import Call, ChunkCall
 from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.process_usage import ProcessUsage
-from megarl.cluster.scorers import RuleScorers, ScoringProcess
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RewardModelConfig, RunConfig
@@ -129,8 +128,21 @@ def _wait(calls: Sequence[Call[Any]]) -> None:
         call.wait()
 
 
+class Service(Protocol):
+    """Processes without a device."""
+
+    def start(self) -> Call[None]: ...
+
+    def close(self) -> Call[None]: ...
+
+
+def services(*launched: Service | None) -> list[Service]:
+    """Returns those that a run has."""
+    return [service for service in launched if service is not None]
+
+
 def start_all(
-    trainers: Trainers, engines: RolloutGroup | None, rules: RuleScorers | None, model_dir: str, *, sleep: bool
+    trainers: Trainers, engines: RolloutGroup | None, services: Sequence[Service], model_dir: str, *, sleep: bool
 ) -> None:
     """Starts every launched process, loads every model, and waits.
 
@@ -142,17 +154,17 @@ def start_all(
         WorkerError: A process failed to start.
     """
     starting = [] if engines is None else [engines.start()]
-    loading = [] if rules is None else [rules.call(ScoringProcess.start)]
+    loading = [service.start() for service in services]
     if sleep:
         _wait(starting)
     trainers.start(model_dir)
     _wait([*starting, *loading])
 
 
-def close_all(trainers: Trainers, engines: RolloutGroup | None = None, rules: RuleScorers | None = None) -> None:
+def close_all(trainers: Trainers, engines: RolloutGroup | None = None, services: Sequence[Service] = ()) -> None:
     """Lets every process end by itself, and waits."""
     calls = [] if engines is None else [engines.close()]
-    calls += [] if rules is None else [rules.call(ScoringProcess.close)]
+    calls += [service.close() for service in services]
     _wait([*calls, *(group.call(MegatronWorker.close) for group in trainers.groups.values())])
 
 

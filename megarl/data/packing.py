@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megarl.types import PackRow, Ragged
+from megarl.types import PackRow, Ragged, RolloutChunk, SampleInfo
 
 PAD_TOKEN_ID = 0  # any id of the vocabulary would do
 PAD_SEQUENCE_TOKENS = 64
@@ -189,3 +189,21 @@ def _row_order(rows: Sequence[PackRow]) -> dict[int, list[int]]:
 
 def _concatenate(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype=dtype)
+
+
+def sample_infos(index: int, chunk: RolloutChunk, prompt_ids: Sequence[str]) -> list[SampleInfo]:
+    """Returns the SampleInfo of each row of a chunk; `prompt_ids` are the names of the rows' prompts."""
+    return [
+        SampleInfo(
+            sample_id=sample_id,
+            prompt_id=prompt_ids[row],
+            chunk=index,
+            row=row,
+            prompt_tokens=len(chunk.prompt_ids[row]),
+            response_tokens=len(chunk.rollout_logprobs[row]),
+            finished=bool(chunk.finished[row]),
+            given_tokens=len(chunk.response_ids[row]) - len(chunk.rollout_logprobs[row]),
+            reward=None if chunk.rewards is None else float(chunk.rewards[row]),
+        )
+        for row, sample_id in enumerate(chunk.sample_ids)
+    ]

@@ -15,8 +15,14 @@ from megarl.data.stream import stable_hash
 from megarl.types import Prompt, SampleRequest
 
 
-def load_prompts(source: SourceFields, encoder: Encoder, *, drop: Collection[Fault] = ()) -> Rows[Prompt]:
-    """Reads prompts (columns: docs/data.md); other columns become `fields`. See `parse_rows` for `drop` and errors."""
+def load_prompts(
+    source: SourceFields, encoder: Encoder, *, drop: Collection[Fault] = (), optional: bool = False
+) -> Rows[Prompt]:
+    """Reads prompts (columns: docs/data.md); other columns become `fields`. See `parse_rows` for `drop` and errors.
+
+    Args:
+        optional: rows may have no prompt, as their environment begins the conversation.
+    """
     places: dict[str, str] = {}
 
     def parse(row: Row, columns: dict[str, Any]) -> Prompt:
@@ -28,6 +34,8 @@ def load_prompts(source: SourceFields, encoder: Encoder, *, drop: Collection[Fau
             raise ValueError(f"prompt_id {prompt_id!r} is that of {places[prompt_id]}")
         places[prompt_id] = row.where
         names = (*PROMPTS, "messages")
+        if optional and not any(name in columns for name in names):
+            return Prompt(prompt_id=prompt_id, token_ids=(), fields=columns)
         ids = encoder.prompt(columns, *names)
         encoder.check_length(ids)
         name = first_of(columns, *names)

@@ -98,7 +98,7 @@ class Tokenizer:
             raise ValueError(f"a chat needs a chat template, and the tokenizer of {self._name} has none")
         chat = [dict(message) for message in messages]
         try:
-            text = self._written(chat, tools, arguments or {})
+            text = self.written(chat, tools, arguments or {})
         except Exception as error:  # whatever the expressions of a template raise
             raise ValueError(f"the chat template refuses the chat: {str(error)[:_LONGEST_REASON]}") from error
         without = {
@@ -110,17 +110,33 @@ class Tokenizer:
             if (other, offered) != (chat, tools):
                 same = False
                 with suppress(Exception):  # it needs them
-                    same = self._written(other, offered, arguments or {}) == text
+                    same = self.written(other, offered, arguments or {}) == text
                 if same:
                     raise ValueError(f"the chat template ignores {what}: remove them, or choose another tokenizer")
         return self._encode(text, special=False)
 
-    def _written(
-        self, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, arguments: Mapping[str, Any]
+    def written(
+        self,
+        chat: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        arguments: Mapping[str, Any],
+        *,
+        answer: bool = True,
     ) -> str:
+        """Returns the text that the chat template writes; with `answer`, up to the start of an answer."""
         given: Any = tools and [dict(tool) for tool in tools]
-        text = self._hf.apply_chat_template(chat, tools=given, tokenize=False, add_generation_prompt=True, **arguments)
+        text = self._hf.apply_chat_template(
+            [dict(message) for message in chat],
+            tools=given,
+            tokenize=False,
+            add_generation_prompt=answer,
+            **arguments,
+        )
         return str(text)
+
+    def continuation(self, text: str) -> list[int]:
+        """Encodes a text that follows other tokens, without special tokens of its own."""
+        return self._encode(text, special=False)
 
     def respond(self, text: str) -> list[int]:
         """Encodes a response and the end token; raises ValueError if that occurs within the text."""

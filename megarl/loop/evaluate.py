@@ -14,11 +14,12 @@ import torch
 from megarl.algos.metrics import clustered_mean, pass_rate
 from megarl.cluster.calls import Routine
 from megarl.cluster.colocation import Colocation
+from megarl.cluster.conversations import Generator, launch_conversations
 from megarl.cluster.cpu_threads import with_threads
 from megarl.cluster.engines import RolloutGroup, launch_engines
 from megarl.cluster.scorers import launch_scorers
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import RemoteRole, check_gpus, close_all, launch_trainers, start_all
+from megarl.cluster.trainers import RemoteRole, check_gpus, close_all, launch_trainers, services, start_all
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import Evaluation
 from megarl.data.prompts import sample_requests
@@ -54,6 +55,7 @@ class Evaluator:
         config: PPOConfig | RAFTConfig | EvalConfig,
         data: PromptSets,
         engines: RolloutGroup,
+        generator: Generator,
         scorer: Scorer,
         colocation: Colocation,
         chunks: int,
@@ -61,7 +63,7 @@ class Evaluator:
     ) -> None:
         assert config.evaluation is not None
         self._evaluation = evaluation = config.evaluation
-        self._engines, self._scorer, self._colocation = engines, scorer, colocation
+        self._engines, self._generator, self._scorer, self._colocation = engines, generator, scorer, colocation
         self._chunks, self._ema_of = chunks, ema_of
         self._tokenizer, self._tracking = data.tokenizer, config.tracking
         self._prompts = {prompt.prompt_id: prompt for prompt in data.held_out}
@@ -90,7 +92,7 @@ class Evaluator:
 
     def routine(self, step: int, prefix: str = "eval") -> Routine[EvaluationResult]:
         """Evaluates the engines' weights; afterwards the trainers have the devices."""
-        pending = self._engines.generate(self._requests, self._chunks)
+        pending = self._generator.generate(self._requests, self._chunks)
         yield pending
         rollouts = pending.result()
         self._colocation.to_training()
@@ -193,11 +195,14 @@ def _evaluate_model(
     trainers = launch_trainers(config, session)
     engines = launch_engines(config, config.rollout, session, model_dir, weights="files")
     rules = launch_scorers(config, session, model_dir)
-    start_all(trainers, engines, rules, model_dir, sleep=config.rollout.sleep)
+    conversations = launch_conversations(config, session, model_dir, engines)
+    launched = services(rules, conversations)
+    start_all(trainers, engines, launched, model_dir, sleep=config.rollout.sleep)
     print(f"the processes print into {directory.logs}", flush=True)
     scorer = Scorer(config, trainers.roles, rules, engines)
     colocation = Colocation(trainers, engines, None, sleep=config.rollout.sleep)
     chunks = max(trainers.chunks(), _CHUNKS_PER_ENGINE * config.rollout.engines)
-    result = Evaluator(config, data, engines, scorer, colocation, chunks).evaluate(0)
-    close_all(trainers, engines, rules)
+    generator = conversations or engines
+    result = Evaluator(config, data, engines, generator, scorer, colocation, chunks).evaluate(0)
+    close_all(trainers, engines, launched)
     return result

@@ -44,11 +44,12 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         self._forward_passes = ForwardPasses(config, self.roles)
         dynamic = None
         if algo.filter is not None:
-            dynamic = DynamicSampling(keep=sample_filter(config.reward, algo), rounds=algo.filter_rounds)
+            dynamic = DynamicSampling(keep=sample_filter(self._weights, algo), rounds=algo.filter_rounds)
         sampler = Sampler(
             config,
             data.train,
             self._engines,
+            self._generator,
             self._scorer,
             self._colocation,
             self._trainers.chunks(config.rollout.inference_parts),
@@ -97,7 +98,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         """Waits for the scores, and computes group advantages."""
         samples, config = sampled.rollouts.samples, self._config
         order = self._score_order(len(samples), step)
-        return score_batch(samples, sampled.scoring, sampled.greedy, config.reward, config.algo, order=order)
+        return score_batch(samples, sampled.scoring, sampled.greedy, self._weights, config.algo, order=order)
 
     def _build_experience(
         self, sampled: Sampled, plan: StepPlan, forwards: Mapping[str, Sequence[Forward]], batch: ScoredBatch

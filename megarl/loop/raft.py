@@ -34,7 +34,7 @@ class RAFTTrainer(RolloutTrainer[RAFTConfig]):
     ) -> None:
         super().__init__(config, session, model_dir, data, phase, config.scores.truncate_at)
         chunks = self._trainers.chunks(config.rollout.inference_parts)
-        sampler = Sampler(config, data.train, self._engines, self._scorer, self._colocation, chunks)
+        sampler = Sampler(config, data.train, self._engines, self._generator, self._scorer, self._colocation, chunks)
         self._buffer = self._make_buffer(sampler)
 
     def step(self, step: int) -> StepResult:
@@ -46,7 +46,7 @@ class RAFTTrainer(RolloutTrainer[RAFTConfig]):
             samples, scored = sampled.rollouts.samples, sampled.scoring.samples
             with timers("reward"):
                 by_reward = sampled.scoring.wait()
-                scores = total_scores(by_reward, scored, config.reward, config.scores)
+                scores = total_scores(by_reward, scored, self._weights, config.scores)
                 order = self._score_order(len(scores), step)
                 scores = scores if order is None else scores[order]
             chosen = select_samples(scores, scored, config.raft, config.data.samples_per_prompt)

@@ -59,7 +59,7 @@ class RewardModelTrainer(SupervisedTrainer):
 
     def start(self) -> None:
         """Starts the trainers, and the engines with the initial model."""
-        start_all(self._trainers, self._engines, None, self._model_dir, sleep=self._sleep)
+        start_all(self._trainers, self._engines, (), self._model_dir, sleep=self._sleep)
 
     def begin(self, step: int) -> Metrics:
         """Scales the head before the first step, if configured."""

@@ -28,9 +28,10 @@ from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.rollouts import Rollouts
 from megarl.config import PPOConfig, RAFTConfig
+from megarl.data.packing import sample_infos
 from megarl.loop.sampler import Sampled, Sampler
 from megarl.loop.scoring import Scoring
-from megarl.rollout.completions import load_chunks, sample_infos, save_chunks
+from megarl.rollout.completions import load_chunks, save_chunks
 from megarl.types import RolloutChunk
 
 

@@ -14,12 +14,13 @@ import numpy.typing as npt
 
 from megarl.cluster.calls import Routine
 from megarl.cluster.colocation import Colocation
+from megarl.cluster.conversations import launch_conversations
 from megarl.cluster.engines import launch_engines
 from megarl.cluster.process_usage import memory_metrics
 from megarl.cluster.resharder import Resharder, SyncPlanner
 from megarl.cluster.scorers import launch_scorers
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import close_all, launch_trainers, start_all
+from megarl.cluster.trainers import close_all, launch_trainers, services, start_all
 from megarl.config import PPOConfig, RAFTConfig
 from megarl.config.schema import TruncateAt
 from megarl.config.schema.cluster_sections import shared_devices
@@ -28,7 +29,7 @@ from megarl.loop.logprob_check import LogprobCheck
 from megarl.loop.pass_meter import PassMeter
 from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.sampler import Sampled, Sampler, sample_metrics
-from megarl.loop.scoring import Scorer, ScoresByReward, Values, shuffled_order
+from megarl.loop.scoring import Scorer, ScoresByReward, Values, reward_weights, shuffled_order
 from megarl.loop.skipped_steps import SkippedBatches, write_rollouts
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.datasets import PromptSets
@@ -68,6 +69,9 @@ class RolloutTrainer(Generic[C]):
             self._trainers, self._engines, self._resharder, sleep=config.rollout.sleep, shared=shared
         )
         self._rules = launch_scorers(config, session, model_dir)
+        conversations = launch_conversations(config, session, model_dir, self._engines)
+        self._services, self._generator = services(self._rules, conversations), conversations or self._engines
+        self._weights = reward_weights(config.reward, config.environment)
         self._scorer = Scorer(config, self.roles, self._rules, self._engines, truncate_at)
         self._buffer: RolloutBuffer
         self._meter, self._skipped = PassMeter(config), SkippedBatches(config)
@@ -76,7 +80,8 @@ class RolloutTrainer(Generic[C]):
         if config.evaluation is not None:
             ema_of = self.roles["actor"] if config.evaluation.ema else None
             chunks = self._trainers.chunks()
-            self._evaluator = Evaluator(config, data, self._engines, self._scorer, self._colocation, chunks, ema_of)
+            parts = (self._engines, self._generator, self._scorer, self._colocation)
+            self._evaluator = Evaluator(config, data, *parts, chunks, ema_of)
             self.evaluate_every = config.evaluation.every
 
     def _make_buffer(self, sampler: Sampler) -> RolloutBuffer:
@@ -84,7 +89,8 @@ class RolloutTrainer(Generic[C]):
 
     def start(self) -> None:
         """Starts every process, loads every model, and connects the actor with the engines."""
-        start_all(self._trainers, self._engines, self._rules, self._model_dir, sleep=self._config.rollout.sleep)
+        sleep = self._config.rollout.sleep
+        start_all(self._trainers, self._engines, self._services, self._model_dir, sleep=sleep)
         self._phase("connections")
         self._resharder.connect()
 
@@ -218,4 +224,4 @@ class RolloutTrainer(Generic[C]):
 
     def close(self) -> None:
         """Lets every process end by itself."""
-        close_all(self._trainers, self._engines, self._rules)
+        close_all(self._trainers, self._engines, self._services)

@@ -14,6 +14,7 @@ import numpy as np
 
 from megarl.cluster.calls import Routine, together
 from megarl.cluster.colocation import Colocation
+from megarl.cluster.conversations import Generator
 from megarl.cluster.engines import PendingRollouts, RolloutGroup
 from megarl.cluster.rollouts import Rollouts
 from megarl.config import PPOConfig, RAFTConfig
@@ -75,6 +76,7 @@ class Sampler:
         config: PPOConfig | RAFTConfig,
         prompts: Sequence[Prompt],
         engines: RolloutGroup,
+        generator: Generator,
         scorer: Scorer,
         colocation: Colocation,
         chunks: int,
@@ -84,7 +86,7 @@ class Sampler:
         begin_forwards: Callable[[Rollouts], Forwards] | None = None,
     ) -> None:
         self._stream = Stream(prompts, config.run.seed)
-        self._engines, self._scorer, self._colocation = engines, scorer, colocation
+        self._engines, self._generator, self._scorer, self._colocation = engines, generator, scorer, colocation
         self._functions = config.reward.functions
         self._prompts_per_step, self._samples_per_prompt = config.data.prompts_per_step, config.data.samples_per_prompt
         self._seed, self._chunks, self._parts = config.run.seed, chunks, config.rollout.inference_parts
@@ -104,7 +106,7 @@ class Sampler:
             prompts, rollouts, scoring, metrics = yield from self._filtered(self._dynamic, step)
         if self._greedy:
             self._colocation.to_rollout()
-            pending = self._engines.generate(greedy_requests(prompts, step=step), self._chunks)
+            pending = self._generator.generate(greedy_requests(prompts, step=step), self._chunks)
             yield pending
             greedy = pending.result()
         return (yield from self.score(prompts, rollouts, greedy, metrics, scoring, forwards=forwards))
@@ -171,7 +173,7 @@ class Sampler:
         Where the trainers have devices of their own, their scores and forward passes have begun.
         """
         requests = sample_requests([*earlier, *prompts], self._samples_per_prompt, seed=self._seed, step=step)
-        pending = self._engines.generate(requests[len(earlier) * self._samples_per_prompt :], self._chunks)
+        pending = self._generator.generate(requests[len(earlier) * self._samples_per_prompt :], self._chunks)
         if self._colocation.shared:
             yield pending
             return pending.result(), None, ()

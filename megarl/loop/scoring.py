@@ -36,7 +36,7 @@ from megarl.cluster.rollouts import Rollouts
 from megarl.cluster.scorers import RuleScorers, ScoredRows
 from megarl.cluster.trainers import RemoteRole
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
-from megarl.config.schema import Algo, Reward, RewardFunction, Scores, TruncateAt
+from megarl.config.schema import Algo, EnvironmentSettings, Reward, RewardFunction, Scores, TruncateAt
 from megarl.data.schedule import inference_schedule
 from megarl.data.stream import stable_hash
 from megarl.megatron.worker import MegatronWorker
@@ -47,8 +47,8 @@ from megarl.types import Prompt, Ragged, RoleName, SampleInfo, SampleScores, Tok
 
 Values = npt.NDArray[np.float32]
 
-REWARD_MODEL = "reward_model"
-"""Name of the reward model among the rewards; reward functions have their labels."""
+REWARD_MODEL, ENVIRONMENT = "reward_model", "environment"
+"""Names of the reward model and the environment among the rewards; reward functions have their labels."""
 
 ScoresByReward = Mapping[str, Values]
 """[N] unweighted scores by the name of the reward; those of the reward model are normalised."""
@@ -154,12 +154,18 @@ class Scorer:
         calls = [call for call in (model, functions_call) if call is not None]
         return Scoring(
             samples=rollouts.samples,
-            wait=lambda: self._gather(model, functions_call),
-            seconds=lambda: max(call.longest() for call in calls),
+            wait=lambda: self._gather(model, functions_call) | self._of_environment(rollouts),
+            seconds=lambda: max((call.longest() for call in calls), default=0.0),
             calls=calls,
             model=model,
             dense=None if dense is None else dense.chunks,
         )
+
+    def _of_environment(self, rollouts: Rollouts) -> dict[str, Values]:
+        """Returns the rewards of the environment, which came with the rollouts."""
+        if self._config.environment is None:
+            return {}
+        return {ENVIRONMENT: np.array([sample.reward for sample in rollouts.samples], dtype=np.float32)}
 
     def _gather(
         self, model: Call[dict[int, Values] | None] | None, functions: Call[ScoredRows] | None
@@ -182,9 +188,10 @@ def gather_rows(columns: Mapping[int, Values]) -> Values:
     return np.concatenate([columns[chunk] for chunk in sorted(columns)], dtype=np.float32)
 
 
-def total_scores(scores: ScoresByReward, samples: Sequence[SampleInfo], reward: Reward, shaping: Scores) -> Values:
+def total_scores(
+    scores: ScoresByReward, samples: Sequence[SampleInfo], weights: Mapping[str, float], shaping: Scores
+) -> Values:
     """Returns the weighted sum of all rewards, clipped and shaped, [N]; NaN where a reward has no score."""
-    weights = reward_weights(reward)
     total = sum((weights[name] * values for name, values in scores.items()), np.zeros(len(samples)))
     shaped = torch.as_tensor(np.asarray(total, dtype=np.float32))
     scored = shaped.isfinite()
@@ -196,11 +203,13 @@ def total_scores(scores: ScoresByReward, samples: Sequence[SampleInfo], reward: 
     return torch.where(scored, shaped, torch.nan).numpy()
 
 
-def reward_weights(reward: Reward) -> dict[str, float]:
+def reward_weights(reward: Reward, environment: EnvironmentSettings | None = None) -> dict[str, float]:
     """Returns the weight of each reward by name; 0 for a reward model that scores tokens, which is not in the sum."""
     functions = zip(labels(reward.functions), reward.functions, strict=True)
-    model = 0.0 if reward.dense else reward.weight
-    return {REWARD_MODEL: model, **{name: function.weight for name, function in functions}}
+    weights = {REWARD_MODEL: 0.0 if reward.dense else reward.weight}
+    if environment is not None:
+        weights[ENVIRONMENT] = environment.weight
+    return {**weights, **{name: function.weight for name, function in functions}}
 
 
 def score_metrics(scores: ScoresByReward) -> dict[str, float]:
@@ -247,7 +256,7 @@ def score_batch(
     samples: Sequence[SampleInfo],
     scoring: Scoring,
     greedy: Scoring | None,
-    reward: Reward,
+    weights: Mapping[str, float],
     algo: Algo,
     *,
     order: npt.NDArray[np.int64] | None,
@@ -256,10 +265,11 @@ def score_batch(
 
     Args:
         greedy: scores of the greedy responses, for algorithms that use them as a baseline.
+        weights: by reward.
         order: permutation of the scores.
     """
     by_reward = scoring.wait()
-    scores = total_scores(by_reward, scoring.samples, reward, algo.scores)
+    scores = total_scores(by_reward, scoring.samples, weights, algo.scores)
     components = np.stack(list(by_reward.values()), axis=-1)
     if order is not None:
         scores, components = scores[order], components[order]
@@ -277,8 +287,8 @@ def score_batch(
             finished=torch.as_tensor(finished),
             scored=tensor.isfinite(),
             components=torch.as_tensor(components),
-            weights=[reward_weights(reward)[name] for name in by_reward],
-            greedy_scores=None if greedy is None else _greedy_scores(greedy, samples, reward, algo.scores),
+            weights=[weights[name] for name in by_reward],
+            greedy_scores=None if greedy is None else _greedy_scores(greedy, samples, weights, algo.scores),
         )
         sequence_advantages = (
             bound(GROUP_ADVANTAGES, algo.advantage.name, algo.advantage.options)(compared).float().numpy()
@@ -296,13 +306,13 @@ def score_batch(
     )
 
 
-def sample_filter(reward: Reward, algo: Algo) -> SampleFilter:
+def sample_filter(weights: Mapping[str, float], algo: Algo) -> SampleFilter:
     """Returns the algorithm's filter, applied to the scored samples of each prompt; it drops prompts without any."""
     assert algo.filter is not None
     passes = bound(FILTERS, algo.filter.name, algo.filter.options)
 
     def keep(scores: ScoresByReward, samples: Sequence[SampleInfo]) -> npt.NDArray[np.bool_]:
-        totals, groups = total_scores(scores, samples, reward, algo.scores), group_numbers(samples)
+        totals, groups = total_scores(scores, samples, weights, algo.scores), group_numbers(samples)
         scored = np.isfinite(totals)
         members = [torch.as_tensor(totals[(groups == group) & scored]) for group in range(groups.max() + 1)]
         return np.array([len(of_prompt) > 0 and bool(passes(of_prompt)) for of_prompt in members])[groups]
@@ -326,8 +336,10 @@ def _group_metrics(scores: Values, groups: npt.NDArray[np.int64]) -> dict[str, f
     return {**metrics, "group/single": int((sizes == 1).sum())}
 
 
-def _greedy_scores(greedy: Scoring, samples: Sequence[SampleInfo], reward: Reward, shaping: Scores) -> torch.Tensor:
+def _greedy_scores(
+    greedy: Scoring, samples: Sequence[SampleInfo], weights: Mapping[str, float], shaping: Scores
+) -> torch.Tensor:
     """Returns the score of the greedy response to each sample's prompt, [N]."""
-    totals = total_scores(greedy.wait(), greedy.samples, reward, shaping)
+    totals = total_scores(greedy.wait(), greedy.samples, weights, shaping)
     of_prompt = {sample.prompt_id: total for sample, total in zip(greedy.samples, totals, strict=True)}
     return torch.tensor([of_prompt[sample.prompt_id] for sample in samples])

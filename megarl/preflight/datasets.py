@@ -165,15 +165,16 @@ def read_sets(config: StageConfig, reader: DataReader) -> Sets:
 def _prompt_sets(config: PPOConfig | RAFTConfig | EvalConfig, reader: DataReader) -> PromptSets:
     room = config.rollout.max_model_len - config.rollout.max_new_tokens
     data = None if isinstance(config, EvalConfig) else config.data
+    load = partial(load_prompts, optional=config.environment is not None)
     train: list[Prompt] = []
     if data is not None and data.prompts is not None:
         needed = ("data.prompts_per_step", data.prompts_per_step)
-        train = reader.read(load_prompts, "data.prompts", data.prompts, room, at_least=needed)
+        train = reader.read(load, "data.prompts", data.prompts, room, at_least=needed)
     elif data is not None and data.random is not None and data.random.min_tokens <= data.random.max_tokens:
         train = random_prompts(**data.random.model_dump(), vocab_size=reader.vocab_size)
     held_out: list[Prompt] = []
     if config.evaluation is not None:
-        held_out = reader.read(load_prompts, "evaluation.prompts", config.evaluation.prompts, room)
+        held_out = reader.read(load, "evaluation.prompts", config.evaluation.prompts, room)
     texts: list[Demonstration] = []
     if isinstance(config, PPOConfig) and config.ptx is not None:
         ptx = config.ptx

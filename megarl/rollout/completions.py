@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megarl.data.packing import Chunks
+from megarl.data.packing import Chunks, sample_infos
 from megarl.files import sync, write_errors
 from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
 
@@ -84,24 +84,7 @@ def _joined_masks(rows: Sequence[tuple[int, Sequence[bool] | npt.NDArray[np.bool
     return Ragged.from_rows((np.ones(length, np.bool_) if mask is None else mask for length, mask in rows), np.bool_)
 
 
-def sample_infos(index: int, chunk: RolloutChunk, prompt_ids: Sequence[str]) -> list[SampleInfo]:
-    """Returns the SampleInfo of each row of a chunk; `prompt_ids` are the names of the rows' prompts."""
-    return [
-        SampleInfo(
-            sample_id=sample_id,
-            prompt_id=prompt_ids[row],
-            chunk=index,
-            row=row,
-            prompt_tokens=len(chunk.prompt_ids[row]),
-            response_tokens=len(chunk.rollout_logprobs[row]),
-            finished=bool(chunk.finished[row]),
-            given_tokens=len(chunk.response_ids[row]) - len(chunk.rollout_logprobs[row]),
-        )
-        for row, sample_id in enumerate(chunk.sample_ids)
-    ]
-
-
-_RAGGED = ("prompt_ids", "response_ids", "rollout_logprobs", "loss_mask")
+_RAGGED = ("prompt_ids", "response_ids", "rollout_logprobs", "loss_mask", "turns", "turn_rewards")
 
 
 def save_chunks(path: Path, chunks: Sequence[RolloutChunk]) -> None:
@@ -115,6 +98,8 @@ def save_chunks(path: Path, chunks: Sequence[RolloutChunk]) -> None:
         spans = [(row, s.start, s.stop, s.version, s.engine_id) for row, of in enumerate(chunk.versions) for s in of]
         columns[f"{index}/versions"] = np.array(spans, dtype=np.int64).reshape(-1, 5)
         columns[f"{index}/sample_ids"], columns[f"{index}/finished"] = np.array(chunk.sample_ids), chunk.finished
+        if chunk.rewards is not None:
+            columns[f"{index}/rewards"] = chunk.rewards
     with write_errors(path):
         np.savez(path, **columns)  # pyright: ignore[reportArgumentType]
     sync(path)
@@ -137,6 +122,7 @@ def load_chunks(path: Path) -> list[RolloutChunk]:
                 sample_ids=tuple(own["sample_ids"].tolist()),
                 finished=own["finished"],
                 versions=tuple(map(tuple, versions)),
+                rewards=own.get("rewards"),
                 **ragged,
             )
         )
@@ -150,6 +136,9 @@ def select_rows(chunks: Chunks[RolloutChunk], rows: Sequence[tuple[int, int]]) -
         old: dict[int, Ragged] = {chunk: getattr(chunks[chunk], name) for chunk in {chunk for chunk, _ in rows}}
         return Ragged.from_rows((old[chunk][row] for chunk, row in rows), old[rows[0][0]].values.dtype)
 
+    def of_turns(name: str) -> Ragged | None:
+        return None if getattr(chunks[rows[0][0]], name) is None else column(name)
+
     def mask(chunk: RolloutChunk, row: int) -> tuple[int, npt.NDArray[np.bool_] | None]:
         return len(chunk.response_ids[row]), None if chunk.loss_mask is None else chunk.loss_mask[row]
 
@@ -161,7 +150,15 @@ def select_rows(chunks: Chunks[RolloutChunk], rows: Sequence[tuple[int, int]]) -
         finished=np.array([chunks[chunk].finished[row] for chunk, row in rows], dtype=np.bool_),
         versions=tuple(chunks[chunk].versions[row] for chunk, row in rows),
         loss_mask=_joined_masks([mask(chunks[chunk], row) for chunk, row in rows]),
+        rewards=_rewards(chunks, rows),
+        turns=of_turns("turns"),
+        turn_rewards=of_turns("turn_rewards"),
     )
+
+
+def _rewards(chunks: Chunks[RolloutChunk], rows: Sequence[tuple[int, int]]) -> npt.NDArray[np.float32] | None:
+    found = [None if (of := chunks[chunk].rewards) is None else of[row] for chunk, row in rows]
+    return None if found[0] is None else np.array(found, dtype=np.float32)
 
 
 def truncate_responses(chunk: RolloutChunk, token: int, after: int) -> RolloutChunk:

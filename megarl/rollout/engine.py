@@ -228,8 +228,8 @@ class RolloutEngine:
     def _generate(self, item: WorkItem) -> PendingChunk:
         version = self._state.usable_version()
         for request in item.requests:
-            prompt = request.prompt
-            self._check_tokens(f"prompt {prompt.prompt_id!r}", prompt.token_ids, self._rollout.max_new_tokens)
+            prompt, new_tokens = request.prompt, request.max_new_tokens or self._rollout.max_new_tokens
+            self._check_tokens(f"prompt {prompt.prompt_id!r}", prompt.token_ids, new_tokens)
         pending = PendingChunk(item)
         self._pending.add(pending)
         pending.chunk.add_done_callback(lambda _: self._pending.discard(pending))

@@ -54,7 +54,7 @@ def generation_params(rollout: RolloutConfig, request: SampleRequest, stop_token
         top_k=rollout.top_k or 0,
         seed=request.seed & _SEED_MASK,
         min_tokens=rollout.min_new_tokens,
-        max_tokens=rollout.max_new_tokens,
+        max_tokens=request.max_new_tokens or rollout.max_new_tokens,
         stop=list(rollout.stop),
         skip_special_tokens=False,  # a stop text may be a special token's
         detokenize=bool(rollout.stop),

@@ -12,10 +12,11 @@ from megarl.cluster.calls import Call, ChunkCall
 from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.rollouts import Rollouts
+from megarl.data.packing import sample_infos
 from megarl.data.stream import stable_hash
 from megarl.plan.simulation import SimulatedTime
 from megarl.resharding import SyncStats
-from megarl.rollout.completions import Response, pack_chunk, sample_infos, select_rows
+from megarl.rollout.completions import Response, pack_chunk, select_rows
 from megarl.types import SampleInfo, SampleRequest, VersionSpan, WorkItem
 from tests.loop.simulated_sync import Meeting, call_of
 

@@ -173,6 +173,7 @@ class Simulation:
             config,
             PROMPTS,
             self.engines,
+            self.engines,
             scorer,
             self.devices,
             CHUNKS,

@@ -125,7 +125,8 @@ def evaluator(*, average: bool) -> tuple[Evaluator, list[str]]:
             evaluation=evaluation(), run=SimpleNamespace(seed=0), tracking=SimpleNamespace(samples=0, tokens=False)
         ),
         "data": SimpleNamespace(tokenizer=None, held_out=[Prompt(prompt_id=id, token_ids=(1,)) for id in "ab"]),
-        "engines": SimpleNamespace(generate=lambda *_: pending, run=run),
+        "engines": SimpleNamespace(run=run),
+        "generator": SimpleNamespace(generate=lambda *_: pending),
         "scorer": SimpleNamespace(score=scored),
         "colocation": SimpleNamespace(
             to_rollout=lambda: calls.append("to rollout"),

@@ -118,7 +118,7 @@ def sampler(world: World, *, rounds: int = 0, greedy: bool = False) -> Sampler:
     )
     parts: Any = world
     dynamic = DynamicSampling(keep=differ, rounds=rounds) if rounds else None
-    return Sampler(config, PROMPTS, parts, parts, parts, 4, dynamic=dynamic, greedy=greedy)
+    return Sampler(config, PROMPTS, parts, parts, parts, parts, 4, dynamic=dynamic, greedy=greedy)
 
 
 def take(sampler: Sampler, step: int) -> Sampled:

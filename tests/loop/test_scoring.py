@@ -18,6 +18,7 @@ from megarl.loop.scoring import (
     Scorer,
     Scoring,
     gather_rows,
+    reward_weights,
     sample_filter,
     score_batch,
     shuffled_order,
@@ -70,7 +71,9 @@ def scored_batch(
         of_prompts = [sample(prompt, 0, 0, row) for row, prompt in enumerate(greedy)]
         likeliest = Scoring(samples=of_prompts, wait=lambda: {"reward_model": np.float32(list(greedy.values()))})
     scoring = Scoring(samples=samples, wait=lambda: scores)
-    return score_batch(samples, scoring, likeliest, reward or Reward(), Algo.model_validate(algo), order=order)
+    return score_batch(
+        samples, scoring, likeliest, reward_weights(reward or Reward()), Algo.model_validate(algo), order=order
+    )
 
 
 def test_columns_are_joined_in_chunk_order() -> None:
@@ -156,13 +159,13 @@ def test_the_total_is_weighted_then_clipped_and_unfinished_responses_have_a_fixe
     functions = (RewardFunction(name="here:f", weight=2.0), RewardFunction(name="there:f", weight=-1.0))
     reward = Reward(weight=3.0, functions=functions)
     scores = {"reward_model": VALUES, "f_2": VALUES * 4, "f_1": np.float32([0, 0, 0, 1, -5])}
-    assert total_scores(scores, SAMPLES, reward, Scores()).tolist() == [-1, -2, -3, -2, -15]
+    assert total_scores(scores, SAMPLES, reward_weights(reward), Scores()).tolist() == [-1, -2, -3, -2, -15]
     shapes = Scores.model_validate({"clip": 2.0, "missing_end": {"name": "replace", "score": -7.0}})
-    assert total_scores(scores, SAMPLES, reward, shapes).tolist() == [-1, -2, -7, -2, -2]
+    assert total_scores(scores, SAMPLES, reward_weights(reward), shapes).tolist() == [-1, -2, -7, -2, -2]
     one_sided = Scores.model_validate({"clip": [-2.5, 9], "missing_end": {"name": "subtract", "penalty": 0.5}})
-    assert total_scores(scores, SAMPLES, reward, one_sided).tolist() == [-1, -2, -3, -2, -2.5]
+    assert total_scores(scores, SAMPLES, reward_weights(reward), one_sided).tolist() == [-1, -2, -3, -2, -2.5]
     scored_by_token = Reward(weight=3.0, functions=functions, dense="scores")
-    assert total_scores(scores, SAMPLES, scored_by_token, Scores()).tolist() == [-4, -8, -12, -14, -30]
+    assert total_scores(scores, SAMPLES, reward_weights(scored_by_token), Scores()).tolist() == [-4, -8, -12, -14, -30]
 
 
 def test_a_sample_with_one_failed_source_has_no_score() -> None:
@@ -170,7 +173,7 @@ def test_a_sample_with_one_failed_source_has_no_score() -> None:
     functions = (RewardFunction(name="here:f"),)
     scores = {"reward_model": np.float32([1, NONE, 3, 4, 5]), "f": np.float32([1, 1, NONE, 1, 1])}
     shapes = Scores.model_validate({"clip": 4.5, "missing_end": "zero"})
-    found = total_scores(scores, SAMPLES, Reward(functions=functions), shapes)
+    found = total_scores(scores, SAMPLES, reward_weights(Reward(functions=functions)), shapes)
     assert found.tolist() == pytest.approx([2, NONE, NONE, 4.5, 4.5], nan_ok=True)
 
 
@@ -254,7 +257,7 @@ def test_the_shuffled_control_permutes_scores_over_samples() -> None:
     ],
 )
 def test_a_filter_reads_the_scored_samples_of_a_prompt(chosen: dict[str, Any], expected: list[bool]) -> None:
-    keep = sample_filter(Reward(), Algo.model_validate({"filter": chosen}))
+    keep = sample_filter(reward_weights(Reward()), Algo.model_validate({"filter": chosen}))
     assert keep({"reward_model": np.float32([0, 1, 2, 1.5, 9])}, SAMPLES).tolist() == expected
     assert not keep({"reward_model": np.float32([NONE] * 5)}, SAMPLES).any()
 

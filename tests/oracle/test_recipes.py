@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarl.algos.registry import POLICY_LOSSES, ROLLOUT_WEIGHTS, VALUE_LOSSES, bound
 from megarl.config.schema import Algo, Reward
-from megarl.loop.scoring import total_scores
+from megarl.loop.scoring import reward_weights, total_scores
 from tests.e2e.recipe_cases import CASES
 from tests.megatron.samples import random_chunks
 from tests.oracle import scores
@@ -93,7 +93,7 @@ def test_a_recipes_scores_are_shaped_as_its_source_does(name: str) -> None:
     """Except for its reward rules, which are not part of the algorithm."""
     infos = random_chunks(chunks=8)[1]
     raw = 8 * np.random.default_rng(3).normal(size=len(infos)).astype(np.float32)
-    found = total_scores({"reward_model": raw}, infos, Reward(), algo_of(name).scores)
+    found = total_scores({"reward_model": raw}, infos, reward_weights(Reward()), algo_of(name).scores)
     shapes: list[Any] = [shape for shape in CASES[name].settings.shapes if getattr(shape, "func", 0) != scores.overlong]
     samples = [
         Sample(sample_id=info.sample_id, prompt_ids=[1], response_ids=[1], finished=info.finished, score=float(score))

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from megarl.data.packing import sample_infos
 from megarl.rollout.completions import (
     Response,
     load_chunks,
     pack_chunk,
-    sample_infos,
     save_chunks,
     select_rows,
     truncate_responses,

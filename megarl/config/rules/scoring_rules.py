@@ -7,7 +7,18 @@ from collections.abc import Iterator
 from megarl.config.problems import Problem, ineffective_settings, shown
 from megarl.config.rules.model_rules import ids_in_use
 from megarl.config.rules.placement_rules import placed
-from megarl.config.schema import Algo, Cluster, Evaluation, Groups, HeldOut, Model, Reward, Rollout, Scores
+from megarl.config.schema import (
+    Algo,
+    Cluster,
+    EnvironmentSettings,
+    Evaluation,
+    Groups,
+    HeldOut,
+    Model,
+    Reward,
+    Rollout,
+    Scores,
+)
 
 
 def evaluations_have_no_weights(stage: str, reward: Reward) -> Iterator[Problem]:
@@ -18,15 +29,19 @@ def evaluations_have_no_weights(stage: str, reward: Reward) -> Iterator[Problem]
         yield from ineffective_settings("reward", reward, names, where, otherwise)
 
 
-def scores_have_a_source(stage: str, groups: Groups, reward: Reward) -> Iterator[Problem]:
-    """In training, a reward model or a function scores, with a weight that is not 0."""
+def scores_have_a_source(
+    stage: str, groups: Groups, reward: Reward, environment: EnvironmentSettings | None
+) -> Iterator[Problem]:
+    """In training, a reward model, a function or the environment scores, with a weight that is not 0."""
     if stage == "eval":
         return
     weights = [function.weight for function in reward.functions]
     if placed(groups, "reward"):
         weights.append(reward.weight)
+    if environment is not None:
+        weights.append(environment.weight)
     if not weights:
-        rule = "a group has the role reward, or reward.functions has a function"
+        rule = "a group has the role reward, reward.functions has a function, or there is an environment"
         fix = "add reward to the roles of a group, or give reward.functions"
         yield Problem("reward", "nothing scores", rule, fix)
     elif not any(weights):
@@ -132,8 +147,12 @@ def _truncation(field: str, scores: Scores, model: Model, rollout: Rollout) -> I
         yield Problem(f"{field}.truncate_at.after", str(cut.after), rule, "lower it")
 
 
-def evaluations_report_something(groups: Groups, evaluation: Evaluation | None) -> Iterator[Problem]:
-    """An evaluation has functions or a reward model."""
+def evaluations_report_something(
+    groups: Groups, evaluation: Evaluation | None, environment: EnvironmentSettings | None
+) -> Iterator[Problem]:
+    """An evaluation has functions, a reward model or an environment."""
+    if environment is not None:
+        return
     if evaluation is not None and not evaluation.functions and not placed(groups, "reward"):
         otherwise = "place the role reward" if isinstance(evaluation, HeldOut) else "remove evaluation"
         rule = "has functions to report, or a group has the role reward"

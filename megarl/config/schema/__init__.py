@@ -33,7 +33,14 @@ from megarl.config.schema.inputs import (
     TextData,
     read_hf_config,
 )
-from megarl.config.schema.scoring_sections import Evaluation, HeldOut, PeriodicEvaluation, Reward, RewardFunction
+from megarl.config.schema.scoring_sections import (
+    EnvironmentSettings,
+    Evaluation,
+    HeldOut,
+    PeriodicEvaluation,
+    Reward,
+    RewardFunction,
+)
 from megarl.config.schema.stage_configs import (
     STAGES,
     EvalConfig,
@@ -78,6 +85,7 @@ __all__ = [
     "CustomAdvantage",
     "CustomFunction",
     "EarlyStop",
+    "EnvironmentSettings",
     "EvalConfig",
     "Evaluation",
     "Fault",

@@ -67,6 +67,27 @@ class Reward(Section):
     """Give each sample of a step the score of another one: a control run, in which there is nothing to learn."""
 
 
+class EnvironmentSettings(Section):
+    """What the model talks to, in conversations of several turns; see docs/environments.md."""
+
+    name: str
+    """A built-in environment, or package.module:Class of your own."""
+    args: Mapping[str, Any] = {}
+    """Keyword arguments for the class."""
+    weight: float = 1.0
+    """Factor of its reward in the score."""
+    max_turns: Count = 16
+    """Turns of the model in a conversation. Each may have rollout.max_new_tokens, all of it rollout.max_model_len."""
+    processes: Count = 1
+    """Processes of the environments, which share the conversations of a step."""
+    concurrency: Count = 256
+    """Conversations in progress at once in each process."""
+    time_limit: Positive = 60.0
+    """How long a call of reset, step or close may take, seconds; after that the conversation begins anew."""
+    retries: Natural = 1
+    """How often a conversation that failed begins anew; then it has no score."""
+
+
 class Evaluation(Section):
     """Held-out prompts, answered and scored, and not trained on."""
 

@@ -11,7 +11,7 @@ from megarl.config.schema.algo import Algo, Scores
 from megarl.config.schema.base import Section, parse_devices
 from megarl.config.schema.cluster_sections import Cluster, Groups, Resharding, RoleConfig, Rollout
 from megarl.config.schema.inputs import Model, PairData, PromptData, TextData
-from megarl.config.schema.scoring_sections import HeldOut, PeriodicEvaluation, Reward
+from megarl.config.schema.scoring_sections import EnvironmentSettings, HeldOut, PeriodicEvaluation, Reward
 from megarl.config.schema.training_sections import (
     PTX,
     Actor,
@@ -162,6 +162,8 @@ class PPOConfig(TrainingConfig):
     """Pretraining texts, on which the actor is trained together with the rollouts; null is none."""
     reward: Reward = Reward()
     """The score of a response."""
+    environment: EnvironmentSettings | None = None
+    """What the model talks to; null: a response is one turn."""
     evaluation: PeriodicEvaluation | None = None
     """Held-out prompts."""
     resharding: Resharding = Resharding()
@@ -202,6 +204,8 @@ class RAFTConfig(TrainingConfig):
     """The policy's training."""
     reward: Reward = Reward()
     """The score of a response."""
+    environment: EnvironmentSettings | None = None
+    """What the model talks to; null: a response is one turn."""
     evaluation: PeriodicEvaluation | None = None
     """Held-out prompts."""
     resharding: Resharding = Resharding()
@@ -227,6 +231,8 @@ class EvalConfig(RunConfig):
     """The prompts, and the functions to report."""
     reward: Reward = Reward()
     """The reward model, and the processes of the evaluation's functions."""
+    environment: EnvironmentSettings | None = None
+    """What the model talks to; null: a response is one turn."""
 
 
 STAGES: Final[Mapping[str, type[RunConfig]]] = {

@@ -1,0 +1,100 @@
+"""The processes of a run that hold conversations, between their environments and the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from megarl.cluster.calls import Call, ChunkCall
+from megarl.cluster.engines import PendingRollouts, RolloutGroup
+from megarl.cluster.rollouts import work_items
+from megarl.cluster.session import Session
+from megarl.cluster.workers import WorkerGroup
+from megarl.config import EvalConfig, PPOConfig, RAFTConfig
+from megarl.environments.chat_session import TurnLimits
+from megarl.environments.environment_process import EnvironmentProcess, TurnRequest
+from megarl.types import RolloutChunk, SampleInfo, SampleRequest
+
+
+class Generator(Protocol):
+    """What generates responses: engines, or conversations with them."""
+
+    def generate(self, requests: Sequence[SampleRequest], chunks: int) -> PendingRollouts: ...
+
+
+class ConversationGroup(WorkerGroup[EnvironmentProcess]):
+    """Processes that run conversations, whose turns the engines sample; spread over the nodes, without a device.
+
+    Each process is asked for turns as long as it has conversations. A turn goes to the engine that sampled the one
+    before it, which has its prefix, if that has room.
+    """
+
+    def __init__(
+        self, session: Session, config: PPOConfig | RAFTConfig | EvalConfig, model_dir: str, engines: RolloutGroup
+    ) -> None:
+        assert config.environment is not None
+        settings, rollout = config.environment, config.rollout
+        data = config.evaluation if isinstance(config, EvalConfig) else config.data
+        limits = TurnLimits(context=rollout.max_model_len, turn=rollout.max_new_tokens, turns=settings.max_turns)
+        tokenizer, arguments = config.model.tokenizer_directory(model_dir), data.chat_template_kwargs
+        devices, count = len(session.placement.slots), settings.processes
+        args = (settings, tokenizer, arguments, limits)
+        processes = [
+            session.launch_stepping_at(f"environments {index}", index * devices // count, EnvironmentProcess, *args)
+            for index in range(count)
+        ]
+        super().__init__(session, "environments", processes)
+        self._engines = engines
+        self._running = [0] * count  # items of each process
+
+    def start(self) -> Call[None]:
+        """Starts the processes, and returns at once."""
+        return self.call(EnvironmentProcess.start)
+
+    def close(self) -> Call[None]:
+        """Lets every process end by itself; returns at once."""
+        return self.call(EnvironmentProcess.close)
+
+    def generate(self, requests: Sequence[SampleRequest], chunks: int) -> PendingRollouts:
+        """Holds a conversation per request; returns at once. See `RolloutGroup.generate`."""
+        items = work_items(requests, chunks)
+        pending = PendingRollouts(items=items, engines=self._engines)
+        for item in items:
+            process = item.chunk % len(self.processes)
+            call = self.call_one(process, EnvironmentProcess.generate, item, [item.chunk])
+            call.then = partial(self._finish, process, item.chunk, pending, call)
+            self._running[process] += 1
+            if self._running[process] == 1:
+                self._ask(process)
+        return pending
+
+    def _finish(
+        self, process: int, chunk: int, pending: PendingRollouts, call: ChunkCall[list[SampleInfo], RolloutChunk]
+    ) -> None:
+        self._running[process] -= 1
+        pending.answers[chunk] = call
+
+    def _ask(self, process: int) -> None:
+        """Asks a process for turns."""
+        call: Call[list[TurnRequest]] = self.submit(
+            EnvironmentProcess.next_turns, [()], processes=[self.processes[process]]
+        )
+        call.then = partial(self._sample, process, call)
+
+    def _sample(self, process: int, call: Call[list[TurnRequest]]) -> None:
+        """Lets the engines sample turns, and asks for further ones."""
+        for turn in call.results[0]:
+            self._engines.sample(turn.request, partial(self._answer, process, turn.number))
+        if self._running[process]:
+            self._ask(process)
+
+    def _answer(self, process: int, number: int, call: ChunkCall[list[SampleInfo], RolloutChunk]) -> None:
+        self.call_at(process, EnvironmentProcess.answer, number, call.chunks)
+
+
+def launch_conversations(
+    config: PPOConfig | RAFTConfig | EvalConfig, session: Session, model_dir: str, engines: RolloutGroup
+) -> ConversationGroup | None:
+    """Launches the processes of the environments, and returns at once; None without an environment."""
+    return None if config.environment is None else ConversationGroup(session, config, model_dir, engines)

@@ -1,0 +1,111 @@
+"""The record of a conversation: the ids that the model has read and written, exactly as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from megarl.types import RolloutChunk, SampleRequest, VersionSpan
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledTurn:
+    """What an engine has sampled in a turn, with the columns of a `RolloutChunk`'s row."""
+
+    token_ids: tuple[int, ...]
+    logprobs: npt.NDArray[np.float32]
+    finished: bool
+    versions: tuple[VersionSpan, ...]
+
+    @classmethod
+    def of(cls, chunk: RolloutChunk, row: int = 0) -> SampledTurn:
+        return cls(
+            token_ids=tuple(chunk.response_ids[row].tolist()),
+            logprobs=chunk.rollout_logprobs[row],
+            finished=bool(chunk.finished[row]),
+            versions=chunk.versions[row],
+        )
+
+
+@dataclass(kw_only=True)
+class Branch:
+    """Ids that only grow: a prompt, and then turns with what was given between them.
+
+    Args:
+        prompt: before the first turn.
+        response: all that follows.
+        loss_mask: by id of the response, whether it was sampled.
+        turns: sampled tokens up to the end of each turn.
+    """
+
+    prompt: tuple[int, ...]
+    response: list[int] = field(default_factory=list[int])
+    loss_mask: list[bool] = field(default_factory=list[bool])
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[VersionSpan] = field(default_factory=list[VersionSpan])
+    turns: list[int] = field(default_factory=list[int])
+    rewards: list[float] = field(default_factory=list[float])
+    finished: bool = False
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All ids, the prompt of the next turn."""
+        return (*self.prompt, *self.response)
+
+    def give(self, ids: Sequence[int]) -> None:
+        """Adds ids that the model did not write."""
+        self.response += ids
+        self.loss_mask += [False] * len(ids)
+
+    def add(self, turn: SampledTurn) -> None:
+        """Adds what the model has written."""
+        start = len(self.logprobs)
+        self.response += turn.token_ids
+        self.loss_mask += [True] * len(turn.token_ids)
+        self.logprobs += turn.logprobs.tolist()
+        self.versions += [replace(span, start=start + span.start, stop=start + span.stop) for span in turn.versions]
+        self.turns.append(len(self.logprobs))
+        self.rewards.append(0.0)
+        self.finished = turn.finished
+
+    def drop_unanswered(self) -> None:
+        """Removes what was given after the last turn; the model has answered nothing to it."""
+        while self.loss_mask and not self.loss_mask[-1]:
+            self.response.pop()
+            self.loss_mask.pop()
+
+
+@dataclass(kw_only=True)
+class Conversation:
+    """A conversation of one request.
+
+    Args:
+        failure: why it has no score; None of one that went well.
+        metrics: of the environment.
+    """
+
+    request: SampleRequest
+    branches: list[Branch] = field(default_factory=list[Branch])
+    failure: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def branch(self) -> Branch:
+        """The one that grows."""
+        return self.branches[-1]
+
+    @property
+    def turns(self) -> int:
+        return sum(len(branch.turns) for branch in self.branches)
+
+    @property
+    def reward(self) -> float:
+        """The sum over all turns; NaN of a failed conversation."""
+        if self.failure is not None:
+            return float("nan")
+        return sum(reward for branch in self.branches for reward in branch.rewards)

@@ -1,0 +1,110 @@
+"""The environment of a conversation: what users implement, and what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.data.tokenizer import Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentTask:
+    """What a conversation is about: a row of the data.
+
+    Args:
+        prompt_id: of the row.
+        messages: of the row's prompt, one of the user for a plain text; empty without a prompt.
+        fields: the other columns of the row.
+    """
+
+    prompt_id: str
+    messages: Sequence[Message] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """A call of a tool, as the model wrote it; `problem` says why the text of a call cannot be read."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    call_id: str = ""
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """What the model wrote in a turn.
+
+    Args:
+        text: all of it, without the end token.
+        content: without thoughts and calls of tools.
+        finished: False if the turn was cut off at a length limit.
+    """
+
+    text: str
+    content: str
+    token_ids: tuple[int, ...]
+    finished: bool
+    thoughts: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def message(self) -> Message:
+        """Returns the action as a message for chat templates."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.thoughts is not None:
+            message["reasoning_content"] = self.thoughts
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"type": "function", "id": call.call_id, "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What the environment answers to a turn, or begins with.
+
+    Args:
+        messages: that follow, or a text that follows as it is, without a chat template.
+        reward: of the turn.
+        done: whether the conversation ends here, on its own terms; the messages are then not used.
+        truncated: whether it ends here by a limit of the environment.
+        metrics: numbers about the turn; a run reports the mean over conversations of the last of each name.
+    """
+
+    messages: Sequence[Message] | str = ()
+    reward: float = 0.0
+    done: bool = False
+    truncated: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+class Environment:
+    """One conversation's environment; methods may be `async`. Each conversation has an object of its own.
+
+    Attributes:
+        tools: JSON schemas of the tools that are offered to the model.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def reset(self, task: EnvironmentTask, seed: int) -> Any:
+        """Begins: returns messages, a text, or an `Observation`; may be `async`.
+
+        Args:
+            seed: 64 bit, of whatever is random in the environment; the same in every run.
+        """
+        del seed
+        return task.messages
+
+    def step(self, action: Action) -> Any:
+        """Answers a turn with an `Observation`; may be `async`."""
+        raise NotImplementedError(f"{type(self).__name__}.step")
+
+    def close(self) -> Any:
+        """Ends; is called once, also if something failed; may be `async`."""

@@ -1,0 +1,299 @@
+"""Runs conversations: the environments in a child process that can be ended, the turns by the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from megarl.config.schema import EnvironmentSettings
+from megarl.data.packing import Chunks, sample_infos
+from megarl.data.tokenizer import Message, Tokenizer, load_tokenizer
+from megarl.environments.chat import ChatRenderer, TemplateRenderer
+from megarl.environments.chat_session import ChatSession, TurnLimits
+from megarl.environments.conversation import Branch, Conversation, SampledTurn
+from megarl.environments.environment import EnvironmentTask
+from megarl.environments.environment_child import CallFailure, EnvironmentCall, Method, Reply
+from megarl.remote import remote
+from megarl.rewards.reward_worker import ChildProcess
+from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, WorkItem
+
+_HEARTBEAT_S = 5.0
+"""A call for turns returns after this time, also without any."""
+
+
+class FailedEnvironmentError(Exception):
+    """An environment failed; the message says how."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnRequest:
+    """A turn that a conversation waits for; `number` is unique in its process."""
+
+    number: int
+    request: SampleRequest
+
+
+class EnvironmentChild:
+    """The child process of the environments; all methods are called in one event loop."""
+
+    def __init__(self, settings: EnvironmentSettings) -> None:
+        self._process = ChildProcess("megarl.environments.environment_child", settings, "environments")
+        self._limit_s = settings.time_limit
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Reply | CallFailure]] = {}
+        self._reader: threading.Thread | None = None
+        self._connection: Connection[Any, Any] | None = None
+
+    def start(self) -> None:
+        """Starts the child if it is not running; a RunError if the environment cannot be loaded."""
+        self._connection = self._process.start()
+
+    async def call(self, conversation: int, method: Method, *args: Any) -> Reply:
+        """Calls a method of a conversation's environment.
+
+        Raises:
+            FailedEnvironmentError: it failed, took too long or ended the process.
+        """
+        if self._reader is None:
+            self.start()
+            assert self._connection is not None
+            reading = (asyncio.get_running_loop(), self._connection)
+            self._reader = threading.Thread(target=self._read, args=reading, daemon=True)
+            self._reader.start()
+        assert self._connection is not None
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        call = EnvironmentCall(number=number, conversation=conversation, method=method, args=args)
+        try:
+            self._connection.send(call)
+            reply = await asyncio.wait_for(answer, self._limit_s)
+        except TimeoutError:
+            self._end(f"another call of this process took longer than {self._limit_s:g} s")
+            raise FailedEnvironmentError(
+                f"{method} took longer than environment.time_limit = {self._limit_s:g} s"
+            ) from None
+        except OSError as error:
+            raise FailedEnvironmentError(f"the process of the environments has ended: {error}") from error
+        finally:
+            self._waiting.pop(number, None)
+        if isinstance(reply, CallFailure):
+            raise FailedEnvironmentError(reply.reason)
+        return reply
+
+    def close(self) -> None:
+        self._process.close()
+
+    def _end(self, reason: str) -> str:
+        """Ends the child, and fails all calls in progress; the next one gets a new child."""
+        self._reader = None
+        status = self._process.close()
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_result(CallFailure(reason=reason or f"the process of the environments ended with {status}"))
+        return status
+
+    def _read(self, loop: asyncio.AbstractEventLoop, connection: Connection[Any, Any]) -> None:
+        """Runs in a thread: hands answers to the event loop, until the child ends."""
+        while True:
+            try:
+                number, answer = connection.recv()
+            except (EOFError, OSError):
+                loop.call_soon_threadsafe(self._lost, connection)
+                return
+            loop.call_soon_threadsafe(self._answered, number, answer)
+
+    def _answered(self, number: int, answer: Reply | CallFailure) -> None:
+        if (waiting := self._waiting.get(number)) is not None and not waiting.done():
+            waiting.set_result(answer)
+
+    def _lost(self, connection: Connection[Any, Any]) -> None:
+        if connection is self._connection and self._reader is not None:
+            self._end("")
+
+
+class EnvironmentProcess:
+    """Runs the conversations of work items, many at a time.
+
+    Who owns the process lets engines sample the turns that `next_turns` returns, and hands them in with `answer`. An
+    event loop in a thread has all conversations; methods are called in another thread, and return at once.
+
+    Args:
+        tokenizer: directory.
+        template_arguments: of the chat template.
+    """
+
+    def __init__(
+        self,
+        settings: EnvironmentSettings,
+        tokenizer: str,
+        template_arguments: Mapping[str, Any],
+        limits: TurnLimits,
+    ) -> None:
+        self._settings, self._limits = settings, limits
+        self._tokenizer_directory, self._template_arguments = tokenizer, template_arguments
+        self._child = EnvironmentChild(settings)
+        self._loop = asyncio.new_event_loop()
+        self._numbers = itertools.count()
+        self._turns: list[TurnRequest] = []
+        self._sampling: dict[int, asyncio.Future[SampledTurn]] = {}
+        self._asked: Future[list[TurnRequest]] | None = None
+        self._running = 0
+        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._tokenizer: Tokenizer
+        self._renderer: ChatRenderer
+
+    @remote(phase="start")
+    def start(self) -> None:
+        """Loads the tokenizer and the environment; a RunError if that fails."""
+        self._tokenizer = load_tokenizer(self._tokenizer_directory)
+        self._renderer = TemplateRenderer(self._tokenizer, self._template_arguments)
+        self._child.start()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def step(self) -> bool:
+        """Does nothing: the event loop has a thread of its own."""
+        return False
+
+    @remote(phase="rollout")
+    def generate(self, item: WorkItem) -> Future[tuple[dict[int, RolloutChunk], list[SampleInfo]]]:
+        """Starts one conversation per request; the chunk comes when all of them have ended."""
+        return asyncio.run_coroutine_threadsafe(self._generate(item), self._loop)
+
+    @remote(phase="rollout")
+    def next_turns(self) -> Future[list[TurnRequest]]:
+        """Returns turns to sample, as soon as there are any; none where no conversation is left, or for a heartbeat."""
+        asked: Future[list[TurnRequest]] = Future()
+        self._loop.call_soon_threadsafe(self._ask, asked)
+        return asked
+
+    @remote(phase="rollout")
+    def answer(self, number: int, rollouts: Chunks[RolloutChunk]) -> None:
+        """Hands in a turn, the row of the first chunk."""
+        self._loop.call_soon_threadsafe(self._answered, number, SampledTurn.of(rollouts[0]))
+
+    @remote(phase="start")
+    def close(self) -> None:
+        """Ends the child process and its children."""
+        self._child.close()
+
+    def _ask(self, asked: Future[list[TurnRequest]]) -> None:
+        self._asked = asked
+        self._loop.call_later(_HEARTBEAT_S, self._hand_out, asked)
+        if self._turns or not self._running:
+            self._hand_out(asked)
+
+    def _hand_out(self, asked: Future[list[TurnRequest]] | None) -> None:
+        """Answers a call for turns that has no answer yet."""
+        if asked is not None and asked is self._asked:
+            turns, self._turns, self._asked = self._turns, [], None
+            asked.set_result(turns)
+
+    def _answered(self, number: int, turn: SampledTurn) -> None:
+        if (waiting := self._sampling.pop(number, None)) is not None and not waiting.done():
+            waiting.set_result(turn)
+
+    async def _sample(self, request: SampleRequest) -> SampledTurn:
+        number = next(self._numbers)
+        turn = self._sampling[number] = self._loop.create_future()
+        self._turns.append(TurnRequest(number=number, request=request))
+        self._loop.call_soon(lambda: self._hand_out(self._asked))  # with those of the same moment
+        return await turn
+
+    async def _generate(self, item: WorkItem) -> tuple[dict[int, RolloutChunk], list[SampleInfo]]:
+        self._running += 1
+        try:
+            conversations = await asyncio.gather(*(self._converse(request) for request in item.requests))
+        finally:
+            self._running -= 1
+            self._hand_out(None if self._running else self._asked)
+        chunk = pack_conversations(conversations, self._tokenizer.end_token_id)
+        names = [conversation.request.prompt.prompt_id for conversation in conversations]
+        return {item.chunk: chunk}, sample_infos(item.chunk, chunk, names)
+
+    async def _converse(self, request: SampleRequest) -> Conversation:
+        """Runs a conversation; one that fails begins anew, as often as the configuration says."""
+        async with self._slots:
+            conversation = Conversation(request=request)
+            for _ in range(1 + self._settings.retries):
+                conversation = Conversation(request=request)
+                try:
+                    await self._attempt(conversation)
+                except (FailedEnvironmentError, ValueError) as error:
+                    conversation.failure = str(error)
+                else:
+                    break
+            if conversation.failure is not None:
+                print(f"conversation {request.sample_id} failed: {conversation.failure}", flush=True)
+            return conversation
+
+    async def _attempt(self, conversation: Conversation) -> None:
+        request, number = conversation.request, next(self._numbers)
+        session = ChatSession(conversation, self._renderer, self._sample, self._limits)
+        prompt = request.prompt
+        text = "" if prompt.messages is not None else self._tokenizer.decode(prompt.token_ids)
+        user: list[Message] = [{"role": "user", "content": text}] if prompt.token_ids else []
+        task = EnvironmentTask(prompt_id=prompt.prompt_id, messages=prompt.messages or user, fields=prompt.fields)
+        try:
+            reply = await self._child.call(number, "reset", task, request.seed)
+            await self._turns_of(session, number, reply)
+        finally:
+            with suppress(FailedEnvironmentError):
+                await self._child.call(number, "close")
+
+    async def _turns_of(self, session: ChatSession, number: int, reply: Reply) -> None:
+        """Takes turns until the environment or a limit ends the conversation."""
+        chat: list[Message] = []
+        while not (reply.observation.done or reply.observation.truncated):
+            given = reply.observation.messages
+            chat = chat if isinstance(given, str) else [*chat, *given]
+            action = await session.turn(given if isinstance(given, str) else chat, reply.tools)
+            if action is None:
+                session.conversation.branch.finished = False
+                return
+            reply = await self._child.call(number, "step", action)
+            session.reward(reply.observation.reward)
+            session.conversation.metrics.update(reply.observation.metrics)
+            chat.append(action.message)
+            if not action.finished:
+                return
+        if reply.observation.truncated and session.conversation.branches:
+            session.conversation.branch.finished = False
+
+
+def pack_conversations(conversations: Sequence[Conversation], filler: int) -> RolloutChunk:
+    """Returns the chunk of some conversations, a row each.
+
+    Args:
+        filler: the prompt of one that failed before its first turn.
+    """
+    rows = [_row(conversation, filler) for conversation in conversations]
+    return RolloutChunk(
+        sample_ids=tuple(conversation.request.sample_id for conversation in conversations),
+        prompt_ids=Ragged.from_rows((row.prompt for row in rows), np.int32),
+        response_ids=Ragged.from_rows((row.response for row in rows), np.int32),
+        rollout_logprobs=Ragged.from_rows((row.logprobs for row in rows), np.float32),
+        finished=np.array([row.finished for row in rows], dtype=np.bool_),
+        versions=tuple(tuple(row.versions) for row in rows),
+        loss_mask=Ragged.from_rows((row.loss_mask for row in rows), np.bool_),
+        rewards=np.array([conversation.reward for conversation in conversations], dtype=np.float32),
+        turns=Ragged.from_rows((row.turns for row in rows), np.int32),
+        turn_rewards=Ragged.from_rows((row.rewards for row in rows), np.float32),
+    )
+
+
+def _row(conversation: Conversation, filler: int) -> Branch:
+    if len(conversation.branches) > 1 and conversation.failure is None:
+        conversation.failure = "its chat template rewrites earlier turns"
+    if not conversation.branches:
+        conversation.failure = conversation.failure or "its first prompt leaves no room for a turn"
+        return Branch(prompt=(filler,))
+    return conversation.branch
