@@ -1,7 +1,7 @@
 """The records that cross a boundary: frozen, keyword-only, free of torch.
 
 Columns are numpy arrays, which a reader in another process maps from the object store without a copy.
-Shape legend: N rows (samples) of a chunk, T all tokens of a column, P prompt tokens, R response tokens.
+Shape legend: N rows (samples) of a chunk, T all tokens of a column.
 """
 
 from __future__ import annotations
@@ -142,8 +142,7 @@ class SampleRequest:
     Args:
         sample_id: unique among the requests of a step.
         seed: 64 bit.
-        temperature: 0 is greedy; None is that of the configuration.
-        max_new_tokens: None is that of the configuration.
+        temperature, max_new_tokens: None is that of the configuration; temperature 0 is greedy.
     """
 
     sample_id: str
@@ -155,10 +154,11 @@ class SampleRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkItem:
-    """One or more neighbouring requests of a step, whose responses are the rows of the chunk with index ``chunk``."""
+    """Neighbouring requests of a step, the rows of chunk ``chunk``; ``engine`` has the beginning of their prompts."""
 
     chunk: int
     requests: tuple[SampleRequest, ...]
+    engine: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,11 +292,10 @@ class StepContext:
 
     Args:
         kl_coef: of the KL penalty, per nat.
-        version: of the actor's weights before the update.
-        max_staleness: how much older the weights may be that sampled a token.
-        groups: number of prompts.
+        version: of the actor's weights before the update; those that sampled are at most ``max_staleness`` older.
         value_norm: moments of the value normaliser; None without one.
         dense: of a reward model that scores every token; None where responses have one score.
+        turn_rewards: factor of the rewards of turns; None where the score has them.
     """
 
     kl_coef: float
@@ -305,6 +304,7 @@ class StepContext:
     max_staleness: int = 0
     value_norm: Mapping[str, float] | None = None
     dense: TokenRewardScale | None = None
+    turn_rewards: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
-from megarl.cluster.calls import Call, ChunkCall
+from megarl.cluster.calls import Call, ChunkCall, Process
 from megarl.cluster.engines import PendingRollouts, RolloutGroup
 from megarl.cluster.rollouts import work_items
 from megarl.cluster.session import Session
@@ -14,7 +14,8 @@ from megarl.cluster.workers import WorkerGroup
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.environments.chat_session import TurnLimits
 from megarl.environments.environment_process import EnvironmentProcess, TurnRequest
-from megarl.types import RolloutChunk, SampleInfo, SampleRequest
+from megarl.rollout.engine import RolloutEngine
+from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
 
 
 class Generator(Protocol):
@@ -47,6 +48,7 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
         super().__init__(session, "environments", processes)
         self._engines = engines
         self._running = [0] * count  # items of each process
+        self._engine_of: dict[str, Process[RolloutEngine]] = {}  # that sampled the last turn of a conversation
 
     def start(self) -> Call[None]:
         """Starts the processes, and returns at once."""
@@ -63,17 +65,19 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
         for item in items:
             process = item.chunk % len(self.processes)
             call = self.call_one(process, EnvironmentProcess.generate, item, [item.chunk])
-            call.then = partial(self._finish, process, item.chunk, pending, call)
+            call.then = partial(self._finish, process, item, pending, call)
             self._running[process] += 1
             if self._running[process] == 1:
                 self._ask(process)
         return pending
 
     def _finish(
-        self, process: int, chunk: int, pending: PendingRollouts, call: ChunkCall[list[SampleInfo], RolloutChunk]
+        self, process: int, item: WorkItem, pending: PendingRollouts, call: ChunkCall[list[SampleInfo], RolloutChunk]
     ) -> None:
         self._running[process] -= 1
-        pending.answers[chunk] = call
+        for request in item.requests:
+            self._engine_of.pop(request.sample_id, None)
+        pending.answers[item.chunk] = call
 
     def _ask(self, process: int) -> None:
         """Asks a process for turns."""
@@ -85,12 +89,15 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
     def _sample(self, process: int, call: Call[list[TurnRequest]]) -> None:
         """Lets the engines sample turns, and asks for further ones."""
         for turn in call.results[0]:
-            self._engines.sample(turn.request, partial(self._answer, process, turn.number))
+            last = self._engine_of.get(turn.conversation)
+            engine = None if last is None else self._engines.index(last)
+            self._engines.sample(turn.request, partial(self._answer, process, turn), engine=engine)
         if self._running[process]:
             self._ask(process)
 
-    def _answer(self, process: int, number: int, call: ChunkCall[list[SampleInfo], RolloutChunk]) -> None:
-        self.call_at(process, EnvironmentProcess.answer, number, call.chunks)
+    def _answer(self, process: int, turn: TurnRequest, call: ChunkCall[list[SampleInfo], RolloutChunk]) -> None:
+        self._engine_of[turn.conversation] = call.processes[0]
+        self.call_at(process, EnvironmentProcess.answer, turn.number, call.chunks)
 
 
 def launch_conversations(

@@ -164,10 +164,17 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self._assign()
         return pending
 
-    def sample(self, request: SampleRequest, done: Finished) -> None:
-        """Generates one response, the row of chunk 0 of the call that `done` gets; returns at once."""
-        self._push(WorkItem(chunk=0, requests=(request,)), done)
+    def sample(self, request: SampleRequest, done: Finished, *, engine: int | None = None) -> None:
+        """Generates one response, the row of chunk 0 of the call that `done` gets; returns at once.
+
+        The engine that has the prompt's beginning in its cache, `engine`, takes the request if it has room.
+        """
+        self._push(WorkItem(chunk=0, requests=(request,), engine=engine), done)
         self._assign()
+
+    def index(self, process: Process[RolloutEngine]) -> int | None:
+        """Returns the number of an engine; None if it was replaced."""
+        return self.processes.index(process) if process in self.processes else None
 
     def _push(self, item: WorkItem, done: Finished) -> None:
         heapq.heappush(self._waiting, (next(self._numbers), item, done))
@@ -277,12 +284,13 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
     def _assign(self) -> None:
         """Gives waiting items to engines with room."""
         while self._waiting:
-            able = (engine for engine in range(len(self.processes)) if engine not in self._held)
-            free = [engine for engine in able if self._in_progress[engine] < self._room[engine]]
+            able = set(range(len(self.processes))) - self._held
+            free = [engine for engine in sorted(able) if self._in_progress[engine] < self._room[engine]]
             if not free:
                 return
-            engine = min(free, key=lambda index: self._in_progress[index] / self._room[index])
             number, item, done = heapq.heappop(self._waiting)
+            least = min(free, key=lambda index: self._in_progress[index] / self._room[index])
+            engine = item.engine if item.engine in free else least
             self._count(engine, len(item.requests))
             call = self.call_one(engine, RolloutEngine.generate, item, [item.chunk])
             call.then = partial(self._finish, engine, self.processes[engine], item, done, call)

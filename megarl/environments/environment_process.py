@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,9 +37,15 @@ class FailedEnvironmentError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class TurnRequest:
-    """A turn that a conversation waits for; `number` is unique in its process."""
+    """A turn that a conversation waits for.
+
+    Args:
+        number: unique in its process.
+        conversation: the sample id of its request.
+    """
 
     number: int
+    conversation: str
     request: SampleRequest
 
 
@@ -201,10 +208,10 @@ class EnvironmentProcess:
         if (waiting := self._sampling.pop(number, None)) is not None and not waiting.done():
             waiting.set_result(turn)
 
-    async def _sample(self, request: SampleRequest) -> SampledTurn:
+    async def _sample(self, conversation: str, request: SampleRequest) -> SampledTurn:
         number = next(self._numbers)
         turn = self._sampling[number] = self._loop.create_future()
-        self._turns.append(TurnRequest(number=number, request=request))
+        self._turns.append(TurnRequest(number=number, conversation=conversation, request=request))
         self._loop.call_soon(lambda: self._hand_out(self._asked))  # with those of the same moment
         return await turn
 
@@ -237,7 +244,7 @@ class EnvironmentProcess:
 
     async def _attempt(self, conversation: Conversation) -> None:
         request, number = conversation.request, next(self._numbers)
-        session = ChatSession(conversation, self._renderer, self._sample, self._limits)
+        session = ChatSession(conversation, self._renderer, partial(self._sample, request.sample_id), self._limits)
         prompt = request.prompt
         text = "" if prompt.messages is not None else self._tokenizer.decode(prompt.token_ids)
         user: list[Message] = [{"role": "user", "content": text}] if prompt.token_ids else []

@@ -132,7 +132,8 @@ def experience_metrics(
         corrected: [B, R], weights of the rollouts, 0 outside the trust region; None without corrections.
     """
     scored, mask = batch.scored, batch.scored_mask
-    scores = batch.scores if batch.dense is None else (advantages.rewards - advantages.penalties).sum(-1)
+    of_tokens = batch.dense is not None or batch.turn_rewards is not None
+    scores = (advantages.rewards - advantages.penalties).sum(-1) if of_tokens else batch.scores
     columns = (scores[scored], advantages.penalties[scored], batch.mask[scored])
     metrics = {**objective_metrics(*columns, reduce=reduce), "objective/kl_coef": context.kl_coef}
     if values is not None and advantages.returns is not None:

@@ -84,6 +84,7 @@ class PaddedBatch:
         ref: [B, R] nats.
         values: [B, R], the critic's raw output.
         dense: [B, R] each, the reward model's raw scores before and after each token.
+        turn_rewards: [B, R], the reward of each turn at its last token; None where the score has them.
         versions: [B, R] int64, version of the weights that sampled each token; 0 off the mask.
     """
 
@@ -98,6 +99,7 @@ class PaddedBatch:
     ref: Tensor | None
     values: Tensor | None
     dense: tuple[Tensor, Tensor] | None
+    turn_rewards: Tensor | None
     versions: Tensor
 
     @property
@@ -133,6 +135,7 @@ def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, context: Ste
         ref=padded(columns.ref_logprobs),
         values=padded(columns.values),
         dense=None if columns.dense is None else _padded_dense([columns.dense[i] for i in chunks], lengths, mask),
+        turn_rewards=_turn_rewards(chunks, mask, context.turn_rewards),
         versions=align(_concatenate([_versions(chunk) for chunk in chunks.values()], np.int64), mask),
     )
 
@@ -145,6 +148,21 @@ def by_chunk(values: Tensor, mask: Tensor, chunks: Mapping[int, RolloutChunk]) -
         i: Ragged(values=part.numpy().copy(), offsets=of_chunk)
         for i, part, of_chunk in zip(chunks, parts, offsets, strict=True)
     }
+
+
+def _turn_rewards(chunks: Mapping[int, RolloutChunk], mask: Tensor, factor: float | None) -> Tensor | None:
+    """[B, R], the rewards of turns, times the factor."""
+    if factor is None:
+        return None
+    placed = torch.zeros(mask.shape)
+    row = 0
+    for chunk in chunks.values():
+        assert chunk.turns is not None
+        assert chunk.turn_rewards is not None
+        for ends, rewards in zip(chunk.turns, chunk.turn_rewards, strict=True):
+            placed[row, torch.from_numpy(ends.astype(np.int64)) - 1] = factor * torch.from_numpy(rewards.copy())
+            row += 1
+    return placed
 
 
 def _versions(chunk: RolloutChunk) -> np.typing.NDArray[np.int64]:

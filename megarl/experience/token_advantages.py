@@ -123,10 +123,11 @@ def _penalties(batch: PaddedBatch, algo: Algo, kl_coef: float) -> Tensor:
 
 
 def _rewards(batch: PaddedBatch, penalties: Tensor, algo: Algo, dense: TokenRewardScale | None) -> Tensor:
-    """[B, R]: penalties, the reward model's token scores if it has them, and the response's score."""
+    """[B, R]: penalties, the reward model's token scores if it has them, and the scores of response and turns."""
     mask = batch.scored_mask
     if batch.dense is not None:
         assert dense is not None
         before, after = (dense.gain * side + dense.bias for side in batch.dense)
         penalties = dense_rewards(before, after, penalties, mask, differences=dense.differences, clip=algo.scores.clip)
-    return token_rewards(batch.scores, penalties, mask, placement=algo.scores.placement)
+    rewards = token_rewards(batch.scores, penalties, mask, placement=algo.scores.placement)
+    return rewards if batch.turn_rewards is None else rewards + on_mask(batch.turn_rewards, mask)

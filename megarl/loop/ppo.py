@@ -22,7 +22,7 @@ from megarl.experience.padded_batch import Columns
 from megarl.loop.forward_passes import ROLES, Forward, ForwardPasses
 from megarl.loop.rollout_trainer import RolloutTrainer
 from megarl.loop.sampler import DynamicSampling, Sampled, Sampler
-from megarl.loop.scoring import ScoredBatch, sample_filter, score_batch
+from megarl.loop.scoring import ENVIRONMENT, ScoredBatch, sample_filter, score_batch
 from megarl.loop.update import PretrainMix, StepPlan, Updater
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ExperienceRequest
@@ -87,7 +87,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             with timers("sync"):
                 transfer = self._sync(step)
         self._adapt_kl_coef([metrics, *updates], len(sampled.rollouts.samples))
-        scores, advantages, timings = batch.samples.scores, batch.samples.sequence_advantages, timers.take()
+        scores, advantages, timings = batch.totals, batch.samples.sequence_advantages, timers.take()
         timings = {**transfer, **timings}
         columns = token_columns(experience, forwards, in_update)
         return self._result(
@@ -118,6 +118,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             max_staleness=self._config.rollout.max_staleness,
             groups=int(batch.samples.groups.max()) + 1,
             value_norm=self._value_norm,
+            turn_rewards=self._weights.get(ENVIRONMENT) if self._config.algo.of_tokens else None,
             dense=self._scorer.token_scale,
         )
         request = ExperienceRequest(

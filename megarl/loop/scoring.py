@@ -238,9 +238,10 @@ def shuffled_order(count: int, run_seed: int, step: int) -> npt.NDArray[np.int64
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredBatch:
-    """The scores of a step, with metrics of the scores."""
+    """The scores of a step, with metrics of the scores; `totals` have the rewards of all turns."""
 
     samples: SampleScores
+    totals: Values
     scores_by_reward: ScoresByReward
     metrics: Mapping[str, float]
 
@@ -269,10 +270,12 @@ def score_batch(
         order: permutation of the scores.
     """
     by_reward = scoring.wait()
-    scores = total_scores(by_reward, scoring.samples, weights, algo.scores)
+    scores = totals = total_scores(by_reward, scoring.samples, weights, algo.scores)
+    if algo.of_tokens and ENVIRONMENT in weights:  # its rewards are placed at the ends of turns
+        scores = total_scores(by_reward, scoring.samples, {**weights, ENVIRONMENT: 0.0}, algo.scores)
     components = np.stack(list(by_reward.values()), axis=-1)
     if order is not None:
-        scores, components = scores[order], components[order]
+        scores, totals, components = scores[order], totals[order], components[order]
     groups, chunks = group_numbers(samples), np.array([sample.chunk for sample in samples])
     assert (np.diff(chunks) >= 0).all(), "samples are in the order of their chunks"
     finished = np.array([sample.finished for sample in scoring.samples])
@@ -301,8 +304,9 @@ def score_batch(
             sequence_advantages=sequence_advantages,
             actor_mask=finished if masks_unfinished else np.ones_like(finished),
         ),
+        totals=totals,
         scores_by_reward=by_reward,
-        metrics={**score_metrics(by_reward), **_group_metrics(scores, groups)},
+        metrics={**score_metrics(by_reward), **_group_metrics(totals, groups)},
     )
 
 

@@ -99,13 +99,14 @@ class RuleScorer:
         """Returns the completions in some rows of a chunk; `prompts` are by row."""
         made: list[Completion] = []
         for row, prompt in prompts.items():
+            prompt_ids = tuple(chunk.prompt_ids[row].tolist())  # an environment's are not those of the prompt's row
             response_ids = tuple(chunk.response_ids[row].tolist())
             made.append(
                 Completion(
                     prompt_id=prompt.prompt_id,
-                    prompt=self._decode(prompt.token_ids),
+                    prompt=self._decode(prompt_ids),
                     response=self._decode(response_ids),
-                    prompt_ids=prompt.token_ids,
+                    prompt_ids=prompt_ids,
                     response_ids=response_ids,
                     finished=bool(chunk.finished[row]),
                     fields=prompt.fields,

@@ -308,6 +308,9 @@ ALGORITHMS: Cases = {
         (["reward.dense=scores", "algo.scores.truncate_at.token=1"], "algo.scores.truncate_at", "scores every token"),
         (["reward.dense=differences", "reward.shuffle=true"], "reward.shuffle", "fit no other response"),
     ],
+    scoring_rules.rewards_of_turns_stay: [
+        (["environment.name=a.b:C", "reward.shuffle=true"], "reward.shuffle", "places the rewards of turns"),
+    ],
     scoring_rules.scores_end_within_responses: [
         (["algo.scores.truncate_at.token=96"], "algo.scores.truncate_at.token", "below 96"),
         (["algo.scores.truncate_at={token: 3, after: 32}"], "algo.scores.truncate_at.after", "max_new_tokens = 32"),

@@ -89,6 +89,28 @@ def rewards(chunk: int, row: int, kl: Callable[[np.ndarray], np.ndarray] = lambd
 IN_REWARD = {"kl": {"coef": 0.1}, "normalise": {"advantages": "none"}}
 
 
+def test_the_rewards_of_turns_are_at_their_last_tokens() -> None:
+    ends = [[sorted({1, len(row) // 2 + 1, len(row)}) for row in chunk.rollout_logprobs] for chunk in CHUNKS]
+    given = [[[0.5 * end - 1 for end in row] for row in rows] for rows in ends]
+    of_turns = [
+        replace(chunk, turns=Ragged.from_rows(ends[i], np.int32), turn_rewards=Ragged.from_rows(given[i], np.float32))
+        for i, chunk in enumerate(CHUNKS)
+    ]
+    algo = {"normalise": {"advantages": "none"}, "advantage": {"name": "gae", "gamma": 0.9, "lam": 0.8}}
+    columns = columns_of(SCORES, old=OLD, ref=REF, values=VALUES)
+    built = build({**algo, "kl": {"coef": 0.1}}, columns, replace(TERMS, turn_rewards=2.0), rollouts=of_turns)
+
+    def expected(chunk: int, row: int) -> Any:
+        total = rewards(chunk, row)
+        for end, reward in zip(ends[chunk][row], given[chunk][row], strict=True):
+            total[end - 1] += 2.0 * reward
+        return advantages.gae(total, VALUES[chunk][row], gamma=0.9, lam=0.8)[0]
+
+    close(of(built, "advantages"), expected)
+    mean = np.mean([SCORES[chunk][row] + 2 * sum(given[chunk][row]) for chunk, row in ROWS])
+    assert built[1].metrics["objective/score"] == pytest.approx(mean, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("estimator", "estimate"),
     [

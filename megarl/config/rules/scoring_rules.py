@@ -101,6 +101,13 @@ def masked_comparisons_mask(algo: Algo) -> Iterator[Problem]:
         yield Problem("algo.scores.missing_end", value, rule, "set it to mask, or choose rloo")
 
 
+def rewards_of_turns_stay(algo: Algo, reward: Reward, environment: EnvironmentSettings | None) -> Iterator[Problem]:
+    """Rewards of turns fit no other conversation."""
+    if environment is not None and algo.of_tokens and reward.shuffle:
+        rule = f"false with an environment and advantage {algo.advantage.name}, which places the rewards of turns"
+        yield Problem("reward.shuffle", "True", rule, "set it to false, or choose grpo")
+
+
 def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Problem]:
     """Dense scores need an advantage of token rewards, and nothing that reads one score of a response."""
     if reward.dense is None:

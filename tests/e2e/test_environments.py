@@ -1,0 +1,89 @@
+"""A run of conversations with an environment, sampled ahead by two engines: what is trained is what was sampled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+
+from examples.sort_letters.checkpoint import write_checkpoint
+from megarl.rewards.functions import Completion
+from tests.e2e.runs import finish, lines, started
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+CONFIG = """
+stage: grpo
+run: {{dir: {directory}/run, steps: 3}}
+model: {{path: {directory}/model}}
+data: {{prompts: {directory}/tasks.jsonl, prompts_per_step: 3, samples_per_prompt: 4}}
+environment: {{name: "tests.environments.worlds:Letters", args: {{turns: 4}}, processes: 2}}
+reward: {{functions: [{{name: "tests.e2e.test_environments:written", args: {{file: {directory}/trained.jsonl}}}}]}}
+cluster: {{device: cpu, devices_per_node: 3}}
+groups: {{train: {{devices: "0", roles: {{actor: {{tokens_per_micro_batch: 128}}}}}}}}
+rollout:
+  devices: "1-2"
+  max_new_tokens: 6
+  max_model_len: 60
+  max_staleness: 1
+  stop_token_ids: [{stops}]
+  record: {directory}/sampled
+actor: {{optimizer: {{lr: 1.0e-3}}}}
+"""
+
+
+def written(completion: Completion, file: str) -> float:
+    """Writes what is trained on; scores the number of sampled tokens."""
+    row = {
+        "prompt_id": completion.prompt_id,
+        "ids": [*completion.prompt_ids, *completion.response_ids],
+        "mask": [0] * len(completion.prompt_ids) + [int(own) for own in completion.loss_mask or ()],
+    }
+    with open(file, "a", encoding="utf-8") as stream:
+        stream.write(json.dumps(row) + "\n")
+    return completion.response_tokens / 10
+
+
+def test_a_run_is_trained_on_the_turns_that_the_engines_sampled(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", 0)
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"number": number}) + "\n" for number in range(5)))
+    stops = ", ".join(map(str, range(3, 60)))
+    (tmp_path / "run.yaml").write_text(CONFIG.format(directory=tmp_path, stops=stops))
+    with started(["train", str(tmp_path / "run.yaml")], writes_model=True) as run:
+        finished = finish(*run)
+    assert finished.status == 0, finished.errors
+    finished.assert_clean()
+    steps = lines(tmp_path / "run" / "metrics.jsonl")
+    assert steps[0]["rollout/logprob_gap"] < 1e-4, "trainer and engines disagree"
+    assert [step["staleness/max"] for step in steps] == [0, 1, 1]
+    _, *trained = lines(tmp_path / "trained.jsonl")  # without the trial call
+    assert len(trained) == 36
+    turns = 0
+    for row in trained:
+        found = False
+        for sample in (tmp_path / "sampled").glob(f"*%2F{quote(row['prompt_id'])}%2F*%2Fturn-0.npz"):
+            found = found or (matched := _turns(sample, row)) > 0
+            if found:
+                turns += matched
+                sample.rename(sample.with_suffix(".used"))
+                break
+        assert found, row
+    assert turns == len(list((tmp_path / "sampled").glob("*"))), "every turn is trained on, once"
+    assert turns > 50
+
+
+def _turns(first: Path, row: dict[str, list[int]]) -> int:
+    """Returns how many turns a conversation has if they are the row's, else 0."""
+    ids, mask, place, count = row["ids"], row["mask"], 0, 0
+    while (file := first.with_name(first.name.replace("turn-0", f"turn-{count}"))).exists():
+        with np.load(file) as stored:
+            prompt, response = stored["prompt_ids"].tolist(), stored["response_ids"].tolist()
+        if ids[: len(prompt)] != prompt or ids[len(prompt) : len(prompt) + len(response)] != response:
+            return 0
+        if any(mask[place : len(prompt)]) or not all(mask[len(prompt) : len(prompt) + len(response)]):
+            return 0
+        place, count = len(prompt) + len(response), count + 1
+    return count if place == len(ids) else 0

@@ -1,0 +1,165 @@
+"""Conversations in a process of environments, with engines that are made here: what is trained is what was sampled."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples.sort_letters.checkpoint import write_checkpoint
+from megarl.config.schema import EnvironmentSettings
+from megarl.environments.chat_session import TurnLimits
+from megarl.environments.environment_process import EnvironmentProcess, TurnRequest
+from megarl.rollout.completions import Response, pack_chunk
+from megarl.types import Prompt, RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<bos>' + m['role'] + ': ' + m['content'] + '<eos>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<bos>assistant: ' }}{% endif %}"
+)
+END = 2
+"""The id of <eos>."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_checkpoint(directory, 0)
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": TEMPLATE}))
+    return directory
+
+
+class Engine:
+    """Samples turns at random, from the seed of the request, and keeps a record of them."""
+
+    def __init__(self, *, cut: float = 0.0) -> None:
+        self._cut = cut
+        self.record: dict[str, tuple[SampleRequest, Response]] = {}
+
+    def answer(self, request: SampleRequest) -> RolloutChunk:
+        chance = random.Random(request.seed)
+        assert request.max_new_tokens is not None
+        finished = chance.random() >= self._cut and request.max_new_tokens > 1
+        length = chance.randint(1, min(4, request.max_new_tokens - 1)) if finished else request.max_new_tokens
+        ids = [chance.randrange(10, 90) for _ in range(length)] + [END] * finished
+        response = Response(
+            request=request,
+            token_ids=ids,
+            logprobs=[-chance.random() for _ in ids],
+            finished=finished,
+            versions=(VersionSpan(start=0, stop=len(ids), version=chance.randrange(9), engine_id=0),),
+        )
+        assert request.sample_id not in self.record, "a turn is sampled once"
+        self.record[request.sample_id] = request, response
+        return pack_chunk(0, [response])[1]
+
+
+def held(
+    tokenizer: Path, engine: Engine, settings: Mapping[str, Any], prompts: Sequence[Prompt], limits: TurnLimits
+) -> tuple[RolloutChunk, list[SampleInfo]]:
+    """Holds a conversation about each prompt, in one item; turns are answered in an order by chance."""
+    process = EnvironmentProcess(EnvironmentSettings(**settings), str(tokenizer), {}, limits)
+    requests = [
+        SampleRequest(sample_id=f"1/{prompt.prompt_id}/0", prompt=prompt, seed=7 + index)
+        for index, prompt in enumerate(prompts)
+    ]
+    chance = random.Random(0)
+    process.start()
+    try:
+        done = process.generate(WorkItem(chunk=3, requests=tuple(requests)))
+        waiting: list[TurnRequest] = []
+        while not done.done():
+            waiting += process.next_turns().result(timeout=30)
+            if waiting:
+                turn = waiting.pop(chance.randrange(len(waiting)))
+                process.answer(turn.number, {0: engine.answer(turn.request)})
+        chunks, infos = done.result(timeout=0)
+    finally:
+        process.close()
+    return chunks[3], infos
+
+
+TASKS = [Prompt(prompt_id=str(index), token_ids=(), fields={"number": index}) for index in range(6)]
+CHATS = [
+    Prompt(prompt_id=str(index), token_ids=(5,), messages=[{"role": "user", "content": f"hello {index}"}])
+    for index in range(6)
+]
+
+
+def assert_exact(chunk: RolloutChunk, infos: Sequence[SampleInfo], engine: Engine) -> int:
+    """Asserts that every row is its turns as the engine sampled them; returns the number of turns."""
+    assert chunk.loss_mask is not None
+    assert chunk.turns is not None
+    seen = 0
+    for row, info in enumerate(infos):
+        ids = [*chunk.prompt_ids[row].tolist(), *chunk.response_ids[row].tolist()]
+        mask = [False] * len(chunk.prompt_ids[row]) + chunk.loss_mask[row].tolist()
+        logprobs: list[float] = []
+        versions: list[int] = []
+        place = 0
+        for number in range(len(chunk.turns[row])):
+            request, response = engine.record[f"{info.sample_id}/turn-{number}"]
+            start = len(request.prompt.token_ids)
+            assert ids[:start] == list(request.prompt.token_ids), "the prompt of a turn is all that was before"
+            assert ids[start : start + len(response.token_ids)] == list(response.token_ids)
+            assert not any(mask[place:start])
+            place = start + len(response.token_ids)
+            assert all(mask[start:place])
+            logprobs += response.logprobs
+            versions += [response.versions[0].version] * len(response.token_ids)
+            assert chunk.turns[row][number] == len(logprobs)
+            seen += 1
+        assert place == len(ids), "a row ends with its last turn"
+        assert chunk.rollout_logprobs[row].tolist() == np.float32(logprobs).tolist()
+        spans = chunk.versions[row]
+        assert [span.version for span in spans for _ in range(span.start, span.stop)] == versions
+        assert info.response_tokens == len(logprobs)
+        assert info.tokens == len(ids)
+    assert seen == len(engine.record), "every turn that was sampled is in a row"
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "prompts"), [("Letters", TASKS), ("Chat", CHATS)], ids=["texts that follow", "messages"]
+)
+def test_rows_are_turns_as_they_were_sampled(tokenizer: Path, name: str, prompts: Sequence[Prompt]) -> None:
+    engine = Engine(cut=0.2)
+    limits = TurnLimits(context=120, turn=10, turns=9)
+    chunk, infos = held(tokenizer, engine, {"name": f"tests.environments.worlds:{name}"}, prompts, limits)
+    assert [info.prompt_id for info in infos] == [prompt.prompt_id for prompt in prompts]
+    assert assert_exact(chunk, infos, engine) > len(prompts)
+    assert chunk.rewards is not None
+    assert chunk.turn_rewards is not None
+    assert np.isfinite(chunk.rewards).all()
+    np.testing.assert_allclose(chunk.rewards, [row.sum() for row in chunk.turn_rewards], rtol=1e-6)
+    assert not chunk.finished.all(), "some are cut off"
+    assert chunk.finished.any()
+
+
+def test_a_conversation_ends_where_no_room_is_left(tokenizer: Path) -> None:
+    engine = Engine()
+    limits = TurnLimits(context=40, turn=10, turns=99)
+    settings = {"name": "tests.environments.worlds:Letters", "args": {"turns": 99}}
+    chunk, infos = held(tokenizer, engine, settings, TASKS, limits)
+    assert_exact(chunk, infos, engine)
+    assert not chunk.finished.any()
+    assert max(info.tokens for info in infos) <= 40
+    assert min(info.tokens for info in infos) > 20
+
+
+def test_turns_are_limited(tokenizer: Path) -> None:
+    engine = Engine()
+    settings = {"name": "tests.environments.worlds:Letters", "args": {"turns": 99}}
+    chunk, infos = held(tokenizer, engine, settings, TASKS, TurnLimits(context=200, turn=10, turns=2))
+    assert_exact(chunk, infos, engine)
+    assert chunk.turns is not None
+    assert set(chunk.turns.lengths) == {2}
+    assert not chunk.finished.any()
