@@ -229,6 +229,9 @@ class SampleInfo:
         response_tokens: that were sampled; what counts in losses, lengths and limits.
         given_tokens: between them, which only cost compute.
         reward: by the environment, NaN of a conversation that failed; None without one.
+
+    A conversation whose chat template rewrites earlier turns has several rows, its branches, as neighbours; the ids of
+    all but the first end in # and a number.
     """
 
     sample_id: str
@@ -242,125 +245,29 @@ class SampleInfo:
     reward: float | None = None
 
     @property
+    def conversation(self) -> str:
+        """The sample id of the first branch."""
+        head, mark, branch = self.sample_id.rpartition("#")
+        return head if mark and branch.isdigit() else self.sample_id
+
+    @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.response_tokens + self.given_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleScores:
-    """The scores of samples; those of a chunk are neighbours, in the order of its rows.
-
-    Args:
-        chunks: [N] int64.
-        scores: [N] float32; NaN without a score.
-        groups: [N] int64, each sample's prompt, numbered within the step.
-        sequence_advantages: [N] float32; None where the algorithm estimates advantages per token.
-        actor_mask: [N] bool, False where the actor does not learn from a sample, though it has a score.
-    """
-
-    chunks: npt.NDArray[np.int64]
-    scores: npt.NDArray[np.float32]
-    groups: npt.NDArray[np.int64]
-    sequence_advantages: npt.NDArray[np.float32] | None
-    actor_mask: npt.NDArray[np.bool_]
-
-    def only(self, chunks: Iterable[int]) -> SampleScores:
-        """Returns the samples of these chunks, in the chunks' order."""
-        rows = np.concatenate([np.zeros(0, np.int64), *(np.flatnonzero(self.chunks == chunk) for chunk in chunks)])
-        advantages = self.sequence_advantages
-        return SampleScores(
-            chunks=self.chunks[rows],
-            scores=self.scores[rows],
-            groups=self.groups[rows],
-            sequence_advantages=None if advantages is None else advantages[rows],
-            actor_mask=self.actor_mask[rows],
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenRewardScale:
-    """The scale of a reward model that scores every token: gain * raw + bias; ``differences`` scales increments."""
-
-    gain: float
-    bias: float
-    differences: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepContext:
-    """A step's inputs of the experience beside the samples.
-
-    Args:
-        kl_coef: of the KL penalty, per nat.
-        version: of the actor's weights before the update; those that sampled are at most ``max_staleness`` older.
-        value_norm: moments of the value normaliser; None without one.
-        dense: of a reward model that scores every token; None where responses have one score.
-        turn_rewards: factor of the rewards of turns; None where the score has them.
-    """
-
-    kl_coef: float
-    version: int
-    groups: int
-    max_staleness: int = 0
-    value_norm: Mapping[str, float] | None = None
-    dense: TokenRewardScale | None = None
-    turn_rewards: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExperienceReport:
-    """Metrics of a step's experience, over all replicas, and the new moments of the value normaliser."""
-
-    metrics: Mapping[str, float]
-    value_norm: Mapping[str, float] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExperienceChunk:
-    """The samples of one chunk for an update; every float32 column has one value per sampled token.
-
-    Args:
-        prompt_ids, response_ids, loss_mask: those of the ``RolloutChunk``.
-        old_logprobs: nats, by the actor before the update, or by the engines in their place; None where they are those
-            of the update itself.
-        ref_logprobs: nats, by the reference; None where the loss has no KL penalty.
-        rollout_logprobs: nats, by the engines; None where the loss does not read them.
-        proximal_weights: position of the old policy between the engines' (0) and the one in training (1); None where
-            ``old_logprobs`` are the old policy's.
-        old_values: by the critic before the update; None without one.
-        returns: in the units of the critic's values; None without one.
-        weights: factors of the policy loss's terms; None where there are none.
-        actor_mask: 1 where the actor learns, else 0; None where it learns from all tokens.
-        scored_mask: 1 on the tokens of scored responses, of which the critic learns, else 0; None where all are.
-        ages: versions between the weights that sampled a token and the actor's; None where the loss does not read them.
-    """
-
-    sample_ids: tuple[str, ...]
-    prompt_ids: Ragged
-    response_ids: Ragged
-    old_logprobs: Ragged | None
-    ref_logprobs: Ragged | None = None
-    rollout_logprobs: Ragged | None = None
-    proximal_weights: Ragged | None = None
-    old_values: Ragged | None = None
-    advantages: Ragged
-    returns: Ragged | None = None
-    weights: Ragged | None = None
-    actor_mask: Ragged | None = None
-    scored_mask: Ragged | None = None
-    ages: Ragged | None = None
-    loss_mask: Ragged | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class PackRow:
-    """A sample in a pack: its chunk and row, and its lengths as in ``SampleInfo``."""
+    """A sample in a pack: its chunk and row, and its lengths as in ``SampleInfo``.
+
+    ``sequence_tokens`` are those sampled in all branches of its conversation, if it has others.
+    """
 
     chunk: int
     row: int
     prompt_tokens: int
     response_tokens: int
     given_tokens: int = 0
+    sequence_tokens: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -377,7 +284,7 @@ class RankSchedule:
         packs: rows of each micro-batch; one without rows is a masked filler.
         pack_tokens: to which every pack is padded.
         total_rows, total_sequences, total_response_tokens: over all ranks, the global denominators of losses: samples,
-            samples with a response token, and response tokens, given ones not counted.
+            conversations with a response token, and response tokens, given ones not counted.
         rows_per_unit: rows that stay neighbours, in one pack and in order: 2 for preference pairs.
     """
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from megarl.algos.optimization import divided
@@ -86,13 +86,14 @@ def update_schedules(
     _check(samples, tokens_per_micro_batch)
     if epochs < 1:
         raise ValueError(f"epochs is {epochs}: it must be at least 1")
-    if not 1 <= mini_batches <= len(samples):
-        raise ValueError(f"mini_batches is {mini_batches}: it must be from 1 to the {len(samples)} samples of a step")
+    most = len({s.conversation for s in samples})
+    if not 1 <= mini_batches <= most:
+        raise ValueError(f"mini_batches is {mini_batches}: it must be from 1 to the {most} samples of a step")
     schedules: list[Schedule] = []
     for epoch in range(epochs):
         for members in mini_batch_members(samples, mini_batches, seed=seed, step=step, epoch=epoch):
             by_id = sorted(members, key=lambda s: s.sample_id)
-            shares = _balance_equal_counts([_unit(s) for s in by_id], layout.dp)
+            shares = _balance_equal_counts(_branch_units(by_id), layout.dp)
             schedules.append(_schedule(shares, layout, tokens_per_micro_batch))
     return tuple(schedules)
 
@@ -100,9 +101,15 @@ def update_schedules(
 def mini_batch_members(
     samples: Sequence[SampleInfo], mini_batches: int, *, seed: int, step: int, epoch: int
 ) -> list[Sequence[SampleInfo]]:
-    """Returns the samples of each mini-batch, in an order from (seed, step, epoch, sample id) alone."""
-    ordered = sorted(samples, key=lambda s: (stable_hash(seed, step, epoch, s.sample_id), s.sample_id))
-    return divided(ordered, mini_batches)
+    """Returns the samples of each mini-batch, in an order from (seed, step, epoch, sample id) alone.
+
+    The branches of a conversation are in one mini-batch.
+    """
+    branches: dict[str, list[SampleInfo]] = {}
+    for sample in samples:
+        branches.setdefault(sample.conversation, []).append(sample)
+    ordered = sorted(branches, key=lambda name: (stable_hash(seed, step, epoch, name), name))
+    return [[s for name in part for s in branches[name]] for part in divided(ordered, mini_batches)]
 
 
 def under_one_length(one: Schedule, other: Schedule) -> tuple[Schedule, Schedule]:
@@ -137,6 +144,25 @@ def _unit(*samples: SampleInfo) -> Unit:
         )
         for s in samples
     )
+
+
+def _branch_units(samples: Sequence[SampleInfo]) -> list[Unit]:
+    """Returns a unit per sample; branches have the tokens of their conversations."""
+    rows, tokens = Counter[str](), Counter[str]()
+    for sample in samples:
+        rows[sample.conversation] += 1
+        tokens[sample.conversation] += sample.response_tokens
+    units = [_unit(sample) for sample in samples]
+    return [
+        (replace(unit[0], sequence_tokens=tokens[name]),) if rows[name := sample.conversation] > 1 else unit
+        for sample, unit in zip(samples, units, strict=True)
+    ]
+
+
+def _sequences(rows: Iterable[PackRow]) -> int:
+    """Returns the number of conversations with a response token."""
+    sampled = (row for row in rows if row.response_tokens)
+    return round(sum(row.response_tokens / (row.sequence_tokens or row.response_tokens) for row in sampled))
 
 
 def _tokens(unit: Unit) -> int:
@@ -209,7 +235,7 @@ def _schedule(shares: Sequence[Sequence[Unit]], layout: Layout, budget: int) -> 
                 packs=tuple(tuple(itertools.chain.from_iterable(pack)) for pack in packs),
                 pack_tokens=-(-longest // multiple) * multiple,
                 total_rows=sum(map(len, units)),
-                total_sequences=sum(row.response_tokens > 0 for unit in units for row in unit),
+                total_sequences=_sequences(row for unit in units for row in unit),
                 total_response_tokens=sum(row.response_tokens for unit in units for row in unit),
                 rows_per_unit=len(units[0]),
             )

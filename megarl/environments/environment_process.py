@@ -20,7 +20,7 @@ from megarl.data.packing import Chunks, sample_infos
 from megarl.data.tokenizer import Message, Tokenizer, load_tokenizer
 from megarl.environments.chat import ChatRenderer, TemplateRenderer
 from megarl.environments.chat_session import ChatSession, TurnLimits
-from megarl.environments.conversation import Branch, Conversation, SampledTurn
+from megarl.environments.conversation import Conversation, SampledTurn
 from megarl.environments.environment import EnvironmentTask
 from megarl.environments.environment_child import CallFailure, EnvironmentCall, Method, Reply
 from megarl.remote import remote
@@ -222,8 +222,7 @@ class EnvironmentProcess:
         finally:
             self._running -= 1
             self._hand_out(None if self._running else self._asked)
-        chunk = pack_conversations(conversations, self._tokenizer.end_token_id)
-        names = [conversation.request.prompt.prompt_id for conversation in conversations]
+        chunk, names = pack_conversations(conversations, self._tokenizer.end_token_id)
         return {item.chunk: chunk}, sample_infos(item.chunk, chunk, names)
 
     async def _converse(self, request: SampleRequest) -> Conversation:
@@ -276,31 +275,28 @@ class EnvironmentProcess:
             session.conversation.branch.finished = False
 
 
-def pack_conversations(conversations: Sequence[Conversation], filler: int) -> RolloutChunk:
-    """Returns the chunk of some conversations, a row each.
+def pack_conversations(conversations: Sequence[Conversation], filler: int) -> tuple[RolloutChunk, list[str]]:
+    """Returns the chunk of some conversations, a row per branch, and the prompt id of each row.
+
+    The last turn of a branch also has the rewards of later branches, for which it has prepared.
 
     Args:
         filler: the prompt of one that failed before its first turn.
     """
-    rows = [_row(conversation, filler) for conversation in conversations]
-    return RolloutChunk(
-        sample_ids=tuple(conversation.request.sample_id for conversation in conversations),
-        prompt_ids=Ragged.from_rows((row.prompt for row in rows), np.int32),
-        response_ids=Ragged.from_rows((row.response for row in rows), np.int32),
-        rollout_logprobs=Ragged.from_rows((row.logprobs for row in rows), np.float32),
-        finished=np.array([row.finished for row in rows], dtype=np.bool_),
-        versions=tuple(tuple(row.versions) for row in rows),
-        loss_mask=Ragged.from_rows((row.loss_mask for row in rows), np.bool_),
-        rewards=np.array([conversation.reward for conversation in conversations], dtype=np.float32),
-        turns=Ragged.from_rows((row.turns for row in rows), np.int32),
-        turn_rewards=Ragged.from_rows((row.rewards for row in rows), np.float32),
+    for own in conversations:
+        own.drop_unanswered(filler)
+    rows = [(own, number, branch) for own in conversations for number, branch in enumerate(own.branches)]
+    branches = [branch for _, _, branch in rows]
+    chunk = RolloutChunk(
+        sample_ids=tuple(own.request.sample_id + (f"#{number}" if number else "") for own, number, _ in rows),
+        prompt_ids=Ragged.from_rows((branch.prompt for branch in branches), np.int32),
+        response_ids=Ragged.from_rows((branch.response for branch in branches), np.int32),
+        rollout_logprobs=Ragged.from_rows((branch.logprobs for branch in branches), np.float32),
+        finished=np.array([branch.finished for branch in branches], dtype=np.bool_),
+        versions=tuple(tuple(branch.versions) for branch in branches),
+        loss_mask=Ragged.from_rows((branch.loss_mask for branch in branches), np.bool_),
+        rewards=np.array([own.reward for own, _, _ in rows], dtype=np.float32),
+        turns=Ragged.from_rows((branch.turns for branch in branches), np.int32),
+        turn_rewards=Ragged.from_rows((own.rewards_from(number) for own, number, _ in rows), np.float32),
     )
-
-
-def _row(conversation: Conversation, filler: int) -> Branch:
-    if len(conversation.branches) > 1 and conversation.failure is None:
-        conversation.failure = "its chat template rewrites earlier turns"
-    if not conversation.branches:
-        conversation.failure = conversation.failure or "its first prompt leaves no room for a turn"
-        return Branch(prompt=(filler,))
-    return conversation.branch
+    return chunk, [own.request.prompt.prompt_id for own, _, _ in rows]

@@ -32,6 +32,7 @@ from megarl.algos.value_loss import ValueMoments
 from megarl.config.schema import Algo, ValueNorm
 from megarl.data.packing import Chunks
 from megarl.experience.padded_batch import Columns, PaddedBatch, by_chunk, pad_batch
+from megarl.experience.records import ExperienceChunk, ExperienceReport, StepContext
 from megarl.experience.token_advantages import (
     Advantages,
     actor_mask,
@@ -40,7 +41,7 @@ from megarl.experience.token_advantages import (
     scored_mask,
     trust_region_mask,
 )
-from megarl.types import ExperienceChunk, ExperienceReport, Ragged, RolloutChunk, StepContext
+from megarl.types import Ragged, RolloutChunk
 
 
 def build_experience(

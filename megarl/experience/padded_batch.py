@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megarl.algos.normalization import Groups
 from megarl.data.packing import Chunks, V_co
-from megarl.types import Ragged, RolloutChunk, SampleScores, StepContext
+from megarl.experience.records import SampleScores, StepContext
+from megarl.types import Ragged, RolloutChunk
 
 
 def response_mask(lengths: Sequence[int] | Tensor, device: torch.device | str = "cpu") -> Tensor:

@@ -17,7 +17,7 @@ from megarl.algos.reward_shaping import dense_rewards, keep_finished, kl_penalti
 from megarl.algos.rollout_correction import m2po, rejection
 from megarl.config.schema import Algo, Correction
 from megarl.experience.padded_batch import PaddedBatch
-from megarl.types import TokenRewardScale
+from megarl.experience.records import TokenRewardScale
 
 
 def correction_weights(batch: PaddedBatch, correction: Correction, reduce: Reduce) -> Tensor | None:

@@ -23,7 +23,7 @@ from megarl.cluster.trainers import RemoteRole, check_gpus, close_all, launch_tr
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import Evaluation
 from megarl.data.prompts import sample_requests
-from megarl.loop.scoring import REWARD_MODEL, Scorer, ScoresByReward, Values, group_numbers, unscored_metrics
+from megarl.loop.scoring import REWARD_MODEL, Branches, Scorer, ScoresByReward, Values, group_numbers, unscored_metrics
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check
 from megarl.preflight.datasets import PromptSets
@@ -99,7 +99,9 @@ class Evaluator:
         scoring = yield from self._scorer.score(rollouts, self._prompts, self._evaluation.functions)
         yield scoring
         scores = scoring.wait()
-        metrics = held_out_metrics(scores, rollouts.samples, self._evaluation)
+        branches = Branches.of(rollouts.samples)
+        whole, of_whole = branches.whole(rollouts.samples), {name: scores[name][branches.last] for name in scores}
+        metrics = held_out_metrics(of_whole, whole, self._evaluation)
         total = scores.get(REWARD_MODEL, next(iter(scores.values())))
         tokenizer, count = self._tokenizer, self._tracking.samples
         columns = no_columns if self._tracking.tokens else None
@@ -107,7 +109,7 @@ class Evaluator:
             step=step,
             metrics={f"{prefix}/{name}": value for name, value in metrics.items()},
             samples=shown_samples(rollouts, self._prompts, total, scores, tokenizer, count, columns=columns),
-            prompts=prompt_scores(rollouts.samples, scores),
+            prompts=prompt_scores(whole, of_whole),
         )
 
 

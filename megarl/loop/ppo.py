@@ -19,6 +19,7 @@ from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
 from megarl.config import PPOConfig
 from megarl.experience.padded_batch import Columns
+from megarl.experience.records import ExperienceChunk, StepContext
 from megarl.loop.forward_passes import ROLES, Forward, ForwardPasses
 from megarl.loop.rollout_trainer import RolloutTrainer
 from megarl.loop.sampler import DynamicSampling, Sampled, Sampler
@@ -30,7 +31,7 @@ from megarl.preflight.datasets import PromptSets
 from megarl.run.results import StepResult, TokenColumns
 from megarl.run.sinks import Metrics
 from megarl.run.timers import Timers
-from megarl.types import ExperienceChunk, Ragged, StepContext, TokenValues
+from megarl.types import Ragged, TokenValues
 
 
 class PPOTrainer(RolloutTrainer[PPOConfig]):
@@ -97,7 +98,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
     def _score(self, sampled: Sampled, step: int) -> ScoredBatch:
         """Waits for the scores, and computes group advantages."""
         samples, config = sampled.rollouts.samples, self._config
-        order = self._score_order(len(samples), step)
+        order = self._score_order(samples, step)
         return score_batch(samples, sampled.scoring, sampled.greedy, self._weights, config.algo, order=order)
 
     def _build_experience(

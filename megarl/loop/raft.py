@@ -17,7 +17,7 @@ from megarl.data.batches import on_all_tokens
 from megarl.data.schedule import update_schedules
 from megarl.loop.rollout_trainer import RolloutTrainer
 from megarl.loop.sampler import Sampled, Sampler
-from megarl.loop.scoring import Values, known_means, score_metrics, total_scores
+from megarl.loop.scoring import Branches, Values, known_means, score_metrics, total_scores
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import UpdateRequest
 from megarl.preflight.datasets import PromptSets
@@ -45,13 +45,17 @@ class RAFTTrainer(RolloutTrainer[RAFTConfig]):
                 sampled = self._buffer.take(step)
             samples, scored = sampled.rollouts.samples, sampled.scoring.samples
             with timers("reward"):
-                by_reward = sampled.scoring.wait()
-                scores = total_scores(by_reward, scored, self._weights, config.scores)
-                order = self._score_order(len(scores), step)
+                branches = Branches.of(samples)
+                whole = branches.whole(scored)
+                by_reward = {name: values[branches.last] for name, values in sampled.scoring.wait().items()}
+                scores = total_scores(by_reward, whole, self._weights, config.scores)
+                order = self._score_order(samples, step)
                 scores = scores if order is None else scores[order]
-            chosen = select_samples(scores, scored, config.raft, config.data.samples_per_prompt)
+            chosen = select_samples(scores, whole, config.raft, config.data.samples_per_prompt)
             with timers("update"):
-                updates = self._update([samples[int(index)] for index in chosen], sampled, step)
+                rows: list[int] = [row for index in chosen for row in branches.rows(index)]
+                trained = [samples[row] for row in rows]
+                updates = self._update(trained, sampled, step)
             with timers("sync"):
                 transfer = self._sync(step)
         metrics = {
@@ -59,12 +63,14 @@ class RAFTTrainer(RolloutTrainer[RAFTConfig]):
             **score_metrics(by_reward),
             "raft/selected": len(chosen),
         }
-        return self._result(step, sampled, scores, by_reward, updates, metrics, {**transfer, **timers.take()})
+        shown = {name: values[branches.conversation] for name, values in by_reward.items()}
+        of_samples = scores[branches.conversation]
+        return self._result(step, sampled, of_samples, shown, updates, metrics, {**transfer, **timers.take()})
 
     def _update(self, chosen: Sequence[SampleInfo], sampled: Sampled, step: int) -> list[dict[str, float]]:
         """Takes the optimizer steps, at most one per sample and epoch, and skips the remaining configured ones."""
         raft, actor = self._config.raft, self.roles["actor"]
-        mini_batches = min(raft.mini_batches, len(chosen))
+        mini_batches = min(raft.mini_batches, len({sample.conversation for sample in chosen}))
         updates: list[dict[str, float]] = []
         if mini_batches:
             schedules = update_schedules(

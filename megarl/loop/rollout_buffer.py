@@ -30,7 +30,7 @@ from megarl.cluster.rollouts import Rollouts
 from megarl.config import PPOConfig, RAFTConfig
 from megarl.data.packing import sample_infos
 from megarl.loop.sampler import Sampled, Sampler
-from megarl.loop.scoring import Scoring
+from megarl.loop.scoring import Branches, Scoring
 from megarl.rollout.completions import load_chunks, save_chunks
 from megarl.types import RolloutChunk
 
@@ -182,7 +182,7 @@ class RolloutBuffer:
                 greedy, greedy_scoring = _load(saved["greedy"], directory / f"step-{step}-greedy.npz")
             if _oldest(rollouts) < int(step) - 1 - self._staleness:
                 continue
-            if (len(prompts), len(rollouts.samples) // len(prompts)) != self._sizes:
+            if (len(prompts), len(Branches.of(rollouts.samples).last) // len(prompts)) != self._sizes:
                 continue
             routine = self._sampler.score(prompts, rollouts, greedy, saved["metrics"], scoring, greedy_scoring)
             self._steps[int(step)] = Task(routine)

@@ -29,13 +29,14 @@ from megarl.loop.logprob_check import LogprobCheck
 from megarl.loop.pass_meter import PassMeter
 from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.sampler import Sampled, Sampler, sample_metrics
-from megarl.loop.scoring import Scorer, ScoresByReward, Values, reward_weights, shuffled_order
+from megarl.loop.scoring import Branches, Scorer, ScoresByReward, Values, reward_weights, shuffled_order
 from megarl.loop.skipped_steps import SkippedBatches, write_rollouts
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.datasets import PromptSets
 from megarl.run.paths import ema_export
 from megarl.run.results import EvaluationResult, StepResult, TokenColumns, no_columns, shown_samples
 from megarl.run.sinks import Metrics
+from megarl.types import SampleInfo
 
 C = TypeVar("C", bound=PPOConfig | RAFTConfig)
 
@@ -117,9 +118,11 @@ class RolloutTrainer(Generic[C]):
         self._buffer.synced(step)
         return {**metrics, **memory_metrics(self._engines.name, self._engines.take_usage())}
 
-    def _score_order(self, count: int, step: int) -> npt.NDArray[np.int64] | None:
-        """Returns the permutation of a step's scores; None unless they are shuffled."""
-        return shuffled_order(count, self._config.run.seed, step) if self._config.reward.shuffle else None
+    def _score_order(self, samples: Sequence[SampleInfo], step: int) -> npt.NDArray[np.int64] | None:
+        """Returns the permutation of the scores of a step's conversations; None unless they are shuffled."""
+        if not self._config.reward.shuffle:
+            return None
+        return shuffled_order(len(Branches.of(samples).last), self._config.run.seed, step)
 
     def _result(
         self,

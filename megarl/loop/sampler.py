@@ -21,7 +21,7 @@ from megarl.config import PPOConfig, RAFTConfig
 from megarl.data.prompts import greedy_requests, sample_requests
 from megarl.data.stream import Stream, StreamState
 from megarl.loop.forward_passes import Forwards
-from megarl.loop.scoring import SampleFilter, Scorer, Scoring
+from megarl.loop.scoring import Branches, SampleFilter, Scorer, Scoring
 from megarl.types import Prompt, SampleInfo
 
 
@@ -200,8 +200,9 @@ class Sampler:
         prompts = [prompt for each in rounds for prompt in each.prompts]
         others = sorted(set(range(len(prompts))) - set(kept))
         chosen = sorted([*kept, *others][:wanted])
-        rows = [draw * size + sample for draw in chosen for sample in range(size)]
         rollouts = Rollouts.joined([each.rollouts for each in rounds])
+        draws = Branches.of(rollouts.samples).conversation // size
+        rows = [int(row) for draw in chosen for row in np.flatnonzero(draws == draw)]
         if len(rows) < len(rollouts.samples):
             rollouts = self._engines.pick(rollouts, [rollouts.samples[row] for row in rows], self._chunks)
         metrics = {
@@ -227,7 +228,8 @@ class Sampler:
                 scoring = yield from self._score(rollouts, prompts)
             yield scoring
             rounds.append(Sampled(prompts=prompts, rollouts=rollouts, scoring=scoring))
-            keeps = dynamic.keep(scoring.wait(), scoring.samples)[:: self._samples_per_prompt]
+            keeps = dynamic.keep(scoring.wait(), scoring.samples)[Branches.of(scoring.samples).last]
+            keeps = keeps[:: self._samples_per_prompt]
             kept += (len(drawn) + np.flatnonzero(keeps)).tolist()
             drawn += prompts
         return rounds, kept

@@ -18,7 +18,7 @@ A score of NaN means that the reward could not score the sample.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,11 +39,12 @@ from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import Algo, EnvironmentSettings, Reward, RewardFunction, Scores, TruncateAt
 from megarl.data.schedule import inference_schedule
 from megarl.data.stream import stable_hash
+from megarl.experience.records import SampleScores, TokenRewardScale
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest
 from megarl.rewards.functions import labels
 from megarl.rewards.model_files import read_scale
-from megarl.types import Prompt, Ragged, RoleName, SampleInfo, SampleScores, TokenRewardScale
+from megarl.types import Prompt, Ragged, RoleName, SampleInfo
 
 Values = npt.NDArray[np.float32]
 
@@ -140,6 +141,7 @@ class Scorer:
             yield truncation
             rollouts = truncation.result()
         model = dense = functions_call = None
+        branches = Branches.of(rollouts.samples)
         if self.model is not None:
             budget = self._config.role("reward").tokens_per_micro_batch
             schedule = inference_schedule(rollouts.samples, self.model.layout, budget)
@@ -150,11 +152,12 @@ class Scorer:
                 model = self.model.dispatch(MegatronWorker.scores, request)
         if functions:
             assert self._rules is not None
-            functions_call = self._rules.score(functions, rollouts, prompts)
+            whole = tuple(branches.whole(rollouts.samples))
+            functions_call = self._rules.score(functions, replace(rollouts, samples=whole), prompts)
         calls = [call for call in (model, functions_call) if call is not None]
         return Scoring(
             samples=rollouts.samples,
-            wait=lambda: self._gather(model, functions_call) | self._of_environment(rollouts),
+            wait=lambda: self._gather(model, functions_call, branches) | self._of_environment(rollouts),
             seconds=lambda: max((call.longest() for call in calls), default=0.0),
             calls=calls,
             model=model,
@@ -168,19 +171,48 @@ class Scorer:
         return {ENVIRONMENT: np.array([sample.reward for sample in rollouts.samples], dtype=np.float32)}
 
     def _gather(
-        self, model: Call[dict[int, Values] | None] | None, functions: Call[ScoredRows] | None
+        self, model: Call[dict[int, Values] | None] | None, functions: Call[ScoredRows] | None, branches: Branches
     ) -> dict[str, Values]:
-        """Waits for the scores of the reward model and the reward functions."""
+        """Waits for the scores of the reward model and the reward functions; a branch has those of the last one."""
         scores: dict[str, Values] = {}
         if model is not None:
-            raw = gather_rows(gather_by_chunk(model))
+            raw = gather_rows(gather_by_chunk(model))[branches.last][branches.conversation]
             scores[REWARD_MODEL] = self._scale.apply(torch.as_tensor(np.where(np.isfinite(raw), raw, np.nan))).numpy()
         if functions is not None:
             assert self._rules is not None
             columns = self._rules.gather(functions)
             for name in next(iter(columns.values())):
-                scores[name] = gather_rows({chunk: of_chunk[name] for chunk, of_chunk in columns.items()})
+                column = gather_rows({chunk: of_chunk[name] for chunk, of_chunk in columns.items()})
+                scores[name] = column[branches.conversation]
         return scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branches:
+    """Which samples belong together; without branches, each sample is a conversation of its own.
+
+    Args:
+        conversation: [N], the number of each sample's conversation, in their order.
+        last: [C], the last sample of each conversation.
+    """
+
+    conversation: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, samples: Sequence[SampleInfo]) -> Branches:
+        numbers: dict[str, int] = {}
+        conversation = [numbers.setdefault(sample.conversation, len(numbers)) for sample in samples]
+        last = {number: index for index, number in enumerate(conversation)}
+        return cls(conversation=np.array(conversation, np.int64), last=np.array(list(last.values()), np.int64))
+
+    def rows(self, conversation: int) -> list[int]:
+        """Returns the samples of a conversation."""
+        return np.flatnonzero(self.conversation == conversation).tolist()
+
+    def whole(self, samples: Sequence[SampleInfo]) -> list[SampleInfo]:
+        """Returns the last sample of each conversation."""
+        return [samples[int(index)] for index in self.last]
 
 
 def gather_rows(columns: Mapping[int, Values]) -> Values:
@@ -264,49 +296,53 @@ def score_batch(
 ) -> ScoredBatch:
     """Waits for the scores of a step, and computes advantages if the algorithm compares the samples of a prompt.
 
+    Branches count as one sample, with the score and the end of the last one and the length of all.
+
     Args:
         greedy: scores of the greedy responses, for algorithms that use them as a baseline.
         weights: by reward.
-        order: permutation of the scores.
+        order: permutation of the scores of conversations.
     """
-    by_reward = scoring.wait()
-    scores = totals = total_scores(by_reward, scoring.samples, weights, algo.scores)
+    branches = Branches.of(samples)
+    whole = branches.whole(scoring.samples)
+    by_reward = {name: values[branches.last] for name, values in scoring.wait().items()}
+    scores = totals = total_scores(by_reward, whole, weights, algo.scores)
     if algo.of_tokens and ENVIRONMENT in weights:  # its rewards are placed at the ends of turns
-        scores = total_scores(by_reward, scoring.samples, {**weights, ENVIRONMENT: 0.0}, algo.scores)
+        scores = total_scores(by_reward, whole, {**weights, ENVIRONMENT: 0.0}, algo.scores)
     components = np.stack(list(by_reward.values()), axis=-1)
     if order is not None:
         scores, totals, components = scores[order], totals[order], components[order]
     groups, chunks = group_numbers(samples), np.array([sample.chunk for sample in samples])
     assert (np.diff(chunks) >= 0).all(), "samples are in the order of their chunks"
-    finished = np.array([sample.finished for sample in scoring.samples])
+    finished = np.array([sample.finished for sample in whole])
     masks_unfinished = algo.scores.missing_end is not None and algo.scores.missing_end.name == "mask"
     sequence_advantages = None
     if not algo.of_tokens:
         tensor = torch.as_tensor(scores)
+        lengths = np.bincount(branches.conversation, [sample.response_tokens for sample in samples])
         compared = Samples(
             scores=tensor,
-            groups=torch.as_tensor(groups),
-            lengths=torch.tensor([sample.response_tokens for sample in samples]),
+            groups=torch.as_tensor(groups[branches.last]),
+            lengths=torch.as_tensor(lengths.astype(np.int64)),
             finished=torch.as_tensor(finished),
             scored=tensor.isfinite(),
             components=torch.as_tensor(components),
             weights=[weights[name] for name in by_reward],
-            greedy_scores=None if greedy is None else _greedy_scores(greedy, samples, weights, algo.scores),
+            greedy_scores=None if greedy is None else _greedy_scores(greedy, whole, weights, algo.scores),
         )
-        sequence_advantages = (
-            bound(GROUP_ADVANTAGES, algo.advantage.name, algo.advantage.options)(compared).float().numpy()
-        )
+        advantages = bound(GROUP_ADVANTAGES, algo.advantage.name, algo.advantage.options)(compared).float().numpy()
+        sequence_advantages = advantages[branches.conversation]
     return ScoredBatch(
         samples=SampleScores(
             chunks=chunks,
-            scores=scores,
+            scores=scores[branches.conversation],
             groups=groups,
             sequence_advantages=sequence_advantages,
-            actor_mask=finished if masks_unfinished else np.ones_like(finished),
+            actor_mask=(finished if masks_unfinished else np.ones_like(finished))[branches.conversation],
         ),
-        totals=totals,
-        scores_by_reward=by_reward,
-        metrics={**score_metrics(by_reward), **_group_metrics(totals, groups)},
+        totals=totals[branches.conversation],
+        scores_by_reward={name: values[branches.conversation] for name, values in by_reward.items()},
+        metrics={**score_metrics(by_reward), **_group_metrics(totals, groups[branches.last])},
     )
 
 
@@ -317,8 +353,9 @@ def sample_filter(weights: Mapping[str, float], algo: Algo) -> SampleFilter:
 
     def keep(scores: ScoresByReward, samples: Sequence[SampleInfo]) -> npt.NDArray[np.bool_]:
         totals, groups = total_scores(scores, samples, weights, algo.scores), group_numbers(samples)
-        scored = np.isfinite(totals)
-        members = [torch.as_tensor(totals[(groups == group) & scored]) for group in range(groups.max() + 1)]
+        last = Branches.of(samples).last
+        scored = last[np.isfinite(totals[last])]
+        members = [torch.as_tensor(totals[scored[groups[scored] == group]]) for group in range(groups.max() + 1)]
         return np.array([len(of_prompt) > 0 and bool(passes(of_prompt)) for of_prompt in members])[groups]
 
     return keep

@@ -18,10 +18,11 @@ from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.demonstrations import Demonstration
 from megarl.data.schedule import inference_schedule, step_schedule, under_one_length, update_schedules
 from megarl.data.stream import Stream, StreamState
+from megarl.experience.records import ExperienceChunk
 from megarl.loop.pass_meter import PassMeter
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import PretrainBatch, UpdateRequest
-from megarl.types import ExperienceChunk, RoleName, SampleInfo, Schedule, TextChunk, TokenValues
+from megarl.types import RoleName, SampleInfo, Schedule, TextChunk, TokenValues
 
 
 class StepPlan:

@@ -34,13 +34,14 @@ from megarl.algos.rollout_correction import off_policy_sequences, proximal_logpr
 from megarl.config.schema import Algo, Choice
 from megarl.data.packing import Chunks, TokenChunk, gather
 from megarl.experience.padded_batch import align, response_mask
+from megarl.experience.records import ExperienceChunk
 from megarl.megatron.heads import response_logprobs, response_states, response_values, row_scores, token_scores
 from megarl.megatron.logprobs import divergence, vocab_shard
 from megarl.megatron.loss_metrics import LossMetrics, collect
 from megarl.megatron.model_engine import MakeLoss, ModelEngine
 from megarl.megatron.pipeline import MicroBatch, micro_batches, run_forward
 from megarl.role_specs import LossSpec, PolicySpec, PreferenceSpec, TextSpec, ValueSpec
-from megarl.types import ExperienceChunk, PackRow, RankSchedule, TextChunk, TokenValues
+from megarl.types import PackRow, RankSchedule, TextChunk, TokenValues
 
 
 class ExperienceColumns:
@@ -50,6 +51,8 @@ class ExperienceColumns:
         self._rows = batch.rows
         self._chunks = {row.chunk: experience[row.chunk] for row in batch.rows}
         self.mask = response_mask(batch.tokens.response_lengths.tolist(), device=device)
+        lengths = [row.sequence_tokens or row.response_tokens for row in batch.rows]
+        self.whole = response_mask(lengths, device=device)  # a branch weighs as a part of its conversation
 
     def __call__(self, name: str) -> Tensor:
         flat = gather(self._rows, {index: getattr(chunk, name) for index, chunk in self._chunks.items()})
@@ -74,7 +77,7 @@ class _Aggregation:
         self._totals = {"total_tokens": schedule.total_response_tokens, "total_sequences": schedule.total_sequences}
 
     def __call__(
-        self, terms: LossTerms, parts: Mapping[str, Tensor], mask: Tensor, *, learned: Tensor, reported: Tensor
+        self, terms: LossTerms, parts: Mapping[str, Tensor], of: ExperienceColumns, *, learned: Tensor, reported: Tensor
     ) -> tuple[Tensor, LossMetrics]:
         """Returns the loss and its metrics.
 
@@ -83,7 +86,8 @@ class _Aggregation:
             learned: [B, R] bool, the tokens in the loss.
             reported: [B, R] bool, the tokens over which metrics are means.
         """
-        weights = on_mask(self._weights(mask, **self._totals), learned)
+        mask = of.mask
+        weights = on_mask(self._weights(of.whole, **self._totals)[:, : mask.shape[1]], learned)
         metrics = collect(terms, reported, token_mean(mask, **self._totals, dtype=torch.float64))
         sums = {f"{name}_loss": weighted_sum(part.detach(), weights) for name, part in parts.items()}
         return weighted_sum(terms.values, weights), replace(metrics, sums={**metrics.sums, **sums})
@@ -148,7 +152,8 @@ class PolicyLoss:
                 parts["kl"] = align(self._divergence(batch, hidden), mask)
             terms = with_term(terms, "kl", parts["kl"], coef=self._kl_coef)
         terms = with_term(terms, "entropy", align(entropy, mask), coef=-self._algo.entropy_coef)
-        loss, metrics = self._aggregate(terms, parts, mask, learned=columns.mask_of("actor_mask"), reported=mask)
+        learned = columns.mask_of("actor_mask")
+        loss, metrics = self._aggregate(terms, parts, columns, learned=learned, reported=mask)
         if self._algo.old_logprobs_from_update:
             metrics = replace(metrics, quotients=self._old_logprob_metrics(old, columns))
         return self._share * loss, metrics
@@ -243,7 +248,7 @@ class ValueLoss:
         terms = _with_metrics(terms, error=(values - returns).square())
         terms = replace(terms, spreads={**terms.spreads, "returns": returns})
         selected = columns.mask_of("scored_mask")
-        return self._aggregate(terms, {}, columns.mask, learned=selected, reported=selected)
+        return self._aggregate(terms, {}, columns, learned=selected, reported=selected)
 
 
 def _with_metrics(terms: LossTerms, **metrics: Tensor) -> LossTerms:

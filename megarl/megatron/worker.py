@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megarl.collector import importing
 from megarl.config import PPOConfig, RAFTConfig, RunConfig
 from megarl.experience.build import build_experience
+from megarl.experience.records import ExperienceChunk, ExperienceReport
 from megarl.files import FileRecord
 from megarl.megatron.offload import Offloader, ResidentWeights
 from megarl.megatron.platform import Platform, start_platform, start_world
@@ -26,7 +27,7 @@ from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest, U
 from megarl.remote import remote
 from megarl.resharding import Connection, ConnectRequest, Sender, SyncStats, connect
 from megarl.role_specs import LossSpec, PolicySpec, role_specs
-from megarl.types import ExperienceChunk, ExperienceReport, Ragged, RankSchedule, RoleName, TokenValues
+from megarl.types import Ragged, RankSchedule, RoleName, TokenValues
 from megarl.weights.export import Export, export_plan
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import Any, Generic, TypeVar
 
 from megarl.data.packing import TokenChunk
 from megarl.experience.padded_batch import Columns, Selectable
-from megarl.types import RankSchedule, RolloutChunk, Schedule, StepContext, TextChunk
+from megarl.experience.records import StepContext
+from megarl.types import RankSchedule, RolloutChunk, Schedule, TextChunk
 
 S = TypeVar("S", Schedule, RankSchedule)
 C = TypeVar("C", bound=Selectable[Any])

@@ -23,7 +23,8 @@ from megarl.cluster.trainers import RemoteRole
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest, UpdateRequest
 from megarl.rollout.engine import RolloutEngine
-from megarl.types import ExperienceChunk, Ragged, RolloutChunk, Schedule
+from megarl.experience.records import ExperienceChunk
+from megarl.types import Ragged, RolloutChunk, Schedule
 
 
 def calls(

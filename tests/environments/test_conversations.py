@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,21 @@ END = 2
 """The id of <eos>."""
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
+COUNTING = "{{ messages | length }}" + TEMPLATE
+"""Begins with something that every further message changes, as some templates rewrite earlier turns."""
+
+
+def checkpoint(directory: Path, template: str) -> Path:
+    """Writes a tokenizer of characters, with a chat template."""
     write_checkpoint(directory, 0)
     file = directory / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": TEMPLATE}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
     return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("model"), TEMPLATE)
 
 
 class Engine:
@@ -98,7 +107,7 @@ def assert_exact(chunk: RolloutChunk, infos: Sequence[SampleInfo], engine: Engin
     """Asserts that every row is its turns as the engine sampled them; returns the number of turns."""
     assert chunk.loss_mask is not None
     assert chunk.turns is not None
-    seen = 0
+    seen, turns = 0, Counter[str]()
     for row, info in enumerate(infos):
         ids = [*chunk.prompt_ids[row].tolist(), *chunk.response_ids[row].tolist()]
         mask = [False] * len(chunk.prompt_ids[row]) + chunk.loss_mask[row].tolist()
@@ -106,7 +115,8 @@ def assert_exact(chunk: RolloutChunk, infos: Sequence[SampleInfo], engine: Engin
         versions: list[int] = []
         place = 0
         for number in range(len(chunk.turns[row])):
-            request, response = engine.record[f"{info.sample_id}/turn-{number}"]
+            request, response = engine.record[f"{info.conversation}/turn-{turns[info.conversation]}"]
+            turns[info.conversation] += 1
             start = len(request.prompt.token_ids)
             assert ids[:start] == list(request.prompt.token_ids), "the prompt of a turn is all that was before"
             assert ids[start : start + len(response.token_ids)] == list(response.token_ids)
@@ -163,3 +173,21 @@ def test_turns_are_limited(tokenizer: Path) -> None:
     assert chunk.turns is not None
     assert set(chunk.turns.lengths) == {2}
     assert not chunk.finished.any()
+
+
+def test_a_template_that_rewrites_earlier_turns_begins_branches(tmp_path: Path) -> None:
+    engine = Engine()
+    settings = {"name": "tests.environments.worlds:Chat", "args": {"turns": 3}}
+    limits = TurnLimits(context=200, turn=10, turns=9)
+    chunk, infos = held(checkpoint(tmp_path, COUNTING), engine, settings, CHATS, limits)
+    assert_exact(chunk, infos, engine)
+    assert [info.conversation for info in infos] == [f"1/{prompt.prompt_id}/0" for prompt in CHATS for _ in range(3)]
+    assert [info.sample_id for info in infos[:3]] == ["1/0/0", "1/0/0#1", "1/0/0#2"]
+    assert chunk.rewards is not None
+    assert chunk.turn_rewards is not None
+    for first in range(0, len(infos), 3):
+        own = [chunk.turn_rewards[first + branch] for branch in range(3)]
+        total = chunk.rewards[first]
+        assert chunk.rewards[first : first + 3].tolist() == [total] * 3
+        assert own[0].sum() == pytest.approx(total), "an earlier branch has prepared for the rewards of later ones"
+        assert own[0].sum() > own[1].sum() > own[2].sum() > 0

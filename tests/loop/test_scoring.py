@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 from megarl.algos.reward_shaping import ScoreScale
 from megarl.cluster.calls import Task
 from megarl.config.schema import Algo, Reward, RewardFunction, Scores
+from megarl.experience.records import TokenRewardScale
 from megarl.loop.sampler import sample_metrics
 from megarl.loop.scoring import (
+    Branches,
     ScoredBatch,
     Scorer,
     Scoring,
@@ -26,7 +29,7 @@ from megarl.loop.scoring import (
     unscored_metrics,
 )
 from megarl.megatron.worker import MegatronWorker
-from megarl.types import SampleInfo, TokenRewardScale
+from megarl.types import SampleInfo
 from tests.config.debug import debug
 
 NONE = math.nan
@@ -109,7 +112,7 @@ def test_scores_are_in_sample_order() -> None:
         }
     )
     scorer._rules = rules
-    found = scorer._gather(model, answered())
+    found = scorer._gather(model, answered(), Branches.of(SAMPLES))
     assert {name: values.tolist() for name, values in found.items()} == {
         "reward_model": pytest.approx([-0.5, 0, 0.5, 1, NONE], nan_ok=True),
         "f": pytest.approx([10, 20, 30, 40, NONE], nan_ok=True),
@@ -282,3 +285,39 @@ def test_lengths_and_endings_cover_the_step() -> None:
             "stop_token_fraction": 2 / 3,
         }
     )
+
+
+def test_branches_count_as_one_sample() -> None:
+    def info(row: int, name: str, prompt: str, tokens: int, *, finished: bool = True) -> SampleInfo:
+        lengths = {"prompt_tokens": 1, "response_tokens": tokens}
+        return SampleInfo(sample_id=name, prompt_id=prompt, chunk=0, row=row, finished=finished, **lengths)
+
+    whole = [info(0, "1/p/0", "p", 5), info(1, "1/p/1", "p", 2), info(2, "1/q/0", "q", 9), info(3, "1/q/1", "q", 4)]
+    scores = np.float32([1, 0, 3, 5])
+    branched = [
+        info(0, "1/p/0", "p", 3, finished=False),
+        info(1, "1/p/0#1", "p", 2),
+        info(2, "1/p/1", "p", 2),
+        info(3, "1/q/0", "q", 4),
+        info(4, "1/q/0#1", "q", 4, finished=False),
+        info(5, "1/q/0#2", "q", 1),
+        info(6, "1/q/1", "q", 4),
+    ]
+    of = [0, 0, 1, 2, 2, 2, 3]
+
+    def scored(samples: Sequence[SampleInfo], values: np.ndarray, algo: dict[str, Any]) -> ScoredBatch:
+        scoring = Scoring(samples=samples, wait=lambda: {"reward_model": values})
+        order = np.array([1, 0, 3, 2])
+        return score_batch(samples, scoring, None, reward_weights(Reward()), Algo.model_validate(algo), order=order)
+
+    for algo in ({"advantage": "grpo"}, {"advantage": "opo"}, {"advantage": "rloo", "scores": {"missing_end": "mask"}}):
+        expected, found = scored(whole, scores, algo), scored(branched, scores[of], algo)
+        assert expected.samples.sequence_advantages is not None
+        assert found.samples.sequence_advantages is not None
+        assert found.samples.sequence_advantages.tolist() == expected.samples.sequence_advantages[of].tolist()
+        assert found.samples.actor_mask.tolist() == expected.samples.actor_mask[of].tolist()
+        assert found.totals.tolist() == expected.totals[of].tolist()
+        assert found.metrics == expected.metrics
+    keep = sample_filter(reward_weights(Reward()), Algo.model_validate({"filter": "nonzero_std"}))
+    of_equal = np.float32([1, 1, 3, 5])
+    assert keep({"reward_model": of_equal[of]}, branched).tolist() == [False] * 3 + [True] * 4

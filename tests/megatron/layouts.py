@@ -18,7 +18,8 @@ import torch
 
 from megarl.algos.policy_loss import LossTerms
 from megarl.config.schema import Algo, Optimizer
-from megarl.types import ExperienceChunk, Layout, Ragged, SampleInfo, TextChunk
+from megarl.experience.records import ExperienceChunk
+from megarl.types import Layout, Ragged, SampleInfo, TextChunk
 from tests.megatron.tiny import load_role, random_head
 
 LENGTHS = [(3, 9), (5, 1), (2, 0), (7, 4), (1, 6), (4, 0), (2, 2), (6, 8), (3, 5), (1, 1), (5, 3), (2, 7)]

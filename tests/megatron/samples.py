@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from megarl.experience.padded_batch import Columns
-from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleScores, VersionSpan
+from megarl.experience.records import SampleScores
+from megarl.types import Ragged, RolloutChunk, SampleInfo, VersionSpan
 
 
 def random_chunks(

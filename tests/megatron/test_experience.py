@@ -13,7 +13,8 @@ import pytest
 from megarl.config.schema import Algo, ValueNorm
 from megarl.experience.build import build_experience
 from megarl.experience.padded_batch import Columns
-from megarl.types import ExperienceChunk, ExperienceReport, Ragged, RolloutChunk, StepContext, TokenRewardScale
+from megarl.experience.records import ExperienceChunk, ExperienceReport, StepContext, TokenRewardScale
+from megarl.types import Ragged, RolloutChunk
 from tests.megatron.samples import columns_of, conversations, random_chunks
 from tests.oracle import advantages, comparisons, normalisation
 

@@ -11,7 +11,8 @@ import pytest
 
 from megarl.config.schema import Algo
 from megarl.experience.build import build_experience
-from megarl.types import ExperienceChunk, Ragged, StepContext, VersionSpan
+from megarl.experience.records import ExperienceChunk, StepContext
+from megarl.types import Ragged, VersionSpan
 from tests.megatron.samples import columns_of, random_chunks
 from tests.oracle import corrections
 

@@ -12,7 +12,8 @@ import pytest
 from megarl.algos import registry
 from megarl.config.schema import Algo, Reject, ValueNorm
 from megarl.experience.build import build_experience
-from megarl.types import ExperienceChunk, ExperienceReport, Ragged, StepContext, TokenRewardScale
+from megarl.experience.records import ExperienceChunk, ExperienceReport, StepContext, TokenRewardScale
+from megarl.types import Ragged
 from tests.megatron.samples import columns_of, random_chunks
 from tests.pool import RankPool
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from megarl.config.schema import Algo, Optimizer
-from megarl.types import Layout, Ragged, StepContext, VersionSpan
+from megarl.experience.records import StepContext
+from megarl.types import Layout, Ragged, VersionSpan
 from tests.megatron.compare import everywhere
 from tests.megatron.layouts import restart
 from tests.megatron.samples import columns_of, random_chunks

@@ -16,8 +16,9 @@ import yaml
 
 from megarl.config.schema import Algo, Optimizer, Reward
 from megarl.experience.padded_batch import Columns
+from megarl.experience.records import SampleScores, StepContext
 from megarl.megatron.loss_metrics import LossMetrics
-from megarl.types import Layout, Ragged, RolloutChunk, SampleInfo, SampleScores, StepContext
+from megarl.types import Layout, Ragged, RolloutChunk, SampleInfo
 from tests.e2e.recipe_cases import CASES as RECIPES
 from tests.e2e.recipe_cases import IN_MATRIX
 from tests.e2e.runs import ROOT

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from megarl.config.schema import Algo
-from megarl.types import ExperienceChunk, Layout, Ragged
+from megarl.experience.records import ExperienceChunk
+from megarl.types import Layout, Ragged
 from tests.megatron.compare import everywhere
 from tests.megatron.layouts import KL_COEF, LEFT_OUT, SETTINGS, STEPS, TEMPERATURE, chunks, experience, restart, samples
 from tests.megatron.tiny import load_role, random_head, save_model

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.types import StepContext
+from megarl.experience.records import StepContext
 from tests.megatron.samples import columns_of, random_chunks
 from tests.megatron.tiny import save_model
 from tests.pool import RankPool, free_port
