@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -38,27 +39,46 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE",
 @app.command("init")
 def new_run(
     name: Annotated[str, typer.Argument(help="Name of the run and of its files.")] = "mine",
-    model: Annotated[str, typer.Option(prompt="Model (a Hugging Face directory)", help="Directory of the model.")] = "",
-    prompts: Annotated[str, typer.Option(prompt="Prompts (a JSONL file)", help="JSONL file of the prompts.")] = "",
+    model: Annotated[str, typer.Option(help="Directory of the model.")] = "",
+    prompts: Annotated[str, typer.Option(help="JSONL file of the prompts.")] = "",
+    reward: Annotated[
+        str,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="A reward function that you have, also one written for TRL or verl, or a built-in one such as "
+            "math_verify, in place of a new one.",
+        ),
+    ] = "",
     recipe: Annotated[
         str, typer.Option("--from", help="Recipe, such as grpo, rloo or dapo: docs/recipes.md.")
     ] = "grpo",
     steps: Annotated[int, typer.Option(help="Steps of the run.")] = 100,
 ) -> None:
-    """Write a new run: NAME.yaml with comments, and a reward function with a test. Asks for what is not given."""
-    from megarl.config import ConfigError
-    from megarl.new_run import NewRun
+    """Write a new run: NAME.yaml with comments, and a reward function with a test.
 
-    run = NewRun(name=name, recipe=recipe, model=model, prompts=prompts, steps=steps)
+    Asks for model and prompts if one of them is not given, and then for reward and recipe, too.
+    """
+    if not (model and prompts):
+        model = model or typer.prompt("Model (a Hugging Face directory)")
+        prompts = prompts or typer.prompt("Prompts (a JSONL file)")
+        question = "Reward (module:function or a built-in one; Enter: a new one)"
+        reward = reward or typer.prompt(question, "", show_default=False)
+        recipe = typer.prompt("Recipe", recipe)
+    with importing():
+        from megarl.config import ConfigError
+        from megarl.new_run import NewRun
+
+    run = NewRun(name=name, recipe=recipe, model=model, prompts=prompts, steps=steps, reward=reward)
     try:
         run.write()
     except ConfigError as error:
         _stop(error, code=2)
-    config, reward, test = run.files
-    typer.echo(
-        f"{config}    the configuration\n{reward}    the reward of a response: make it yours\n{test}    its test\n"
-        f"Next:\n  python -m pytest {test}\n  megarl plan {config}\n  megarl train {config}"
-    )
+    config, *own = run.files
+    typer.echo(f"{config}    the configuration")
+    for file, what in zip(own, ("the reward of a response: make it yours", "its test"), strict=False):
+        typer.echo(f"{file}    {what}")
+    tests = [f"python -m pytest {own[-1]}"] if own else []
+    typer.echo("\n  ".join(["Next:", *tests, f"megarl plan {config}", f"megarl train {config}"]))
 
 
 @app.command()
@@ -163,8 +183,11 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Check CONFIG and print its placement, batches, algorithm and memory, without starting anything."""
-    config = _load(config_path, overrides)
+    """Check CONFIG and print its placement, batches, algorithm and memory, without starting anything.
+
+    Of a model, config.json and the tokenizer's files are enough.
+    """
+    config = _load(config_path, overrides, bare=True)
     from megarl.plan.memory_table import print_memory
     from megarl.plan.run_plan import print_plan
     from megarl.preflight.check import check
@@ -174,7 +197,7 @@ def plan(
     from megarl.run.resume import describe_run
 
     with _exit_codes(config_path):
-        sets = check(config)
+        sets = check(config, bare=True)
         config = with_steps(config, sets)
         resume = describe_run(config)
         call_functions(config, sets)
@@ -262,13 +285,13 @@ def _show_imports() -> None:
     typer.echo(phase_line("imports", process_age()))
 
 
-def _load(path: Path, overrides: list[str] | None) -> RunConfig:
+def _load(path: Path, overrides: list[str] | None, *, bare: bool = False) -> RunConfig:
     with importing():  # what the models' check needs, too
         from megarl.config import ConfigError, load
         from megarl.preflight.check import check
 
         try:
-            return load(path, overrides or [], check)
+            return load(path, overrides or [], partial(check, bare=bare))
         except ConfigError as error:
             _stop(error, code=2)
 

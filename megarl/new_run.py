@@ -6,13 +6,17 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, Final
 
 from megarl.config import ConfigError, Problem
 from megarl.config.inheritance import recipes
 from megarl.config.problems import correct_path
-from megarl.config.schema import read_hf_config
+from megarl.config.schema import RewardFunction, read_hf_config
+from megarl.preflight.user_functions import check_functions
+from megarl.rewards.adapters import likely_adapter
+from megarl.rewards.functions import RULES, resolve
 
 PROMPT_COLUMNS: Final = ("prompt", "messages", "prompt_ids", "token_ids")
 _OTHER_PROMPT_COLUMNS: Final = ("question", "problem", "instruction", "query", "input", "text")
@@ -30,6 +34,7 @@ class NewRun:
         recipe: a name of `recipes()`.
         model: a Hugging Face directory.
         prompts: a JSONL file.
+        reward: a built-in function, or package.module:function; empty: a new one, in a file with a test.
     """
 
     name: str
@@ -37,12 +42,14 @@ class NewRun:
     model: str
     prompts: str
     steps: int
+    reward: str = ""
 
     @property
-    def files(self) -> tuple[Path, Path, Path]:
-        """The configuration, the reward function and its test."""
+    def files(self) -> tuple[Path, ...]:
+        """The configuration; with a new reward function also its file and its test."""
         module = f"{self.name}_reward.py"
-        return Path(f"{self.name}.yaml"), Path(module), Path(f"test_{module}")
+        own = () if self.reward else (Path(module), Path(f"test_{module}"))
+        return Path(f"{self.name}.yaml"), *own
 
     def write(self) -> None:
         """Writes the files; raises ConfigError if something that they name cannot be used, or one of them exists."""
@@ -50,8 +57,9 @@ class NewRun:
         if problems:
             raise ConfigError(problems, "megarl init")
         row = _first_row(self.prompts)
-        answer = next((name for name in ANSWER_COLUMNS if isinstance(row.get(name), str)), None)
-        for file, text in zip(self.files, (self._config(row), _reward(answer), self._test(row)), strict=True):
+        answer = _answer(row)
+        texts = (self._config(row, answer), _reward(answer), self._test(row))
+        for file, text in zip(self.files, texts, strict=False):
             file.write_text(text, encoding="utf-8")
 
     def _problems(self) -> Iterator[Problem]:
@@ -69,11 +77,35 @@ class NewRun:
             rule = f"a directory with a readable config.json ({getattr(error, 'strerror', None) or error})"
             yield Problem("--model", self.model, rule, correct_path(self.model))
         try:
-            _first_row(self.prompts)
+            row = _first_row(self.prompts)
         except (OSError, ValueError) as error:
+            row = {}
             yield Problem("--prompts", self.prompts, f"a JSONL file of prompts ({error})", correct_path(self.prompts))
 
-    def _config(self, row: Mapping[str, Any]) -> str:
+        if self.reward:
+            for problem in check_functions([self._function(_answer(row))]):
+                yield Problem("--reward", self.reward, problem.rule, problem.fix)
+
+    def _function(self, answer: str | None) -> RewardFunction:
+        """Returns the reward function with the adapter, or the column, that it needs."""
+        if self.reward in RULES:
+            reads = "field" in signature(RULES[self.reward]).parameters and answer not in (None, "answer")
+            return RewardFunction(name=self.reward, args={"field": answer} if reads else {})
+        try:
+            return RewardFunction(name=self.reward, adapter=likely_adapter(resolve(self.reward)))
+        except ValueError:  # check_functions says why
+            return RewardFunction(name=self.reward)
+
+    def _reward_line(self, answer: str | None) -> str:
+        if not self.reward:
+            return f'functions: [{{name: "{self.name}_reward:reward"}}]    # in {self.name}_reward.py'
+        function = self._function(answer)
+        fields = [f"name: {json.dumps(function.name)}"]
+        fields += [f"adapter: {function.adapter}"] * (function.adapter is not None)
+        fields += [f"args: {{{name}: {json.dumps(value)}}}" for name, value in function.args.items()]
+        return f"functions: [{{{', '.join(fields)}}}]"
+
+    def _config(self, row: Mapping[str, Any], answer: str | None) -> str:
         positions = read_hf_config(self.model).get("max_position_embeddings", _TOKENS)
         tokens = min(positions, _TOKENS)
         source = json.dumps(self.prompts)
@@ -98,7 +130,7 @@ rollout:
   max_model_len: {tokens}    # of prompt and response together
   # devices: 6-7
 reward:
-  functions: [{{name: "{self.name}_reward:reward"}}]    # in {self.name}_reward.py
+  {self._reward_line(answer)}
 checkpoint: {{every: 20}}
 cluster:
   threads_per_device: auto    # without a GPU: from the machine's cores
@@ -133,6 +165,11 @@ def answered(response: str) -> Completion:
 def test_a_right_answer_scores_above_an_empty_one() -> None:
     assert reward(answered({right!r})) > reward(answered(""))
 """
+
+
+def _answer(row: Mapping[str, Any]) -> str | None:
+    """Returns the column with the right answer."""
+    return next((name for name in ANSWER_COLUMNS if isinstance(row.get(name), str)), None)
 
 
 def _has_chat_template(model: Path) -> bool:

@@ -135,7 +135,7 @@ class DataReader:
             )
             rows = load(source, encoder, drop=self._drop)
         except (OSError, ValueError) as error:
-            fix = f"correct the path or the rows (docs/data.md); {self._rules} choose what happens to unusable ones"
+            fix = f"correct the path or the rows (docs/data.md), or leave out those that can be: {self._rules}"
             self.problems.append(Problem(field=field, value=source.path, rule=str(error), fix=fix))
             return []
         self._left_out += [(field, row) for row in rows.left_out]

@@ -12,6 +12,8 @@ from megarl.config.schema import Reward, RewardFunction
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import RunError
 from megarl.preflight.datasets import PromptSets, Sets
+from megarl.preflight.user_functions import adapter_fix
+from megarl.rewards.functions import resolve
 from megarl.rewards.scorer import RuleScorer, Unscored
 from megarl.types import Prompt, Ragged, RolloutChunk
 
@@ -60,7 +62,8 @@ def _problems(
             if failed is not None:
                 reason = "\n".join(failed.failure.reason.splitlines()[-_LINES:])
                 rule = f"scores a response; on each of {len(tried)} prompts it failed, first on {failed.prompt_id!r}"
-                fix = "correct the function, or what it calls; docs/rewards.md has its signature"
+                usual = "correct the function, or what it calls; docs/rewards.md has its signature"
+                fix = adapter_fix(function, resolve(function.name)) or usual
                 field = f"{where}.{index}.name"
                 yield Problem(field=field, value=function.name, rule=f"{rule}:\n{reason}", fix=fix)
     except RunError as error:

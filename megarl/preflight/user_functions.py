@@ -15,7 +15,7 @@ from megarl.config import PPOConfig, RunConfig
 from megarl.config.problems import Problem, shown
 from megarl.config.schema import CustomFunction, RewardFunction, Section
 from megarl.plugins import Function, check_options, resolve, suggestion
-from megarl.rewards.adapters import check_signature, columns_of
+from megarl.rewards.adapters import check_signature, columns_of, likely_adapter
 from megarl.rewards.functions import RULES, TOKEN_RULES, labels
 from megarl.rewards.functions import resolve as resolve_reward
 from megarl.types import Prompt
@@ -99,7 +99,8 @@ def _problems(function: RewardFunction, where: str, *, tokenizer: bool, longest:
     try:
         check_signature(function, target)
     except ValueError as error:
-        yield Problem(field=f"{where}.args", value=shown(dict(function.args)), rule=str(error), fix=_FIX)
+        fix = adapter_fix(function, target) or _FIX
+        yield Problem(field=f"{where}.args", value=shown(dict(function.args)), rule=str(error), fix=fix)
         return
     if function.name == "math_verify" and find_spec("math_verify") is None:
         fix = "install it with pip install 'megarl-trainer[math]'"
@@ -110,6 +111,12 @@ def _problems(function: RewardFunction, where: str, *, tokenizer: bool, longest:
         if function.name not in TOKEN_RULES and not tokenizer:
             fix = "set model.tokenizer, or choose a function that reads token ids"
             yield Problem(field=f"{where}.name", value=function.name, rule="reads text: needs a tokenizer", fix=fix)
+
+
+def adapter_fix(function: RewardFunction, target: Function) -> str | None:
+    """Returns the fix for a function that is called with one completion and has the parameters of another system's."""
+    likely = likely_adapter(target) if function.adapter is None and function.unit == "response" else None
+    return None if likely is None else f"set adapter: {likely}, whose parameters the function has"
 
 
 def _values(function: Function, args: Mapping[str, Any], where: str) -> Iterator[Problem]:

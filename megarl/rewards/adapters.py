@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -131,6 +131,14 @@ def check_signature(spec: RewardFunction, function: Function) -> None:
     if spec.adapter == "trl":
         given = (*(name for name in _TRL if _accepts(function, name)), *columns_of(spec, function))
     check_options(function, spec.args, name=spec.name, positional=0, given=given)
+
+
+def likely_adapter(function: Function) -> Literal["trl", "verl"] | None:
+    """Returns the system whose parameters a function has; None: neither's."""
+    names = {own.name for own in _parameters(function)}
+    if names & {"solution_str", "solution_strs"}:
+        return "verl"
+    return "trl" if "completions" in names else None
 
 
 def columns_of(spec: RewardFunction, function: Function) -> tuple[str, ...]:

@@ -83,6 +83,12 @@ def test_signatures_are_checked_by_adapter() -> None:
         assert problem.field == "reward.functions.0.args", name
 
 
+@pytest.mark.parametrize(("name", "adapter"), [("trl_reward", "trl"), ("verl_score", "verl")])
+def test_a_forgotten_adapter_is_suggested(name: str, adapter: str) -> None:
+    (problem,) = check_functions([overlapping(name)])
+    assert f"set adapter: {adapter}" in problem.fix
+
+
 def test_rows_have_the_columns_that_an_adapter_reads() -> None:
     prompts = [prompt("a", answer="x", **ROW), prompt("b", data_source="sums")]
     functions = [overlapping("trl_reward", adapter="trl"), overlapping("verl_score", adapter="verl")]
