@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megarl.config import load
+import pytest
+
+from examples.sort_letters.checkpoint import write_checkpoint
+from megarl.config import ConfigError, load
 from megarl.plan.run_plan import plan_lines
 from megarl.preflight.check import check
 from tests.data.rows import tools_tokenizer
@@ -44,6 +47,18 @@ def test_prompts_are_printed_with_their_epochs(tmp_path: Path) -> None:
     assert filtered["prompts"].endswith("; at least 0.4 epochs in 1 step of 4")
     assert said("ppo")["prompts"] == "32 random ones; 0.75 epochs in 3 steps of 8"
     assert "1 epoch x 1 mini-batch of 16 samples = 1 optimizer step" in said("grpo", "algo.mini_batches=1")["update"]
+
+
+def test_a_model_without_weights_is_planned_but_not_trained(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, seed=0)
+    given = [f"model.path={tmp_path}", "model.random=null", "model.vocab_size=null"]
+    assert "not checked" not in said("grpo", *given)
+    (tmp_path / "model.safetensors").unlink()
+    config = load(DEBUG / "grpo.yaml", given)
+    assert "weights of model.path" in dict(plan_lines(config, check(config, bare=True)))["not checked"]
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    assert [problem.field for problem in caught.value.problems] == ["model.path"]
 
 
 def test_the_first_prompt_is_shown_as_the_model_sees_it(tmp_path: Path) -> None:

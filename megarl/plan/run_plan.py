@@ -13,6 +13,7 @@ from rich.table import Table
 from megarl.cluster.cpu_threads import with_threads
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, SFTConfig, TrainingConfig
 from megarl.config.schema import Algo, CheckpointSettings, Choice, Cluster, Optimizer, Rollout, Scores, Threads
+from megarl.preflight.models import without_weights
 from megarl.run.display import counted
 from megarl.run.resume import resumed_config
 
@@ -55,6 +56,8 @@ def plan_lines(config: RunConfig, sets: Sets) -> Iterator[tuple[str, str]]:
     rows = _row_texts(sets)
     yield "devices", _devices(with_threads(config, resumed_config(config)).cluster)
     yield "model", config.model.path or f"random, seed {config.model.random and config.model.random.seed}"
+    for field, path in without_weights(config).items():
+        yield "not checked", f"the weights of {field}: {path} has a config.json, and none yet"
     if isinstance(config, PPOConfig | RAFTConfig):
         yield from _rollouts(config, rows, len(sets.rows["data.prompts"]))
     elif isinstance(config, SFTConfig | RewardModelConfig):

@@ -19,13 +19,16 @@ from megarl.preflight.user_functions import check_fields, check_functions, check
 from megarl.rollout.requests import stop_token_ids
 
 
-def check(config: RunConfig) -> Sets:
+def check(config: RunConfig, *, bare: bool = False) -> Sets:
     """Checks a configuration against its models and data, and returns the data.
+
+    Args:
+        bare: accept models of which a config.json is there and no weights.
 
     Raises:
         ConfigError: with every problem. The configuration may break rules between its fields.
     """
-    spec, problems = check_models(config)
+    spec, problems = check_models(config, bare=bare)
     vocab = vocab_size(config, spec) if spec is not None else stated_vocab_size(config)
     sets = None
     if vocab is not None:

@@ -24,22 +24,39 @@ def stated_vocab_size(config: RunConfig) -> int | None:
     return config.model.vocab_size or (stated if isinstance(stated, int) and stated > 0 else None)
 
 
-def check_models(config: RunConfig) -> tuple[ModelSpec | None, list[Problem]]:
-    """Returns the spec of the run's model, None if it is unsupported, and the problems of all models of the run."""
+def check_models(config: RunConfig, *, bare: bool = False) -> tuple[ModelSpec | None, list[Problem]]:
+    """Returns the spec of the run's model, None if it is unsupported, and the problems of all models of the run.
+
+    Args:
+        bare: accept models of `without_weights`.
+    """
     problems: list[Problem] = []
+    unchecked = without_weights(config) if bare else {}
     field = "model.random.config" if config.model.random else "model.path"
     spec = _spec(problems, field, config.model.hf_config)
     if spec is not None:
         problems += _model(config, spec)
-        if config.model.path is not None:
+        if config.model.path is not None and "model.path" not in unchecked:
             problems += _files("model.path", config.model.path, spec.manifest())
     roles: dict[RoleName, ModelSpec | None] = {}
     for role, path in _role_checkpoints(config).items():
         roles[role] = _spec(problems, f"{role}.path", lambda path=path: read_config(path))
-        problems += _role_checkpoint(role, path, roles[role])
+        problems += _role_checkpoint(role, path, roles[role], weights=f"{role}.path" not in unchecked)
         problems += _same_tokenizer(config, role, path)
     problems += _layouts(config, spec, roles)
     return spec, problems
+
+
+def without_weights(config: RunConfig) -> Mapping[str, str]:
+    """Returns, by field, the directories that have a config.json and no weights."""
+    paths = {"model.path": config.model.path}
+    paths |= {f"{role}.path": path for role, path in _role_checkpoints(config).items()}
+    return {field: path for field, path in paths.items() if path is not None and _is_bare(Path(path))}
+
+
+def _is_bare(directory: Path) -> bool:
+    weights = (file for kind in ("*.safetensors*", "*.bin*") for file in directory.glob(kind))
+    return (directory / "config.json").is_file() and next(weights, None) is None
 
 
 def _role_checkpoints(config: RunConfig) -> dict[RoleName, str]:
@@ -95,7 +112,7 @@ def _trainable(field: str, spec: ModelSpec) -> Iterator[Problem]:
         yield Problem(field=field, value="dtype float16", rule=rule, fix=fix)
 
 
-def _role_checkpoint(role: RoleName, path: str, spec: ModelSpec | None) -> Iterator[Problem]:
+def _role_checkpoint(role: RoleName, path: str, spec: ModelSpec | None, *, weights: bool) -> Iterator[Problem]:
     """A reward model needs a score head; a critic starts from the body of any model."""
     if spec is None:
         return
@@ -113,7 +130,7 @@ def _role_checkpoint(role: RoleName, path: str, spec: ModelSpec | None) -> Itera
     if head == "score" and spec.head != head:
         fix = "choose a reward model's checkpoint"
         yield Problem(field=f"{role}.path", value=path, rule=f"a model with a {head} head", fix=fix)
-    else:
+    elif weights:
         yield from _files(f"{role}.path", path, spec.manifest(head, new_head=head == "value"))
 
 
