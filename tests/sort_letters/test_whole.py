@@ -1,9 +1,10 @@
-"""The whole demo with two steps per stage: files passed between the stages, and the final results."""
+"""The whole demo with two steps per stage, with the package as pip installs it: files, stages and final results."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,12 +19,28 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `pip install .` installs, without bytecode."""
+    base = tmp_path_factory.mktemp("package")
+    source, target = base / "source", base / "installed"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "megarl", source / "megarl", ignore=ignored)  # pip would leave build/ in the repository
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    options = ["--no-deps", "--no-build-isolation", "--no-compile", "--target", str(target), str(source)]
+    subprocess.run([sys.executable, "-m", "pip", "install", "-qq", *options], check=True)
+    return target
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Path:
     """The directory in which the demo ran."""
     place = tmp_path_factory.mktemp("demo")
-    (place / "configs").symlink_to(ROOT / "configs")
+    for folder in ("configs", "examples"):
+        (place / folder).symlink_to(ROOT / folder)
     command = [sys.executable, "-m", "examples.sort_letters", "--seed", "1", "run.steps=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    environment = {**os.environ, "PYTHONPATH": str(installed), "COLUMNS": "120"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (place / "output").write_text(done.stdout)
@@ -33,6 +50,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def demo(place: Path) -> Path:
     return place / "runs" / "demo"
+
+
+def test_driver_trainers_and_engines_run_the_installed_package(place: Path, installed: Path) -> None:
+    """They have compiled it; its recipes and templates are files, not links."""
+    for module in ("loop/ppo", "megatron/worker", "rollout/engine"):
+        folder, name = (installed / "megarl" / module).parent, Path(module).name
+        assert list((folder / "__pycache__").glob(f"{name}.*.pyc")), module
+    for folder, own in (("recipes", "configs/recipes"), ("launch/templates", "slurm")):
+        names = {file.name for file in (ROOT / own).iterdir()}
+        assert {file.name for file in (installed / "megarl" / folder).iterdir()} == names, folder
 
 
 def test_summary(demo: Path) -> None:
