@@ -45,8 +45,8 @@ def judge(lines: Sequence[Line], evaluations: Sequence[Mapping[str, Any]], findi
     """Returns the verdict in a sentence; empty if the run is too short for one.
 
     The run has learned if its held-out score rose by more than the noise, or its training score if it has no two
-    evaluations. It has collapsed if it lost more than half of what it had gained, or became worse than at the start
-    while a harmful finding began.
+    evaluations; a harmful finding that lasts is named beside it, as the score may be exploited. It has collapsed if it
+    lost more than half of what it had gained, or became worse than at the start while a harmful finding began.
 
     Args:
         lines, evaluations: of all steps, as in the files.
@@ -68,10 +68,11 @@ def judge(lines: Sequence[Line], evaluations: Sequence[Mapping[str, Any]], findi
             at = causes[0].first if causes else fallen
             return "; ".join([f"collapsed at step {at}: {measured}{peak}", *(finding.text for finding in causes)])
         measured += f", worse than after step {first.step}"
+    lasting = [finding for finding in findings if finding.last is None]
     if last.beats(first, sign):
-        return f"learned: {measured}"
-    lasting = [finding.text for finding in findings if finding.last is None]
-    return "; ".join([f"did not learn: {measured}", *lasting[:1]])
+        harmful = [finding.text for finding in lasting if finding.check.harmful]
+        return "; but ".join([f"learned: {measured}", *harmful[:1]])
+    return "; ".join([f"did not learn: {measured}", *(finding.text for finding in lasting[:1])])
 
 
 def _histories(lines: Sequence[Line], evaluations: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[_Point]]]:

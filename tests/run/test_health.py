@@ -236,6 +236,21 @@ def test_without_evaluations_the_training_score_decides() -> None:
     assert judge(healthy(5), [], []) == ""
 
 
+def test_a_score_that_rose_does_not_hide_a_harmful_finding() -> None:
+    evaluations = [{"step": step, "eval/right": step / 40, "eval/right_ci95": 0.02} for step in (0, 20, 40)]
+
+    def told(**metrics: Callable[[int, float], Any]) -> str:
+        lines = changed(24, **metrics)
+        return judge(lines, evaluations, watch(lines).findings)
+
+    learned = "learned: held-out right 0 ± 0.02 -> 1 ± 0.02"
+    assert told(policy__entropy=lambda step, value: 0.01).startswith(
+        f"{learned}; but policy/entropy is 0.01, below 0.02"
+    )
+    assert told(policy__entropy=lambda step, value: 0.01 if step < 28 else value) == learned
+    assert told(truncated_fraction=lambda step, value: 0.9) == learned
+
+
 def test_a_lower_loss_is_better() -> None:
     evaluations = [{"step": 0, "eval/loss": 4.6}, {"step": 600, "eval/loss": 0.4}]
     assert judge([], evaluations, []) == "learned: held-out loss 4.6 -> 0.4"

@@ -118,12 +118,10 @@ def _engines(status: RunStatus) -> Iterator[Row]:
         depth = metrics["rollout/queue_depth"]
         sampled = f"{counted(depth, 'sampled step')} wait{'s' * (depth == 1)} for the training"
         yield "engines", sampled if age is None else f"samples {short(age)} versions old, {sampled}", ""
-    if waits is not None:
-        trainers, engines = (
-            f"trainers waited {waits.trainers:.0%} for samples",
-            f"engines {waits.engines:.0%} for weights",
-        )
-        yield "", f"{waits.verdict}: over the last {counted(waits.steps, 'step')} {trainers}, {engines}", ""
+        if waits is not None:
+            trainers = f"trainers waited {waits.trainers:.0%} for samples"
+            engines = f"engines {waits.engines:.0%} for weights"
+            yield "", f"{waits.verdict}: over the last {counted(waits.steps, 'step')} {trainers}, {engines}", ""
     if replaced := metrics.get("rollout/engines_replaced"):
         yield "look at", f"{counted(replaced, 'engine')} replaced in this attempt, because they died or hung", "yellow"
 

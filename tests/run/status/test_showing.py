@@ -156,6 +156,8 @@ def test_asynchronous_runs_show_who_waits_for_whom(run: MadeRun) -> None:
         "trainers wait for samples: over the last 1 step trainers waited 30% for samples, engines 5% for weights"
     )
     assert any(line.startswith("look at") and "2 engines replaced" in line for line in told)
+    run.step(50, 60, rollout__engine_idle=0.15, **seconds)
+    assert not [line for line in lines(run) if "waited" in line]
 
 
 def test_a_standalone_evaluation_has_no_steps(tmp_path: Path) -> None:
