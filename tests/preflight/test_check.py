@@ -173,7 +173,7 @@ def test_prompts_that_leave_no_room_for_a_response_are_refused(tmp_path: Path) -
 )
 def test_broken_rows_are_reported_with_the_stages_rules(tmp_path: Path, stage: str, field: str, rules: str) -> None:
     source = jsonl(tmp_path, [{"prompt_ids": [1] * 99, "response_ids": [2], "chosen_ids": [2], "rejected_ids": [3]}])
-    assert refusal(f"{field}={source.path}", stage=stage).splitlines()[-1].count(f"; {rules} choose") == 1
+    assert refusal(f"{field}={source.path}", stage=stage).splitlines()[-1].endswith(f": {rules}")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_valid_functions_have_no_problems() -> None:
         (own("score"), "name", "none of prompts, response_length,"),
         (own("length", scal=2.0), "args", "functions:length(scale=1.0): got an unexpected keyword argument 'scal'"),
         (own("length", completion=2.0), "args", "multiple values for argument 'completion'"),
-        (named("regex"), "args", "regex(pattern, whole=False): missing a required argument: 'pattern'"),
+        (named("regex"), "args", "regex(pattern, whole=False): missing a required"),
         (named("regex", pattern="("), "args.pattern", "a regular expression: missing )"),
         (named("extracted_match", pattern="(a)(b)"), "args.pattern", "with one group"),
         (named("soft_overlong", max_tokens=8, buffer_tokens=0), "args.buffer_tokens", "greater than or equal to 1"),
