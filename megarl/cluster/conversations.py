@@ -7,8 +7,8 @@ from functools import partial
 from typing import Protocol
 
 from megarl.cluster.calls import Call, ChunkCall, Process
-from megarl.cluster.engines import PendingRollouts, RolloutGroup
-from megarl.cluster.rollouts import work_items
+from megarl.cluster.engines import RolloutGroup
+from megarl.cluster.rollouts import PendingRollouts, work_items
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig

@@ -8,7 +8,7 @@ import operator
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -24,8 +24,7 @@ from megarl.cluster.calls import (
     WorkerError,
 )
 from megarl.cluster.process_usage import ProcessUsage
-from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.rollouts import PendingTruncation, Rollouts, split, work_items
+from megarl.cluster.rollouts import PendingPick, PendingRollouts, PendingTruncation, Rollouts, split, work_items
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import RunConfig, parse_devices
@@ -42,36 +41,6 @@ T = TypeVar("T")
 
 Finished = Callable[[ChunkCall[list[SampleInfo], RolloutChunk]], None]
 """Gets the call that generated an item when it is finished."""
-
-
-@dataclass(eq=False, kw_only=True)
-class PendingRollouts:
-    """Rollouts that are being generated."""
-
-    items: Sequence[WorkItem]
-    engines: RolloutGroup
-    answers: dict[int, ChunkCall[list[SampleInfo], RolloutChunk]] = field(default_factory=dict)  # by chunk
-
-    @property
-    def finished(self) -> bool:
-        return all(item.chunk in self.answers for item in self.items)
-
-    def parts(self, count: int) -> list[PendingRollouts]:
-        """Returns what `Rollouts.parts` returns of the result; each part is finished with its own last response."""
-        return [replace(self, items=items) for items in split(self.items, count)]
-
-    def result(self) -> Rollouts:
-        """Returns the finished rollouts; the samples are in the order of the requests."""
-        calls = [self.answers[item.chunk] for item in self.items]
-        return Rollouts(
-            samples=tuple(info for call in calls for info in call.results[0]),
-            chunks=ChunkRefs[RolloutChunk].of(call.chunks for call in calls),
-        )
-
-    def wait(self) -> Rollouts:
-        """Waits for the rollouts; raises WorkerError as `Call.wait` does, and if no engine is left."""
-        self.engines.require(self)
-        return self.result()
 
 
 class RolloutGroup(WorkerGroup[RolloutEngine]):
@@ -344,8 +313,8 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         first = cause.splitlines()[0]
         print(f"{first} It is replaced; its responses in progress are generated again.", file=sys.stderr, flush=True)
 
-    def pick(self, rollouts: Rollouts, samples: Sequence[SampleInfo], chunks: int) -> Rollouts:
-        """Copies some of the samples, in the given order, into at most `chunks` new chunks; the engines do it."""
+    def pick(self, rollouts: Rollouts, samples: Sequence[SampleInfo], chunks: int) -> PendingPick:
+        """Copies some of the samples, in the given order, into at most `chunks` new chunks; returns at once."""
         parts = dict(enumerate(split(samples, chunks)))
         rows = {new: [(sample.chunk, sample.row) for sample in part] for new, part in parts.items()}
 
@@ -353,9 +322,8 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             old = rollouts.chunks.only({chunk for new in own for chunk, _ in rows[new]})
             return PickRequest(chunks=old, rows={new: rows[new] for new in own})
 
-        call = self._divide(RolloutEngine.pick, request, list(parts))
         picked = (replace(sample, chunk=new, row=row) for new, part in parts.items() for row, sample in enumerate(part))
-        return Rollouts(samples=tuple(picked), chunks=call.chunks)
+        return PendingPick(samples=tuple(picked), calls=self._divide(RolloutEngine.pick, request, list(parts)))
 
     def truncate(self, rollouts: Rollouts, token: int, after: int) -> PendingTruncation:
         """Ends every response after its first `token` at an index of at least `after`; returns at once."""
@@ -364,16 +332,33 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             return TruncateRequest(chunks=rollouts.chunks.only(own), token=token, after=after, own=own)
 
         chunks = sorted({sample.chunk for sample in rollouts.samples})
-        return PendingTruncation(rollouts=rollouts, call=self._divide(RolloutEngine.truncate, request, chunks))
+        return PendingTruncation(rollouts=rollouts, calls=self._divide(RolloutEngine.truncate, request, chunks))
 
     def _divide(
         self, method: RemoteMethod[RolloutEngine, [Q], Any], make: Callable[[Sequence[int]], Q], chunks: Sequence[int]
-    ) -> ChunkCall[Any, RolloutChunk]:
-        """Calls a method by chunk, on the engines that have started, or on all if none has."""
+    ) -> Sequence[ChunkCall[Any, RolloutChunk]]:
+        """Calls a method by chunk, on the engines that have started, or on all if none has.
+
+        Another engine does the part of one that is lost; the sequence has its call then.
+        """
         engines = self.started or range(len(self.processes))
-        own = [chunks[index :: len(engines)] for index in range(len(engines))]
-        processes = [self.processes[engine] for engine in engines]
-        return self.submit(method, [(make(part),) for part in own], chunks=own, processes=processes)
+        parts = [part for index in range(len(engines)) if (part := chunks[index :: len(engines)])]
+        calls: list[ChunkCall[Any, RolloutChunk]] = []
+
+        def ask(part: int, engine: int) -> ChunkCall[Any, RolloutChunk]:
+            process = self.processes[engine]
+            call = self.submit(method, [(make(parts[part]),)], chunks=[parts[part]], processes=[process])
+            call.after = [self._starting[engine]] if engine in self._starting else ()
+            if self._replacements:
+                call.lost = partial(lose, part, engine, process)
+            return call
+
+        def lose(part: int, engine: int, process: Process[RolloutEngine], cause: str) -> None:
+            self.replace(engine, process, cause)
+            calls[part] = ask(part, next(iter(self.started), engine))
+
+        calls += [ask(part, engine) for part, engine in zip(range(len(parts)), engines, strict=False)]
+        return calls
 
 
 def launch_engines(

@@ -10,6 +10,7 @@ import torch
 
 from megarl.algos.registry import SELECTIONS, bound
 from megarl.cluster.calls import rank0_result
+from megarl.cluster.rollouts import Rollouts
 from megarl.cluster.session import Session
 from megarl.config import RAFTConfig
 from megarl.config.schema import RAFTSettings
@@ -63,6 +64,8 @@ class RAFTTrainer(RolloutTrainer[RAFTConfig]):
             **score_metrics(by_reward),
             "raft/selected": len(chosen),
         }
+        if staleness := config.rollout.max_staleness:
+            metrics |= age_metrics(sampled.rollouts, step - 1, oldest=staleness)
         shown = {name: values[branches.conversation] for name, values in by_reward.items()}
         of_samples = scores[branches.conversation]
         return self._result(step, sampled, of_samples, shown, updates, metrics, {**transfer, **timers.take()})
@@ -90,6 +93,21 @@ class RAFTTrainer(RolloutTrainer[RAFTConfig]):
         if skipped:
             actor.call(MegatronWorker.skip_steps, skipped).wait()
         return updates
+
+
+def age_metrics(rollouts: Rollouts, version: int, *, oldest: int) -> dict[str, float]:
+    """Returns how much older than the actor, of `version`, the weights were that sampled, as the metrics of PPO do."""
+    numbers = range(len(rollouts.chunks))
+    chunks = rollouts.chunks.only(numbers)
+    responses = [spans for chunk in numbers for spans in chunks[chunk].versions]
+    spans = [span for of_response in responses for span in of_response]
+    ages = np.repeat([version - span.version for span in spans], [span.stop - span.start for span in spans])
+    return {
+        "staleness/mean": float(ages.mean()),
+        "staleness/max": float(ages.max()),
+        **{f"staleness/age_{age}": float((ages == age).mean()) for age in range(oldest + 1)},
+        "rollout/version_spans": len(spans) / len(responses),
+    }
 
 
 def select_samples(

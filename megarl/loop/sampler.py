@@ -15,8 +15,8 @@ import numpy as np
 from megarl.cluster.calls import Routine, together
 from megarl.cluster.colocation import Colocation
 from megarl.cluster.conversations import Generator
-from megarl.cluster.engines import PendingRollouts, RolloutGroup
-from megarl.cluster.rollouts import Rollouts
+from megarl.cluster.engines import RolloutGroup
+from megarl.cluster.rollouts import PendingRollouts, Rollouts
 from megarl.config import PPOConfig, RAFTConfig
 from megarl.data.prompts import greedy_requests, sample_requests
 from megarl.data.stream import Stream, StreamState
@@ -204,7 +204,9 @@ class Sampler:
         draws = Branches.of(rollouts.samples).conversation // size
         rows = [int(row) for draw in chosen for row in np.flatnonzero(draws == draw)]
         if len(rows) < len(rollouts.samples):
-            rollouts = self._engines.pick(rollouts, [rollouts.samples[row] for row in rows], self._chunks)
+            picked = self._engines.pick(rollouts, [rollouts.samples[row] for row in rows], self._chunks)
+            yield picked
+            rollouts = picked.result()
         metrics = {
             "filter/rounds": len(rounds),
             "filter/groups": len(prompts),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import ray
 
 from megarl.cluster.calls import CallMonitor, WorkerError
 from megarl.cluster.engines import RolloutGroup
-from megarl.cluster.rollouts import Rollouts
+from megarl.cluster.rollouts import PendingPick, PendingTruncation, Rollouts
 from megarl.cluster.session import Session
 from megarl.config import PPOConfig
 from megarl.config.schema import Rollout, TimeLimits
@@ -105,7 +106,7 @@ def test_samples_of_two_rounds_are_selected_without_sending_tokens_to_the_driver
         (info.sample_id, info.prompt_tokens) for part in rounds for info in part.samples
     ]
     kept = [joined.samples[index] for index in (10, 1, 2, 11, 6)]
-    picked = two.pick(joined, kept, 3)
+    picked = finished(two, two.pick(joined, kept, 3))
     assert len(picked.chunks) == 3
     assert [info.sample_id for info in picked.samples] == [info.sample_id for info in kept]
     for info, old in zip(picked.samples, kept, strict=True):
@@ -116,7 +117,7 @@ def test_samples_of_two_rounds_are_selected_without_sending_tokens_to_the_driver
 def test_a_scorer_gets_truncated_responses(two: RolloutGroup) -> None:
     """The fake engines answer 7 0 1 and the like: with their prompt."""
     rollouts = two.generate(requests(6), 3).wait()
-    seen = two.truncate(rollouts, 0, 1).result()
+    seen = finished(two, two.truncate(rollouts, 0, 1))
     for info, old in zip(seen.samples, rollouts.samples, strict=True):
         ids = rollouts.chunks[old.chunk].response_ids[old.row].tolist()
         found = 0 in ids[1:]
@@ -124,6 +125,35 @@ def test_a_scorer_gets_truncated_responses(two: RolloutGroup) -> None:
         assert seen.chunks[info.chunk].response_ids[info.row].tolist() == (ids[:2] if found else ids)
         assert info.response_tokens == (2 if found else len(ids))
     assert [info.finished for info in seen.samples] == [False, True, True, False, True, True]
+
+
+def test_another_engine_copies_and_truncates_for_one_that_dies(
+    session: Session, config: PPOConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It dies while it is idle; the calls detect that."""
+    rollout = Rollout.model_validate({**config.rollout.model_dump(), "devices": "2-3"})
+    options: Any = {"vocab_size": 100, "device": "cpu", "engine": FakeEngine, "replacements": 2}
+    engines = RolloutGroup(session, rollout, "nowhere", **options)
+    engines.start().wait()
+    rollouts = engines.generate(requests(6), 3).wait()
+    ray.kill(engines.processes[0].actor)
+    picked = finished(engines, engines.pick(rollouts, rollouts.samples[::-1], 4))
+    assert [sample.sample_id for sample in picked.samples] == [f"s{i}" for i in range(5, -1, -1)]
+    assert all(picked.chunks[info.chunk].sample_ids[info.row] == info.sample_id for info in picked.samples)
+    ray.kill(engines.processes[1].actor)  # none with weights is left, and the first may still be starting
+    seen = finished(engines, engines.truncate(picked, 0, 1))
+    assert [sample.finished for sample in seen.samples] == [True, True, False, True, True, False]
+    causes = [cause.splitlines()[0] for cause in engines.replaced]
+    assert causes == ["rollout engine 0 died in rollout.pick.", "rollout engine 1 died in rollout.truncate."]
+    assert capfd.readouterr().err.count("It is replaced") == 2
+    for process in engines.processes:
+        ray.kill(process.actor)
+    session.monitor = CallMonitor(TimeLimits())
+
+
+def finished(engines: RolloutGroup, pending: PendingPick | PendingTruncation) -> Rollouts:
+    engines.monitor.wait_until(pending)
+    return pending.result()
 
 
 def test_a_chunk_has_one_writer_and_all_engines_write(two: RolloutGroup) -> None:

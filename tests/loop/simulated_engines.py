@@ -11,13 +11,11 @@ from typing import Any
 from megarl.cluster.calls import Call, ChunkCall
 from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.rollouts import Rollouts
-from megarl.data.packing import sample_infos
 from megarl.data.stream import stable_hash
 from megarl.plan.simulation import SimulatedTime
 from megarl.resharding import SyncStats
 from megarl.rollout.completions import Response, pack_chunk, select_rows
-from megarl.types import SampleInfo, SampleRequest, VersionSpan, WorkItem
+from megarl.types import SampleRequest, VersionSpan, WorkItem
 from tests.loop.simulated_sync import Meeting, call_of
 
 
@@ -225,11 +223,27 @@ class Engines(RolloutGroup):
         self.versions[process] = version
         self._mixed.discard(process)
 
-    def pick(self, rollouts: Rollouts, samples: Sequence[SampleInfo], chunks: int) -> Rollouts:
-        rows = [(sample.chunk, sample.row) for sample in samples]
-        chunk = select_rows(rollouts.chunks, rows)
-        infos = sample_infos(0, chunk, [sample.prompt_id for sample in samples])
-        return Rollouts(samples=tuple(infos), chunks=ChunkRefs({0: chunk}))  # pyright: ignore
+    def submit(
+        self, method: Any, args: Any, kwargs: Any = None, chunks: Any = None, processes: Any = None
+    ) -> ChunkCall[Any, Any]:
+        """Copies samples; a call is one process's part."""
+        ((request,),), (own,) = args, chunks
+        call = ChunkCall[Any, Any](
+            label=method.name,
+            phase="rollout",
+            processes=processes,
+            done=[SimpleNamespace()],
+            monitor=self.monitor,
+            chunks=ChunkRefs({}),
+        )
+
+        def finish() -> None:
+            call.chunks._refs.update({chunk: select_rows(request.chunks, request.rows[chunk]) for chunk in own})
+            self._answer(call, None)
+
+        self._follow(call, ROLLOUT_LIMIT)
+        self._clock.after(self._chance.random(), finish)
+        return call
 
 
 def answer(request: SampleRequest, response: Running, engine: int) -> Response:

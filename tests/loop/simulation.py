@@ -19,10 +19,12 @@ from megarl.data.prompts import sample_requests
 from megarl.data.stream import stable_hash
 from megarl.loop.forward_passes import ForwardPasses
 from megarl.loop.rollout_buffer import RolloutBuffer
+from megarl.loop.rollout_trainer import RolloutTrainer
 from megarl.loop.sampler import DynamicSampling, Sampled, Sampler
 from megarl.loop.scoring import ScoresByReward, Scoring
 from megarl.megatron.worker_requests import ForwardRequest
 from megarl.plan.simulation import SimulatedTime
+from megarl.run.results import EvaluationResult
 from megarl.types import Layout, Prompt, Ragged, SampleInfo, Schedule
 from tests.loop.simulated_engines import Engines
 from tests.loop.simulated_sync import resharder
@@ -76,6 +78,7 @@ class Setup:
     filtered: bool
     losses: int = 0
     evaluates: bool = False
+    blocking: bool = True
     start_s: float = 3.0
     rolling: bool = False
     shared: bool = False
@@ -183,6 +186,9 @@ class Simulation:
         )
         self.buffer = RolloutBuffer(config, sampler, self.engines, self.devices)
         self.trained: dict[int, Sampled] = {}
+        self.synced: list[int] = []
+        self.evaluated: list[tuple[int, EvaluationResult]] = []
+        """Results of evaluations during the training, and the step after which they came."""
         self.columns: dict[int, Mapping[str, Sequence[Sequence[float]]]] = {}
         """Of each step and pass, the values of each sample."""
 
@@ -207,21 +213,28 @@ class Simulation:
         self.buffer.prepare_sync()
         self.devices.sync(step)
         self.buffer.synced(step)
+        self.synced.append(step)
         if self.setup.evaluates:
             self._evaluate(step)
 
     def _evaluate(self, step: int) -> None:
-        """Evaluates the newest weights between two steps."""
+        """Evaluates the newest weights, between two steps or during the next ones."""
 
-        def routine() -> Routine[Rollouts]:
+        def routine() -> Routine[EvaluationResult]:
             pending = self.engines.generate(sample_requests(PROMPTS, 1, seed=SEED, step=0), CHUNKS)
             yield pending
-            return pending.result()
+            rollouts = pending.result()
+            assert len(rollouts.samples) == len(PROMPTS)
+            places = [(rollouts.chunks[sample.chunk], sample.row) for sample in rollouts.samples]
+            found = {span.version for chunk, row in places for span in chunk.versions[row]}
+            return EvaluationResult(step=step, metrics={"oldest": min(found), "newest": max(found)}, samples=[])
 
-        rollouts = self.engines.run(routine())
-        assert len(rollouts.samples) == len(PROMPTS)
-        for sample in rollouts.samples:
-            assert {span.version for span in rollouts.chunks[sample.chunk].versions[sample.row]} == {step}
+        if self.setup.blocking:
+            assert self.engines.run(routine()).metrics == {"oldest": step, "newest": step}
+            return
+        trainer: Any = SimpleNamespace(_buffer=self.buffer)
+        self.buffer.run_beside(RolloutTrainer._noting_versions(trainer, routine()))
+        self.evaluated += [(step, result) for result in self.buffer.take_results(wait=step == self.setup.steps)]
 
 
 def content(sampled: Sampled) -> list[tuple[str, list[int], list[int]]]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megarl.cluster import ray_api
+from megarl.cluster.ray_worker import ChunkRefs
+from megarl.cluster.rollouts import Rollouts
 from megarl.config.schema import RAFTSettings
-from megarl.loop.raft import select_samples
-from megarl.types import SampleInfo
+from megarl.loop.raft import age_metrics, select_samples
+from megarl.types import SampleInfo, VersionSpan
 
 SCORES = [0.1, 0.9, np.nan, 0.2, 0.5, 0.4, 0.9, 0.7]
 FINISHED = [True, False, True, True, True, True, True, True]
@@ -54,3 +58,27 @@ def test_a_repeated_prompt_in_a_step_counts_twice() -> None:
 
 def test_without_any_score_nothing_is_selected() -> None:
     assert chosen(RAFTSettings(), scores=[np.nan] * 8) == []
+
+
+def test_ages_are_those_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chunks; the second response of the first spans two versions."""
+    monkeypatch.setattr(ray_api, "get", lambda ref: ref)
+    spans = [[[(0, 2, 3)], [(0, 3, 2), (3, 4, 3)]], [[(0, 4, 4)]]]
+    refs: Any = {
+        chunk: SimpleNamespace(
+            versions=[
+                [VersionSpan(start=start, stop=stop, version=version, engine_id=0) for start, stop, version in of]
+                for of in responses
+            ]
+        )
+        for chunk, responses in enumerate(spans)
+    }
+    assert age_metrics(Rollouts(samples=(), chunks=ChunkRefs(refs)), 4, oldest=3) == {
+        "staleness/mean": (3 * 1 + 3 * 2) / 10,
+        "staleness/max": 2,
+        "staleness/age_0": 0.4,
+        "staleness/age_1": 0.3,
+        "staleness/age_2": 0.3,
+        "staleness/age_3": 0,
+        "rollout/version_spans": 4 / 3,
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -144,15 +145,15 @@ MODES = [("exact", 0), ("exact", 1), ("exact", 3), ("bounded", 1), ("bounded", 3
 @pytest.mark.parametrize(("mode", "staleness"), MODES)
 def test_engines_that_die_or_hang_are_replaced(mode: str, staleness: int) -> None:
     """An exact run stays the same, unless no engine is left with its version: then it ends with a message."""
-    expected, messages, ills = None, list[str](), Counter[str]()
+    expected, messages, ills = dict[bool, Any](), list[str](), Counter[str]()
     for seed in range(2 * SCHEDULES):
-        engines, losses = 1 + seed % 3, 3 if seed else 0
+        engines, filtered, losses = 1 + seed % 3, seed % 4 > 1, 3 if seed not in (0, 2) else 0
         setup = Setup(
             staleness=staleness,
             mode=mode,
             engines=engines,
             steps=STEPS,
-            filtered=False,
+            filtered=filtered,
             losses=losses,
             evaluates=seed % 2 == 0,
         )
@@ -167,13 +168,48 @@ def test_engines_that_die_or_hang_are_replaced(mode: str, staleness: int) -> Non
             ids = [sample_id for samples in trained(simulation) for sample_id, _, _ in samples]
             assert len(ids) == len(set(ids)) == STEPS * 6
             assert all(max(ages(step, each)) <= staleness for step, each in simulation.trained.items())
-            expected = expected or trained(simulation)
-            assert mode != "exact" or trained(simulation) == expected
+            found = trained(simulation)
+            assert mode != "exact" or found == expected.setdefault(filtered, found)
         ills.update(cause.partition(":")[0].split()[0] for cause in simulation.engines.replaced)
-    assert set(ills) == {"start", "connect", "receive_weights", "generate"}, "there are schedules of every kind"
+    assert set(ills) == {"start", "connect", "receive_weights", "generate", "pick"}, "there are schedules of every kind"
     assert ills.total() > 2 * SCHEDULES
     assert all("No engine is left with version" in message for message in messages)
     assert bool(messages) == (mode == "exact" and staleness > 0)
+
+
+@pytest.mark.parametrize(("mode", "staleness"), [each for each in MODES if each[1]])
+def test_an_evaluation_in_the_background_does_not_stop_the_training(mode: str, staleness: int) -> None:
+    """Each has a result, in their order; an exact run stays the same, and evaluates the weights of a single version."""
+    late, spanning, expected = 0, 0, None
+    for seed in range(SCHEDULES // 2):
+        setups = [
+            Setup(
+                staleness=staleness,
+                mode=mode,
+                engines=3,
+                steps=STEPS,
+                filtered=False,
+                losses=seed % 2,
+                evaluates=evaluates,
+                blocking=False,
+            )
+            for evaluates in ((True, False) if expected is None else (True,))
+        ]
+        simulation, *alone = (run(setup, seed) for setup in setups)
+        expected = expected or trained(alone[0])
+        assert mode != "exact" or trained(simulation) == expected
+        assert all(max(ages(step, each)) <= staleness for step, each in simulation.trained.items())
+        results = [result for _, result in simulation.evaluated]
+        assert [result.step for result in results] == sorted({*simulation.synced})
+        assert results[-1].step == STEPS
+        for result in results:
+            versions = [result.metrics[name] for name in ("eval/version", "oldest", "newest", "eval/version_end")]
+            assert versions == sorted(versions)
+            assert versions[0] == result.step
+            spanning += versions[-1] > versions[0]
+        late += sum(after > result.step for after, result in simulation.evaluated)
+    assert late > 0
+    assert (spanning > 0) == (mode != "exact")
 
 
 @pytest.mark.parametrize("rolling", [False, True], ids=["together", "rolling"])
@@ -243,3 +279,16 @@ def test_a_changed_staleness_applies_from_the_resume_on(tmp_path: Path, before: 
         for step in range(2, STEPS + 1):
             resumed.step(step)
             assert max(ages(step, resumed.trained[step])) <= after
+
+
+def test_a_run_that_goes_on_beyond_its_end_samples_with_the_newest_weights(tmp_path: Path) -> None:
+    ended = Simulation(Setup(staleness=2, mode="exact", engines=2, steps=3, filtered=False), random.Random(0))
+    ended.begin()
+    for step in (1, 2, 3):
+        ended.step(step)
+    longer = Simulation(Setup(staleness=2, mode="exact", engines=2, steps=STEPS, filtered=False), random.Random(1))
+    longer.buffer.load(ended.buffer.state(tmp_path), tmp_path)
+    longer.begin(3)
+    for step in (4, 5, 6):
+        longer.step(step)
+    assert [set(ages(step, longer.trained[step])) for step in (4, 5, 6)] == [{0}, {1}, {2}]

@@ -40,10 +40,10 @@ class World:
         samples = tuple(info(request, row) for row, request in enumerate(requests))
         return Answered(Rollouts(samples=samples, chunks=OneChunk()))
 
-    def pick(self, rollouts: Rollouts, samples: Sequence[SampleInfo], chunks: int) -> Rollouts:
+    def pick(self, rollouts: Rollouts, samples: Sequence[SampleInfo], chunks: int) -> Answered:
         self.picked = [sample.sample_id for sample in samples]
         moved = tuple(replace(sample, chunk=0, row=row) for row, sample in enumerate(samples))
-        return Rollouts(samples=moved, chunks=OneChunk())
+        return Answered(Rollouts(samples=moved, chunks=OneChunk()))
 
     def score(
         self, rollouts: Rollouts, prompts: Mapping[str, Prompt], functions: object

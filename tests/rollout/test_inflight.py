@@ -8,13 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import DynamicCache
 
 from megarl.data.prompts import greedy_requests, random_prompts, sample_requests
 from megarl.types import RolloutChunk, SampleRequest
 from tests.rollout import in_process
 from tests.rollout.conftest import NEW_TOKENS, Answers, ask, requests, start
 from tests.rollout.engine_process import EngineProcess, RemoteError
-from tests.rollout.models import END, MAX_LEN, USED_VOCAB
+from tests.rollout.models import END, MAX_LEN, USED_VOCAB, qwen2, random_model
 from tests.rollout.oracles import assert_same, version_logprobs
 from tests.rollout.syncing import Trainer, sync
 
@@ -270,3 +272,33 @@ def test_the_comparison_detects_old_cache_blocks_without_the_salt(
             assert_answers(later, fresh["qwen2_later"])
     else:
         assert_answers(later, fresh["qwen2_later"])
+
+
+@pytest.mark.parametrize(
+    ("moved", "gap", "largest", "update"), [(1e-3, 0.036, 0.18, 0.052), (1e-4, 0.0036, 0.02, 0.0052)]
+)
+def test_a_kept_cache_changes_log_probabilities_by_a_part_of_the_update(
+    moved: float, gap: float, largest: float, update: float
+) -> None:
+    """The figures of docs/async.md, by transformers: 6 tokens before an update and 18 after it, of 32 prompts."""
+    old, new = (random_model(qwen2(), 0).eval() for _ in range(2))
+    chance = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in new.parameters():
+            weight += moved * (torch.randint(0, 2, weight.shape, generator=chance) * 2 - 1)
+        ids = torch.randint(2, USED_VOCAB, (32, 40), generator=chance)
+        cache, fresh, kept = DynamicCache(), ids, list[torch.Tensor]()
+        for model in [old] * 6 + [new] * 18:
+            logprobs = model(fresh, past_key_values=cache).logits[:, -1, :USED_VOCAB].log_softmax(-1)
+            fresh = torch.multinomial(logprobs.exp(), 1, generator=chance)
+            ids = torch.cat([ids, fresh], 1)
+            kept.append(logprobs.gather(1, fresh))
+        by_old, by_new = (
+            model(ids).logits[:, 45:-1, :USED_VOCAB].log_softmax(-1).gather(2, ids[:, 46:, None])[..., 0]
+            for model in (old, new)
+        )
+    gaps = (torch.cat(kept[6:], 1) - by_new).abs()
+    assert gaps.mean().item() == pytest.approx(gap, rel=0.2)
+    assert gaps.max().item() == pytest.approx(largest, rel=0.2)
+    assert (by_old - by_new).abs().mean().item() == pytest.approx(update, rel=0.2)
+    assert gaps[:, 9:].mean() > 0.8 * gaps[:, :9].mean(), "it fades"
