@@ -99,7 +99,7 @@ RECIPE: Final = """
 run: {dir: run, steps: 2, seed: 1}
 rollout: {devices: 1, max_new_tokens: 32, max_model_len: 64, kv_cache_mib: 64, record: run/rollouts}
 data: {random: {count: 64, min_tokens: 4, max_tokens: 16}, prompts_per_step: 40}
-actor: {optimizer: {lr: 1.0e-3, betas: [0.9, 0.95]}}
+actor: {optimizer: {lr: 1.0e-3}}
 tracking: {samples: 100}
 """
 """Of the run of a recipe: what all have."""
@@ -271,7 +271,7 @@ def recipe_run(name: str, checkout: Path, directory: Path) -> str:
     if "samples_per_prompt" in own["data"]:
         run["data"] |= {"prompts_per_step": 4, "samples_per_prompt": 4}
     if "critic" in own:  # a new head, as no model with one is there
-        run["critic"] = {"optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]}, "head": "new", "head_std": 0.1}
+        run["critic"] = {"optimizer": {"lr": 1e-3}, "head": "new", "head_std": 0.1}
     if "warmup_steps" in own.get("critic", {}):
         run["critic"]["warmup_steps"] = 1
     if "ptx" in own:
