@@ -14,6 +14,7 @@ from megarl.plan.simulation import SimulatedRun, StepEstimate
 
 _STALENESS = (0, 1, 2, 4)
 _ROWS = 8
+_WIDTH = 120
 _LEGEND = """\
 Seconds per step, and the parts of it in which engines and trainers are idle. Both are as fast as the rates whatever the
 division: the cost of more ranks, of waits within a step and of prefills after an update comes on top."""
@@ -74,6 +75,7 @@ def print_divisions(config: PPOConfig | RAFTConfig, rates: Rates, console: Conso
         staleness = _STALENESS[:1] if division.shared else _STALENESS
         cells = [_cell(estimate(config, rates, division, bound)) for bound in staleness]
         table.add_row(str(division.engines), "in turn" if division.shared else str(division.trainers), *cells)
+    out.width = max(out.width, _WIDTH)  # a narrow output would lose digits
     out.print(table)
     out.print(_LEGEND, soft_wrap=True)
 
