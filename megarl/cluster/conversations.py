@@ -15,6 +15,7 @@ from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.environments.chat_session import TurnLimits
 from megarl.environments.environment_process import EnvironmentProcess, TurnRequest
 from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.requests import stop_token_ids
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
 
 
@@ -40,7 +41,8 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
         limits = TurnLimits(context=rollout.max_model_len, turn=rollout.max_new_tokens, turns=settings.max_turns)
         tokenizer, arguments = config.model.tokenizer_directory(model_dir), data.chat_template_kwargs
         devices, count = len(session.placement.slots), settings.processes
-        args = (settings, tokenizer, arguments, limits)
+        ends = (*stop_token_ids(model_dir), *rollout.stop_token_ids)
+        args = (settings, tokenizer, arguments, limits, ends)
         processes = [
             session.launch_stepping_at(f"environments {index}", index * devices // count, EnvironmentProcess, *args)
             for index in range(count)

@@ -59,6 +59,10 @@ class Tokenizer:
         return self._ids
 
     @property
+    def hf(self) -> PreTrainedTokenizerBase:
+        return self._hf
+
+    @property
     def has_chat_template(self) -> bool:
         return self._hf.chat_template is not None
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, Literal, Protocol
 
 from megarl.data.tokenizer import Message, Tokenizer
 from megarl.environments.environment import Action, ToolCall
+from megarl.environments.tool_calls import Schemas, find_reader
 
 
 class ChatRenderer(Protocol):
-    """Writes chats as ids, and reads turns."""
+    """Writes chats as ids, and reads turns.
 
-    def begin(self, messages: Sequence[Message] | str, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Returns the prompt of the first turn; raises ValueError if the template refuses the chat."""
+    `prompt` is always all that the model has read before the turn.
+    """
+
+    def begin(self, messages: Sequence[Message] | str, tools: Schemas) -> list[int]:
+        """Returns the prompt of the first turn; raises ValueError if the chat or the tools cannot be written."""
         ...
 
-    def read(self, token_ids: Sequence[int], finished: bool) -> Action:
+    def read(self, token_ids: Sequence[int], finished: bool, *, prompt: Sequence[int], tools: Schemas) -> Action:
         """Returns what the model wrote in a turn."""
         ...
 
@@ -27,41 +29,84 @@ class ChatRenderer(Protocol):
         before: Sequence[Message],
         action: Action,
         messages: Sequence[Message] | str,
-        tools: Sequence[Mapping[str, Any]],
+        *,
+        prompt: Sequence[int],
+        tools: Schemas,
     ) -> list[int] | None:
-        """Returns the ids that follow a finished turn, up to the start of the next one.
+        """Returns the ids that follow a turn, up to the start of the next one.
 
-        None where the whole chat, written anew, would not continue what the model has read and written.
+        None where the turn was cut off, or where the whole chat, written anew, would not continue what the model has
+        read and written.
 
         Args:
             before: the chat up to the turn.
             messages: after the turn.
+            tools: the same as before the turn.
         """
         ...
+
+
+_USER: Final[Message] = {"role": "user", "content": "u"}
+_MARK: Final = "\ue000turn\ue001"
+"""Stands for a turn; no template changes it."""
 
 
 class TemplateRenderer:
     """The chat template of a tokenizer.
 
-    What it writes after a turn is the difference of two texts: the chat with the messages that follow, and without. The
-    second must begin the first, or nothing is proved.
+    What the model has read is what the template writes for the chat before the turn. If what it writes for the whole
+    chat begins with this and the turn, token for token of the text as sampled, then the rest follows the turn, and is
+    what the model has to read next. By induction the ids are then the template's text of the whole chat.
+
+    A template may write a turn in another way than it was sampled: without thoughts, without white space at its end,
+    with other JSON. With the history `sampled`, the ids are kept all the same, if what follows the turn does not depend
+    on it: the template writes the same after another turn of another chat.
+
+    Args:
+        arguments: of the chat template.
+        ends: ids that end turns, besides the end token of the tokenizer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, arguments: Mapping[str, Any]) -> None:
-        self._tokenizer, self._arguments = tokenizer, arguments
-        self._end = tokenizer.decode([tokenizer.end_token_id], special=True)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        arguments: Mapping[str, Any],
+        *,
+        ends: Collection[int] = (),
+        history: Literal["template", "sampled"] = "template",
+    ) -> None:
+        self._tokenizer, self._arguments, self._history = tokenizer, arguments, history
+        self._ends = {tokenizer.end_token_id, *ends}
+        self._anchor = tokenizer.decode([tokenizer.end_token_id], special=True)
+        self._reader = find_reader(self._written)
+        start = self._written([_USER], ()) or ""
+        self._opens_thoughts = start.rstrip().endswith("<think>")
+        self._knows_thoughts = not start or self._opens_thoughts or self._reads_thoughts()
 
-    def begin(self, messages: Sequence[Message] | str, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+    @property
+    def reads_calls(self) -> bool:
+        return self._reader is not None
+
+    def begin(self, messages: Sequence[Message] | str, tools: Schemas) -> list[int]:
+        if tools and self._reader is None and not isinstance(messages, str):
+            known = "those of Hermes, Qwen and Llama 3"
+            raise ValueError(f"the chat template writes calls of tools in none of the known formats, {known}")
+        return self.prompt(messages, tools)
+
+    def prompt(self, messages: Sequence[Message] | str, tools: Schemas) -> list[int]:
+        """Returns the ids of a chat, whether or not calls of its tools can be read."""
         if isinstance(messages, str):
             return self._tokenizer.encode(messages)
         return self._tokenizer.chat(messages, tools=tools or None, arguments=self._arguments)
 
-    def read(self, token_ids: Sequence[int], finished: bool) -> Action:
+    def read(self, token_ids: Sequence[int], finished: bool, *, prompt: Sequence[int], tools: Schemas) -> Action:
+        del prompt
         ids = tuple(token_ids)
-        own = ids[:-1] if finished and ids[-1:] == (self._tokenizer.end_token_id,) else ids
-        text = self._tokenizer.decode(own, special=True)
-        thoughts, rest = _thoughts(text)
-        content, calls = _tool_calls(rest)
+        text = self._decoded(ids[:-1] if self._end(ids, finished) else ids)
+        thoughts, content = self._thoughts(text)
+        calls: tuple[ToolCall, ...] = ()
+        if tools and self._reader is not None:
+            content, calls = self._reader(content, tools)
         return Action(text=text, content=content, token_ids=ids, finished=finished, thoughts=thoughts, tool_calls=calls)
 
     def follow(
@@ -69,42 +114,66 @@ class TemplateRenderer:
         before: Sequence[Message],
         action: Action,
         messages: Sequence[Message] | str,
-        tools: Sequence[Mapping[str, Any]],
+        *,
+        prompt: Sequence[int],
+        tools: Schemas,
     ) -> list[int] | None:
-        if isinstance(messages, str):
-            return self._tokenizer.continuation(messages)
-        turn = [*before, action.message]
-        without = self._tokenizer.written(turn, tools or None, self._arguments, answer=False)
-        whole = self._tokenizer.written([*turn, *messages], tools or None, self._arguments)
-        if not whole.startswith(without):
+        del prompt
+        if not action.finished:
             return None
-        _, _, rest = without.rpartition(self._end)
-        return self._tokenizer.continuation(rest + whole.removeprefix(without))
+        rest = messages if isinstance(messages, str) else self._rest(before, action, messages, tools)
+        return None if rest is None else self._encoded_after(self._end(action.token_ids), rest)
 
+    def _rest(
+        self, before: Sequence[Message], action: Action, messages: Sequence[Message], tools: Schemas
+    ) -> str | None:
+        """Returns the text that follows a turn, if that is proved."""
+        whole, read = self._written([*before, action.message, *messages], tools), self._written(before, tools)
+        if whole is None or read is None:
+            return None
+        end = self._decoded(self._end(action.token_ids))
+        if whole.startswith(proved := read + action.text + end):
+            return whole.removeprefix(proved)
+        if self._history == "template":
+            return None
+        other = self._written([_USER, {"role": "assistant", "content": _MARK}, *messages], tools) or ""
+        _, _, after = other.partition(_MARK)
+        return after.removeprefix(end) if after.startswith(end) and after and whole.endswith(after) else None
 
-def _thoughts(text: str) -> tuple[str | None, str]:
-    """Splits a turn into its thoughts, None without any, and the rest."""
-    thoughts, end, rest = text.partition("</think>")
-    if not end:
-        return None, text
-    return thoughts.removeprefix("<think>").strip("\n"), rest.lstrip("\n")
+    def _end(self, ids: Sequence[int], finished: bool = True) -> tuple[int, ...]:
+        """Returns the token that ended a turn; empty where a limit or a text did."""
+        return tuple(ids[-1:]) if finished and ids and ids[-1] in self._ends else ()
 
+    def _decoded(self, ids: Sequence[int]) -> str:
+        """Decodes ids as they read after others: some tokenizers drop the first space of a text."""
+        text = self._tokenizer.decode([self._tokenizer.end_token_id, *ids], special=True)
+        return text.removeprefix(self._anchor)
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+    def _encoded_after(self, end: tuple[int, ...], text: str) -> list[int]:
+        """Encodes a text as it reads after a token: some tokens take the white space that follows them."""
+        ids = self._tokenizer.continuation(self._decoded(end) + text)
+        return ids[len(end) :] if tuple(ids[: len(end)]) == end else self._tokenizer.continuation(text)
 
+    def _written(self, chat: Sequence[Message], tools: Schemas) -> str | None:
+        """Returns the text of a chat up to the start of an answer; None where the template refuses the chat."""
+        try:
+            return self._tokenizer.written(chat, tools or None, self._arguments)
+        except Exception:  # whatever the expressions of a template raise
+            return None
 
-def _tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """Splits a text into its content, and the calls in the format of Hermes and Qwen."""
-    calls = [_parsed(found, f"call_{index}") for index, found in enumerate(_CALL.findall(text))]
-    return _CALL.sub("", text).rstrip() if calls else text, tuple(calls)
+    def _thoughts(self, text: str) -> tuple[str | None, str]:
+        """Splits a turn into its thoughts, None without any, and the rest."""
+        thoughts, end, rest = text.partition("</think>")
+        opened = thoughts.lstrip().startswith("<think>")
+        if not self._knows_thoughts or not (opened or self._opens_thoughts):
+            return None, text
+        thoughts = thoughts.lstrip().removeprefix("<think>") if opened else thoughts
+        return thoughts.strip("\n"), rest.lstrip("\n") if end else ""
 
-
-def _parsed(text: str, call_id: str) -> ToolCall:
-    try:
-        call: Any = json.loads(text)
-        arguments = call.get("arguments", {})
-        if not isinstance(call["name"], str) or not isinstance(arguments, dict):
-            raise TypeError
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return ToolCall(name="", call_id=call_id, problem=f"not a call of a tool in JSON: {text}")
-    return ToolCall(name=call["name"], arguments=cast(dict[str, Any], arguments), call_id=call_id)
+    def _reads_thoughts(self) -> bool:
+        """Returns whether the template writes thoughts that are given apart, or drops those in the content."""
+        answer = {"role": "assistant", "content": "c"}
+        tool = {"role": "tool", "content": "t"}
+        apart = self._written([_USER, answer | {"reasoning_content": _MARK}, tool], ())
+        inside = self._written([_USER, answer | {"content": f"<think>\n{_MARK}\n</think>\n\nc"}, _USER], ())
+        return (apart is not None and _MARK in apart) or (inside is not None and _MARK not in inside)

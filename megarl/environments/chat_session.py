@@ -39,6 +39,7 @@ class _Chat:
 
     branch: Branch
     messages: list[Message] = field(default_factory=list[Message])
+    tools: Sequence[Mapping[str, Any]] = ()
     action: Action | None = None
     busy: bool = True
 
@@ -91,8 +92,8 @@ class ChatSession:
                 temperature=request.temperature if temperature is None else temperature,
             )
         )
+        chat.action = self._renderer.read(sampled.token_ids, sampled.finished, prompt=chat.branch.ids, tools=chat.tools)
         chat.branch.add(sampled)
-        chat.action = self._renderer.read(sampled.token_ids, sampled.finished)
         chat.busy = False
         return chat.action
 
@@ -113,10 +114,12 @@ class ChatSession:
             if chat.busy or chat.action is None or not chat.action.finished:
                 continue
             known = [*chat.messages, chat.action.message]
+            prompt = chat.branch.ids[: len(chat.branch.ids) - len(chat.action.token_ids)]
             if isinstance(messages, str):
-                given = self._renderer.follow((), chat.action, messages, tools)
-            elif _same(known, messages[: len(known)]) and len(messages) > len(known):
-                given = self._renderer.follow(chat.messages, chat.action, messages[len(known) :], tools)
+                given = self._renderer.follow((), chat.action, messages, prompt=prompt, tools=tools)
+            elif chat.tools == tools and _same(known, messages[: len(known)]) and len(messages) > len(known):
+                new = messages[len(known) :]
+                given = self._renderer.follow(chat.messages, chat.action, new, prompt=prompt, tools=tools)
             else:
                 continue
             if given is not None:
@@ -124,7 +127,8 @@ class ChatSession:
                 chat.messages, chat.busy = [] if isinstance(messages, str) else list(messages), True
                 return chat
         prompt = tuple(self._renderer.begin(messages, tools))
-        chat = _Chat(branch=Branch(prompt=prompt), messages=[] if isinstance(messages, str) else list(messages))
+        known = [] if isinstance(messages, str) else list(messages)
+        chat = _Chat(branch=Branch(prompt=prompt), messages=known, tools=tools)
         self._chats.append(chat)
         self.conversation.branches.append(chat.branch)
         return chat

@@ -40,7 +40,7 @@ class Action:
 
     Args:
         text: all of it, without the end token.
-        content: without thoughts and calls of tools.
+        content: without thoughts and calls of tools; a call that cannot be read stays in it.
         finished: False if the turn was cut off at a length limit.
     """
 
@@ -57,10 +57,10 @@ class Action:
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.thoughts is not None:
             message["reasoning_content"] = self.thoughts
-        if self.tool_calls:
+        if calls := [call for call in self.tool_calls if call.problem is None]:
             message["tool_calls"] = [
                 {"type": "function", "id": call.call_id, "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.tool_calls
+                for call in calls
             ]
         return message
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,11 +18,12 @@ import numpy as np
 from megarl.config.schema import EnvironmentSettings
 from megarl.data.packing import Chunks, sample_infos
 from megarl.data.tokenizer import Message, Tokenizer, load_tokenizer
-from megarl.environments.chat import ChatRenderer, TemplateRenderer
+from megarl.environments.chat import ChatRenderer
 from megarl.environments.chat_session import ChatSession, TurnLimits
 from megarl.environments.conversation import Conversation, SampledTurn
 from megarl.environments.environment import EnvironmentTask
 from megarl.environments.environment_child import CallFailure, EnvironmentCall, Method, Reply
+from megarl.environments.family_renderer import find_renderer
 from megarl.remote import remote
 from megarl.rewards.reward_worker import ChildProcess
 from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, WorkItem
@@ -136,6 +137,7 @@ class EnvironmentProcess:
     Args:
         tokenizer: directory.
         template_arguments: of the chat template.
+        ends: ids that end turns.
     """
 
     def __init__(
@@ -144,8 +146,9 @@ class EnvironmentProcess:
         tokenizer: str,
         template_arguments: Mapping[str, Any],
         limits: TurnLimits,
+        ends: Collection[int] = (),
     ) -> None:
-        self._settings, self._limits = settings, limits
+        self._settings, self._limits, self._ends = settings, limits, ends
         self._tokenizer_directory, self._template_arguments = tokenizer, template_arguments
         self._child = EnvironmentChild(settings)
         self._loop = asyncio.new_event_loop()
@@ -162,7 +165,9 @@ class EnvironmentProcess:
     def start(self) -> None:
         """Loads the tokenizer and the environment; a RunError if that fails."""
         self._tokenizer = load_tokenizer(self._tokenizer_directory)
-        self._renderer = TemplateRenderer(self._tokenizer, self._template_arguments)
+        self._renderer = find_renderer(
+            self._tokenizer, self._template_arguments, ends=self._ends, history=self._settings.history
+        )
         self._child.start()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 

@@ -86,6 +86,9 @@ class EnvironmentSettings(Section):
     """How long a call of reset, step or close may take, seconds; after that the conversation begins anew."""
     retries: Natural = 1
     """How often a conversation that failed begins anew; then it has no score."""
+    history: Literal["template", "sampled"] = "template"
+    """What the model reads of its earlier turns: what the chat template writes, in a new branch where that is not what
+    was sampled; or always what was sampled. See docs/chat-templates.md."""
 
 
 class Evaluation(Section):

@@ -1,0 +1,153 @@
+"""Chats of the model families that the package `renderers` knows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from typing import Any, Final, Literal
+
+from megarl.data.tokenizer import Message, Tokenizer
+from megarl.environments.chat import ChatRenderer, TemplateRenderer
+from megarl.environments.environment import Action, ToolCall
+from megarl.environments.tool_calls import Schemas
+
+
+def find_renderer(
+    tokenizer: Tokenizer,
+    arguments: Mapping[str, Any],
+    *,
+    ends: Collection[int] = (),
+    history: Literal["template", "sampled"] = "template",
+) -> ChatRenderer:
+    """Returns what writes and reads the chats of a tokenizer.
+
+    The chat template, with a family of the package `renderers` if that is installed, writes all of some chats like the
+    template, and adds something: it reads calls that are not read otherwise, or continues with the history `sampled`.
+    """
+    template = TemplateRenderer(tokenizer, arguments, ends=ends, history=history)
+    if not tokenizer.has_chat_template or find_spec("renderers") is None:
+        return template
+    if template.reads_calls and history == "template":
+        return template
+    family = _family(tokenizer, arguments)
+    return template if family is None else FamilyRenderer(template, family, bridges=history == "sampled")
+
+
+class FamilyRenderer:
+    """A chat template, and a renderer of the package `renderers` where the template alone says too little.
+
+    Args:
+        bridges: where it is not proved from the template what follows a turn, the family's `bridge_to_next_turn` says
+            it; for that, too, a turn stays as it was sampled.
+    """
+
+    def __init__(self, template: TemplateRenderer, family: Any, *, bridges: bool) -> None:
+        self._template, self._family, self._bridges = template, family, bridges
+
+    def begin(self, messages: Sequence[Message] | str, tools: Schemas) -> list[int]:
+        return self._template.prompt(messages, tools)
+
+    def read(self, token_ids: Sequence[int], finished: bool, *, prompt: Sequence[int], tools: Schemas) -> Action:
+        read = self._template.read(token_ids, finished, prompt=prompt, tools=tools)
+        if self._template.reads_calls:
+            return read
+        with _told("read a turn"):
+            parsed = self._family.parse_response(list(token_ids), tools=_specs(tools), prompt_ids=list(prompt))
+        calls = tuple(_call(call, index) for index, call in enumerate(parsed.tool_calls)) if tools else ()
+        return Action(
+            text=read.text,
+            content=parsed.content,
+            token_ids=read.token_ids,
+            finished=finished,
+            thoughts=parsed.reasoning_content,
+            tool_calls=calls,
+        )
+
+    def follow(
+        self,
+        before: Sequence[Message],
+        action: Action,
+        messages: Sequence[Message] | str,
+        *,
+        prompt: Sequence[int],
+        tools: Schemas,
+    ) -> list[int] | None:
+        proved = self._template.follow(before, action, messages, prompt=prompt, tools=tools)
+        if proved is not None or isinstance(messages, str) or not action.finished or not self._bridges:
+            return proved
+        known = [*prompt, *action.token_ids]
+        new = [dict(message) for message in messages]
+        with _told("continue a turn"):
+            bridge = self._family.bridge_to_next_turn(list(prompt), list(action.token_ids), new, tools=_specs(tools))
+        if bridge is None or list(bridge.token_ids[: len(known)]) != known:
+            return None
+        return list(bridge.token_ids[len(known) :])
+
+
+_USER: Final[Message] = {"role": "user", "content": "1 + 1?"}
+_TOOL: Final[Mapping[str, Any]] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+_CALL: Final[Message] = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "id": "call_0", "function": {"name": "add", "arguments": {"a": 1}}}],
+}
+_RESULT: Final[Message] = {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": "2"}
+_ANSWER: Final[Message] = {"role": "assistant", "content": "2\n"}
+_CHATS: Final[Sequence[tuple[Sequence[Message], Schemas]]] = (
+    ([_USER], ()),
+    ([{"role": "system", "content": "s"}, _USER, _ANSWER, _USER], ()),
+    ([_USER, {**_ANSWER, "reasoning_content": "t"}, _USER], ()),
+    ([_USER], [_TOOL]),
+    ([_USER, _CALL, _RESULT], [_TOOL]),
+    ([_USER, {**_CALL, "reasoning_content": "t"}, _RESULT], [_TOOL]),
+    ([_USER, {**_CALL, "reasoning_content": "t", "content": "c"}, _RESULT, _ANSWER, _USER], [_TOOL]),
+)
+"""A family is known if it writes all of these like the template; those that the template refuses say nothing."""
+
+
+def _family(tokenizer: Tokenizer, arguments: Mapping[str, Any]) -> Any:
+    import renderers  # pyright: ignore[reportMissingImports]
+
+    for name in sorted(set(renderers.base.MODEL_RENDERER_MAP.values())):
+        with suppress(Exception):  # it needs tokens that the tokenizer lacks, or does not read the arguments
+            config = type(renderers.config_from_name(name))(thinking_retention="all")
+            family = renderers.create_renderer(tokenizer.hf, config, chat_template_kwargs=dict(arguments))
+            if all(_agree(tokenizer, arguments, family, chat, tools) for chat, tools in _CHATS):
+                return family
+    return None
+
+
+def _agree(tokenizer: Tokenizer, arguments: Mapping[str, Any], family: Any, chat: Any, tools: Any) -> bool:
+    try:
+        text = tokenizer.written(chat, tools or None, arguments)
+    except Exception:  # whatever the expressions of a template raise
+        return len(chat) > 1
+    ids = family.render_ids([dict(message) for message in chat], tools=_specs(tools), add_generation_prompt=True)
+    return list(ids) == tokenizer.continuation(text)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Raises ValueError, which fails a conversation, for whatever the package raises."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"the package renderers cannot {what}: {error}") from error
+
+
+def _specs(tools: Schemas) -> Any:
+    return [dict(tool) for tool in tools] or None
+
+
+def _call(call: Any, index: int) -> ToolCall:
+    if call.status != "ok" or not isinstance(call.arguments, dict):
+        return ToolCall(name="", call_id=f"call_{index}", problem=f"not a call of a tool: {call.status}: {call.raw}")
+    return ToolCall(name=call.name, arguments=call.arguments, call_id=call.id or f"call_{index}")

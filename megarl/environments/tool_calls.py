@@ -1,0 +1,195 @@
+"""Calls of tools as chat templates write them: which format a template has, and how a turn is read in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, cast
+
+from megarl.data.tokenizer import Message
+from megarl.environments.environment import ToolCall
+
+Schemas = Sequence[Mapping[str, Any]]
+"""Descriptions of tools, as chat templates get them."""
+Reader = Callable[[str, Schemas], tuple[str, tuple[ToolCall, ...]]]
+"""Splits a turn into its content and its calls.
+
+The content is the text without the calls that can be read, and without the line break before the first. A call that
+cannot be read stays in it as the model wrote it.
+"""
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_TAG = "<|python_tag|>"
+_BARE = re.compile(r'\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"parameters"\s*:')
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PYTHON: Final[Mapping[str, Any]] = {"True": True, "False": False, "None": None}
+"""What templates write for values of JSON that they turn into text."""
+
+
+def read_json_blocks(text: str, tools: Schemas) -> tuple[str, tuple[ToolCall, ...]]:
+    """Reads <tool_call>{"name": ..., "arguments": {...}}</tool_call>, of Hermes, Qwen 2.5 and Qwen 3."""
+    del tools
+    return _read_blocks(text, _json_block)
+
+
+def read_xml_blocks(text: str, tools: Schemas) -> tuple[str, tuple[ToolCall, ...]]:
+    """Reads <tool_call><function=...><parameter=...>...</tool_call>, of Qwen3-Coder and Qwen 3.5.
+
+    A value is JSON where the tool's schema says that it is no text; one that is no JSON then stays text.
+    """
+    return _read_blocks(text, lambda rest: _xml_block(rest, tools))
+
+
+def read_bare_json(text: str, tools: Schemas) -> tuple[str, tuple[ToolCall, ...]]:
+    """Reads {"name": ..., "parameters": {...}}, of Llama 3: all of the turn, after <|python_tag|> or without.
+
+    Several calls have semicolons between them. Other JSON is content.
+    """
+    del tools
+    rest, calls = text.strip().removeprefix(_TAG).lstrip(), list[ToolCall]()
+    if not text.lstrip().startswith(_TAG) and _BARE.match(rest) is None:
+        return text, ()
+    try:
+        while rest:
+            value, end = json.JSONDecoder().raw_decode(rest)
+            calls.append(_call(value, "parameters", len(calls)))
+            rest = rest[end:].lstrip().removeprefix(";").lstrip()
+    except (_UnreadableError, ValueError) as error:
+        return text, (_broken(str(error), rest, 0),)
+    return "", tuple(calls)
+
+
+_PROBE: Final[Sequence[Message]] = (
+    {"role": "user", "content": "u"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"type": "function", "id": "probe0000", "function": {"name": "probe_call", "arguments": {"probe_key": "v"}}}
+        ],
+    },
+)
+_PROBE_TOOL: Final[Mapping[str, Any]] = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"probe_key": {"type": "string", "description": "d"}}},
+    },
+}
+_FORMATS: Final[Mapping[str, Reader]] = {
+    r'<tool_call>\s*\{[^<]*"probe_call"[^<]*"v"[^<]*\}\s*</tool_call>': read_json_blocks,
+    r"<tool_call>\s*<function=probe_call>\s*<parameter=probe_key>\s*v\s*</parameter>\s*</function>": read_xml_blocks,
+    r'\{"name": "probe_call", "parameters": \{"probe_key": "v"\}\}': read_bare_json,
+}
+
+
+def find_reader(write: Callable[[Sequence[Message], Schemas], str | None]) -> Reader | None:
+    """Returns what reads the calls that a chat template writes; None where the format is not known.
+
+    Args:
+        write: the template; None where it refuses the chat.
+    """
+    text = write(_PROBE, [_PROBE_TOOL]) or ""
+    return next((reader for pattern, reader in _FORMATS.items() if re.search(pattern, text)), None)
+
+
+class _UnreadableError(Exception):
+    """A call cannot be read; the message says why."""
+
+
+Block = Callable[[str], tuple[str, dict[str, Any], int]]
+"""Reads the call that a text begins with: its name, its arguments and its length; else raises _UnreadableError."""
+
+
+def _read_blocks(text: str, read: Block) -> tuple[str, tuple[ToolCall, ...]]:
+    content, calls, readable = "", list[ToolCall](), False
+    for piece in _pieces(text):
+        if not piece.startswith(_OPEN):
+            content += piece if piece.strip() or not calls else ""
+            continue
+        body = piece.removeprefix(_OPEN)
+        try:
+            name, arguments, end = read(body)
+            if body[end:].strip() != _CLOSE:
+                raise _UnreadableError(f"no {_CLOSE} follows it")
+        except _UnreadableError as error:
+            calls.append(_broken(str(error), body, len(calls)))
+            content += piece
+            continue
+        if not readable:
+            content, readable = content.removesuffix("\n"), True
+        calls.append(ToolCall(name=name, arguments=arguments, call_id=f"call_{len(calls)}"))
+    return content, tuple(calls)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Yields the blocks of a text, and what is between them; a marker in a string of JSON is none."""
+    end = 0
+    while (start := text.find(_OPEN, end)) >= 0:
+        yield text[end:start]
+        body = start + len(_OPEN)
+        with_json = body + len(text[body:]) - len(text[body:].lstrip())
+        try:
+            _, after = json.JSONDecoder().raw_decode(text, with_json)
+        except ValueError:
+            after = body
+        close = text.find(_CLOSE, after)
+        end = len(text) if close < 0 else close + len(_CLOSE)
+        yield text[start:end]
+    yield text[end:]
+
+
+def _json_block(body: str) -> tuple[str, dict[str, Any], int]:
+    start = len(body) - len(body.lstrip())
+    try:
+        value, end = json.JSONDecoder().raw_decode(body, start)
+    except ValueError as error:
+        raise _UnreadableError(str(error)) from error
+    call = _call(value, "arguments", 0)
+    return call.name, dict(call.arguments), end
+
+
+def _xml_block(body: str, tools: Schemas) -> tuple[str, dict[str, Any], int]:
+    start = re.match(r"\s*<function=([^>\n]+)>", body)
+    if start is None:
+        raise _UnreadableError("it does not begin with <function=NAME>")
+    name, end = start[1].strip(), start.end()
+    arguments = dict[str, Any]()
+    while (found := _PARAMETER.match(body, end)) is not None:
+        arguments[found[1]] = _value(found[2], _schema(tools, name, found[1]))
+        end = found.end()
+    close = re.compile(r"\s*</function>").match(body, end)
+    if close is None:
+        raise _UnreadableError("its parameters do not end with </function>")
+    return name, arguments, close.end()
+
+
+def _schema(tools: Schemas, name: str, parameter: str) -> Mapping[str, Any]:
+    for tool in tools:
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            return function.get("parameters", {}).get("properties", {}).get(parameter, {})
+    return {}
+
+
+def _value(text: str, schema: Mapping[str, Any]) -> Any:
+    if schema.get("type", "string") == "string" and "anyOf" not in schema:
+        return text
+    try:
+        return _PYTHON[text] if text in _PYTHON else json.loads(text)
+    except ValueError:
+        return text
+
+
+def _call(value: Any, key: str, index: int) -> ToolCall:
+    call: dict[str, Any] = cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    name, arguments = call.get("name"), call.get(key, {})
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise _UnreadableError(f'it is not {{"name": ..., "{key}": {{...}}}}')
+    return ToolCall(name=name, arguments=cast(dict[str, Any], arguments), call_id=f"call_{index}")
+
+
+def _broken(reason: str, text: str, index: int) -> ToolCall:
+    return ToolCall(name="", call_id=f"call_{index}", problem=f"not a call of a tool: {reason}: {text.strip()}")

@@ -1,0 +1,314 @@
+"""Chats as ids: what is read next continues what was sampled, or a branch begins; against whole chats anew."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.environments.chat import TemplateRenderer
+from megarl.environments.chat_session import ChatSession, TurnLimits
+from megarl.environments.conversation import Conversation, SampledTurn
+from megarl.environments.environment import Action
+from megarl.types import Prompt, SampleRequest
+from tests.environments.families import FAMILIES, end_ids, tokenizer
+
+History = Literal["template", "sampled"]
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "adds",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "description": "one"}, "b": {"type": "string", "description": "é"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+ASKED: dict[str, Any] = {"role": "user", "content": "hé 你好\n\n 1 + 1?"}
+RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": "2"}
+CALL = ("add", {"a": 1, "b": "é x"})
+
+
+def rendered(name: str, chat: Sequence[Any], tools: Sequence[Any] = ()) -> str:
+    """The whole chat, by transformers."""
+    return str(
+        tokenizer(name).hf.apply_chat_template(
+            list(chat), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+        )
+    )
+
+
+def outcome(
+    name: str,
+    said: str,
+    given: Sequence[Any],
+    history: History,
+    tools: Sequence[Any] = (),
+    end: str | None = None,
+) -> str:
+    """Continues, branches or refused: what a turn and what follows it lead to; checks the ids."""
+    tokens = tokenizer(name)
+    renderer = TemplateRenderer(tokens, {}, ends=end_ids(name), history=history)
+    try:
+        prompt = renderer.begin([ASKED], tools)
+    except ValueError:
+        return "refused"
+    sampled = tokens.continuation(said + (end or FAMILIES[name].ends[0]))
+    action = renderer.read(sampled, True, prompt=prompt, tools=tools)
+    assert action.text == said
+    chat = [ASKED, action.message, *given]
+    follows = renderer.follow([ASKED], action, given, prompt=prompt, tools=tools)
+    if follows is None:
+        try:
+            renderer.begin(chat, tools)
+        except ValueError:
+            return "refused"
+        return "branches"
+    whole = rendered(name, chat, tools)
+    ids = [*prompt, *sampled, *follows]
+    if history == "template":
+        assert tokens.decode(ids, special=True) == whole
+        if not said.startswith("\n"):  # which has one token with a line break before it
+            assert ids == tokens.continuation(whole)
+    assert tokens.continuation(whole)[-len(follows) :] == follows
+    return "continues"
+
+
+def cases(name: str) -> dict[str, dict[str, Any]]:
+    """Turns and what follows them, by their names."""
+    family = FAMILIES[name]
+    found: dict[str, dict[str, Any]] = {
+        "plain": {"said": family.said("ok\n\nwéll"), "given": [ASKED]},
+        "empty": {"said": family.said(""), "given": [ASKED]},
+        "end in a message": {"said": family.said("ok"), "given": [{**ASKED, "content": f"a{family.ends[0]}b"}]},
+        "white space": {"said": family.said("ok") + " \n", "given": [ASKED]},
+    }
+    if len(family.ends) > 1:
+        found["other end"] = {"said": family.said("ok"), "given": [ASKED], "end": family.ends[1]}
+    if family.thought is not None:
+        thought = family.thought("1 + 1\nis é", "ok")
+        found["thoughts, user"] = {"said": thought, "given": [ASKED]}
+        found["thoughts, tool"] = {"said": thought, "given": [RESULT], "end": family.tool_end}
+    if family.called is None:
+        return found | {"call": {"said": family.said("ok"), "given": [RESULT], "tools": [TOOL]}}
+    called = family.called([CALL])
+    found["call"] = {"said": called, "given": [RESULT], "tools": [TOOL]}
+    found["call in other words"] = {"said": called.replace("{", "{ ") + "\n", "given": [RESULT], "tools": [TOOL]}
+    broken = called.replace('"name"', "name").replace("</function>", "")
+    found["broken call"] = {"said": broken, "given": [ASKED], "tools": [TOOL]}
+    if name != "llama3":
+        found["two calls"] = {"said": family.called([CALL] * 2), "given": [RESULT] * 2, "tools": [TOOL]}
+    return found
+
+
+_ALWAYS = ("plain", "empty", "end in a message", "white space", "other end", "call")
+BRANCHES: dict[str, Sequence[str]] = {
+    "qwen2.5": ["call in other words"],
+    "qwen3": ["thoughts, user", "call in other words"],
+    "qwen3-2507": ["call in other words"],
+    "qwen3.5": [
+        "plain",
+        "empty",
+        "end in a message",
+        "white space",
+        "thoughts, user",
+        "call in other words",
+        "broken call",
+    ],
+    "hermes": ["call in other words"],
+    "llama3": ["white space", "call in other words"],
+    "deepseek-r1": ["plain", "empty", "end in a message", "white space", "thoughts, user", "thoughts, tool"],
+    "glm4.5": ["empty", "white space", "thoughts, user"],
+    "gemma": ["white space"],
+    "mistral": ["white space"],
+}
+"""Turns that the family's template rewrites."""
+REFUSED = {name: ["call"] for name in ("deepseek-r1", "phi3", "glm4.5", "gemma", "mistral")} | {"gpt-oss": _ALWAYS}
+"""No format of calls is known, or the template refuses the chat."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_turn_continues_branches_or_is_refused(name: str) -> None:
+    found = {case: outcome(name, **given, history="template") for case, given in cases(name).items()}
+    kept = {case: outcome(name, **given, history="sampled") for case, given in cases(name).items()}
+    other = dict.fromkeys(found, "continues") | ({"other end": "branches"} if "other end" in found else {})
+    other |= dict.fromkeys(REFUSED.get(name, []), "refused")
+    assert kept == other
+    assert found == other | dict.fromkeys(BRANCHES.get(name, []), "branches")
+
+
+def renderer_of(name: str) -> TemplateRenderer:
+    return TemplateRenderer(tokenizer(name), {}, ends=end_ids(name))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_turn_that_was_cut_off_never_continues(name: str) -> None:
+    renderer, said = renderer_of(name), tokenizer(name).continuation(FAMILIES[name].said("ok"))
+    prompt = renderer.begin([ASKED], ())
+    action = renderer.read(said, False, prompt=prompt, tools=())
+    assert not action.finished
+    assert action.text == FAMILIES[name].said("ok")
+    assert renderer.follow([ASKED], action, [ASKED], prompt=prompt, tools=()) is None
+    assert renderer.follow([], action, "text", prompt=prompt, tools=()) is None
+
+
+def test_a_turn_that_a_text_ended_gets_the_end_token_from_the_template() -> None:
+    renderer, tokens = renderer_of("qwen2.5"), tokenizer("qwen2.5")
+    prompt, said = renderer.begin([ASKED], ()), tokens.continuation("ok STOP")
+    action = renderer.read(said, True, prompt=prompt, tools=())
+    assert action.text == "ok STOP"
+    follows = renderer.follow([ASKED], action, [ASKED], prompt=prompt, tools=())
+    assert follows is not None
+    assert tokens.decode([*prompt, *said, *follows], special=True) == rendered(
+        "qwen2.5", [ASKED, action.message, ASKED]
+    )
+
+
+def test_ids_that_are_no_text_stay_as_they_were_sampled() -> None:
+    renderer, tokens = renderer_of("qwen2.5"), tokenizer("qwen2.5")
+    broken = tokens.continuation("é")[:1]
+    prompt = renderer.begin([ASKED], ())
+    action = renderer.read([*broken, tokens.end_token_id], True, prompt=prompt, tools=())
+    assert action.text == "\ufffd"
+    assert action.token_ids == (*broken, tokens.end_token_id)
+    follows = renderer.follow([ASKED], action, [ASKED], prompt=prompt, tools=())
+    assert follows is not None
+    text = tokens.decode([*prompt, *action.token_ids, *follows], special=True)
+    assert text == rendered("qwen2.5", [ASKED, action.message, ASKED])
+
+
+def test_special_tokens_may_take_the_white_space_after_them() -> None:
+    tokens = tokenizer("phi3", eats=True)
+    renderer = TemplateRenderer(tokens, {}, ends=end_ids("phi3"))
+    prompt = renderer.begin([ASKED], ())
+    said = tokens.continuation("ok<|end|>")
+    action = renderer.read(said, True, prompt=prompt, tools=())
+    follows = renderer.follow([ASKED], action, [ASKED], prompt=prompt, tools=())
+    assert follows is not None
+    assert [*prompt, *said, *follows] == tokens.continuation(rendered("phi3", [ASKED, action.message, ASKED]))
+    assert follows[0] == tokens.continuation("<|user|>")[0]
+
+
+def test_thoughts_are_told_apart_where_the_template_knows_them() -> None:
+    text = "<think>\na\n</think>\n\nb"
+
+    def read(name: str, said: str) -> Action:
+        return renderer_of(name).read(tokenizer(name).continuation(said), True, prompt=(), tools=())
+
+    assert (read("qwen3", text).thoughts, read("qwen3", text).content) == ("a", "b")
+    assert (read("qwen2.5", text).thoughts, read("qwen2.5", text).content) == (None, text)
+    assert (read("qwen3.5", "a\n</think>\n\nb").thoughts, read("qwen3.5", "a\n</think>\n\nb").content) == ("a", "b")
+    assert (read("deepseek-r1", "a").thoughts, read("deepseek-r1", "a").content) == ("a", "")
+    assert (read("qwen3", "b</think>").thoughts, read("qwen3", "b</think>").content) == (None, "b</think>")
+
+
+def test_a_plain_text_follows_a_turn_as_it_is() -> None:
+    renderer, tokens = renderer_of("mistral"), tokenizer("mistral")
+    prompt = renderer.begin("say ", ())
+    action = renderer.read([*tokens.continuation("a"), tokens.end_token_id], True, prompt=prompt, tools=())
+    assert renderer.follow([], action, "and ", prompt=prompt, tools=()) == tokens.continuation("and ")
+
+
+def test_other_tools_begin_a_branch() -> None:
+    tokens = tokenizer("qwen2.5")
+    said = (*tokens.continuation("ok"), tokens.end_token_id)
+
+    async def sample(request: SampleRequest) -> SampledTurn:
+        return SampledTurn(token_ids=said, logprobs=np.zeros(len(said), np.float32), finished=True, versions=())
+
+    conversation = Conversation(
+        request=SampleRequest(sample_id="a", prompt=Prompt(prompt_id="a", token_ids=()), seed=1)
+    )
+    limits = TurnLimits(context=1 << 20, turn=1 << 20, turns=10)
+    session = ChatSession(conversation, renderer_of("qwen2.5"), sample, limits)
+    chat = [ASKED]
+    for tools in ([TOOL], [TOOL], [TOOL, TOOL], []):
+        action = asyncio.run(session.turn(chat, tools))
+        assert action is not None
+        chat += [action.message, ASKED]
+    assert [len(branch.turns) for branch in conversation.branches] == [2, 1, 1]
+    for branch, (length, tools) in zip(conversation.branches, ((1, [TOOL]), (5, [TOOL, TOOL]), (7, [])), strict=True):
+        assert tokens.decode(branch.prompt, special=True) == rendered("qwen2.5", chat[:length], tools)
+
+
+# ---- random chats ----
+
+WORDS = st.text(alphabet="ab é你\n\t <>/|{}\"'", max_size=12)
+
+
+@st.composite
+def talks(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]]]:
+    """A family, and turns: what the model says, and what it gets."""
+    name = draw(st.sampled_from(sorted(set(FAMILIES) - {"gpt-oss"})))
+    family, turns = FAMILIES[name], list[dict[str, Any]]()
+    for _ in range(draw(st.integers(1, 4))):
+        kinds = ["plain", "raw", "special"]
+        kinds += ["thought"] if family.thought is not None else []
+        kinds += ["call"] if family.called is not None else []
+        kind = draw(st.sampled_from(kinds))
+        text, answer = family.said(draw(WORDS)), [{"role": "user", "content": draw(WORDS)}]
+        if kind == "raw":
+            text = draw(WORDS)
+        elif kind == "special":
+            text += draw(st.sampled_from([special for special in family.specials if special not in family.ends]))
+        elif kind == "thought":
+            assert family.thought is not None
+            text = family.thought(draw(WORDS), draw(WORDS))
+        elif kind == "call":
+            assert family.called is not None
+            text, answer = family.called([("add", {"a": draw(st.integers()), "b": draw(WORDS)})]), [RESULT]
+        turns.append({"text": text, "end": draw(st.sampled_from(family.ends)), "answer": answer})
+    return name, turns
+
+
+def converse(name: str, history: History, turns: list[dict[str, Any]]) -> None:
+    """Runs a session with a sampler that says the turns, and compares every prompt with the whole chat anew."""
+    tokens, said, chat = tokenizer(name), iter(turns), [ASKED]
+    tools = [TOOL] if FAMILIES[name].called is not None else []
+    prompts: list[tuple[int, ...]] = []
+    sampled: list[tuple[int, ...]] = []
+
+    async def sample(request: SampleRequest) -> SampledTurn:
+        turn = next(said)
+        ids = tuple(tokens.continuation(turn["text"] + turn["end"]))
+        prompts.append(tuple(request.prompt.token_ids))
+        sampled.append(ids)
+        logprobs = np.full(len(ids), -float(len(prompts)), np.float32)
+        return SampledTurn(token_ids=ids, logprobs=logprobs, finished=True, versions=())
+
+    request = SampleRequest(sample_id="a", prompt=Prompt(prompt_id="a", token_ids=()), seed=1)
+    conversation = Conversation(request=request)
+    renderer = TemplateRenderer(tokens, {}, ends=end_ids(name), history=history)
+    session = ChatSession(conversation, renderer, sample, TurnLimits(context=1 << 20, turn=1 << 20, turns=10))
+    for turn in turns:
+        action = asyncio.run(session.turn(chat, tools))
+        assert action is not None
+        assert action.text == turn["text"]
+        if history == "template" or len(prompts) == 1:
+            assert tokens.decode(prompts[-1], special=True) == rendered(name, chat, tools)
+        continued = len(conversation.branch.turns) > 1
+        if continued:
+            before = (*prompts[-2], *sampled[-2])
+            assert prompts[-1][: len(before)] == before
+            follows = list(prompts[-1][len(before) :])
+            assert tokens.continuation(rendered(name, chat, tools))[-len(follows) :] == follows
+        chat += [action.message, *turn["answer"]]
+    for branch in conversation.branches:
+        masked = [token for token, own in zip(branch.response, branch.loss_mask, strict=True) if own]
+        first = prompts.index(branch.prompt)
+        assert masked == [token for ids in sampled[first : first + len(branch.turns)] for token in ids]
+        assert len(branch.logprobs) == len(masked)
+
+
+@settings(max_examples=60, deadline=None)
+@given(talks())
+def test_random_chats_continue_exactly_or_begin_branches(talk: tuple[str, list[dict[str, Any]]]) -> None:
+    for history in ("template", "sampled"):
+        converse(talk[0], history, talk[1])
