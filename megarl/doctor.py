@@ -29,6 +29,12 @@ DISTRIBUTION = "megarl-trainer"
 """The package's name on an index."""
 _IMPORT_SECONDS = 300
 
+_KERNEL_PROBE = """
+import json, torch
+from megarl.megatron.platform.kernels import report
+print(json.dumps(report("cuda" if torch.cuda.is_available() else "cpu")))
+"""
+
 _TORCH_PROBE = """
 import json, torch
 devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -88,6 +94,7 @@ def examine() -> list[Finding]:
         _optional("nemo-run", "not installed", f"pip install '{DISTRIBUTION}[launch]', to launch with NeMo-Run"),
         *devices,
         *accelerations(cuda=cuda),
+        *kernels(),
     ]
 
 
@@ -161,8 +168,7 @@ def _devices() -> Iterator[Finding]:
 def accelerations(*, cuda: bool) -> Iterator[Finding]:
     """Yields the optional CUDA kernels, which are active if they are installed and there is a CUDA device.
 
-    Megatron takes its fused Adam and its multi-tensor kernels from Transformer Engine or apex. Packed attention takes
-    torch's own kernel.
+    Megatron takes its fused Adam and its multi-tensor kernels from Transformer Engine or apex; see ``kernels``, too.
     """
     apex_fix = "build NVIDIA/apex from source (apex on the package index is another project)"
     for name, version, fix in (
@@ -178,7 +184,22 @@ def accelerations(*, cuda: bool) -> Iterator[Finding]:
         elif not cuda:
             yield Finding(name=name, status="missing", found=f"{version}, inactive without a CUDA device")
         else:
-            yield Finding(name=name, status="ok", found=f"{version}, active in Adam")
+            yield Finding(name=name, status="ok", found=f"{version}, active")
+
+
+def kernels() -> Iterator[Finding]:
+    """Yields what computes each part of a pass in this environment, and why."""
+    try:
+        probe = _run(_KERNEL_PROBE)
+    except subprocess.TimeoutExpired:
+        yield Finding(name="kernels", status="slow", found=f"torch did not answer in {_IMPORT_SECONDS} s")
+        return
+    if probe.returncode:
+        error = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+        yield Finding(name="kernels", status="broken", found=error, fix="make setup")
+        return
+    for part, what, why in json.loads(probe.stdout.splitlines()[-1]):
+        yield Finding(name=part, status="ok", found=f"{what}: {why}")
 
 
 def _apex_version() -> str | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, TrainingConfig
-from megarl.config.schema import Algo, Choice, Optimizer, ValueNorm
+from megarl.config.schema import Algo, Choice, LayerChoice, Optimizer, ValueNorm
 from megarl.types import Layout, RoleName
 
 Recompute = Literal["none", "selective", "full"]
@@ -101,6 +101,7 @@ class RoleSpec:
     name: RoleName
     layout: Layout
     recompute: Recompute
+    layers: LayerChoice
     offload: bool
     checkpoint: str | None
     new_head: NewHead | None
@@ -120,6 +121,7 @@ def _role_spec(config: RunConfig, name: RoleName) -> RoleSpec:
         name=name,
         layout=config.layout(name),
         recompute=placed.recompute,
+        layers=config.model.layers,
         offload=placed.offload,
         checkpoint=_checkpoint(config, name),
         new_head=_new_head(config, name),

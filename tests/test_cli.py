@@ -292,6 +292,18 @@ def test_doctor_distinguishes_nvidia_apex_from_the_other_apex(site: Path) -> Non
     assert found["apex"].status == "ok"
 
 
+def test_doctor_names_what_computes_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(
+        [
+            subprocess.CompletedProcess("", 0, 'noise\n[["rope", "eager", "why"]]\n', ""),
+            subprocess.CompletedProcess("", 1, "", "Traceback\nOSError: libcuda"),
+        ]
+    )
+    monkeypatch.setattr(doctor, "_run", lambda _: next(answers))
+    assert list(doctor.kernels()) == [doctor.Finding(name="rope", status="ok", found="eager: why")]
+    assert [(one.status, one.found) for one in doctor.kernels()] == [("broken", "OSError: libcuda")]
+
+
 def test_doctor_fails_if_a_package_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = doctor.Finding(name="python", status="ok", found="3.11")
     absent = doctor.Finding(name="apex", status="missing", found="not installed", fix="build [it]")

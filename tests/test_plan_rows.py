@@ -95,3 +95,11 @@ def test_a_forward_pass_before_the_update_is_printed_with_its_reason() -> None:
     ):
         told = said("grpo", *one, f"algo.correction.{setting}={options}")["old logprobs"]
         assert told.startswith(f"{by_pass}algo.correction.{setting} (")
+
+
+def test_the_layers_of_a_run_on_gpus_are_named() -> None:
+    half = "model.random.config.dtype=bfloat16"
+    assert "layers" not in said("sft")
+    assert "products of float32" in said("sft", "cluster.device=cuda")["layers"]
+    assert said("sft", "cluster.device=cuda", half)["layers"] == "Transformer Engine's, where it is installed"
+    assert said("sft", "cluster.device=cuda", half, "model.layers=local")["layers"] == "Megatron's own"

@@ -61,6 +61,14 @@ def parts(out: Path, device: str) -> dict[str, Part]:
         ),
     }
 
+    small, middle, large = ("0.5b", "1.5b", "3b") if device == "cuda" else ("tiny",) * 3
+    timed = out / "kernels.json"
+    found["kernels"] = Part(
+        command=[python, "-m", "benchmarks.gpu.kernels", middle, str(timed)],
+        limit_s=240,
+        figures=lambda: json.loads(timed.read_text()),
+    )
+
     def run(name: str, size: str, **options: Any) -> None:
         directory, file = out / name, out / f"{name}.yaml"
         file.write_text(json.dumps(config(directory, SIZES[size], device, steps=STEPS, **options), indent=1))
@@ -87,7 +95,6 @@ def parts(out: Path, device: str) -> dict[str, Part]:
         command = [python, "-m", "benchmarks.gpu.trl_grpo", size, str(result), str(STEPS)]
         found[f"trl-{size}"] = Part(command=command, limit_s=300, figures=lambda: json.loads(result.read_text()))
 
-    small, middle, large = ("0.5b", "1.5b", "3b") if device == "cuda" else ("tiny",) * 3
     run(f"grpo-{small}", small, sleep=True)
     raw(small)
     run(f"grpo-awake-{small}", small)
@@ -100,6 +107,8 @@ def parts(out: Path, device: str) -> dict[str, Part]:
         trl(middle)
         profile(middle)
         run(f"grpo-awake-{middle}", middle)
+        if find_spec("transformer_engine") is not None:
+            run(f"grpo-local-{middle}", middle, sleep=True, layers="local")
         run(f"grpo-eager-{small}", small, sleep=True, enforce_eager=True)
         run(f"grpo-{large}", large, sleep=True)
     return found

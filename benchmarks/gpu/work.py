@@ -80,7 +80,16 @@ SIZES = {
 }
 
 
-def config(directory: Path, size: Size, device: str, *, steps: int, critic: bool = False, **rollout: Any) -> Any:
+def config(
+    directory: Path,
+    size: Size,
+    device: str,
+    *,
+    steps: int,
+    critic: bool = False,
+    layers: str = "auto",
+    **rollout: Any,
+) -> Any:
     """The configuration of a run: GRPO with a reference, or PPO with a critic too.
 
     Args:
@@ -94,7 +103,7 @@ def config(directory: Path, size: Size, device: str, *, steps: int, critic: bool
     return {
         "stage": "ppo",
         "run": {"dir": str(directory), "steps": steps, "seed": 1},
-        "model": {"random": {"seed": 0, "config": size.hf_config}},
+        "model": {"random": {"seed": 0, "config": size.hf_config}, "layers": layers},
         "cluster": {"device": device, "devices_per_node": 1, "object_store_mib": 4096 if device == "cuda" else 128},
         "groups": {"train": {"devices": "0", "roles": dict.fromkeys(roles, role)}},
         "rollout": {

@@ -1,4 +1,4 @@
-"""Attention over packed sequences (THD), for which Megatron needs Transformer Engine.
+"""Attention over packed sequences (THD): torch's, for which Megatron needs Transformer Engine, and that.
 
 Shape legend: S positions of the pack, P places of an arrangement, H query heads, K KV heads, D head dim.
 """
@@ -99,6 +99,12 @@ class PackParams(PackedSeqParams):
     def arrangement(self) -> Arrangement:
         return arrange(self.shape, self.positions.device)
 
+    @cached_property
+    def sequences(self) -> PackedSeqParams:
+        """The ends of the sequences without rope's, which Transformer Engine would take for those of padding."""
+        names = ("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+        return PackedSeqParams(**{name: getattr(self, name) for name in names})
+
 
 class SharedHeadAttention(SelfAttention):
     """Self-attention in which several TP ranks may share a KV head.
@@ -172,6 +178,22 @@ class PackedAttention(torch.nn.Module):
             )
             parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         return _Move.apply(torch.cat(parts), arrangement, _collect, _spread)
+
+
+class FusedPackedAttention(torch.nn.Module):
+    """The same attention by Transformer Engine.
+
+    Args:
+        kernel: makes Megatron's wrapper of its ``DotProductAttention``.
+    """
+
+    def __init__(self, kernel: Callable[..., torch.nn.Module], **arguments: Any) -> None:
+        super().__init__()
+        self.kernel = kernel(**arguments)
+
+    def forward(self, *tensors: Tensor | None, packed_seq_params: PackParams, **options: Any) -> Tensor:
+        """As ``PackedAttention``'s."""
+        return self.kernel(*tensors, packed_seq_params=packed_seq_params.sequences, **options)
 
 
 def kernel_takes(query: Tensor) -> bool:

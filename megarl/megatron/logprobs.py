@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.megatron.platform.kernels import compiled, is_compiled
+
 
 @dataclass(frozen=True, kw_only=True)
 class VocabShard:
@@ -52,6 +54,7 @@ def logprobs_and_entropy(
     *,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
+    fused: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns log softmax(hidden @ weight.T / temperature)[label] and the entropy of that distribution.
 
@@ -62,8 +65,11 @@ def logprobs_and_entropy(
         weight: [rows, H], this rank's rows of the output layer.
         labels: [T] int64, ids over the whole vocabulary.
         chunk_tokens: tokens whose logits exist at a time.
+        fused: by compiled kernels; None: as ``platform.kernels`` has it.
     """
-    return _VocabParallelLogprobs.apply(hidden, weight, labels, shard, temperature, chunk_tokens)
+    if fused is None:
+        fused = is_compiled("logprobs", hidden.device.type)
+    return _VocabParallelLogprobs.apply(hidden, weight, labels, shard, temperature, chunk_tokens, fused)
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -76,25 +82,19 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         shard: VocabShard,
         temperature: float,
         chunk_tokens: int,
+        fused: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=wide(hidden), device=hidden.device)
         entropy, log_z = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        sums_of = _fused_sums if fused and shard.size else _sums
         for begin in range(0, len(hidden), chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
-            logits = shard_logits(hidden[part], weight, shard, temperature)
-            top = logits.max(-1).values if shard.size else torch.full_like(log_z[part], -torch.inf)
-            over_shards(top, shard, dist.ReduceOp.MAX)
-            exp = (logits - top.unsqueeze(-1)).exp_()
-            total = exp.sum(-1)
-            local, here = _local_labels(labels[part], shard)
-            target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) * here if shard.size else torch.zeros_like(top)
-            sums = torch.stack([total, exp.mul_(logits).sum(-1), target])
-            over_shards(sums, shard)
+            top, sums = sums_of(hidden[part], weight, labels[part], shard, temperature)
             log_z[part] = top + sums[0].log()
             logprobs[part] = sums[2] - log_z[part]
             entropy[part] = log_z[part] - sums[1] / sums[0]
         ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
-        ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens
+        ctx.shard, ctx.temperature, ctx.chunk_tokens, ctx.fused = shard, temperature, chunk_tokens, fused
         return logprobs, entropy
 
     @staticmethod
@@ -103,6 +103,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         shard: VocabShard = ctx.shard
 
         def of_logits(part: slice) -> Tensor:
+            if ctx.fused and shard.size:
+                products, marks = hidden[part] @ weight[: shard.size].T, _local_labels(labels[part], shard)
+                columns = (values[part] for values in (log_z, entropy, grad_logprobs, grad_entropy))
+                return compiled(gradient_of_products)(products, *marks, *columns, temperature=ctx.temperature)
             logits = shard_logits(hidden[part], weight, shard, ctx.temperature)
             log_p = logits.sub_(log_z[part].unsqueeze(-1))
             p = log_p.exp()
@@ -114,7 +118,71 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 grad.scatter_add_(-1, local.unsqueeze(-1), (grad_logprobs[part] * here).unsqueeze(-1))
             return grad.div_(ctx.temperature)
 
-        return *linear_gradients(hidden, weight, shard, ctx.chunk_tokens, of_logits), None, None, None, None
+        return *linear_gradients(hidden, weight, shard, ctx.chunk_tokens, of_logits), None, None, None, None, None
+
+
+def _sums(
+    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Returns the largest logits and the ``sums_of_products``, [T] and [3, T], over all shards."""
+    logits = shard_logits(hidden, weight, shard, temperature)
+    top = logits.max(-1).values if shard.size else logits.new_full((len(hidden),), -torch.inf)
+    over_shards(top, shard, dist.ReduceOp.MAX)
+    exp = (logits - top.unsqueeze(-1)).exp_()
+    total = exp.sum(-1)
+    local, here = _local_labels(labels, shard)
+    target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) * here if shard.size else torch.zeros_like(top)
+    sums = torch.stack([total, exp.mul_(logits).sum(-1), target])
+    over_shards(sums, shard)
+    return top, sums
+
+
+def _fused_sums(
+    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """As ``_sums``, in kernels that read the products and write no logits."""
+    products = hidden @ weight[: shard.size].T
+    top = compiled(top_of_products)(products, temperature)
+    over_shards(top, shard, dist.ReduceOp.MAX)
+    sums = compiled(sums_of_products)(products, top, *_local_labels(labels, shard), temperature)
+    over_shards(sums, shard)
+    return top, sums
+
+
+def top_of_products(products: Tensor, temperature: float) -> Tensor:
+    """Returns the largest logit of each token."""
+    return (products.to(wide(products)) / temperature).amax(-1)
+
+
+def sums_of_products(products: Tensor, top: Tensor, local: Tensor, here: Tensor, temperature: float) -> Tensor:
+    """Returns sum exp(logit - top), sum exp(logit - top) * logit, and the label's logit or 0, [3, T].
+
+    Args:
+        local, here: see ``_local_labels``.
+    """
+    logits = products.to(wide(products)) / temperature
+    exp = (logits - top.unsqueeze(-1)).exp()
+    target = products.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(top.dtype) / temperature
+    return torch.stack([exp.sum(-1), (exp * logits).sum(-1), target * here])
+
+
+def gradient_of_products(
+    products: Tensor,
+    local: Tensor,
+    here: Tensor,
+    log_z: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+    temperature: float,
+) -> Tensor:
+    """Returns the gradient of the products, [T, size], in their dtype; see ``_VocabParallelLogprobs.backward``."""
+    log_p = products.to(wide(products)) / temperature - log_z.unsqueeze(-1)
+    ids = torch.arange(products.shape[-1], device=products.device)
+    label = (ids == local.unsqueeze(-1)) * (grad_logprobs * here).unsqueeze(-1)
+    of_entropy = (log_p + entropy.unsqueeze(-1)) * grad_entropy.unsqueeze(-1)
+    grad = label - log_p.exp() * (grad_logprobs.unsqueeze(-1) + of_entropy)
+    return (grad / temperature).to(products.dtype)
 
 
 def over_shards(tensor: Tensor, shard: VocabShard, op: Any = dist.ReduceOp.SUM) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -35,9 +35,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.megatron.attention import PackedAttention, PackParams, SharedHeadAttention
+from megarl.config.schema import LayerChoice
+from megarl.megatron.attention import FusedPackedAttention, PackedAttention, PackParams, SharedHeadAttention
 from megarl.megatron.offload import require_memory
+from megarl.megatron.platform.kernels import LayerKind, implementation, is_compiled, layer_kind
 from megarl.models import MegatronArgs, ModelSpec
+from megarl.models.transformer_engine import name_in_maps
 from megarl.role_specs import Recompute
 from megarl.types import HeadName, Layout
 
@@ -49,11 +52,16 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = _parameter(config, hidden_size)
+        self._kernel = implementation("norms", rms_norm, self.weight.device.type)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x_float = x.float()
-        scale = torch.rsqrt(x_float.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * (x_float * scale).to(x.dtype)
+        return self._kernel(x, self.weight, self.eps)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x_float = x.float()
+    scale = torch.rsqrt(x_float.square().mean(-1, keepdim=True) + eps)
+    return weight * (x_float * scale).to(x.dtype)
 
 
 class LayerNorm(torch.nn.Module):
@@ -158,7 +166,7 @@ class RoleModel:
         """Returns the local parameters by shard-map name, ``chunk:name``; raises RuntimeError if offloaded."""
         self.require_memory()
         return {
-            f"{index}:{name}": parameter
+            f"{index}:{name_in_maps(name)}": parameter
             for index, chunk in enumerate(self.chunks)
             for name, parameter in chunk.named_parameters()
         }
@@ -187,7 +195,7 @@ class _Stages(PipelineParallelLayerLayout):
 
 
 def _transformer_config(
-    arguments: MegatronArgs, layout: Layout, stages: _Stages, dtype: torch.dtype, recompute: Recompute
+    arguments: MegatronArgs, layout: Layout, stages: _Stages, dtype: torch.dtype, recompute: Recompute, device: str
 ) -> TransformerConfig:
     """Returns Megatron's configuration of a role.
 
@@ -208,6 +216,7 @@ def _transformer_config(
         **_RECOMPUTE[recompute],
         **(experts if "num_moe_experts" in arguments.transformer else {}),
         activation_func=_ACTIVATIONS[arguments.activation],
+        bias_activation_fusion=arguments.activation == "silu" and is_compiled("activation", device),
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
@@ -244,18 +253,24 @@ def build_model(
     dtype: torch.dtype,
     trainable: bool,
     recompute: Recompute = "none",
+    layers: LayerChoice = "auto",
 ) -> RoleModel:
-    """Builds this rank's chunks; parameters are uninitialized. ``dtype`` is that of parameters and activations."""
+    """Builds this rank's chunks; parameters are uninitialized. ``dtype`` is that of parameters and activations.
+
+    Raises:
+        ValueError: Transformer Engine's layers are wanted, and cannot compute the model here.
+    """
     _add_rng_states()
     arguments = spec.transformer(layout.tp, head)
-    stage = groups.pp.rank()
-    config = _transformer_config(arguments, layout, _Stages(spec, layout, stage), dtype, recompute)
+    stage, device = groups.pp.rank(), torch.empty(0, device=torch.cuda.current_device()).device.type
+    config = _transformer_config(arguments, layout, _Stages(spec, layout, stage), dtype, recompute, device)
+    kind = layer_kind(layers, spec.dims, str(dtype).removeprefix("torch."), device)
     chunks = []
     for chunk in range(layout.vpp):
         model = PackedModel(
             head=head,
             config=config,
-            transformer_layer_spec=_block(config, len(spec.layers(layout, stage, chunk))),
+            transformer_layer_spec=_block(config, len(spec.layers(layout, stage, chunk)), kind),
             pre_process=stage == 0 and chunk == 0,
             post_process=stage == layout.pp - 1 and chunk == layout.vpp - 1,
             pg_collection=groups,
@@ -276,11 +291,16 @@ def _add_rng_states() -> None:
             tracker.add(name, seed=seed)
 
 
-def _block(config: TransformerConfig, layers: int) -> TransformerBlockSubmodules:
-    """Returns Megatron's local layers with this package's norms, attention and router."""
+def _block(config: TransformerConfig, layers: int, kind: LayerKind) -> TransformerBlockSubmodules:
+    """Returns layers of one kind, and the norm after them."""
+    layer, norm = _local_layer(config) if kind == "local" else _fused_layer(config)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+
+
+def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, Any]:
+    """Returns Megatron's local layer with this package's norms, attention and router."""
     norm = _NORMS[config.normalization]
-    layer = get_gpt_layer_local_spec(normalization=config.normalization)
-    assert isinstance(layer, ModuleSpec)
+    layer: Any = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
     if config.num_moe_experts is not None:
         experts = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
         experts.submodules.router = Router
@@ -291,4 +311,14 @@ def _block(config: TransformerConfig, layers: int) -> TransformerBlockSubmodules
     attention.module = SharedHeadAttention
     attention.submodules.core_attention = PackedAttention
     attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm if config.qk_layernorm else IdentityOp
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+    return layer, norm
+
+
+def _fused_layer(config: TransformerConfig) -> tuple[ModuleSpec, Any]:
+    """Returns Megatron's layer of Transformer Engine's modules, which has the norms in the linear layers."""
+    modules = gpt_layer_specs.TESpecProvider()
+    layer: Any = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    attention = layer.submodules.self_attention
+    attention.module = SharedHeadAttention
+    attention.submodules.core_attention = partial(FusedPackedAttention, modules.core_attention())
+    return layer, modules.layer_norm()

@@ -11,7 +11,7 @@ import torch
 
 from megarl.algos.optimization import ema
 from megarl.algos.reward_shaping import head_std
-from megarl.config.schema import Optimizer
+from megarl.config.schema import LayerChoice, Optimizer
 from megarl.data.packing import Chunks, TokenChunk, scatter, scatter_scalars
 from megarl.megatron.heads import response_logprobs, response_values, row_scores, token_scores
 from megarl.megatron.loss_metrics import LossMetrics, reduce_metrics
@@ -76,6 +76,7 @@ class ModelEngine:
         dtype: torch.dtype,
         trainable: bool,
         recompute: Recompute = "none",
+        layers: LayerChoice = "auto",
     ) -> None:
         self.name, self.spec, self.layout = name, spec, layout
         self.vocab_size = vocab_size
@@ -90,6 +91,7 @@ class ModelEngine:
             dtype=dtype,
             trainable=trainable,
             recompute=recompute,
+            layers=layers,
         )
         self.optimizer: ShardedOptimizer | None = None
         self.ema: WeightEMA | None = None
@@ -284,6 +286,7 @@ def load_engine(spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str) ->
         dtype=getattr(torch, model.dtype),
         trainable=spec.training is not None,
         recompute=spec.recompute,
+        layers=spec.layers,
     )
     new_head = spec.new_head
     tensors = load_shard(engine.shard_map, directory, model.manifest(engine.head, new_head=new_head is not None))

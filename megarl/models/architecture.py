@@ -24,6 +24,7 @@ from megarl.models.hf_config import (
 from megarl.models.llama_like import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
 from megarl.models.mixtral import MIXTRAL, QWEN3_MOE
 from megarl.models.param_types import Dims, Engine, GroupRank, ParamType, ShardCoords, Stack, VocabRows
+from megarl.models.transformer_engine import INPUT_NORM, MLP_NORM
 from megarl.types import HeadName, Layout
 from megarl.weights.shard_map import Manifest, Padding, Shard, ShardMap, TensorInfo
 
@@ -36,8 +37,6 @@ _PrefixedStacks = tuple[str, str, Sequence[Stack]]
 """Stacks, which layers share, after the prefixes of their local and canonical names."""
 
 _EXPERT = re.compile(re.escape(MEGATRON_EXPERTS).replace(r"\{\}", r"(\d+)"))
-_INPUT_NORM = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-_MLP_NORM = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 
 
 def _family_of(config: HFConfig) -> tuple[Family, HeadName]:
@@ -332,7 +331,7 @@ def _in_checkpoint(stack: Stack, layer: int, dims: Dims, norm_in_mlp: bool) -> S
     (``sharded_state_dict_keys_map`` of models/gpt/gpt_layer_specs.py), that before the MLP only with ``norm_in_mlp``.
     """
     param, at, of = stack.param, (layer, *stack.at), (dims.layers, *stack.of)
-    for own, fused in (_INPUT_NORM, _MLP_NORM)[: 2 if norm_in_mlp else 1]:
+    for own, fused in (INPUT_NORM, MLP_NORM)[: 2 if norm_in_mlp else 1]:
         if param.startswith(own):
             param = fused + param.removeprefix(own)
     expert = _EXPERT.match(param)

@@ -13,6 +13,8 @@ from rich.table import Table
 from megarl.cluster.cpu_threads import with_threads
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, SFTConfig, TrainingConfig
 from megarl.config.schema import Algo, CheckpointSettings, Choice, Cluster, Optimizer, Rollout, Scores, Threads
+from megarl.models import model_spec
+from megarl.models.transformer_engine import refusals
 from megarl.preflight.models import without_weights
 from megarl.run.display import counted
 from megarl.run.resume import resumed_config
@@ -56,6 +58,8 @@ def plan_lines(config: RunConfig, sets: Sets) -> Iterator[tuple[str, str]]:
     rows = _row_texts(sets)
     yield "devices", _devices(with_threads(config, resumed_config(config)).cluster)
     yield "model", config.model.path or f"random, seed {config.model.random and config.model.random.seed}"
+    if config.cluster.device == "cuda":
+        yield "layers", _layers(config)
     for field, path in without_weights(config).items():
         yield "not checked", f"the weights of {field}: {path} has a config.json, and none yet"
     if isinstance(config, PPOConfig | RAFTConfig):
@@ -74,6 +78,15 @@ def plan_lines(config: RunConfig, sets: Sets) -> Iterator[tuple[str, str]]:
             yield "learning rate", f"{role}: {_schedule(config.optimizer(role), config.optimizer_steps(role))}"
     yield "checkpoints", _checkpoints(config.checkpoint)
     yield "run", f"{counted(config.steps, 'step')}, seed {config.run.seed}, into {config.run.dir}"
+
+
+def _layers(config: RunConfig) -> str:
+    """Returns which layers the run's model has on a GPU that Transformer Engine supports."""
+    spec = model_spec(config.model.hf_config())
+    reasons = refusals(spec.dims, spec.dtype)
+    if config.model.layers == "local" or reasons:
+        return "; ".join(["Megatron's own", *(reasons if config.model.layers != "local" else [])])
+    return f"Transformer Engine's{', where it is installed' if config.model.layers == 'auto' else ''}"
 
 
 def _checkpoints(settings: CheckpointSettings) -> str:

@@ -10,6 +10,7 @@ from megarl.config.problems import shown
 from megarl.data.tokenizer import LARGEST_FILE
 from megarl.files import read_json
 from megarl.models import ModelSpec, model_spec, vocab_size
+from megarl.models.transformer_engine import refusals
 from megarl.types import HeadName, RoleName
 from megarl.weights.hf_files import HFDirectory, read_config
 from megarl.weights.shard_map import Manifest
@@ -44,6 +45,7 @@ def check_models(config: RunConfig, *, bare: bool = False) -> tuple[ModelSpec | 
         problems += _role_checkpoint(role, path, roles[role], weights=f"{role}.path" not in unchecked)
         problems += _same_tokenizer(config, role, path)
     problems += _layouts(config, spec, roles)
+    problems += _layers(config, {"model": spec, **roles})
     return spec, problems
 
 
@@ -157,6 +159,16 @@ def _layouts(config: RunConfig, spec: ModelSpec | None, roles: Mapping[RoleName,
     if rollout is not None and spec is not None:
         found += _fits("rollout.tp", lambda: spec.check_vllm(rollout.tp))
     return found
+
+
+def _layers(config: RunConfig, specs: Mapping[str, ModelSpec | None]) -> Iterator[Problem]:
+    """Transformer Engine's layers can compute every model of which they are wanted."""
+    for name, spec in specs.items():
+        reasons = refusals(spec.dims, spec.dtype) if spec is not None else []
+        if config.model.layers == "transformer_engine" and reasons:
+            rule = f"Transformer Engine can compute the {name}: {'; '.join(reasons)}"
+            fix = "set it to auto, which takes Megatron's own layers then"
+            yield Problem(field="model.layers", value="transformer_engine", rule=rule, fix=fix)
 
 
 def _fits(field: str, check_layout: Callable[[], None]) -> Iterator[Problem]:

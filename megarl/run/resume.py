@@ -23,7 +23,7 @@ _HEAD = "another one changes the meaning of its scores"
 _DATA = ("prompts", "random", "train", "chat_template", "max_tokens", "too_long", "empty", "equal")
 
 FIXED: Final[Mapping[str, str]] = {
-    "model": _WEIGHTS,
+    **{f"model.{field}": _WEIGHTS for field in ("path", "random", "vocab_size", "tokenizer")},
     "run.seed": "the order of the data and the seeds of the samples depend on it",
     **{f"data.{field}": _STREAM for field in _DATA},
     **{f"critic.{field}": _WEIGHTS for field in ("path", "head", "head_std", "head_seed")},

@@ -107,7 +107,11 @@ def _put(whole: dict[str, torch.Tensor], name: str, shard: Any, param: torch.Ten
 
 
 def make_roles(
-    rank: int, models: Mapping[RoleName, Path], layouts: Mapping[RoleName, Layout], dtype: torch.dtype
+    rank: int,
+    models: Mapping[RoleName, Path],
+    layouts: Mapping[RoleName, Layout],
+    dtype: torch.dtype,
+    layers: str = "auto",
 ) -> dict[RoleName, Any]:
     """Roles in training, in one world; heads are nonzero."""
     from megarl.config.schema import Optimizer
@@ -117,7 +121,9 @@ def make_roles(
     roles: dict[RoleName, Any] = {}
     for name, layout in layouts.items():
         head = None if name == "actor" else torch.linspace(-1, 1, 32).view(1, 32).to(dtype)
-        roles[name] = load_role(models[name], name, layout, rank, cache, trainable=True, head=head, dtype=dtype)
+        roles[name] = load_role(
+            models[name], name, layout, rank, cache, trainable=True, head=head, dtype=dtype, layers=layers
+        )
         decay = 0.8 if name == "actor" else None
         roles[name].start_training(Optimizer(**SCHEDULE), total_steps=TOTAL_STEPS, decay=decay)
     return roles

@@ -93,6 +93,9 @@ LAYOUTS: Cases = {
         (["rollout.stop=[a, '']", "model.tokenizer=somewhere"], "rollout.stop", "empty text"),
         (["rollout.stop_token_ids=[3, 96]"], "rollout.stop_token_ids", "below 96"),
     ],
+    model_rules.fused_layers_need_a_gpu: [
+        (["model.layers=transformer_engine"], "model.layers", "needs device cuda"),
+    ],
     rollout_rules.graphs_are_for_gpus: [(["rollout.enforce_eager=true"], "rollout.enforce_eager", "no effect")],
     rollout_rules.late_stops_are_few: [
         (

@@ -70,6 +70,7 @@ def make_actor(config: dict[str, Any], layout: Layout, rank: int, recompute: Any
         dtype=dtype,
         trainable=True,
         recompute=recompute,
+        layers="local",  # whose activations the plan counts
     )
     actor.load({name: 0.02 * torch.randn(info.shape, dtype=dtype) for name, info in actor.shard_map.params.items()})
     return actor

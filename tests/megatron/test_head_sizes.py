@@ -37,7 +37,9 @@ def model_of(directory: Path, size: int, dtype: str = "float32") -> Path:
     return save_model(directory, "llama", num_hidden_layers=2, dtype=dtype, **heads)
 
 
-def computed(rank: int, directory: Path, dtype: torch.dtype = torch.float32, way: str = "") -> Found:
+def computed(
+    rank: int, directory: Path, dtype: torch.dtype = torch.float32, way: str = "", layers: str = "local"
+) -> Found:
     """The engine's results for a model.
 
     Args:
@@ -51,7 +53,9 @@ def computed(rank: int, directory: Path, dtype: torch.dtype = torch.float32, way
 
     rollouts, infos = random_chunks()
     layout = Layout()
-    role = load_role(directory, "actor", layout, rank, GroupCache(), trainable=True, head=None, dtype=dtype)
+    role = load_role(
+        directory, "actor", layout, rank, GroupCache(), trainable=True, head=None, dtype=dtype, layers=layers
+    )
     role.start_training(Optimizer(lr=1e-3), total_steps=1)
     gradients: Parts = []
 

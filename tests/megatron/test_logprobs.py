@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ def _case() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tor
     return hidden, weight, labels, torch.randn(TOKENS, generator=generator), torch.randn(TOKENS, generator=generator)
 
 
-def _sharded(rank: int, rows: int, temperature: float, chunk_tokens: int) -> tuple[torch.Tensor, ...]:
+def _sharded(rank: int, rows: int, temperature: float, chunk_tokens: int, fused: bool) -> tuple[torch.Tensor, ...]:
     import torch.distributed as dist
 
+    from megarl.megatron import logprobs as module
     from megarl.megatron.logprobs import logprobs_and_entropy, vocab_shard
 
     hidden, weight, labels, grad_logprobs, grad_entropy = _case()
@@ -33,19 +35,22 @@ def _sharded(rank: int, rows: int, temperature: float, chunk_tokens: int) -> tup
     local[: shard.size] = weight[shard.start : shard.start + shard.size]
     hidden.requires_grad_()
     local.requires_grad_()
-    logprobs, entropy = logprobs_and_entropy(
-        hidden, local, labels, shard, temperature=temperature, chunk_tokens=chunk_tokens
-    )
-    torch.autograd.backward([logprobs, entropy], [grad_logprobs, grad_entropy])
+    with patch.object(module, "compiled", lambda function: function):  # test_kernels compiles
+        logprobs, entropy = logprobs_and_entropy(
+            hidden, local, labels, shard, temperature=temperature, chunk_tokens=chunk_tokens, fused=fused
+        )
+        torch.autograd.backward([logprobs, entropy], [grad_logprobs, grad_entropy])
     return logprobs.detach(), entropy.detach(), hidden.grad, local.grad
 
 
 # Rows per rank with padding at the end; in the last case one rank holds nothing but padding.
 @pytest.mark.dist
 @pytest.mark.parametrize(("world_size", "rows"), [(1, 64), (2, 19), (4, 10), (4, 16)])
-@pytest.mark.parametrize(("temperature", "chunk_tokens"), [(1.0, 1024), (0.7, 4)])
+@pytest.mark.parametrize(
+    ("temperature", "chunk_tokens", "fused"), [(1.0, 1024, False), (0.7, 4, False), (0.7, 4, True)]
+)
 def test_logprobs_equal_softmax_over_the_whole_vocabulary(
-    pool: RankPool, world_size: int, rows: int, temperature: float, chunk_tokens: int
+    pool: RankPool, world_size: int, rows: int, temperature: float, chunk_tokens: int, fused: bool
 ) -> None:
     hidden, weight, labels, grad_logprobs, grad_entropy = _case()
     hidden.requires_grad_()
@@ -55,7 +60,7 @@ def test_logprobs_equal_softmax_over_the_whole_vocabulary(
     entropy = torch.distributions.Categorical(logits=log_p).entropy()
     torch.autograd.backward([logprobs, entropy], [grad_logprobs, grad_entropy])
 
-    results = pool.run(_sharded, rows, temperature, chunk_tokens, world_size=world_size)
+    results = pool.run(_sharded, rows, temperature, chunk_tokens, fused, world_size=world_size)
     weight_grad = torch.cat([result[3] for result in results])
     for got_logprobs, got_entropy, hidden_grad, _ in results:
         torch.testing.assert_close(got_logprobs, logprobs.detach(), rtol=0, atol=2e-6)

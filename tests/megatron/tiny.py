@@ -75,6 +75,7 @@ def load_role(
     vocab_size: int | None = None,
     dtype: torch.dtype = torch.float32,
     recompute: Any = "none",
+    layers: Any = "auto",
 ) -> Any:
     """A role with the weights of an HF directory, cut by the shard map from whole tensors.
 
@@ -102,6 +103,7 @@ def load_role(
         dtype=dtype,
         trainable=trainable,
         recompute=recompute,
+        layers=layers,
     )
     local = {param: torch.zeros(info.shape) for param, info in role.shard_map.params.items()}
     for shard in role.shard_map.shards:

@@ -57,6 +57,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def test_layers_that_cannot_compute_the_model_are_refused() -> None:
+    text = refusal("model.layers=transformer_engine", "cluster.device=cuda", *LLAMA, f"{MODEL}.head_dim=36")
+    assert "model.layers" in text
+    assert "products of float32" in text
+    assert "heads of 36" in text
+
+
 def test_the_debug_runs_pass() -> None:
     for overrides in ([], [*LLAMA, f"{MODEL}.num_key_value_heads=null"]):
         sets = check(load(DEBUG, overrides))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.models import ModelSpec, model_spec
+from megarl.models.transformer_engine import name_in_maps
 from megarl.types import Layout
 from megarl.weights.shard_map import Box, ShardMap
 from tests.weights import naive
@@ -171,6 +173,18 @@ def test_a_checkpoint_without_transformer_engine_has_a_separate_norm_before_expe
     assert set(without) - set(with_engine) == {fused}
     dense = model_spec(llama_config())
     assert dense.checkpoint_map() == dense.checkpoint_map(transformer_engine=False)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_maps_have_the_parameters_of_both_kinds_of_layers(family: str) -> None:
+    """Megatron's checkpoints have Transformer Engine's names of all norms."""
+    spec = model_spec(CONFIGS[family]())
+    ours = {re.sub(r"^0:|(?<=layers\.)\d+\.", "", name) for name in spec.megatron_map(Layout(), 0).params}
+    theirs = set(spec.checkpoint_map().params)
+    norms = {name for name in ours if "layernorm" in name}
+    assert {name_in_maps(name) for name in theirs if "norm" in name} == norms
+    assert theirs & norms < norms
+    assert {name_in_maps(name) for name in ours} == ours
 
 
 @pytest.mark.parametrize("family", CONFIGS)

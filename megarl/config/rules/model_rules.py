@@ -160,6 +160,13 @@ def engines_split_the_model(model: Model, rollout: Rollout | None) -> Iterator[P
         yield from _split_by_tp("rollout.tp", rollout.tp, hf)
 
 
+def fused_layers_need_a_gpu(model: Model, cluster: Cluster) -> Iterator[Problem]:
+    """Transformer Engine has no layers for a CPU."""
+    if model.layers == "transformer_engine" and cluster.device == "cpu":
+        rule = "Transformer Engine needs device cuda; on a CPU, layers are Megatron's own"
+        yield Problem("model.layers", model.layers, rule, "set it to auto or local")
+
+
 def engines_have_an_attention_kernel(model: Model, cluster: Cluster, rollout: Rollout | None) -> Iterator[Problem]:
     """vLLM on a CPU has attention kernels for some head sizes; with another one, the first generation fails."""
     hf = readable_config(model)

@@ -25,6 +25,7 @@ from megarl.config.schema.cluster_sections import (
 )
 from megarl.config.schema.inputs import (
     Fault,
+    LayerChoice,
     Model,
     PairData,
     PromptData,
@@ -93,6 +94,7 @@ __all__ = [
     "Groups",
     "Health",
     "HeldOut",
+    "LayerChoice",
     "LogprobGate",
     "Model",
     "Normalisation",

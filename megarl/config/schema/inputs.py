@@ -23,6 +23,9 @@ class RandomModel(Section):
     """Seed of the weights."""
 
 
+LayerChoice = Literal["auto", "local", "transformer_engine"]
+
+
 class Model(Section):
     """The model that is trained or evaluated; in PPO the reference starts as its copy, and the critic from its body."""
 
@@ -34,6 +37,9 @@ class Model(Section):
     """Number of token ids in use: higher ones are never sampled and have no probability; null uses all."""
     tokenizer: str | None = None
     """Directory of a Hugging Face tokenizer; null: the model's directory, if it has one."""
+    layers: LayerChoice = "auto"
+    """Layers of the trainers: Megatron's own (local) or Transformer Engine's. auto takes the latter on a GPU where they
+    are installed and can compute the model, the former elsewhere; see docs/gpu.md."""
 
     def hf_config(self) -> Mapping[str, Any]:
         """Returns the model's config.json."""

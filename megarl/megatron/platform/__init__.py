@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from megarl.megatron.platform.kernels import implementation
 from megarl.resharding import serve_store
 
 
@@ -33,7 +34,11 @@ def start_platform(kind: str) -> Platform:
         platform = Platform(device=torch.device("cuda", 0), backend="nccl")
     else:
         raise RuntimeError("cluster.device is cuda, but torch sees no CUDA device; set cluster.device=cpu")
+    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
+
+    # Rotates queries and keys; Megatron's own fused one needs Transformer Engine.
+    rope_utils._apply_rotary_pos_emb_bshd = implementation("rope", rope_utils._apply_rotary_pos_emb_bshd, kind)
 
     # Without Transformer Engine, the router reads a name that is not defined (moe/moe_utils.py, 0.16.1).
     if not hasattr(moe_utils, "te_general_gemm"):

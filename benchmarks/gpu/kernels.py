@@ -1,0 +1,162 @@
+"""Times each kernel of a pass op by op and compiled, forward and backward, and names the faster one.
+
+``megarl/megatron/platform/kernels.py`` has what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu.work import SIZES, Size
+
+_ROPE_BASE = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A kernel's two implementations, functions of the inputs that return a tensor or a tuple of them."""
+
+    kernel: str
+    eager: Callable[..., Any]
+    compiled: Callable[..., Any]
+    inputs: tuple[Tensor, ...]
+
+    def run(self, function: Callable[..., Any], gradients: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Returns the results, then the gradients of the inputs that have any.
+
+        Args:
+            gradients: of the results; random ones by default.
+        """
+        leaves = [x.detach().requires_grad_(x.requires_grad) for x in self.inputs]
+        results = function(*leaves)
+        results = results if isinstance(results, tuple) else (results,)
+        torch.autograd.backward(results, gradients or random_like(results))
+        return [*(y.detach() for y in results), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def random_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the same tensors for the same shapes and dtypes."""
+    generator = torch.Generator(tensors[0].device).manual_seed(1)
+    return [torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in tensors]
+
+
+class _OneRank:
+    """A group of one TP rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """As Megatron's MLP computes it op by op."""
+    gate, linear = x.chunk(2, dim=-1)
+    return F.silu(gate) * (linear + 0.0)
+
+
+def cases(size: Size, dtype: torch.dtype, device: str, tokens: int) -> Iterator[Case]:
+    """Yields every kernel, for the shapes of one layer, or of one chunk of logits."""
+    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from megarl.megatron.logprobs import logprobs_and_entropy, vocab_shard
+    from megarl.megatron.model import rms_norm
+    from megarl.megatron.platform.kernels import compiled
+
+    torch.manual_seed(0)
+
+    def random(*shape: int, std: float = 1.0) -> Tensor:
+        return (std * torch.randn(*shape, device=device)).to(dtype).requires_grad_()
+
+    def swiglu_compiled(x: Tensor) -> Any:
+        return bias_swiglu_impl(x, None)
+
+    norm = partial(_with, 1e-6)
+    yield Case(
+        kernel="norms",
+        eager=norm(rms_norm),
+        compiled=norm(compiled(rms_norm)),
+        inputs=(random(tokens, 1, size.hidden), random(size.hidden)),
+    )
+    yield Case(kernel="activation", eager=swiglu, compiled=swiglu_compiled, inputs=(random(tokens, 1, 2 * size.ffn),))
+    width = size.hidden // size.heads
+    rates = _ROPE_BASE ** (-torch.arange(0, width, 2, device=device) / width)
+    angles = torch.arange(tokens, device=device)[:, None] * rates
+    rope = rope_utils._apply_rotary_pos_emb_bshd
+    yield Case(
+        kernel="rope",
+        eager=rope,
+        compiled=compiled(rope),
+        inputs=(random(tokens, 1, size.heads, width), torch.cat([angles, angles], -1)[:, None, None]),
+    )
+    shard: Any = vocab_shard(_OneRank(), size.vocab, size.vocab)  # pyright: ignore[reportArgumentType]
+    labels = torch.randint(size.vocab, (tokens,), device=device)
+
+    def logprobs(hidden: Tensor, weight: Tensor, *, fused: bool) -> Any:
+        return logprobs_and_entropy(hidden, weight, labels, shard, temperature=0.9, fused=fused)
+
+    yield Case(
+        kernel="logprobs",
+        eager=partial(logprobs, fused=False),
+        compiled=partial(logprobs, fused=True),
+        inputs=(random(tokens, size.hidden), random(size.vocab, size.hidden, std=size.hidden**-0.5)),
+    )
+
+
+def _with(last: float, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *inputs: function(*inputs, last)
+
+
+def milliseconds(case: Case, function: Callable[..., Any], repeats: int) -> float:
+    """The median time of a forward and a backward pass, after three that compile."""
+    wait = torch.cuda.synchronize if case.inputs[0].is_cuda else (lambda: None)
+    results = case.run(function)
+    gradients = random_like(results[: len(results) - sum(x.requires_grad for x in case.inputs)])
+    times: list[float] = []
+    for _ in range(2 + repeats):
+        wait()
+        start = time.perf_counter()
+        case.run(function, gradients)
+        wait()
+        times.append(1e3 * (time.perf_counter() - start))
+    return median(times[2:])
+
+
+def measure(size: Size, device: str, *, tokens: int, repeats: int) -> dict[str, dict[str, Any]]:
+    """Returns by kernel the milliseconds of both implementations and the faster one."""
+    found: dict[str, dict[str, Any]] = {}
+    for case in cases(size, getattr(torch, size.dtype), device, tokens):
+        eager, fused = (milliseconds(case, function, repeats) for function in (case.eager, case.compiled))
+        better = "compiled" if fused < eager else "eager"
+        found[case.kernel] = {"eager_ms": eager, "compiled_ms": fused, "better": better}
+        print(f"{case.kernel:12} eager {eager:9.3f} ms   compiled {fused:9.3f} ms   {better}", flush=True)
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.kernels", description=__doc__)
+    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("out", type=Path)
+    given = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokens = 8192 if device == "cuda" else 64
+    given.out.write_text(json.dumps(measure(SIZES[given.size], device, tokens=tokens, repeats=20), indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,40 @@
+"""Layers of Transformer Engine: the models that they take, and the names of their parameters.
+
+The maps have the names of Megatron's own layers, whose norms are modules. Transformer Engine has them in the linear
+layer that follows.
+"""
+
+from __future__ import annotations
+
+from megarl.models.param_types import Dims
+
+INPUT_NORM = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+"""The names of a norm where it is a module, and where it is a part of the next linear layer."""
+MLP_NORM = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+
+_HEAD_STEP, _LARGEST_HEAD = 8, 128
+
+
+def name_in_maps(parameter: str) -> str:
+    """Returns the name in shard maps of a parameter of either kind of layers."""
+    for own, fused in (INPUT_NORM, MLP_NORM):
+        parameter = parameter.replace(fused, own)
+    return parameter
+
+
+def refusals(dims: Dims, dtype: str) -> list[str]:
+    """Returns why a model keeps Megatron's own layers; none if it need not.
+
+    cuDNN has packed attention forward and backward for these heads on every device that has it at all; with others,
+    Transformer Engine may take one that stores the products of all positions (common/fused_attn/fused_attn.cpp, 2.8 to
+    2.18). Its matrix products of float32 are in TF32 (common/gemm/cublaslt_gemm.cu).
+    """
+    found: list[str] = []
+    if dtype not in ("bfloat16", "float16"):
+        found.append(f"its products of {dtype} are not exact: only bfloat16 and float16 are supported")
+    if dims.head_dim % _HEAD_STEP or dims.head_dim > _LARGEST_HEAD:
+        supported = f"multiples of {_HEAD_STEP} up to {_LARGEST_HEAD}"
+        found.append(f"heads of {dims.head_dim}: its packed attention has {supported}")
+    if dims.experts:
+        found.append("mixtures of experts are not supported in its layers")
+    return found
