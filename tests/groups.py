@@ -20,9 +20,7 @@ _FOLDERS = {
 }
 _FILES = {
     **dict.fromkeys(("test_sync.py", "test_sync_faults.py"), _RANKS),
-    **dict.fromkeys(
-        ("test_debug_run.py", "test_engines.py", "test_eval.py", "test_layouts.py", "test_resume.py"), _DEBUG_RUN
-    ),
+    **dict.fromkeys(("test_debug_run.py", "test_eval.py", "test_layouts.py", "test_resume.py"), _DEBUG_RUN),
 }
 """Those of tests/e2e."""
 _LONG = (

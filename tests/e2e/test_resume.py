@@ -1,10 +1,15 @@
-"""A terminated run resumes exactly, by itself if a rank is killed; a finished run only reports that it is finished."""
+"""A run that is terminated, resumes, loses a rank and restarts ends exactly as the debug run, which nothing disturbed.
+
+It has two nodes with half of the actor and an engine on each, which sleep between rollouts: weights go through shared
+memory and over Gloo, and neither samples nor updates depend on the engines.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -20,6 +25,11 @@ PPOTrainer.step = lambda trainer, number: os.kill(os.getpid(), signal.SIGTERM) o
 """The run gets a signal in its first step."""
 
 
+STRUCK = "from tests.e2e.strikes import after_checkpoint; after_checkpoint(2, 'train-rank-1.log')"
+"""A rank of the run is killed."""
+TWO_NODES = ("cluster.nodes=2", "cluster.devices_per_node=2", "rollout.devices=0,2")
+
+
 def numbers(file: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file, without times."""
     timed = ("time/", "perf/", "sync/", "memory/", "rollout/engine_idle")
@@ -27,12 +37,17 @@ def numbers(file: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def resumed(debug_run: DebugRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The debug run, terminated in its first step, and resumed as if it had been killed in its third one, too."""
+def resumed(debug_run: DebugRun, tmp_path_factory: pytest.TempPathFactory) -> DebugRun:
+    """The debug run on two nodes, terminated in its first step, then resumed as if it had been killed in its third.
+
+    A rank is killed after the second step; the run restarts itself.
+    """
     assert debug_run.finished.status == 0, debug_run.finished.errors
-    directory = tmp_path_factory.mktemp("resumed") / "run"
-    overrides = ("checkpoint.every=2", "run.grace_period=200", *PARTS)
-    with started(["train", DEBUG, f"run.dir={directory}", *overrides], TERMINATED) as run:
+    base = tmp_path_factory.mktemp("resumed")
+    directory, recorded = base / "run", base / "recorded"
+    settings = ("checkpoint.every=2", "run.grace_period=200", "run.max_restarts=1", f"rollout.record={recorded}")
+    command = ["train", DEBUG, f"run.dir={directory}", *settings, "rollout.sleep=true", *TWO_NODES, *PARTS]
+    with started(command, TERMINATED) as run:
         left = finish(*run)
     assert left.status == 75, left.errors
     assert "preempted after step 1: it got SIGTERM" in left.errors
@@ -40,29 +55,44 @@ def resumed(debug_run: DebugRun, tmp_path_factory: pytest.TempPathFactory) -> Pa
     (directory / "checkpoints" / ".step-3.staged").mkdir()
     with (directory / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 2}\n{"step": 3, "obj')
-    finished = train(directory, *overrides)
+    with started(command, STRUCK) as run:
+        finished = finish(*run)
     assert finished.status == 0, finished.errors
     assert "resuming after step 1" in finished.output
     finished.assert_clean()
-    return directory
+    return DebugRun(finished=finished, directory=directory, recorded=recorded)
 
 
 FILES = ["metrics.jsonl", "updates.jsonl", "evaluations.jsonl", "samples.jsonl"]
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_resumed_run_has_the_metrics_of_the_uninterrupted_run(debug_run: DebugRun, resumed: Path, file: str) -> None:
-    assert numbers(resumed / file) == numbers(debug_run.directory / file)
+def test_a_resumed_run_has_the_metrics_of_the_uninterrupted_run(
+    debug_run: DebugRun, resumed: DebugRun, file: str
+) -> None:
+    assert numbers(resumed.directory / file) == numbers(debug_run.directory / file)
 
 
-def test_a_resumed_run_exports_the_model_of_the_uninterrupted_run(debug_run: DebugRun, resumed: Path) -> None:
+def test_its_samples_are_those_of_one_engine_on_one_node(debug_run: DebugRun, resumed: DebugRun) -> None:
+    names = {path.name for path in debug_run.recorded.iterdir()}
+    assert {path.name for path in resumed.recorded.iterdir()} == names
+    writers: set[int] = set()
+    for name in names:
+        one, two = np.load(debug_run.recorded / name), np.load(resumed.recorded / name)
+        for column in ("prompt_ids", "response_ids", "rollout_logprobs", "finished"):
+            np.testing.assert_array_equal(one[column], two[column], f"{name}: {column}")
+        writers |= {int(engine) for _, _, _, engine in two["versions"]}
+    assert writers == {0, 1}
+
+
+def test_a_resumed_run_exports_the_model_of_the_uninterrupted_run(debug_run: DebugRun, resumed: DebugRun) -> None:
     for export in ("export", "export-ema"):
         straight = debug_run.directory / export / "model.safetensors"
-        assert (resumed / export / "model.safetensors").read_bytes() == straight.read_bytes(), export
+        assert (resumed.directory / export / "model.safetensors").read_bytes() == straight.read_bytes(), export
 
 
-def test_a_resumed_run_keeps_the_checkpoints(debug_run: DebugRun, resumed: Path) -> None:
-    for directory in (debug_run.directory, resumed):
+def test_a_resumed_run_keeps_the_checkpoints(debug_run: DebugRun, resumed: DebugRun) -> None:
+    for directory in (debug_run.directory, resumed.directory):
         assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step-2", "step-3"]
 
 
@@ -74,32 +104,15 @@ def test_checkpoints_are_listed_and_intact(debug_run: DebugRun) -> None:
     assert [(row[0], row[-2], row[-1]) for row in rows] == [("2", "newest", "intact"), ("3", "newest", "intact")]
 
 
-def test_a_resumed_run_is_a_new_attempt(resumed: Path) -> None:
-    first, second = read_attempts(resumed / "attempts.jsonl")
-    assert first.end is not None
-    assert second.end is not None
-    assert (first.step, first.end.step, first.end.reason) == (0, 1, "preempted")
-    assert (second.step, second.end.step, second.end.reason) == (1, 3, "finished")
+def test_every_start_is_a_new_attempt(resumed: DebugRun) -> None:
+    attempts = read_attempts(resumed.directory / "attempts.jsonl")
+    found = [(each.step, each.end and (each.end.step, each.end.reason)) for each in attempts]
+    assert found == [(0, (1, "preempted")), (1, (2, "run error")), (2, (3, "finished"))]
 
 
-def test_a_run_with_a_killed_rank_restarts_and_ends_as_if_nothing_had_happened(
-    debug_run: DebugRun, tmp_path: Path
-) -> None:
-    directory, settings = tmp_path / "run", ["checkpoint.every=2", "run.max_restarts=1", *PARTS]
-    strike = "from tests.e2e.strikes import after_checkpoint; after_checkpoint(2, 'train-rank-1.log')"
-    with started(["train", DEBUG, f"run.dir={directory}", *settings], before=strike) as program:
-        finished = finish(*program)
-    assert finished.status == 0, finished.errors
-    finished.assert_clean()
-    (announced,) = [line for line in finished.output.splitlines() if "; restart 1 of 1 from step 2" in line]
+def test_a_restart_names_the_killed_rank(resumed: DebugRun) -> None:
+    (announced,) = [line for line in resumed.finished.output.splitlines() if "; restart 1 of 1 from step 2" in line]
     assert announced.startswith("train rank 1 died in ")
-    attempts = read_attempts(directory / "attempts.jsonl")
-    assert [(each.step, each.end and each.end.reason) for each in attempts] == [(0, "run error"), (2, "finished")]
-    for file in FILES:
-        assert numbers(directory / file) == numbers(debug_run.directory / file), file
-    for export in ("export", "export-ema"):
-        straight = debug_run.directory / export / "model.safetensors"
-        assert (directory / export / "model.safetensors").read_bytes() == straight.read_bytes(), export
 
 
 def test_resuming_a_finished_run_reports_that_it_is_finished(debug_run: DebugRun) -> None:
