@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -14,6 +16,7 @@ from megarl.errors import RunError
 
 T = TypeVar("T")
 _ray: Any = ray
+_AGENT = "--dashboard_agent_command"
 
 
 def init(**options: Any) -> None:
@@ -22,16 +25,38 @@ def init(**options: Any) -> None:
 
 
 def skip_idle_processes(*_: object) -> None:
-    """Has the Ray that this process starts do without a dashboard and a log monitor, which would have nothing to do.
+    """Has the Ray that this process starts do without processes that would have nothing to do.
 
     `include_dashboard=False` still starts a process, for usage statistics, and waits for it; the log monitor is for
-    drivers with `log_to_driver` (ray 2.60). Each costs a second of a core. `ray start` calls this as its hook.
+    drivers with `log_to_driver`, and an agent of each node for its metrics and the dashboard (ray 2.60). Each costs a
+    second of a core. `ray start` calls this as its hook.
     """
 
     def nothing(*_: object, **__: object) -> None: ...
 
     node: Any = _ray._private.node.Node
     node.start_api_server = node.start_log_monitor = node.start_monitor = nothing
+    services: Any = _ray._private.services
+    if not hasattr(services.start_ray_process, "__wrapped__"):
+        services.start_ray_process = _without_agent(services.start_ray_process)
+
+
+def _without_agent(start: Callable[..., T]) -> Callable[..., T]:
+    """Returns Ray's function that starts a process, which gives a raylet an idle process in place of the agent.
+
+    A raylet ends with its agent, and waits for the files with its ports, of which -1 is none.
+    """
+
+    @wraps(start)
+    def changed(command: list[str], *args: Any, **options: Any) -> T:
+        given = dict(part.split("=", 1) for part in command if "=" in part)
+        if _AGENT in given:
+            for port in ("metrics_agent", "metrics_export", "dashboard_agent_listen"):
+                Path(given["--session_dir"], f"{port}_port_{given['--node_id']}").write_text("-1")
+            command = [f"{_AGENT}=sleep infinity" if part.startswith(f"{_AGENT}=") else part for part in command]
+        return start(command, *args, **options)
+
+    return changed
 
 
 def shutdown() -> None:

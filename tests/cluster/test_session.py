@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import ray
 
+from megarl.cluster.cleanup import MARK, marked_processes
 from megarl.cluster.driver_environment import interrupts_raise, no_interrupt_is_lost
 from megarl.cluster.ray_worker import RayWorker
 from megarl.errors import RunError
@@ -66,6 +67,8 @@ def test_nothing_is_left(number: int, short_directory: Path) -> None:
 def test_ray_has_no_processes_that_do_nothing() -> None:
     node: Any = ray._private.worker._global_node  # pyright: ignore[reportAttributeAccessIssue]
     assert set(node.all_processes) == {"gcs_server", "raylet"}
+    commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in marked_processes(os.environ[MARK])]
+    assert not any(b"DashboardAgent" in command for command in commands)
 
 
 _CLUSTER = """
