@@ -1,4 +1,4 @@
-"""Importing megatron-core without its warnings, and without torch's compiler, whoever imports it first."""
+"""Importing megatron-core without its warnings, torch's compiler and wandb, whoever imports it first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -46,7 +46,7 @@ def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    with compiled_at_first_call():
+    with compiled_at_first_call(), absent("wandb"):  # which its inference engine logs to, if it can be imported
         execute(module)
 
 
@@ -63,6 +63,19 @@ def compiled_at_first_call() -> Iterator[None]:
         yield
     finally:
         torch.compile = at_once
+
+
+@contextmanager
+def absent(module: str) -> Iterator[None]:
+    """Has imports of a module fail in the block, unless it has been imported."""
+    hidden = module not in sys.modules
+    if hidden:
+        sys.modules[module] = cast(Any, None)
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules[module]
 
 
 def _deferred(compile_: Callable[..., Any], function: Callable[..., Any] | None = None, **options: Any) -> Any:
