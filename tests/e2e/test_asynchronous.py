@@ -43,15 +43,6 @@ LONG = [
     "rollout.max_model_len=448",
 ]
 """Few and long responses, whose generation takes longer than their update."""
-APART = [
-    "groups.train={devices: 0, roles: {actor: {tp: 1, pp: 1}, critic: null, reference: null, reward: null}}",
-    "groups.values.devices=2-3",
-    "groups.values.roles={critic: {}, reference: {tp: 2}, reward: {}}",
-    "rollout.devices=1",
-    "algo.scores.truncate_at={token: 5, after: 2}",
-    "run.steps=2",
-]
-"""The debug run of PPO, with an engine on a device of its own."""
 TIMES = ("time/", "sync/", "perf/", "memory/", "rollout/engine", "rollout/queue_depth")
 
 
@@ -60,8 +51,8 @@ def run(directory: Path, *settings: str, before: str = "pass") -> Finished:
         return finish(*program)
 
 
-def run_apart(directory: Path, *settings: str) -> list[dict[str, Any]]:
-    finished = train(directory, *APART, *settings)
+def run_ppo(directory: Path, *settings: str) -> list[dict[str, Any]]:
+    finished = train(directory, "algo.scores.truncate_at={token: 5, after: 2}", "run.steps=2", *settings)
     assert finished.status == 0, finished.errors
     finished.assert_clean()
     return numbers(directory)
@@ -197,13 +188,23 @@ def test_responses_in_flight_continue_with_new_weights(tmp_path: Path, engines: 
         assert (np.diff(of_response[:, 2]) > 0).all()
 
 
-PARTS = ["rollout.inference_parts=5", "rollout.devices=1,4", "cluster.devices_per_node=5"]
+APART = [
+    "groups.train={devices: 0-1, roles: {actor: {tp: 2, pp: 1}, critic: null, reference: null, reward: null}}",
+    "groups.values={devices: 2-3, roles: {critic: {pp: 2, tokens_per_micro_batch: 128}, reference: {tp: 2}}}",
+    "groups.reward={devices: 4, roles: {reward: {tokens_per_micro_batch: 128}}}",
+    "rollout.devices=5",
+    "cluster.devices_per_node=7",
+]
+PARTS = ["rollout.inference_parts=5", "rollout.devices=5-6"]
 """Two engines change who finishes when."""
 
 
-def test_overlapping_scoring_with_generation_gives_the_same_numbers(tmp_path: Path) -> None:
-    """The packing differs from that of the whole step, and therefore the rounding."""
-    parts, whole = run_apart(tmp_path / "parts", *PARTS), run_apart(tmp_path / "whole")
+def test_overlapping_scoring_with_generation_gives_the_numbers_of_roles_that_take_turns(tmp_path: Path) -> None:
+    """The packing differs from that of the whole step, as does the layout, and therefore the rounding."""
+    parts, whole = run_ppo(tmp_path / "parts", *APART, *PARTS), run_ppo(tmp_path / "whole")
+    first = [lines(tmp_path / name / "updates.jsonl")[0] for name in ("parts", "whole")]
+    for metric in ("policy/loss", "policy/grad_norm", "value/loss", "value/grad_norm"):
+        assert first[0][metric] == pytest.approx(first[1][metric], rel=1e-5), metric
     assert len(parts) == len(whole) == 2
     for one, other in zip(parts, whole, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
@@ -211,4 +212,4 @@ def test_overlapping_scoring_with_generation_gives_the_same_numbers(tmp_path: Pa
 
 @pytest.mark.matrix
 def test_the_division_of_a_step_into_parts_does_not_depend_on_the_engines(tmp_path: Path) -> None:
-    assert run_apart(tmp_path / "one", PARTS[0]) == run_apart(tmp_path / "two", *PARTS)
+    assert run_ppo(tmp_path / "one", *APART, PARTS[0]) == run_ppo(tmp_path / "two", *APART, *PARTS)

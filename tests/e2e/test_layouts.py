@@ -1,4 +1,7 @@
-"""Other layouts and placements: the first update on one recorded batch is the same, and the run continues."""
+"""Other layouts and placements: the first update on one recorded batch is the same, and the run continues.
+
+In `make test`, test_asynchronous.py has the first update of roles in groups of their own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 from tests.e2e.conftest import DebugRun
 from tests.e2e.runs import PARTS, lines, train
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(300)]
 
 ROLES = "groups.train.roles"
 LAYOUTS = {
@@ -34,14 +37,11 @@ LAYOUTS = {
         "cluster.devices_per_node=7",
     ],
 }
-ALWAYS = ("every role in its own group",)
 COMPARED = ("policy/loss", "policy/grad_norm", "value/loss", "value/grad_norm")
 TOLERANCE = 1e-5  # the project's bar for one batch under any split, in float32
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.matrix) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_the_first_update_does_not_depend_on_the_layout(debug_run: DebugRun, tmp_path: Path, name: str) -> None:
     recorded = tmp_path / "recorded"
     recorded.mkdir()
