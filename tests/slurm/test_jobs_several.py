@@ -13,25 +13,6 @@ from tests.slurm.jobs import LIMIT_S, ROOT, SFT, Launcher, Run
 pytestmark = [pytest.mark.process, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 TWO_STEPS = (*SFT, "run.steps=2")
-ALONE = (
-    "configs/debug/sft.yaml",
-    *("cluster.devices_per_node=1", "groups.train.devices=0", "groups.train.roles.actor={tp: 1, pp: 1}"),
-    "data.evaluation=null",
-)
-"""Supervised fine-tuning by one process."""
-
-
-def test_a_run_that_is_told_to_leave_goes_on_in_its_job(launcher: Launcher, tmp_path: Path) -> None:
-    run = launcher.run(tmp_path / "run", *SFT, "run.steps=40")
-    run.until(lambda: run.steps, "a step was taken")
-    launcher.slurm.run("scancel", "--signal=USR1", str(run.job))
-    assert run.wait("COMPLETED") == "0:0"
-    first, second = read_attempts(run.directory / "attempts.jsonl")
-    assert first.end is not None
-    assert (first.end.reason, first.restart, second.restart) == ("preempted", 0, 1)
-    assert 0 < first.end.step == second.step < 40
-    assert run.end["exit_code"] == 75
-    assert [step["step"] for step in run.steps] == list(range(1, 41))
 
 
 def test_a_sweep_is_a_job_array_whose_jobs_share_their_nodes(launcher: Launcher, tmp_path: Path) -> None:
@@ -58,23 +39,39 @@ def test_a_sweep_is_a_job_array_whose_jobs_share_their_nodes(launcher: Launcher,
     assert len(addresses) == 2
 
 
-def link(directory: Path, name: str, model: str) -> str:
+def link(directory: Path, name: str, model: str, steps: int) -> str:
     """The file of a run that starts from a model."""
     file = directory / f"{name}.yaml"
-    file.write_text(
-        f"defaults: [{ROOT / 'configs/debug/sft.yaml'}]\nrun: {{dir: {directory / name}, steps: 2}}\nmodel: {model}\n"
-    )
+    run = f"{{dir: {directory / name}, steps: {steps}}}"
+    file.write_text(f"defaults: [{ROOT / SFT[0]}]\nrun: {run}\nmodel: {model}\n")
     return str(file)
 
 
-def test_a_chained_job_starts_from_the_model_that_the_previous_job_exported(launcher: Launcher, tmp_path: Path) -> None:
-    first = link(tmp_path, "first", "{}")
-    second = link(tmp_path, "second", f"{{random: null, path: {tmp_path / 'first' / 'export'}}}")
-    place_random_model(Path(first))
-    jobs = launcher.launch(first, second, *ALONE[1:])
-    assert [launcher.slurm.jobs(job)[0]["JobState"] for job in jobs][1] == "PENDING"
-    for job, name in zip(jobs, ("first", "second"), strict=True):
-        run = Run(slurm=launcher.slurm, job=job, directory=tmp_path / name)
-        assert run.wait("COMPLETED") == "0:0"
-    before, after = (Run(slurm=launcher.slurm, job=0, directory=tmp_path / name).steps for name in ("first", "second"))
-    assert after[0]["sft/loss"] < before[0]["sft/loss"]
+def test_a_chained_job_starts_from_the_model_of_a_run_that_had_to_leave(launcher: Launcher, tmp_path: Path) -> None:
+    """The first job is told to leave, and goes on when Slurm has queued it again; the second waits for its end."""
+    exported = f"{{random: null, path: {tmp_path / 'first' / 'export'}}}"
+    files = [link(tmp_path, "first", "{}", steps=40), link(tmp_path, "second", exported, steps=2)]
+    place_random_model(Path(files[0]))
+    jobs = launcher.launch(*files, *SFT[1:])
+    first, second = (
+        Run(slurm=launcher.slurm, job=job, directory=tmp_path / name)
+        for job, name in zip(jobs, ("first", "second"), strict=True)
+    )
+    first.until(lambda: first.steps, "a step was taken")
+    launcher.slurm.run("scancel", "--signal=USR1", str(first.job))
+    assert launcher.slurm.jobs(second.job)[0]["JobState"] == "PENDING"
+    assert first.wait("COMPLETED") == "0:0"
+    left, resumed = read_attempts(first.directory / "attempts.jsonl")
+    assert left.end is not None
+    assert (left.end.reason, left.restart, resumed.restart) == ("preempted", 0, 1)
+    assert 0 < left.end.step == resumed.step < 40
+    said = f"preempted after step {left.end.step}: it got SIGUSR1. The same command goes on from there"
+    assert first.end == {
+        "exit_code": 75,
+        "reason": f"megarl train ended with exit code 75: {said}",
+        "node": None,
+    }
+    assert not (first.logs / "ray-head").exists()
+    assert [step["step"] for step in first.steps] == list(range(1, 41))
+    assert second.wait("COMPLETED") == "0:0"
+    assert second.steps[0]["sft/loss"] < first.steps[0]["sft/loss"]
