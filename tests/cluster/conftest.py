@@ -18,6 +18,9 @@ from tests.cluster.fakes import FakeWorker
 
 MakeGroup = Callable[[], WorkerGroup[FakeWorker]]
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
+ROLES = "groups.train.roles"
+TWO = ("cluster.devices_per_node=2", "groups.train.devices=0-1", f"{ROLES}.actor={{tp: 2, pp: 1}}")
+"""Overrides for two processes."""
 
 
 @pytest.fixture(scope="package")

@@ -10,14 +10,14 @@ from pathlib import Path
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import launch_group
 from megarl.config import load
-from tests.cluster.conftest import DEBUG
+from tests.cluster.conftest import DEBUG, TWO
 from tests.cluster.fakes import FakeWorker
 
 
 def main() -> None:
     # A shell starts its background jobs with SIGINT ignored, and the tests may run in one.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    config = load(DEBUG)
+    config = load(DEBUG, TWO)
     with Session(config.cluster, Path(tempfile.gettempdir()) / "logs") as session:
         names = launch_group(session, config, "train", FakeWorker).call(FakeWorker.litter).wait()
         print(*names, flush=True)

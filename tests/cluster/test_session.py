@@ -48,15 +48,15 @@ def test_nothing_is_left(number: int, short_directory: Path) -> None:
             assert program.stdout is not None
             names = program.stdout.readline().split()
             # A new program's command line is visible a moment after its parent continues.
-            assert comes_true(lambda: sum("sleep 600" in line for line in trace.processes()) == 4)
-            assert len(set(names) & set(os.listdir("/dev/shm"))) == 4
+            assert comes_true(lambda: sum("sleep 600" in line for line in trace.processes()) == 2)
+            assert len(set(names) & set(os.listdir("/dev/shm"))) == 2
             program.send_signal(number)
             if number == signal.SIGKILL:  # the guard alone cleans up
                 assert comes_true(lambda: not trace.processes(), _GUARD_LIMIT_S)
             _, errors = program.communicate(timeout=120)
         finally:
             program.terminate()
-    assert len(names) == 4, errors
+    assert len(names) == 2, errors
     assert program.returncode == -number, errors
     assert not trace.processes()
     assert not set(names) & set(os.listdir("/dev/shm"))
@@ -73,7 +73,7 @@ def test_ray_has_no_processes_that_do_nothing() -> None:
 
 _CLUSTER = """
 import ray, sys
-context = ray.init(num_cpus=0, resources={"device": 4}, include_dashboard=False, object_store_memory=80 << 20,
+context = ray.init(num_cpus=0, resources={"device": 2}, include_dashboard=False, object_store_memory=80 << 20,
                    logging_level="ERROR", log_to_driver=False, _temp_dir=sys.argv[1])
 print(context.address_info["gcs_address"], flush=True)
 sys.stdin.read()
@@ -84,9 +84,9 @@ from pathlib import Path
 from megarl.cluster.trainers import launch_group
 from megarl.cluster.session import Session
 from megarl.config import load
-from tests.cluster.conftest import DEBUG
+from tests.cluster.conftest import DEBUG, TWO
 from tests.cluster.fakes import FakeWorker
-config = load(DEBUG)
+config = load(DEBUG, TWO)
 for _ in range(2):
     with Session(config.cluster, Path(sys.argv[2]), address=sys.argv[1]) as session:
         print(*launch_group(session, config, "train", FakeWorker).call(FakeWorker.note, "here").wait())
@@ -115,7 +115,7 @@ def test_a_running_cluster_is_joined_and_left_running(short_directory: Path) -> 
             timeout=240,
         )
         cluster.communicate("")
-    assert joined.stdout.split() == ["0", "1", "2", "3", str(ROOT)] * 2, joined.stderr
+    assert joined.stdout.split() == ["0", "1", str(ROOT)] * 2, joined.stderr
 
 
 @pytest.mark.parametrize(("log", "place", "named"), [("gone", ".", "run.dir"), (".", "gone", "the driver's directory")])
