@@ -60,8 +60,8 @@ def best_finished(samples: Sequence[Sample]) -> list[Sample]:
 
 IN_MATRIX = frozenset(
     (
-        *("deepspeed_chat", "trl_ppo", "verl_ppo", "reinforce_pp", "rloo", "grpo", "trl_grpo", "dr_grpo"),
-        *("gspo", "cispo", "sapo", "gmpo", "opo", "areal"),
+        *("deepspeed_chat", "trl_ppo", "verl_ppo", "reinforce_pp", "rloo", "trl_grpo", "dr_grpo"),
+        *("gspo", "cispo", "sapo", "gmpo", "opo", "areal", "colossalchat", "dapo", "nemo_aligner_reinforce"),
     )
 )
 """Recipes that differ from the others in formulas alone: `make matrix` has their short runs, and
@@ -385,4 +385,4 @@ RUNS: dict[str, Case] = {
         settings=Settings(actor=replace(TORCH, schedule=lambda update: 1 - update / 8)),  # over the whole run
     ),
 }
-"""The recipes, and one with other options."""
+"""The recipes, and one with other options, which `make matrix` runs; tests/loop/test_raft.py selects with them."""

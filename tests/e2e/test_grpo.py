@@ -136,28 +136,3 @@ def test_grpo_on_a_rule_is_the_same_with_and_without_offloading(
         assert mine == theirs, name
     mine, theirs = (load_file(tmp_path / side / "export" / "model.safetensors") for side in ("turns", "stay"))
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-
-
-def test_skipping_the_pass_before_the_only_optimizer_step_is_exact(tmp_path: Path) -> None:
-    """One run makes the pass because of a bound that drops no token; the actor has two replicas."""
-    single = ["algo.mini_batches=1", "groups.train.roles.actor.tp=1", "evaluation=null", "actor.ema=null"]
-    bound = "algo.correction.reject=[{statistic: token_k2, upper: 1.0e9}]"
-    command = ["train", "configs/debug/grpo.yaml", f"reward.functions={json.dumps(FUNCTIONS)}", *single]
-    for name, further in (("without", []), ("with", [bound])):
-        with started([*command, f"run.dir={tmp_path / name}", *further]) as program:
-            ended = finish(*program)
-        assert ended.status == 0, ended.errors
-    ways = zip(*(lines(tmp_path / name / "metrics.jsonl") for name in ("without", "with")), strict=True)
-    for known, recomputed in ways:
-        assert "time/logprobs" not in known
-        assert recomputed["rollout_corr/kept_fraction"] == 1
-        only = {name for name in recomputed if name.startswith("rollout_corr/")} - known.keys()
-        of_pass = {name for name in recomputed if name.endswith("/logprobs")}
-        assert known.keys() == recomputed.keys() - only - of_pass
-        same = [name for name in known if not name.startswith(TIMES)]
-        assert {n: known[n] for n in same} == pytest.approx({n: recomputed[n] for n in same}, rel=1e-5, abs=1e-6)
-        assert known["policy/ratio_min"] == known["policy/ratio_max"] == 1
-        assert 0 < known["rollout/logprob_gap"] < 1e-5
-    found, expected = (load_file(tmp_path / name / "export" / "model.safetensors") for name in ("without", "with"))
-    for name in expected:  # the learning rate is 1e-4
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-6)
