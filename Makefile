@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu slurm chromium nemo-run ray mermaid demo demo-control learning unit test matrix chaos lint bench docs docs-site clean lock
+.PHONY: help setup setup-gpu slurm chromium nemo-run ray mermaid demo demo-control learning unit test matrix chaos lint style bench docs docs-site clean lock
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
@@ -122,18 +122,20 @@ learning: setup
 	$(BIN)/python -m benchmarks.learning --all
 	$(BIN)/python -m benchmarks.learning --report
 
-lint: setup
+lint: style
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+style: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 unit: setup
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder --hypothesis-profile=unit \
 		-m 'not (process or dist or e2e or gpu)'
 
-# Hundreds of processes import the package: they keep what they have compiled.
-test: lint nemo-run ray mermaid $(DOCS)/installed
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --no-loadscope-reorder --durations=25 -m 'not gpu and not matrix'
+# Hundreds of processes import the package: they keep what they have compiled. tests/test_types.py checks the types.
+test: style nemo-run ray mermaid $(DOCS)/installed
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --no-loadscope-reorder --durations=25 -m 'not gpu and not matrix'
 
 matrix: setup
 	$(BIN)/python -m pytest tests/e2e/test_layouts.py tests/e2e/test_recipes.py tests/e2e/test_asynchronous.py \

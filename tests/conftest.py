@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Generator, Iterator
 from multiprocessing.process import BaseProcess
@@ -11,8 +12,11 @@ import pytest
 from hypothesis import settings
 from xdist.remote import Producer
 
+from megarl.collector import importing
 from tests.groups import GroupScheduling, group, place
 from tests.pool import RankPool
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of one test would wait actively while others have the cores
 
 # Reproducible, and without a time limit per example: the machine may be busy.
 settings.register_profile("suite", deadline=None, derandomize=True)
@@ -60,8 +64,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=order)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Exempts what the tests have imported from garbage collections, which would scan it again and again."""
+    with importing():
+        return (yield)
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
-    """For ``pytest -n 2 --no-loadscope-reorder``."""
+    """For ``pytest -n 3 --no-loadscope-reorder``."""
     return GroupScheduling(config, log)
 
 

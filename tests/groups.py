@@ -40,7 +40,7 @@ _LONG = (
     "tests/e2e/test_stages.py",
     "tests/launch/test_node_start.py",
     "tests/test_gpu_benchmark.py",
-    "tests/launch/test_node_train.py",
+    "tests/test_types.py",
     "tests/e2e/test_experts.py",
     "tests/launchers/test_training.py",
 )
