@@ -36,16 +36,15 @@ class NodeJob:
         driver: what it does; None has it train.
         overrides: of the run's configuration.
         limit_s: of the start.
-        number: of the job.
     """
 
-    def __init__(
-        self, directory: Path, driver: str | None, *overrides: str, limit_s: float = PATIENCE_S, number: int = NUMBER
-    ) -> None:
+    number = NUMBER
+
+    def __init__(self, directory: Path, driver: str | None, *overrides: str, limit_s: float = PATIENCE_S) -> None:
         self.trace = Trace()
         self.run = directory / "run"
-        self.logs = self.run / "slurm" / f"{number}-0"
-        self._directory, self._driver, self.number = directory, driver, number
+        self.logs = self.run / "slurm" / f"{NUMBER}-0"
+        self._directory, self._driver = directory, driver
         module = "megarl.launch.node" if driver is None else "tests.launch.node_program"
         self._command = [
             *(sys.executable, "-m", module, "--start-limit", str(limit_s), "train", "configs/debug/sft.yaml"),
@@ -102,9 +101,9 @@ class NodeJob:
         """What an agent has printed."""
         return self._output(index).read_text()
 
-    def exit_codes(self, within_s: float = PATIENCE_S) -> tuple[int, ...]:
+    def exit_codes(self) -> tuple[int, ...]:
         """How the agents end, the head's first; waits for them."""
-        return tuple(self.agents[index].wait(within_s) for index in sorted(self.agents))
+        return tuple(self.agents[index].wait(PATIENCE_S) for index in sorted(self.agents))
 
     def end(self) -> dict[str, Any]:
         """The job's record of its end."""

@@ -72,6 +72,9 @@ def test_a_chained_job_starts_from_the_model_of_a_run_that_had_to_leave(launcher
         "node": None,
     }
     assert not (first.logs / "ray-head").exists()
+    assert "2 processes on 2 nodes with their models" in (first.logs / "driver.log").read_text()
+    driver = first.directory / "slurm" / f"{first.job}-1" / "driver.log"
+    assert f"resuming after step {left.end.step}" in driver.read_text()
     assert [step["step"] for step in first.steps] == list(range(1, 41))
     assert second.wait("COMPLETED") == "0:0"
     assert second.steps[0]["sft/loss"] < first.steps[0]["sft/loss"]
