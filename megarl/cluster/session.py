@@ -220,7 +220,7 @@ class Session:
         """Starts Ray on this machine, and adds what undoes it to `ending`."""
         mark = secrets.token_hex(8)
         directory = ending.enter_context(temporary_directory())
-        ending.callback(Guard(mark, directory, os.environ).dismiss)  # for a SIGKILL: two of Ray's agents live a minute
+        ending.callback(Guard(mark, directory, os.environ).dismiss)  # for a SIGKILL: an agent of Ray's lives on
         ending.enter_context(environment({**_LOCAL_ENV, MARK: mark}))
         ending.enter_context(random_token())
         ending.enter_context(on_loopback())

@@ -1,7 +1,7 @@
 """A run that is terminated, resumes, loses a rank and restarts ends exactly as the debug run, which nothing disturbed.
 
-It has two nodes with half of the actor and an engine on each, which sleep between rollouts: weights go through shared
-memory and over Gloo, and neither samples nor updates depend on the engines.
+It resumes on two nodes with half of the actor and an engine on each, which sleep between rollouts: weights go through
+shared memory and over Gloo, and neither samples nor updates depend on the engines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def numbers(file: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def resumed(debug_run: DebugRun, tmp_path_factory: pytest.TempPathFactory) -> DebugRun:
-    """The debug run on two nodes, terminated in its first step, then resumed as if it had been killed in its third.
+    """The debug run, terminated in its first step, then resumed on two nodes as if it had been killed in its third.
 
     A rank is killed after the second step; the run restarts itself.
     """
@@ -46,7 +46,7 @@ def resumed(debug_run: DebugRun, tmp_path_factory: pytest.TempPathFactory) -> De
     base = tmp_path_factory.mktemp("resumed")
     directory, recorded = base / "run", base / "recorded"
     settings = ("checkpoint.every=2", "run.grace_period=200", "run.max_restarts=1", f"rollout.record={recorded}")
-    command = ["train", DEBUG, f"run.dir={directory}", *settings, "rollout.sleep=true", *TWO_NODES, *PARTS]
+    command = ["train", DEBUG, f"run.dir={directory}", *settings, *PARTS]
     with started(command, TERMINATED) as run:
         left = finish(*run)
     assert left.status == 75, left.errors
@@ -55,7 +55,7 @@ def resumed(debug_run: DebugRun, tmp_path_factory: pytest.TempPathFactory) -> De
     (directory / "checkpoints" / ".step-3.staged").mkdir()
     with (directory / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 2}\n{"step": 3, "obj')
-    with started(command, STRUCK) as run:
+    with started([*command, "rollout.sleep=true", *TWO_NODES], STRUCK) as run:
         finished = finish(*run)
     assert finished.status == 0, finished.errors
     assert "resuming after step 1" in finished.output
