@@ -17,6 +17,8 @@ from megarl.errors import RunError
 T = TypeVar("T")
 _ray: Any = ray
 _AGENT = "--dashboard_agent_command"
+_TRIED = "2.60."
+"""Version of Ray whose raylets are known to run without an agent."""
 
 
 def init(**options: Any) -> None:
@@ -37,7 +39,8 @@ def skip_idle_processes(*_: object) -> None:
     node: Any = _ray._private.node.Node
     node.start_api_server = node.start_log_monitor = node.start_monitor = nothing
     services: Any = _ray._private.services
-    if not hasattr(services.start_ray_process, "__wrapped__"):
+    tried = str(_ray.__version__).startswith(_TRIED)  # others may wait for more of the agent
+    if tried and not hasattr(services.start_ray_process, "__wrapped__"):
         services.start_ray_process = _without_agent(services.start_ray_process)
 
 
