@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import gpt_layer_specs
@@ -36,6 +37,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.schema import LayerChoice
+from megarl.errors import RunError
 from megarl.megatron.attention import FusedPackedAttention, PackedAttention, PackParams, SharedHeadAttention
 from megarl.megatron.offload import require_memory
 from megarl.megatron.platform.kernels import LayerKind, implementation, is_compiled, layer_kind
@@ -259,12 +261,13 @@ def build_model(
 
     Raises:
         ValueError: Transformer Engine's layers are wanted, and cannot compute the model here.
+        RunError: the ranks would have layers of different kinds.
     """
     _add_rng_states()
     arguments = spec.transformer(layout.tp, head)
     stage, device = groups.pp.rank(), torch.empty(0, device=torch.cuda.current_device()).device.type
     config = _transformer_config(arguments, layout, _Stages(spec, layout, stage), dtype, recompute, device)
-    kind = layer_kind(layers, spec.dims, str(dtype).removeprefix("torch."), device)
+    kind = _agreed(layer_kind(layers, spec.dims, str(dtype).removeprefix("torch."), device), groups.intra_dist_opt)
     chunks = []
     for chunk in range(layout.vpp):
         model = PackedModel(
@@ -281,6 +284,17 @@ def build_model(
         model.train(trainable)
         chunks.append(model)
     return RoleModel(chunks=chunks, config=config, groups=groups)
+
+
+def _agreed(kind: LayerKind, ranks: dist.ProcessGroup) -> LayerKind:
+    """Returns the kind of layers that all ranks have chosen; the orders of their parameters differ."""
+    kinds: list[Any] = [None] * ranks.size()
+    dist.all_gather_object(kinds, kind, group=ranks)
+    if len(set(kinds)) > 1:
+        chosen = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+        fix = "install Transformer Engine on all nodes, or set model.layers to local"
+        raise RunError(f"model.layers = auto: the ranks have chosen different layers ({chosen}); {fix}")
+    return kind
 
 
 def _add_rng_states() -> None:

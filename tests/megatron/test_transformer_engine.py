@@ -106,3 +106,24 @@ def test_a_device_without_packed_attention_of_cudnn_has_local_layers(
     missing = [reason for reason in kernels.device_refusals("cuda") if "not installed" in reason]
     found = list(kernels.device_refusals("cuda"))
     assert len(found) - len(missing) == count
+
+
+def _choose(rank: int) -> str:
+    import torch.distributed as dist
+
+    from megarl.errors import RunError
+    from megarl.megatron.model import _agreed
+
+    assert dist.group.WORLD is not None
+    assert _agreed("local", dist.group.WORLD) == "local"
+    try:
+        return _agreed("local" if rank else "transformer_engine", dist.group.WORLD)
+    except RunError as error:
+        return str(error)
+
+
+@pytest.mark.dist
+def test_ranks_with_different_layers_are_refused_on_all_of_them(pool: RankPool) -> None:
+    first, second = pool.run(_choose, world_size=2)
+    assert first == second
+    assert "rank 0: transformer_engine, rank 1: local" in first
