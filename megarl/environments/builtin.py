@@ -8,14 +8,23 @@ from typing import Final
 from megarl import plugins
 from megarl.config.schema import EnvironmentSettings
 from megarl.environments.environment import Environment
+from megarl.environments.text_environments import GuessNumber, ReasoningGym, UserTurns
+from megarl.environments.tool_environment import ToolEnvironment
 
-ENVIRONMENTS: Final[Mapping[str, type[Environment]]] = {}
+ENVIRONMENTS: Final[Mapping[str, type[Environment]]] = {
+    "guess_number": GuessNumber,
+    "reasoning_gym": ReasoningGym,
+    "tools": ToolEnvironment,
+    "user_turns": UserTurns,
+}
 """The built-in environments by name."""
 
 
 def load_environment(config: EnvironmentSettings) -> Callable[[], Environment]:
     """Returns what makes the environment of a conversation; raises ValueError with the broken rule."""
     name = config.name
+    if ":" not in name and name not in ENVIRONMENTS:
+        raise ValueError(f"one of {', '.join(ENVIRONMENTS)}, or a class, written as package.module:Class")
     cls = ENVIRONMENTS[name] if name in ENVIRONMENTS else plugins.resolve_class(name, Environment)
     plugins.check_options(cls, config.args, name=name, positional=0)
     return lambda: cls(**config.args)

@@ -25,7 +25,8 @@ class Completion:
     """One response to one prompt.
 
     Args:
-        prompt, response: text without special tokens; empty if the run has no tokenizer.
+        prompt, response: text without special tokens; empty if the run has no tokenizer. The response of a conversation
+            is that of its last turn.
         response_ids: including the end token; of a conversation all that follows its first prompt, given tokens too.
         loss_mask: by response id, whether it was sampled; None where all were.
         finished: False if the response was cut off at the length limit.

@@ -105,7 +105,7 @@ class RuleScorer:
                 Completion(
                     prompt_id=prompt.prompt_id,
                     prompt=self._decode(prompt_ids),
-                    response=self._decode(response_ids),
+                    response=self._decode(_last_turn(chunk, row)),
                     prompt_ids=prompt_ids,
                     response_ids=response_ids,
                     finished=bool(chunk.finished[row]),
@@ -144,6 +144,15 @@ class RuleScorer:
             self._cache[index, key] = score
             if len(self._cache) > _CACHED:
                 del self._cache[next(iter(self._cache))]
+
+
+def _last_turn(chunk: RolloutChunk, row: int) -> tuple[int, ...]:
+    """Returns the ids that were sampled in the last turn; the whole response where that is the only one."""
+    ids = chunk.response_ids[row]
+    if chunk.loss_mask is None or chunk.turns is None:
+        return tuple(ids.tolist())
+    ends = chunk.turns[row].tolist()
+    return tuple(ids[chunk.loss_mask[row]][ends[-2] if len(ends) > 1 else 0 :].tolist())
 
 
 def _digest(completion: Completion) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from megarl.config.schema import Reward, RewardFunction
 from megarl.rewards.adapters import Failure
 from megarl.rewards.scorer import Failures, RuleScorer, Scores, Unscored
-from megarl.types import Prompt, RolloutChunk
+from megarl.types import Prompt, Ragged, RolloutChunk
 from tests.rewards.completions import decode, own, prompt, rollout
 
 pytestmark = pytest.mark.process
@@ -120,3 +121,16 @@ def test_the_first_failure_of_each_kind_is_logged() -> None:
         ("anything", "float"): prompts[0].prompt_id,
         ("anything", "str"): prompts[2].prompt_id,
     }
+
+
+def test_the_response_of_a_conversation_is_that_of_its_last_turn(scorer: RuleScorer) -> None:
+    whole = rollout(PROMPTS[:2], ["ask=47>47", "one"], [True, True])
+    ids = whole.response_ids
+    mask = [np.ones(len(row), dtype=bool) for row in ids]
+    mask[0][3:7] = False  # =47>
+    turns = [[3, int(mask[0].sum())], [len(ids[1])]]
+    talks = replace(whole, loss_mask=Ragged.from_rows(mask, np.bool_), turns=Ragged.from_rows(turns, np.int32))
+    first, second = scorer.completions(talks, dict(enumerate(PROMPTS[:2])))
+    assert [first.response, second.response] == ["47", "one"]
+    assert first.response_ids == tuple(ids[0].tolist())
+    assert first.response_tokens == mask[0].sum()

@@ -1,0 +1,116 @@
+"""An environment that calls Python functions for the model."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ArgsKwargs
+
+from megarl import plugins
+from megarl.environments.environment import Action, Environment, Observation, ToolCall
+from megarl.environments.tool_functions import TOOLS
+
+_ARGUMENT = re.compile(r"^ *(\w+)(?: \(.*?\))?: *(.*(?:\n(?!\s*\w+(?: \(.*?\))?:).*)*)", re.MULTILINE)
+"""Of the section Args of a docstring: a name, in brackets perhaps its type, and the description."""
+
+
+class Tool:
+    """A function that the model may call; it may be `async`.
+
+    Its schema comes from its annotations, by which arguments are validated, and its docstring, which may describe
+    arguments in a section `Args:`.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self._function, self._call = name, function, TypeAdapter[Any](function)
+        description, _, arguments = (inspect.getdoc(function) or "").partition("Args:\n")
+        parameters = self._call.json_schema()
+        parameters.pop("additionalProperties", None)
+        for argument, text in _ARGUMENT.findall(re.split(r"\n\S", arguments)[0]):
+            if argument in parameters["properties"]:
+                parameters["properties"][argument].setdefault("description", " ".join(text.split()))
+        for described in parameters["properties"].values():
+            described.pop("title", None)
+        described = {"name": name, "description": description.strip(), "parameters": parameters}
+        self.schema: Mapping[str, Any] = {"type": "function", "function": described}
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Returns what the function returns, as text; raises what it raises, or ValidationError."""
+        given = ArgsKwargs((), dict(arguments))
+        if inspect.iscoroutinefunction(self._function):
+            result = await self._call.validate_python(given)
+        else:
+            result = await asyncio.to_thread(self._call.validate_python, given)
+        return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+
+
+class ToolEnvironment(Environment):
+    """Calls tools until the model answers without a call.
+
+    The tools are functions, and the public methods of a subclass. What goes wrong in a call is its answer.
+
+    Args:
+        functions: built-in ones, or package.module:function of your own.
+    """
+
+    def __init__(self, functions: Sequence[str] = ()) -> None:
+        methods = [name for name, _ in inspect.getmembers(type(self), inspect.isfunction)]
+        own = [name for name in methods if not name.startswith("_") and not hasattr(ToolEnvironment, name)]
+        made = [Tool(name, getattr(self, name)) for name in own]
+        made += [_tool(name) for name in functions]
+        self._tools = {tool.name: tool for tool in made}
+        if len(self._tools) < len(made):
+            raise ValueError(f"names of tools differ; they are {', '.join(tool.name for tool in made)}")
+        self.tools = [tool.schema for tool in made]
+        self._calls = self._failed = 0
+
+    def score(self, answer: Action) -> Any:
+        """Returns the reward of the answer, a number; may be `async`."""
+        del answer
+        return 0.0
+
+    async def step(self, action: Action) -> Observation:
+        if not action.finished:
+            return Observation(truncated=True, metrics=self._metrics())
+        if not action.tool_calls:
+            score = self.score(action)
+            return Observation(
+                reward=await score if inspect.isawaitable(score) else score, done=True, metrics=self._metrics()
+            )
+        answers = await asyncio.gather(*map(self._answer, action.tool_calls))
+        given = [
+            {"role": "tool", "name": call.name, "tool_call_id": call.call_id, "content": answer}
+            for call, answer in zip(action.tool_calls, answers, strict=True)
+        ]
+        return Observation(messages=given, metrics=self._metrics())
+
+    async def _answer(self, call: ToolCall) -> str:
+        self._calls += 1
+        try:
+            if call.problem is not None:
+                raise ValueError(call.problem)
+            if call.name not in self._tools:
+                raise ValueError(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
+            return await self._tools[call.name].call(call.arguments)
+        except ValidationError as error:
+            wrong = (f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors())
+            problem = f"arguments of {call.name}: {'; '.join(wrong)}"
+        except Exception as error:  # the tool's own code; the model should learn from it
+            problem = f"{type(error).__name__}: {error}"
+        self._failed += 1
+        return f"error: {problem}"
+
+    def _metrics(self) -> dict[str, float]:
+        return {"tool_calls": self._calls, "failed_tool_calls": self._failed}
+
+
+def _tool(name: str) -> Tool:
+    """Returns a tool by the name of its function; raises ValueError with the broken rule."""
+    function = TOOLS[name] if name in TOOLS else plugins.resolve(name, coroutines=True)
+    return Tool(name.rpartition(":")[2], function)

@@ -1,0 +1,137 @@
+"""The built-in tools: a calculator, and Python programs in a process with limits."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+_LONGEST_EXPRESSION = 1000
+_LARGEST_BITS = 4096
+"""Of an integer power."""
+_SECONDS = 10
+_MEMORY_BYTES = 1 << 30
+_FILE_BYTES = 16 << 20
+_SHOWN = 4000
+"""Characters of a program's output; of a longer one the start and the end are shown."""
+
+_BINARY: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: lambda base, exponent: _power(base, exponent),
+}
+_UNARY: Final[Mapping[type[ast.unaryop], Callable[[Any], Any]]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
+    name: getattr(math, name) for name in ("ceil", "cos", "exp", "floor", "log", "sin", "sqrt", "tan")
+} | {"abs": abs, "max": max, "min": min, "round": round}
+_CONSTANTS: Final = {"e": math.e, "pi": math.pi}
+
+
+def calculator(expression: str) -> str:
+    """Computes an arithmetic expression.
+
+    Args:
+        expression: such as (2 + 3) * 4 / sqrt(2); also //, %, **, abs, ceil, cos, exp, floor, log, max, min, round,
+            sin, tan, pi and e.
+    """
+    if len(expression) > _LONGEST_EXPRESSION:
+        raise ValueError(f"an expression has at most {_LONGEST_EXPRESSION} characters")
+    return str(_value(ast.parse(expression.strip(), mode="eval").body))
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return value
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            return _BINARY[type(op)](_value(left), _value(right))
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
+            return _UNARY[type(op)](_value(operand))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
+            return _FUNCTIONS[name](*map(_value, args))
+        case _:
+            raise ValueError(f"not arithmetic: {ast.unparse(node)}")
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > _LARGEST_BITS:
+        raise ValueError("the power is too large")
+    return base**exponent
+
+
+_PROGRAM = """
+import ctypes, os, resource, signal, sys
+uid, gid, libc = os.getuid(), os.getgid(), ctypes.CDLL(None)
+if libc.unshare(0x10000000 | 0x20000000 | 0x40000000) == 0:  # users, process ids and networks of its own
+    try:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    except OSError:  # as with AppArmor: the program then has no user's name
+        pass
+child = os.fork()
+if child:
+    os.close(0)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
+libc.prctl(1, signal.SIGKILL)  # with the parent; the kernel then ends all others with its process ids
+for limit, most in zip(("CPU", "AS", "FSIZE", "NOFILE", "CORE"), map(int, sys.argv[1:])):
+    resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (most, most))
+program = compile(sys.stdin.read(), "program.py", "exec")
+exec(program, {"__name__": "__main__"})
+"""
+
+
+def python(code: str) -> str:
+    """Runs a Python program in a new process, and returns what it prints.
+
+    Args:
+        code: the whole program; it must print its results. It has ten seconds, 1 GiB of memory, and no network.
+    """
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as output:
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _PROGRAM, *map(str, (_SECONDS, _MEMORY_BYTES, _FILE_BYTES, 64, 0))],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=directory,
+            env={"PATH": os.defpath, "HOME": directory, **threads},  # nothing of this process, such as keys
+            start_new_session=True,
+        )
+        try:
+            process.communicate(code.encode(errors="replace"), timeout=_SECONDS)
+            problem = f"exit status {process.returncode}" if process.returncode else ""
+        except subprocess.TimeoutExpired:
+            problem = f"the program took longer than {_SECONDS} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        printed = _shortened(output.read(_FILE_BYTES).decode(errors="replace").strip())
+    if problem:
+        raise RuntimeError(f"{problem}\n{printed}".strip())
+    return printed
+
+
+def _shortened(text: str) -> str:
+    half = _SHOWN // 2
+    return text if len(text) <= _SHOWN else f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
+
+
+TOOLS: Final[Mapping[str, Callable[..., Any]]] = {"calculator": calculator, "python": python}
+"""The built-in tools by name."""

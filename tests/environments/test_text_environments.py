@@ -1,0 +1,88 @@
+"""The built-in environments without tools, turn by turn."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megarl.environments.environment import Action, EnvironmentTask, Observation
+from megarl.environments.text_environments import GuessNumber, ReasoningGym, UserTurns
+
+
+def said(text: str) -> Action:
+    return Action(text=text, content=text, token_ids=(), finished=True)
+
+
+def test_the_user_says_what_the_row_has() -> None:
+    told = EnvironmentTask(prompt_id="0", fields={"user_turns": ["a", "b"]})
+    environment = UserTurns()
+    assert environment.reset(told, 0) == [{"role": "user", "content": "a"}]
+    assert environment.step(said("1")).messages == [{"role": "user", "content": "b"}]
+    assert environment.step(said("2")).done
+    greeted = EnvironmentTask(prompt_id="0", messages=[{"role": "user", "content": "hi"}], fields=told.fields)
+    assert environment.reset(greeted, 0) == greeted.messages
+    assert environment.step(said("1")).messages == [{"role": "user", "content": "a"}]
+    with pytest.raises(ValueError, match="no column 'turns'; it has: user_turns"):
+        UserTurns("turns").reset(told, 0)
+
+
+def play(index: int, most: int, guesses: int) -> list[Observation]:
+    """Halves the range with every guess."""
+    game, low, high = GuessNumber(most, guesses), 1, most
+    assert (
+        game.reset(EnvironmentTask(prompt_id="0", fields={"index": index}), seed=index)
+        == f"Guess a number from 1 to {most}.\n"
+    )
+    seen: list[Observation] = []
+    while not seen or not seen[-1].done:
+        guess = (low + high) // 2
+        seen.append(game.step(said(f" {guess}\n")))
+        low, high = (guess + 1, high) if "larger" in seen[-1].messages else (low, guess - 1)
+    return seen
+
+
+def test_halving_the_range_wins_the_game() -> None:
+    games = [play(index, 15, 4) for index in range(40)]
+    assert all(game[-1].reward == 1 for game in games)
+    assert all(step.reward == 0 for game in games for step in game[:-1])
+    assert {len(game) for game in games} == {1, 2, 3, 4}
+    lost = [game for game in (play(index, 15, 1) for index in range(40)) if not game[-1].reward]
+    assert lost
+    assert lost[0][-1].metrics == {"guesses": 1, "won": 0}
+
+
+def test_what_is_no_number_is_a_guess() -> None:
+    game = GuessNumber(9, 2)
+    game.reset(EnvironmentTask(prompt_id="0", fields={"index": 0}), 0)
+    assert game.step(said("five")).messages == "\nnot a number\n"
+    assert game.step(said("0")).done
+
+
+def test_tasks_of_reasoning_gym_are_made_by_their_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sums:
+        def __init__(self, seed: int, size: int, terms: int) -> None:
+            self._seed, self._terms = seed, terms
+            assert size > 10**6
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {
+                "question": f"{index} + {self._seed} + {self._terms}?",
+                "answer": str(index + self._seed + self._terms),
+            }
+
+        def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
+            return float(answer == entry["answer"])
+
+    package = ModuleType("reasoning_gym")
+    package.create_dataset = lambda name, **options: {"sums": Sums}[name](**options)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
+    environment = ReasoningGym("sums", seed=5, options={"terms": 7})
+    task = EnvironmentTask(prompt_id="0", messages=[{"role": "system", "content": "be brief"}], fields={"index": 30})
+    assert environment.reset(task, 0) == [*task.messages, {"role": "user", "content": "30 + 5 + 7?"}]
+    rewards = [
+        environment.step(said(text)).reward for text in ("42", " 42\n", "<answer>41</answer> <answer>42</answer>", "41")
+    ]
+    assert rewards == [1, 1, 1, 0]
