@@ -222,6 +222,23 @@ class TextChunk:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConversationOutcome:
+    """How a conversation with an environment went.
+
+    Args:
+        turns: of the model.
+        truncated: whether a limit ended it.
+        failure: why it has no score; None of one that went well.
+        metrics: of the environment, the last of each name.
+    """
+
+    turns: int
+    truncated: bool
+    failure: str | None
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleInfo:
     """A sample as the driver knows it: ids, lengths and its place in a chunk, never tokens.
 
@@ -229,6 +246,7 @@ class SampleInfo:
         response_tokens: that were sampled; what counts in losses, lengths and limits.
         given_tokens: between them, which only cost compute.
         reward: by the environment, NaN of a conversation that failed; None without one.
+        outcome: of a conversation that was held in this run.
 
     A conversation whose chat template rewrites earlier turns has several rows, its branches, as neighbours; the ids of
     all but the first end in # and a number.
@@ -243,6 +261,7 @@ class SampleInfo:
     finished: bool
     given_tokens: int = 0
     reward: float | None = None
+    outcome: ConversationOutcome | None = None
 
     @property
     def conversation(self) -> str:

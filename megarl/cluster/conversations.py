@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -51,6 +52,7 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
         self._engines = engines
         self._running = [0] * count  # items of each process
         self._engine_of: dict[str, Process[RolloutEngine]] = {}  # that sampled the last turn of a conversation
+        self._reported: set[str] = set()  # kinds of failures
 
     def start(self) -> Call[None]:
         """Starts the processes, and returns at once."""
@@ -80,6 +82,15 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
         for request in item.requests:
             self._engine_of.pop(request.sample_id, None)
         pending.answers[item.chunk] = call
+        for kind, failure in conversation_failures(call.results[0]).items():
+            if kind not in self._reported:
+                self._reported.add(kind)
+                print(
+                    f"{failure}\nThe conversation counts as unscored. Similar failures are not shown again; "
+                    "environment/failed counts them all.",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _ask(self, process: int) -> None:
         """Asks a process for turns."""
@@ -100,6 +111,16 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
     def _answer(self, process: int, turn: TurnRequest, call: ChunkCall[list[SampleInfo], RolloutChunk]) -> None:
         self._engine_of[turn.conversation] = call.processes[0]
         self.call_at(process, EnvironmentProcess.answer, turn.number, call.chunks)
+
+
+def conversation_failures(samples: Sequence[SampleInfo]) -> dict[str, str]:
+    """Returns the first failure of each kind: of each exception, or of each sentence."""
+    failures: dict[str, str] = {}
+    for sample in samples:
+        if sample.outcome is not None and (reason := sample.outcome.failure) is not None:
+            kind = reason.strip().rpartition("\n")[2].partition(":")[0]
+            failures.setdefault(kind, f"the conversation on prompt {sample.prompt_id!r} failed: {reason.strip()}")
+    return failures
 
 
 def launch_conversations(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from megarl.types import RolloutChunk, SampleRequest, VersionSpan
+from megarl.types import ConversationOutcome, RolloutChunk, SampleRequest, VersionSpan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -117,6 +117,11 @@ class Conversation:
         if not self.branches:
             self.failure = self.failure or "its first prompt leaves no room for a turn"
             self.branches = [Branch(prompt=(filler,))]
+
+    @property
+    def outcome(self) -> ConversationOutcome:
+        truncated = self.failure is None and not self.branch.finished
+        return ConversationOutcome(turns=self.turns, truncated=truncated, failure=self.failure, metrics=self.metrics)
 
     @property
     def reward(self) -> float:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import inspect
+import math
 import os
 import signal
 import threading
 import traceback
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -20,8 +22,6 @@ from megarl.environments.environment import Environment, Observation
 from megarl.stacks import answer_as_child
 
 _PR_SET_PDEATHSIG = 1
-_THREADS = 64
-"""Methods that are not `async`, in progress at once."""
 
 Method = Literal["reset", "step", "close"]
 
@@ -46,9 +46,14 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class CallFailure:
-    """Why a call returned nothing: a sentence, or the environment's traceback."""
+    """Why a call returned nothing: a sentence, or the environment's traceback.
+
+    Args:
+        lost: the environment was gone before the call, with a process that another call ended.
+    """
 
     reason: str
+    lost: bool = False
 
 
 def serve(descriptor: int, parent: int) -> None:
@@ -72,9 +77,9 @@ def serve(descriptor: int, parent: int) -> None:
             return
         connection.send(True)
         loop = asyncio.new_event_loop()
-        loop.set_default_executor(ThreadPoolExecutor(_THREADS))
+        loop.set_default_executor(ThreadPoolExecutor(config.concurrency))  # for methods that are not `async`
         threading.Thread(target=loop.run_forever, daemon=True).start()
-        host = _Host(make, connection)
+        host = EnvironmentHost(make, connection)
         while True:
             try:
                 call: EnvironmentCall = connection.recv()
@@ -83,7 +88,7 @@ def serve(descriptor: int, parent: int) -> None:
             asyncio.run_coroutine_threadsafe(host.answer(call), loop)
 
 
-class _Host:
+class EnvironmentHost:
     """The environments of conversations in progress."""
 
     def __init__(self, make: Any, connection: Connection[Any, Any]) -> None:
@@ -93,7 +98,10 @@ class _Host:
     async def answer(self, call: EnvironmentCall) -> None:
         """Makes a call, and sends what it returned."""
         try:
-            answer = await self._call(call)
+            if call.method != "reset" and call.conversation not in self._environments:
+                answer = CallFailure(reason="its process has ended", lost=True)
+            else:
+                answer = await self._call(call)
         except Exception:  # the user's own code
             answer = CallFailure(reason=traceback.format_exc(limit=-8))
         try:
@@ -119,11 +127,25 @@ class _Host:
 
 def _observation(method: Method, value: Any) -> Observation:
     """Returns what a method returned as an observation; raises TypeError if it is none."""
-    if isinstance(value, Observation):
-        return value
     if method == "close":
         return Observation()
     if method == "reset" and isinstance(value, str | list | tuple):
-        return Observation(messages=value)  # pyright: ignore[reportUnknownArgumentType]
-    expected = "an Observation" + (", messages or a text" if method == "reset" else "")
-    raise TypeError(f"{method} returned {value!r:.200}: it must return {expected}")
+        value = Observation(messages=value)  # pyright: ignore[reportUnknownArgumentType]
+    if not isinstance(value, Observation):
+        expected = "an Observation" + (", messages or a text" if method == "reset" else "")
+        raise TypeError(f"{method} returned {value!r:.200}: it must return {expected}")
+    ended = value.done or value.truncated
+    if ended and method == "reset":
+        raise TypeError("reset returned an Observation that is done: the model has a turn at least")
+    if not ended and not value.messages:
+        raise TypeError(f"{method} returned no messages, and is not done: a turn follows messages or a text")
+    if not isinstance(value.messages, str) and not all(_is_message(message) for message in value.messages):
+        raise TypeError(f"{method} returned messages {value.messages!r:.200}: each is a dict with a role and more")
+    numbers = {name: float(number) for name, number in {"reward": value.reward, **value.metrics}.items()}
+    if wrong := [name for name, number in numbers.items() if not math.isfinite(number)]:
+        raise TypeError(f"{method} returned {wrong[0]} = {numbers[wrong[0]]}: it must be finite")
+    return replace(value, reward=numbers.pop("reward"), metrics=numbers)
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, Mapping) and isinstance(message.get("role"), str)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -26,7 +26,7 @@ from megarl.environments.environment_child import CallFailure, EnvironmentCall, 
 from megarl.environments.family_renderer import find_renderer
 from megarl.remote import remote
 from megarl.rewards.reward_worker import ChildProcess
-from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, WorkItem
+from megarl.types import Prompt, Ragged, RolloutChunk, SampleInfo, SampleRequest, WorkItem
 
 _HEARTBEAT_S = 5.0
 """A call for turns returns after this time, also without any."""
@@ -34,6 +34,10 @@ _HEARTBEAT_S = 5.0
 
 class FailedEnvironmentError(Exception):
     """An environment failed; the message says how."""
+
+
+class LostEnvironmentError(FailedEnvironmentError):
+    """An environment is gone with its process, which another conversation ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +74,7 @@ class EnvironmentChild:
 
         Raises:
             FailedEnvironmentError: it failed, took too long or ended the process.
+            LostEnvironmentError: another conversation ended the process.
         """
         if self._reader is None:
             self.start()
@@ -85,29 +90,33 @@ class EnvironmentChild:
             self._connection.send(call)
             reply = await asyncio.wait_for(answer, self._limit_s)
         except TimeoutError:
-            self._end(f"another call of this process took longer than {self._limit_s:g} s")
+            self._end(f"another call of its process took longer than {self._limit_s:g} s", lost=True)
             raise FailedEnvironmentError(
                 f"{method} took longer than environment.time_limit = {self._limit_s:g} s"
             ) from None
         except OSError as error:
-            raise FailedEnvironmentError(f"the process of the environments has ended: {error}") from error
+            self._end()
+            raise LostEnvironmentError(f"its process has ended: {error}") from error
         finally:
             self._waiting.pop(number, None)
         if isinstance(reply, CallFailure):
-            raise FailedEnvironmentError(reply.reason)
+            raise (LostEnvironmentError if reply.lost else FailedEnvironmentError)(reply.reason)
         return reply
+
+    @property
+    def running(self) -> bool:
+        return self._reader is not None
 
     def close(self) -> None:
         self._process.close()
 
-    def _end(self, reason: str) -> str:
+    def _end(self, reason: str = "", *, lost: bool = False) -> None:
         """Ends the child, and fails all calls in progress; the next one gets a new child."""
         self._reader = None
         status = self._process.close()
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_result(CallFailure(reason=reason or f"the process of the environments ended with {status}"))
-        return status
+                answer.set_result(CallFailure(reason=reason or f"its process ended with {status}", lost=lost))
 
     def _read(self, loop: asyncio.AbstractEventLoop, connection: Connection[Any, Any]) -> None:
         """Runs in a thread: hands answers to the event loop, until the child ends."""
@@ -125,7 +134,7 @@ class EnvironmentChild:
 
     def _lost(self, connection: Connection[Any, Any]) -> None:
         if connection is self._connection and self._reader is not None:
-            self._end("")
+            self._end()
 
 
 class EnvironmentProcess:
@@ -228,37 +237,40 @@ class EnvironmentProcess:
             self._running -= 1
             self._hand_out(None if self._running else self._asked)
         chunk, names = pack_conversations(conversations, self._tokenizer.end_token_id)
-        return {item.chunk: chunk}, sample_infos(item.chunk, chunk, names)
+        outcomes = {conversation.request.sample_id: conversation.outcome for conversation in conversations}
+        infos = sample_infos(item.chunk, chunk, names)
+        return {item.chunk: chunk}, [replace(info, outcome=outcomes[info.conversation]) for info in infos]
 
     async def _converse(self, request: SampleRequest) -> Conversation:
-        """Runs a conversation; one that fails begins anew, as often as the configuration says."""
+        """Runs a conversation; one that fails begins anew, as often as the configuration says.
+
+        So does one whose process another conversation has ended, which does not count.
+        """
+        failures = 0
         async with self._slots:
-            conversation = Conversation(request=request)
-            for _ in range(1 + self._settings.retries):
+            while True:
                 conversation = Conversation(request=request)
                 try:
                     await self._attempt(conversation)
+                except LostEnvironmentError:
+                    continue
                 except (FailedEnvironmentError, ValueError) as error:
-                    conversation.failure = str(error)
-                else:
-                    break
-            if conversation.failure is not None:
-                print(f"conversation {request.sample_id} failed: {conversation.failure}", flush=True)
-            return conversation
+                    conversation.failure, failures = str(error), failures + 1
+                    print(f"conversation {request.sample_id} failed: {error}", flush=True)
+                if conversation.failure is None or failures > self._settings.retries:
+                    return conversation
 
     async def _attempt(self, conversation: Conversation) -> None:
         request, number = conversation.request, next(self._numbers)
         session = ChatSession(conversation, self._renderer, partial(self._sample, request.sample_id), self._limits)
-        prompt = request.prompt
-        text = "" if prompt.messages is not None else self._tokenizer.decode(prompt.token_ids)
-        user: list[Message] = [{"role": "user", "content": text}] if prompt.token_ids else []
-        task = EnvironmentTask(prompt_id=prompt.prompt_id, messages=prompt.messages or user, fields=prompt.fields)
+        task = task_of(request.prompt, self._tokenizer)
         try:
             reply = await self._child.call(number, "reset", task, request.seed)
             await self._turns_of(session, number, reply)
         finally:
-            with suppress(FailedEnvironmentError):
-                await self._child.call(number, "close")
+            if self._child.running:
+                with suppress(FailedEnvironmentError):
+                    await self._child.call(number, "close")
 
     async def _turns_of(self, session: ChatSession, number: int, reply: Reply) -> None:
         """Takes turns until the environment or a limit ends the conversation."""
@@ -278,6 +290,13 @@ class EnvironmentProcess:
                 return
         if reply.observation.truncated and session.conversation.branches:
             session.conversation.branch.finished = False
+
+
+def task_of(prompt: Prompt, tokenizer: Tokenizer) -> EnvironmentTask:
+    """Returns what an environment is told of a row."""
+    text = "" if prompt.messages is not None else tokenizer.decode(prompt.token_ids)
+    user: list[Message] = [{"role": "user", "content": text}] if prompt.token_ids else []
+    return EnvironmentTask(prompt_id=prompt.prompt_id, messages=prompt.messages or user, fields=prompt.fields)
 
 
 def pack_conversations(conversations: Sequence[Conversation], filler: int) -> tuple[RolloutChunk, list[str]]:

@@ -23,6 +23,7 @@ from megarl.cluster.trainers import RemoteRole, check_gpus, close_all, launch_tr
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import Evaluation
 from megarl.data.prompts import sample_requests
+from megarl.loop.sampler import conversation_metrics
 from megarl.loop.scoring import REWARD_MODEL, Branches, Scorer, ScoresByReward, Values, group_numbers, unscored_metrics
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check
@@ -134,7 +135,8 @@ def held_out_metrics(scores: ScoresByReward, samples: Sequence[SampleInfo], eval
     metrics["response_length_max"] = int(lengths.max())
     metrics.update(_mean("truncated_fraction", truncated, groups))
     unscored = unscored_metrics(named)
-    return {**metrics, **{name.removeprefix("rewards/"): count for name, count in unscored.items()}}
+    counts = {name.removeprefix("rewards/"): count for name, count in unscored.items()}
+    return {**metrics, **counts, **conversation_metrics(samples)}
 
 
 def _mean(name: str, values: Values, groups: torch.Tensor) -> dict[str, float]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from megarl.cluster.calls import Routine
 from megarl.cluster.colocation import Colocation
-from megarl.cluster.conversations import launch_conversations
+from megarl.cluster.conversations import conversation_failures, launch_conversations
 from megarl.cluster.engines import launch_engines
 from megarl.cluster.process_usage import memory_metrics
 from megarl.cluster.resharder import Resharder, SyncPlanner
@@ -166,7 +166,7 @@ class RolloutTrainer(Generic[C]):
         shown = shown_samples(
             rollouts, prompts, scores, scores_by_reward, self._tokenizer, tracking.samples, advantages, kept
         )
-        failures = () if self._rules is None else tuple(self._rules.failures)
+        failures = (*conversation_failures(rollouts.samples).values(), *(self._rules.failures if self._rules else ()))
         return StepResult(step=step, metrics=all_metrics, updates=updates, samples=shown, failures=failures)
 
     def _asynchronous_metrics(self) -> Metrics:

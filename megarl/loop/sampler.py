@@ -256,10 +256,36 @@ def sample_metrics(samples: Sequence[SampleInfo], max_new_tokens: int) -> dict[s
         for name, tokens in lengths.items()
         for kind in ("mean", "min", "max")
     }
+    talks = conversation_metrics(samples)
+    if not talks:  # of a conversation, each turn has this limit
+        spreads["response_length/clip_ratio"] = float(np.mean(lengths["response_length"] >= max_new_tokens))
     return {
         "rollout/samples": len(samples),
         **spreads,
-        "response_length/clip_ratio": float(np.mean(lengths["response_length"] >= max_new_tokens)),
         "truncated_fraction": 1 - finished,
         "stop_token_fraction": finished,
+        **talks,
+    }
+
+
+def conversation_metrics(samples: Sequence[SampleInfo]) -> dict[str, float]:
+    """Returns metrics of conversations with an environment, `environment/*`; none without one.
+
+    Those of the environment itself are means over the conversations that have them.
+    """
+    outcomes = {sample.conversation: sample.outcome for sample in samples}
+    held = [outcome for outcome in outcomes.values() if outcome is not None]
+    if not held:
+        return {}
+    turns = np.array([outcome.turns for outcome in held])
+    own: dict[str, list[float]] = {}
+    for outcome in held:
+        for name, value in outcome.metrics.items():
+            own.setdefault(name, []).append(value)
+    return {
+        **{f"environment/{name}": float(np.mean(values)) for name, values in own.items()},
+        "environment/turns/mean": float(turns.mean()),
+        "environment/turns/max": int(turns.max()),
+        "environment/failed": sum(outcome.failure is not None for outcome in held),
+        "environment/truncated": float(np.mean([outcome.truncated for outcome in held])),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 from megarl.environments.environment import Action, Environment, EnvironmentTask, Observation
 
@@ -29,6 +29,35 @@ class Letters(Environment):
     def _question(self) -> str:
         self._letter = self._random.choice("abc")
         return f"say {self._letter}: "
+
+
+class Faulty(Environment):
+    """Says what its row tells, and fails in the way that it names."""
+
+    begun: ClassVar[set[str]] = set()
+
+    def reset(self, task: EnvironmentTask, seed: int) -> Any:
+        self._way = task.fields.get("way")
+        if self._way == "reset":
+            raise KeyError("nothing here")
+        return {"nonsense": 7, "silent": []}.get(str(self._way), "go: ")
+
+    async def step(self, action: Action) -> Any:
+        match self._way:
+            case "step":
+                raise RuntimeError("no way")
+            case "once" if self._way not in self.begun:
+                self.begun.add("once")
+                raise RuntimeError("the first time")
+            case "hangs":
+                await asyncio.sleep(60)
+            case "nan":
+                return Observation(reward=float("nan"), done=True)
+            case "pending":
+                return None
+            case _:
+                await asyncio.sleep(0.05)
+        return Observation(reward=1.0, done=True, metrics={"length": len(action.content)})
 
 
 class Chat(Environment):

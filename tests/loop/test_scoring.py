@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from megarl.algos.reward_shaping import ScoreScale
 from megarl.cluster.calls import Task
 from megarl.config.schema import Algo, Reward, RewardFunction, Scores
 from megarl.experience.records import TokenRewardScale
-from megarl.loop.sampler import sample_metrics
+from megarl.loop.sampler import conversation_metrics, sample_metrics
 from megarl.loop.scoring import (
     Branches,
     ScoredBatch,
@@ -29,7 +30,7 @@ from megarl.loop.scoring import (
     unscored_metrics,
 )
 from megarl.megatron.worker import MegatronWorker
-from megarl.types import SampleInfo
+from megarl.types import ConversationOutcome, SampleInfo
 from tests.config.debug import debug
 
 NONE = math.nan
@@ -321,3 +322,24 @@ def test_branches_count_as_one_sample() -> None:
     keep = sample_filter(reward_weights(Reward()), Algo.model_validate({"filter": "nonzero_std"}))
     of_equal = np.float32([1, 1, 3, 5])
     assert keep({"reward_model": of_equal[of]}, branched).tolist() == [False] * 3 + [True] * 4
+
+
+def test_conversations_report_their_turns_failures_and_the_metrics_of_their_environment() -> None:
+    assert conversation_metrics([sample("a", 0, 0, 0)]) == {}
+    outcomes = [
+        ConversationOutcome(turns=1, truncated=True, failure=None, metrics={"calls": 1.0}),
+        ConversationOutcome(turns=4, truncated=False, failure=None, metrics={"calls": 4.0, "won": 1.0}),
+        ConversationOutcome(turns=1, truncated=False, failure="it hangs", metrics={}),
+    ]
+    samples = [replace(sample("a", row, 0, row), outcome=outcome) for row, outcome in enumerate(outcomes)]
+    samples.append(replace(samples[1], sample_id=f"{samples[1].sample_id}#1"))  # a branch
+    expected = {
+        "environment/calls": 2.5,
+        "environment/won": 1,
+        "environment/turns/mean": 2,
+        "environment/turns/max": 4,
+        "environment/failed": 1,
+        "environment/truncated": 1 / 3,
+    }
+    assert conversation_metrics(samples) == pytest.approx(expected)
+    assert "response_length/clip_ratio" not in sample_metrics(samples, 8)

@@ -1,0 +1,192 @@
+"""Conversations in a process, without Ray: a fake engine samples the turns, environments run in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config.schema import EnvironmentSettings
+from megarl.environments import environment_process
+from megarl.environments.builtin import load_environment
+from megarl.environments.chat_session import TurnLimits
+from megarl.environments.environment_child import EnvironmentHost
+from megarl.environments.environment_process import EnvironmentProcess
+from megarl.errors import RunError
+from megarl.types import ConversationOutcome, Prompt, Ragged, RolloutChunk, SampleInfo, SampleRequest, WorkItem
+
+LIMITS = TurnLimits(context=64, turn=8, turns=4)
+ANSWER = "abc"
+
+
+class Characters:
+    """A tokenizer whose ids are the codes of characters."""
+
+    end_token_id, has_chat_template = 0, False
+
+    def encode(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+    continuation = encode
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        return "".join(map(chr, ids))
+
+
+class ThreadChild:
+    """Answers like the child process, in a thread of this one; an environment that exits closes the connection."""
+
+    def __init__(self, module: str, settings: EnvironmentSettings, name: str) -> None:
+        self._make = load_environment(settings)
+        self._connection: Connection[Any, Any] | None = None
+        self.started = 0
+
+    def start(self) -> Connection[Any, Any]:
+        if self._connection is None:
+            self._connection, theirs = Pipe()
+            self.started += 1
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, daemon=True).start()
+            threading.Thread(target=self._serve, args=(theirs, loop), daemon=True).start()
+        return self._connection
+
+    def _serve(self, connection: Connection[Any, Any], loop: asyncio.AbstractEventLoop) -> None:
+        host = EnvironmentHost(self._make, connection)
+        while True:
+            try:
+                call = connection.recv()
+            except (EOFError, OSError):
+                return
+            if call.method == "reset" and call.args[0].fields.get("way") == "exits":
+                connection.close()
+                return
+            asyncio.run_coroutine_threadsafe(host.answer(call), loop)
+
+    def close(self) -> str:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+        return "SIGKILL"
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> list[ThreadChild]:
+    """The children that are made."""
+    made: list[ThreadChild] = []
+
+    def make(*args: Any) -> ThreadChild:
+        made.append(ThreadChild(*args))
+        return made[-1]
+
+    monkeypatch.setattr(environment_process, "ChildProcess", make)
+    monkeypatch.setattr(environment_process, "load_tokenizer", lambda _: Characters())
+    return made
+
+
+def converse(ways: Sequence[str | None], **settings: Any) -> tuple[RolloutChunk, list[SampleInfo]]:
+    """Holds a conversation per way to fail, in which every turn is `ANSWER` and the end token."""
+    turn = [*map(ord, ANSWER), 0]
+    named = EnvironmentSettings(name="tests.environments.worlds:Faulty", **settings)
+    process = EnvironmentProcess(named, "", {}, LIMITS)
+    process.start()
+    fields: list[Mapping[str, Any]] = [{"way": way} for way in ways]
+    requests = tuple(
+        SampleRequest(sample_id=f"1/{row}/0", prompt=Prompt(prompt_id=str(row), token_ids=(), fields=own), seed=row)
+        for row, own in enumerate(fields)
+    )
+    try:
+        held = process.generate(WorkItem(chunk=0, requests=requests))
+        while not held.done():
+            for asked in process.next_turns().result(timeout=30):
+                chunk = RolloutChunk(
+                    sample_ids=(asked.request.sample_id,),
+                    prompt_ids=Ragged.from_rows([asked.request.prompt.token_ids], np.int32),
+                    response_ids=Ragged.from_rows([turn], np.int32),
+                    rollout_logprobs=Ragged.from_rows([np.zeros(len(turn))], np.float32),
+                    finished=np.array([True]),
+                    versions=((),),
+                )
+                process.answer(asked.number, {0: chunk})
+        chunks, infos = held.result()
+    finally:
+        process.close()
+    return chunks[0], infos
+
+
+def outcomes(infos: Sequence[SampleInfo]) -> list[ConversationOutcome]:
+    found = [info.outcome for info in infos if info.outcome is not None]
+    assert len(found) == len(infos)
+    return found
+
+
+@pytest.mark.usefixtures("children")
+def test_failures_have_reasons_and_no_score_and_disturb_nobody() -> None:
+    ways = [None, "reset", "step", "once", "nan", "pending", "nonsense", "silent", None]
+    chunk, infos = converse(ways)
+    good = [way in (None, "once") for way in ways]
+    assert np.isfinite([info.reward for info in infos]).tolist() == good
+    reasons = [outcome.failure for outcome in outcomes(infos)]
+    assert [reason is None for reason in reasons] == good
+    for way, end in {
+        "reset": "KeyError: 'nothing here'",
+        "step": "RuntimeError: no way",
+        "nan": "step returned reward = nan: it must be finite",
+        "pending": "step returned None: it must return an Observation",
+        "nonsense": "reset returned 7: it must return an Observation, messages or a text",
+        "silent": "a turn follows messages or a text",
+    }.items():
+        reason = reasons[ways.index(way)]
+        assert reason is not None
+        assert reason.strip().endswith(end)
+    assert outcomes(infos)[0] == ConversationOutcome(turns=1, truncated=False, failure=None, metrics={"length": 3})
+    assert chunk.rewards is not None
+    assert chunk.rewards[0] == 1
+
+
+def test_a_hang_costs_others_nothing(children: list[ThreadChild]) -> None:
+    _, infos = converse([None, "hangs", None], time_limit=0.1)
+    assert [info.reward for info in infos][::2] == [1, 1]
+    assert outcomes(infos)[1].failure == "step took longer than environment.time_limit = 0.1 s"
+    assert children[0].started <= 3
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_crash_is_tried_again_in_a_new_process(children: list[ThreadChild], retries: int) -> None:
+    _, infos = converse(["exits"], retries=retries)
+    assert outcomes(infos)[0].failure == "its process ended with SIGKILL"
+    assert children[0].started == 1 + retries
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("name", "args", "rule"),
+    [
+        ("tests.environments.nowhere:Letters", {}, "No module named"),
+        ("tests.environments.worlds:Letters", {"size": 3}, "unexpected keyword argument 'size'"),
+    ],
+)
+def test_a_class_that_cannot_be_made_is_an_error_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, name: str, args: dict[str, Any], rule: str
+) -> None:
+    monkeypatch.setattr(environment_process, "load_tokenizer", lambda _: Characters())
+    process = EnvironmentProcess(EnvironmentSettings(name=name, args=args), "", {}, LIMITS)
+    with pytest.raises(RunError, match=rule):
+        process.start()
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("tests.environments.worlds:Nothing", "a class of the module that is derived from"),
+        ("tool", "one of guess_number, reasoning_gym, tools, user_turns"),
+    ],
+)
+def test_a_name_that_is_no_class_is_refused(name: str, rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        load_environment(EnvironmentSettings(name=name))
