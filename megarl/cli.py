@@ -200,10 +200,10 @@ def plan(
         sets = check(config, bare=True)
         config = with_steps(config, sets)
         resume = describe_run(config)
-        call_functions(config, sets)
+        first_prompt = call_functions(config, sets)
         check_memory(config)
         measured = None if rates is None else _read_rates(rates, config)
-    print_plan(config, sets, resume)
+    print_plan(config, sets, resume, first_prompt=first_prompt)
     print_memory(config)
     if measured is not None:
         from megarl.plan.division import print_divisions

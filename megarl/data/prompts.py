@@ -56,6 +56,11 @@ def random_prompts(*, count: int, min_tokens: int, max_tokens: int, vocab_size: 
     return prompts
 
 
+def task_prompts(count: int) -> list[Prompt]:
+    """Returns rows for environments that make tasks of their own: each has its `index`, from 0, and no prompt."""
+    return [Prompt(prompt_id=f"task-{index}", token_ids=(), fields={"index": index}) for index in range(count)]
+
+
 def sample_requests(
     prompts: Sequence[Prompt], samples_per_prompt: int, *, seed: int, step: int, temperature: float | None = None
 ) -> list[SampleRequest]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -28,15 +28,26 @@ _SHOWN = 300
 _FAULTS = {"too_long": "too long", "empty": "empty", "equal": "with equal responses"}
 
 
-def print_plan(config: RunConfig, sets: Sets, resume: str | None = None, console: Console | None = None) -> None:
-    """Prints the placement of the roles, and the plan's lines; ``resume`` says where the run in run.dir continues."""
+def print_plan(
+    config: RunConfig,
+    sets: Sets,
+    resume: str | None = None,
+    console: Console | None = None,
+    first_prompt: Sequence[int] = (),
+) -> None:
+    """Prints the placement of the roles, and the plan's lines.
+
+    Args:
+        resume: where the run in run.dir continues.
+        first_prompt: of the environment; else it is the first row's.
+    """
     out = console or Console(highlight=False)
     table = Table("role", "group", "devices", "TP", "PP", "VPP", "DP", "EP", "SP", "tokens/micro-batch", box=None)
     for row in _placement_rows(config):
         table.add_row(*row)
     out.print(table)
     resumes = [] if resume is None else [("resume", resume)]
-    for key, text in (*plan_lines(config, sets), *resumes):
+    for key, text in (*plan_lines(config, sets, first_prompt), *resumes):
         out.print(f"{key:{_KEY_WIDTH}}{text}", soft_wrap=True, markup=False)
 
 
@@ -53,7 +64,7 @@ def _placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:
         yield ("rollout", "", rollout.devices, str(rollout.tp), "", "", str(rollout.engines), "", "", "")
 
 
-def plan_lines(config: RunConfig, sets: Sets) -> Iterator[tuple[str, str]]:
+def plan_lines(config: RunConfig, sets: Sets, first_prompt: Sequence[int] = ()) -> Iterator[tuple[str, str]]:
     """Yields the work of a run as (key, text)."""
     rows = _row_texts(sets)
     yield "devices", _devices(with_threads(config, resumed_config(config)).cluster)
@@ -68,7 +79,11 @@ def plan_lines(config: RunConfig, sets: Sets) -> Iterator[tuple[str, str]]:
         yield from _supervised(config, rows, len(sets.rows["data.train"]))
     elif isinstance(config, EvalConfig):
         yield from _evaluation(config, rows)
-    if (first := _first_prompt(sets)) is not None:
+    if isinstance(config, PPOConfig | RAFTConfig | EvalConfig) and config.environment is not None:
+        environment = config.environment
+        turns = f"up to {counted(environment.max_turns, 'turn')} of up to {config.rollout.max_new_tokens} tokens"
+        yield "environment", f"{environment.name}, {turns}, {config.rollout.max_model_len} in all"
+    if (first := _first_prompt(sets, first_prompt)) is not None:
         yield "first prompt", first
     if not isinstance(config, TrainingConfig):
         yield "run", f"seed {config.run.seed}, into {config.run.dir}"
@@ -109,13 +124,13 @@ def _devices(cluster: Cluster) -> str:
     return f"{counted(cluster.devices_per_node, kind)}{of_cpu}{nodes}{unseen}"
 
 
-def _first_prompt(sets: Sets) -> str | None:
+def _first_prompt(sets: Sets, given: Sequence[int]) -> str | None:
     """Returns the first prompt as the model sees it, in quotes, with its special tokens; None without a tokenizer."""
     rows = next((rows for rows in sets.rows.values() if rows), None)
     if sets.tokenizer is None or not rows:
         return None
     row: Any = rows[0]
-    ids = row.token_ids if hasattr(row, "token_ids") else row.prompt_ids.tolist()
+    ids = given or (row.token_ids if hasattr(row, "token_ids") else row.prompt_ids.tolist())
     text = sets.tokenizer.decode(ids, special=True)
     middle = f" ... {len(text) - 2 * _SHOWN} characters ... "
     cut = text if len(text) <= 3 * _SHOWN else f"{text[:_SHOWN]}{middle}{text[-_SHOWN:]}"
@@ -141,7 +156,8 @@ def _row_text(used: int, faults: Counter[str]) -> str:
 def _rollouts(config: PPOConfig | RAFTConfig, rows: Mapping[str, str], count: int) -> Iterator[tuple[str, str]]:
     data = config.data
     samples = counted(data.prompts_per_step * data.samples_per_prompt, "sample")
-    source = f"{count} random ones" if data.prompts is None else f"{data.prompts.path}: {rows['data.prompts']}"
+    made = f"{count} {'random ones' if data.tasks is None else 'tasks of the environment'}"
+    source = made if data.prompts is None else f"{data.prompts.path}: {rows['data.prompts']}"
     least = "at least " if isinstance(config, PPOConfig) and config.algo.filter is not None else ""
     yield "prompts", f"{source}; {least}{_epochs(config.steps, data.prompts_per_step, count)}"
     yield "step", f"{counted(data.prompts_per_step, 'prompt')} x {data.samples_per_prompt} = {samples}"
@@ -164,6 +180,8 @@ def _sources(config: PPOConfig | RAFTConfig) -> Iterator[str]:
     if config.has_role("reward"):
         dense = f" after every token ({reward.dense})" if reward.dense else ""
         yield f"{reward.weight:g} x {reward.path or 'a random reward model'}{dense}"
+    if config.environment is not None:
+        yield f"{config.environment.weight:g} x environment"
     for function in reward.functions:
         yield f"{function.weight:g} x {function.name}"
 
@@ -294,6 +312,7 @@ def _evaluation(config: EvalConfig, rows: Mapping[str, str]) -> Iterator[tuple[s
     yield "lengths", _lengths(config.rollout)
     model = [config.reward.path or "a random reward model"] if config.has_role("reward") else []
     passes = f"; pass@k for k in {list(evaluation.pass_at)}" if evaluation.pass_at else ""
+    model += ["environment"] if config.environment is not None else []
     yield "scores", ", ".join([*model, *(function.name for function in evaluation.functions)]) + passes
 
 

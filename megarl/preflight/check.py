@@ -100,7 +100,8 @@ def _tokenizer(
         return tokenizer
     stop = () if isinstance(config, SFTConfig) or config.rollout is None else config.rollout.stop
     kwargs = (f"{section}.chat_template_kwargs", bool(rows.chat_template_kwargs))
-    for name, needed in (("rollout.stop", bool(stop)), (f"{section}.chat_template", rows.chat_template), kwargs):
+    talks = ("environment", isinstance(config, PPOConfig | RAFTConfig | EvalConfig) and config.environment is not None)
+    for name, needed in (("rollout.stop", bool(stop)), (f"{section}.chat_template", rows.chat_template), kwargs, talks):
         if needed:
             raise ValueError(f"{name} needs a tokenizer, and the model's directory has none")
     return None

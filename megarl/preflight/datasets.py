@@ -12,7 +12,7 @@ from megarl.config.schema import Fault, PairData, SourceFields, TextData
 from megarl.data.demonstrations import Demonstration, load_demonstrations
 from megarl.data.encoding import Encoder
 from megarl.data.preferences import Preference, load_candidates, load_pairs
-from megarl.data.prompts import load_prompts, random_prompts
+from megarl.data.prompts import load_prompts, random_prompts, task_prompts
 from megarl.data.sources import LeftOut, LeftOutRows, Rows
 from megarl.data.tokenizer import Tokenizer
 from megarl.types import Prompt
@@ -172,6 +172,8 @@ def _prompt_sets(config: PPOConfig | RAFTConfig | EvalConfig, reader: DataReader
         train = reader.read(load, "data.prompts", data.prompts, room, at_least=needed)
     elif data is not None and data.random is not None and data.random.min_tokens <= data.random.max_tokens:
         train = random_prompts(**data.random.model_dump(), vocab_size=reader.vocab_size)
+    elif data is not None and data.tasks is not None:
+        train = task_prompts(data.tasks)
     held_out: list[Prompt] = []
     if config.evaluation is not None:
         held_out = reader.read(load, "evaluation.prompts", config.evaluation.prompts, room)

@@ -1,7 +1,8 @@
-"""Calls every reward function before a run starts, on rows of its data."""
+"""Calls every reward function, and the environment, before a run starts, on rows of its data."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator, Sequence
 
@@ -10,6 +11,8 @@ import numpy as np
 from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RunConfig
 from megarl.config.schema import Reward, RewardFunction
 from megarl.data.tokenizer import Tokenizer
+from megarl.environments.environment_process import EnvironmentChild, FailedEnvironmentError, task_of
+from megarl.environments.family_renderer import find_renderer
 from megarl.errors import RunError
 from megarl.preflight.datasets import PromptSets, Sets
 from megarl.preflight.user_functions import adapter_fix
@@ -21,16 +24,26 @@ _LINES = 4
 """Of a traceback: its last ones are shown."""
 
 
-def call_functions(config: RunConfig, sets: Sets) -> None:
+def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
     """Calls every function of the run on a prompt of its data, and on two others if it fails; its score is not used.
 
     The response is the prompt itself, and for the second prompt a text of its row. A call has `reward.time_limit`.
+    An environment begins a conversation; returns the ids of its first prompt, none without an environment.
 
     Raises:
-        ConfigError: a function failed on all of them.
+        ConfigError: a function failed on all of them, or the environment failed.
     """
     if not isinstance(config, PPOConfig | RAFTConfig | EvalConfig) or not isinstance(sets, PromptSets):
-        return
+        return ()
+    first: Sequence[int] = ()
+    if config.environment is not None:
+        try:
+            first = asyncio.run(_first_prompt(config, sets))
+        except (FailedEnvironmentError, RunError, ValueError) as error:
+            reason = "\n".join(str(error).splitlines()[-_LINES:])
+            rule = f"begins a conversation on a row of the data; it failed:\n{reason}"
+            fix = "correct it; docs/environments.md describes environments"
+            raise ConfigError([Problem("environment.name", config.environment.name, rule, fix)]) from error
     named = [("reward.functions", config.reward.functions, sets.train)]
     if config.evaluation is not None:
         named.append(("evaluation.functions", config.evaluation.functions, sets.held_out))
@@ -41,6 +54,29 @@ def call_functions(config: RunConfig, sets: Sets) -> None:
     ]
     if problems:
         raise ConfigError(problems)
+    return first
+
+
+async def _first_prompt(config: PPOConfig | RAFTConfig | EvalConfig, sets: PromptSets) -> Sequence[int]:
+    """Resets the environment on the first row, in a child process; returns the ids of the prompt."""
+    assert config.environment is not None
+    assert sets.tokenizer is not None
+    child, data = (
+        EnvironmentChild(config.environment),
+        config.evaluation if isinstance(config, EvalConfig) else config.data,
+    )
+    try:
+        child.start()
+        reply = await child.call(0, "reset", task_of((sets.train or sets.held_out)[0], sets.tokenizer), config.run.seed)
+        history = config.environment.history
+        renderer = find_renderer(sets.tokenizer, data.chat_template_kwargs, history=history)
+        ids = renderer.begin(reply.observation.messages, reply.tools)
+    finally:
+        child.close()
+    if len(ids) >= config.rollout.max_model_len:
+        room = f"no room for a turn within rollout.max_model_len = {config.rollout.max_model_len}"
+        raise ValueError(f"its first prompt of {len(ids)} tokens leaves {room}")
+    return ids
 
 
 def _problems(

@@ -271,6 +271,7 @@ ALGORITHMS: Cases = {
     ],
     scoring_rules.scores_have_a_source: [
         (without("train", ["reward"]), "reward", "reward.functions has a function"),
+        ([*without("train", ["reward"]), "environment.name=tools"], "reward", "other than tools and user_turns"),
         (["reward={weight: 0.0, functions: [{name: length, weight: 0}]}"], "reward", "nothing could be learnt"),
     ],
     scoring_rules.reward_settings_have_their_model: [
@@ -310,6 +311,13 @@ ALGORITHMS: Cases = {
     ],
     scoring_rules.rewards_of_turns_stay: [
         (["environment.name=a.b:C", "reward.shuffle=true"], "reward.shuffle", "places the rewards of turns"),
+    ],
+    scoring_rules.environments_end_in_time: [
+        (["environment.name=tools"], "environment", "needs a tokenizer"),
+        (["environment={name: tools, time_limit: 4000}"], "environment.time_limit", "cluster.time_limits.rollout = "),
+    ],
+    scoring_rules.conversations_are_scored_whole: [
+        (["environment.name=tools", "algo.scores.truncate_at.token=1"], "algo.scores.truncate_at", "whole conversation")
     ],
     scoring_rules.scores_end_within_responses: [
         (["algo.scores.truncate_at.token=96"], "algo.scores.truncate_at.token", "below 96"),

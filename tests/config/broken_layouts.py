@@ -200,12 +200,19 @@ LAYOUTS: Cases = {
     data_rules.one_prompt_source: [
         (["data.random=null"], "data", "exactly one"),
         (["data.prompts=a/b"], "data", "exactly one"),
+        (["data.tasks=8"], "data", "exactly one"),
+        (["data.random=null", "data.tasks=7"], "data.tasks", "prompts_per_step = 8"),
         (["data.random.min_tokens=17"], "data.random.min_tokens", "max_tokens = 16"),
         (["data.random.count=7"], "data.random.count", "prompts_per_step = 8"),
+    ],
+    data_rules.tasks_have_an_environment: [
+        (["data.random=null", "data.tasks=8"], "data.tasks", "no effect without an environment"),
+        (["environment.name=tools"], "data.random", "null with an environment"),
     ],
     data_rules.random_prompts_are_ids: [
         (["data.chat_template=true"], "data.chat_template", "no effect with data.random"),
         (["data.too_long=drop"], "data.too_long", "no effect with data.random"),
+        (["data.random=null", "data.tasks=8", "data.too_long=drop"], "data.too_long", "no effect with data.tasks"),
         ([PTX, "data.chat_template=true"], "data.chat_template", "no effect with data.random"),
     ],
     training_rules.mini_batches_are_equal: [(["algo.mini_batches=3"], "algo.mini_batches", "= 16")],

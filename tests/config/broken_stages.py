@@ -111,6 +111,9 @@ RAFT: Cases = {
         (["scores.truncate_at.token=96"], "scores.truncate_at.token", "below 96"),
         (["reward.dense=scores", "groups.train.roles.reward={}"], "reward.dense", "no rewards of tokens"),
     ],
+    scoring_rules.conversations_are_selected_whole: [
+        (["environment.name=tools", "scores.truncate_at.token=1"], "scores.truncate_at", "whole conversation")
+    ],
     scoring_rules.scores_have_a_source: [
         (["groups.train.roles.reward=null"], "reward", "reward.functions has a function")
     ],
@@ -159,7 +162,8 @@ EVAL: Cases = {
         )
     ],
     scoring_rules.evaluations_report_something: [
-        (["evaluation.functions=[]"], "evaluation.functions", "the role reward")
+        (["evaluation.functions=[]"], "evaluation.functions", "the role reward"),
+        (["evaluation.functions=[]", "environment.name=tools"], "evaluation.functions", "the role reward"),
     ],
     scoring_rules.evaluations_sample: [
         (["evaluation.pass_at=[1, 8]"], "evaluation.pass_at", "at most evaluation.samples_per_prompt = 4")
@@ -168,6 +172,7 @@ EVAL: Cases = {
     scoring_rules.evaluations_have_no_weights: [
         (["reward.functions=[{name: regex}]"], "reward.functions", "no effect in stage eval"),
         (["reward.shuffle=true"], "reward.shuffle", "no effect in stage eval"),
+        (["environment={name: tools, weight: 2}"], "environment.weight", "no effect in stage eval"),
     ],
     data_rules.chat_templates_have_a_tokenizer: [
         (["evaluation.chat_template=true"], "evaluation.chat_template", "needs a tokenizer")

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from examples.sort_letters.checkpoint import tokenizer
 from megarl.config import ConfigError, RunConfig, load
+from megarl.data.prompts import task_prompts
+from megarl.data.sources import LeftOutRows
+from megarl.data.tokenizer import Tokenizer
 from megarl.preflight.check import check
+from megarl.preflight.datasets import PromptSets
 from megarl.preflight.trial_calls import call_functions
 
 pytestmark = pytest.mark.process
@@ -60,3 +65,33 @@ def test_a_function_may_fail_on_some_rows() -> None:
     functions = [{"name": "tests.rewards.functions:raises_once_in_a_while", "args": {"every": 4}}]
     made = load(GRPO, [f"reward.functions={json.dumps(functions)}"])
     call_functions(made, check(made))
+
+
+def begun(environment: str, *overrides: str) -> Sequence[int]:
+    """The first prompt of an environment, whose tasks have no rows in a file."""
+    given = ["data.prompts=null", "data.tasks=4", "evaluation=null", "model.tokenizer=x", "reward.functions=[]"]
+    made = load(GRPO, [*given, f'environment.name="{environment}"', *overrides])
+    tokens = Tokenizer(tokenizer(), "characters")
+    sets = PromptSets(train=task_prompts(4), held_out=[], tokenizer=tokens, left_out=LeftOutRows(), texts=[])
+    return call_functions(made, sets)
+
+
+def test_an_environment_begins_a_conversation() -> None:
+    assert tokenizer().decode(begun("guess_number")) == "<bos>Guess a number from 1 to 20.<unk>"
+
+
+@pytest.mark.parametrize(
+    ("environment", "overrides", "rule"),
+    [
+        ("tests.environments.worlds:Nobody", (), "a class of the module that is derived from"),
+        ("tests.environments.worlds:Letters", ("environment.args={turns: 3, size: 2}",), "unexpected keyword argument"),
+        ("guess_number", ("rollout.max_model_len=30", "rollout.max_new_tokens=16"), "leaves no room for a turn"),
+        ("user_turns", ("reward.functions=[{name: length}]",), "the row has no column 'user_turns'; it has: index"),
+    ],
+)
+def test_an_environment_that_cannot_begin_is_refused(environment: str, overrides: Sequence[str], rule: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        begun(environment, *overrides)
+    (problem,) = caught.value.problems
+    assert problem.field == "environment.name"
+    assert rule in problem.rule

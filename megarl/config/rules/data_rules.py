@@ -10,6 +10,7 @@ from megarl.config.problems import Problem, correct_path, ineffective_settings
 from megarl.config.rules.placement_rules import roles_of
 from megarl.config.schema import (
     PTX,
+    EnvironmentSettings,
     Evaluation,
     Groups,
     HeldOut,
@@ -79,11 +80,16 @@ def chat_templates_have_a_tokenizer(
 
 
 def one_prompt_source(data: PromptData) -> Iterator[Problem]:
-    """Prompts are rows or random; random ones have rising lengths, and fill a step."""
-    if (data.prompts is None) == (data.random is None):
-        given = "neither" if data.prompts is None else "both"
-        fix = "give data.prompts, or data.random, and set the other to null"
-        yield Problem("data", given, "exactly one of prompts and random is given", fix)
+    """Prompts are rows, random, or tasks; random ones have rising lengths; all of them fill a step."""
+    sources = {"prompts": data.prompts, "random": data.random, "tasks": data.tasks}
+    given = [name for name, source in sources.items() if source is not None]
+    if len(given) != 1:
+        rule = "exactly one of prompts, random and tasks is given"
+        fix = "give data.prompts, data.random or data.tasks, and set the others to null"
+        yield Problem("data", " and ".join(given) or "none", rule, fix)
+    if data.tasks is not None and data.tasks < data.prompts_per_step:
+        rule = f"at least data.prompts_per_step = {data.prompts_per_step}"
+        yield Problem("data.tasks", str(data.tasks), rule, "raise it, or lower data.prompts_per_step")
     if data.random is None:
         return
     if data.random.min_tokens > data.random.max_tokens:
@@ -96,11 +102,21 @@ def one_prompt_source(data: PromptData) -> Iterator[Problem]:
         yield Problem("data.random.count", value, rule, fix)
 
 
+def tasks_have_an_environment(data: PromptData, environment: EnvironmentSettings | None) -> Iterator[Problem]:
+    """The environment makes tasks, and cannot read random prompts."""
+    if environment is None:
+        where = "without an environment, which would make them"
+        yield from ineffective_settings("data", data, ("tasks",), where, "or give environment")
+    elif data.random is not None:
+        fix = "give data.prompts, or data.tasks of which the environment makes prompts"
+        yield Problem("data.random", "given", "null with an environment, which reads text", fix)
+
+
 def random_prompts_are_ids(data: PromptData, evaluation: Evaluation | None, ptx: PTX | None) -> Iterator[Problem]:
-    """Random prompts are neither text nor too long; the settings may still be for other rows."""
-    if data.random is not None and evaluation is None:
+    """Random prompts and tasks are neither text nor too long; the settings may still be for other rows."""
+    if data.prompts is None and evaluation is None:
         names = ("chat_template",) if ptx is not None else ("chat_template", "too_long")
-        where = "with data.random, and no rows that are read"
+        where = f"with data.{'tasks' if data.random is None else 'random'}, and no rows that are read"
         yield from ineffective_settings("data", data, names, where, "or give data.prompts")
 
 

@@ -20,13 +20,20 @@ from megarl.config.schema import (
     Scores,
 )
 
+_WITHOUT_REWARD = ("tools", "user_turns")
+"""Built-in environments whose reward is always 0: something else scores their conversations."""
 
-def evaluations_have_no_weights(stage: str, reward: Reward) -> Iterator[Problem]:
+
+def evaluations_have_no_weights(
+    stage: str, reward: Reward, environment: EnvironmentSettings | None
+) -> Iterator[Problem]:
     """An evaluation reports each source of scores by itself."""
     if stage == "eval":
         names, where = ("weight", "functions", "dense", "shuffle"), "in stage eval, which reports each source by itself"
         otherwise = "or name functions in evaluation.functions"
         yield from ineffective_settings("reward", reward, names, where, otherwise)
+        if environment is not None:
+            yield from ineffective_settings("environment", environment, ("weight",), where, "or use ppo")
 
 
 def scores_have_a_source(
@@ -38,10 +45,11 @@ def scores_have_a_source(
     weights = [function.weight for function in reward.functions]
     if placed(groups, "reward"):
         weights.append(reward.weight)
-    if environment is not None:
+    if environment is not None and environment.name not in _WITHOUT_REWARD:
         weights.append(environment.weight)
     if not weights:
-        rule = "a group has the role reward, reward.functions has a function, or there is an environment"
+        others = "an environment other than " + " and ".join(_WITHOUT_REWARD)
+        rule = f"a group has the role reward, reward.functions has a function, or there is {others}"
         fix = "add reward to the roles of a group, or give reward.functions"
         yield Problem("reward", "nothing scores", rule, fix)
     elif not any(weights):
@@ -81,6 +89,36 @@ def calls_end_in_time(cluster: Cluster, reward: Reward, evaluation: Evaluation |
         rule = f"at most {most:g}, nine tenths of cluster.time_limits.scoring, which all calls of a step have together"
         fix = "lower it, or raise cluster.time_limits.scoring"
         yield Problem("reward.time_limit", f"{reward.time_limit:g}", rule, fix)
+
+
+def environments_end_in_time(
+    cluster: Cluster, model: Model, environment: EnvironmentSettings | None
+) -> Iterator[Problem]:
+    """An environment talks in text; one of its calls may take at most as long as the generation of a step."""
+    if environment is None:
+        return
+    if model.tokenizer is None and model.path is None:
+        yield Problem("environment", environment.name, "needs a tokenizer", "set model.tokenizer")
+    most = cluster.time_limits.rollout
+    if environment.time_limit > most:
+        rule, fix = f"at most cluster.time_limits.rollout = {most:g}", "lower it, or raise cluster.time_limits.rollout"
+        yield Problem("environment.time_limit", f"{environment.time_limit:g}", rule, fix)
+
+
+def conversations_are_scored_whole(algo: Algo, environment: EnvironmentSettings | None) -> Iterator[Problem]:
+    """PPO's scores end at no token of a conversation."""
+    yield from _whole("algo.scores", algo.scores, environment)
+
+
+def conversations_are_selected_whole(scores: Scores, environment: EnvironmentSettings | None) -> Iterator[Problem]:
+    """RAFT's scores end at no token of a conversation."""
+    yield from _whole("scores", scores, environment)
+
+
+def _whole(field: str, scores: Scores, environment: EnvironmentSettings | None) -> Iterator[Problem]:
+    if environment is not None and scores.truncate_at is not None:
+        rule = "null with an environment, whose reward is that of the whole conversation"
+        yield Problem(f"{field}.truncate_at", "given", rule, "remove it")
 
 
 def shaped_scores_are_compared(algo: Algo) -> Iterator[Problem]:
@@ -158,7 +196,7 @@ def evaluations_report_something(
     groups: Groups, evaluation: Evaluation | None, environment: EnvironmentSettings | None
 ) -> Iterator[Problem]:
     """An evaluation has functions, a reward model or an environment."""
-    if environment is not None:
+    if environment is not None and environment.name not in _WITHOUT_REWARD:
         return
     if evaluation is not None and not evaluation.functions and not placed(groups, "reward"):
         otherwise = "place the role reward" if isinstance(evaluation, HeldOut) else "remove evaluation"

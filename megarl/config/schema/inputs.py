@@ -116,7 +116,10 @@ class PromptData(Section):
     prompts: Source | None = None
     """Rows with a prompt each: text, a chat, or token ids; see docs/data.md."""
     random: RandomPrompts | None = None
-    """Random prompts; exactly one of prompts and random is given."""
+    """Random prompts."""
+    tasks: Count | None = None
+    """Number of tasks that the environment makes: rows with an index, from 0, and nothing else. Exactly one of prompts,
+    random and tasks is given."""
     chat_template: bool = False
     """Put text prompts into the tokenizer's chat template, as a user's message; chats always are."""
     chat_template_kwargs: Mapping[str, Any] = {}
