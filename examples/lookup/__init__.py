@@ -1,0 +1,1 @@
+"""A task of several turns that needs a tool: docs/environments.md."""
