@@ -15,6 +15,7 @@ from megarl.cluster.workers import WorkerGroup
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.environments.chat_session import TurnLimits
 from megarl.environments.environment_process import EnvironmentProcess, TurnRequest
+from megarl.environments.gateway_request import GatewayPlace, Sampling
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.requests import stop_token_ids
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
@@ -40,13 +41,17 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
         settings, rollout = config.environment, config.rollout
         data = config.evaluation if isinstance(config, EvalConfig) else config.data
         limits = TurnLimits(context=rollout.max_model_len, turn=rollout.max_new_tokens, turns=settings.max_turns)
+        self._gateway = settings.name == "gateway"
         tokenizer, arguments = config.model.tokenizer_directory(model_dir), data.chat_template_kwargs
         devices, count = len(session.placement.slots), settings.processes
         ends = (*stop_token_ids(model_dir), *rollout.stop_token_ids)
         args = (settings, tokenizer, arguments, limits, ends)
+        places = [_gateway_place(config, index) if self._gateway else None for index in range(count)]
         processes = [
-            session.launch_stepping_at(f"environments {index}", index * devices // count, EnvironmentProcess, *args)
-            for index in range(count)
+            session.launch_stepping_at(
+                f"environments {index}", index * devices // count, EnvironmentProcess, *args, place
+            )
+            for index, place in enumerate(places)
         ]
         super().__init__(session, "environments", processes)
         self._engines = engines
@@ -55,8 +60,11 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
         self._reported: set[str] = set()  # kinds of failures
 
     def start(self) -> Call[None]:
-        """Starts the processes, and returns at once."""
-        return self.call(EnvironmentProcess.start)
+        """Starts the processes, and returns at once, or when the nodes of gateways have told their addresses."""
+        if not self._gateway:
+            return self.call(EnvironmentProcess.start)
+        hosts = [self._session.free_address(process).rpartition(":")[0] for process in self.processes]
+        return self.call_each(EnvironmentProcess.start, hosts)
 
     def close(self) -> Call[None]:
         """Lets every process end by itself; returns at once."""
@@ -121,6 +129,14 @@ def conversation_failures(samples: Sequence[SampleInfo]) -> dict[str, str]:
             kind = reason.strip().rpartition("\n")[2].partition(":")[0]
             failures.setdefault(kind, f"the conversation on prompt {sample.prompt_id!r} failed: {reason.strip()}")
     return failures
+
+
+def _gateway_place(config: PPOConfig | RAFTConfig | EvalConfig, index: int) -> GatewayPlace:
+    rollout = config.rollout
+    sampling = Sampling(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
+    functions = config.evaluation.functions if isinstance(config, EvalConfig) else config.reward.functions
+    rewarded = bool(functions) or any("reward" in group.roles for group in config.groups.values())
+    return GatewayPlace(file=f"{config.run.dir}/gateway-{index}.json", sampling=sampling, rewarded=rewarded)
 
 
 def launch_conversations(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,15 @@ class TurnLimits:
     turns: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class SessionTurn:
+    """A turn with what the model had read, and the log-probabilities of its tokens, nats."""
+
+    action: Action
+    prompt: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
 @dataclass(kw_only=True)
 class _Chat:
     """The messages of a branch, and its last turn."""
@@ -41,7 +51,7 @@ class _Chat:
     messages: list[Message] = field(default_factory=list[Message])
     tools: Sequence[Mapping[str, Any]] = ()
     action: Action | None = None
-    busy: bool = True
+    busy: bool = False
 
 
 class ChatSession:
@@ -55,6 +65,7 @@ class ChatSession:
         self._renderer, self._sample, self._limits = renderer, sample, limits
         self._chats: list[_Chat] = []
         self._turns = 0
+        self._last: Branch | None = None  # of the last turn
 
     async def turn(
         self,
@@ -73,67 +84,130 @@ class ChatSession:
         Raises:
             ValueError: the chat cannot be rendered.
         """
+        turn = await self.answer(messages, tools, most=most, temperature=temperature)
+        return None if turn is None else turn.action
+
+    async def answer(
+        self,
+        messages: Sequence[Message] | str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        most: int | None = None,
+        temperature: float | None = None,
+    ) -> SessionTurn | None:
+        """Like `turn`, with more about it."""
         if self._turns >= self._limits.turns:
             return None
-        chat = self._continued(messages, tools)
-        room = min(most or self._limits.turn, self._limits.turn, self._limits.context - len(chat.branch.ids))
+        chat, known = self._continued(messages, tools)
+        turn = await self._sampled(chat, most, temperature)
+        if turn is not None:
+            chat.messages = known
+        return turn
+
+    async def complete(self, prompt: Sequence[int] | str, *, most: int | None = None) -> SessionTurn | None:
+        """Samples what follows a prompt, whose ids continue a branch if they begin with all of its own."""
+        if self._turns >= self._limits.turns:
+            return None
+        ids = tuple(self._renderer.begin(prompt, ()) if isinstance(prompt, str) else prompt)
+        if not ids:
+            raise ValueError("the prompt has no token")
+        for chat in reversed(self._chats):
+            own = chat.branch.ids
+            if not chat.busy and ids[: len(own)] == own:
+                chat.branch.give(ids[len(own) :])
+                return await self._sampled(chat, most, None)
+        return await self._sampled(self._new(ids), most, None)
+
+    async def _sampled(self, chat: _Chat, most: int | None, temperature: float | None) -> SessionTurn | None:
+        prompt = chat.branch.ids
+        room = min(most or self._limits.turn, self._limits.turn, self._limits.context - len(prompt))
         if room < 1:
             self._drop_unanswered(chat)
             return None
         number, self._turns = self._turns, self._turns + 1
         request = self.conversation.request
-        sampled = await self._sample(
-            dataclasses.replace(
-                request,
-                sample_id=f"{request.sample_id}/turn-{number}",
-                prompt=Prompt(prompt_id=request.prompt.prompt_id, token_ids=chat.branch.ids),
-                seed=stable_hash(request.seed, number),
-                max_new_tokens=room,
-                temperature=request.temperature if temperature is None else temperature,
+        chat.busy = True
+        try:
+            sampled = await self._sample(
+                dataclasses.replace(
+                    request,
+                    sample_id=f"{request.sample_id}/turn-{number}",
+                    prompt=Prompt(prompt_id=request.prompt.prompt_id, token_ids=prompt),
+                    seed=stable_hash(request.seed, number),
+                    max_new_tokens=room,
+                    temperature=request.temperature if temperature is None else temperature,
+                )
             )
-        )
-        chat.action = self._renderer.read(sampled.token_ids, sampled.finished, prompt=chat.branch.ids, tools=chat.tools)
+        except asyncio.CancelledError:
+            self._drop_unanswered(chat)
+            raise
+        finally:
+            chat.busy = False
+        chat.action = self._renderer.read(sampled.token_ids, sampled.finished, prompt=prompt, tools=chat.tools)
         chat.branch.add(sampled)
-        chat.busy = False
-        return chat.action
+        self._last = chat.branch
+        return SessionTurn(action=chat.action, prompt=prompt, logprobs=tuple(sampled.logprobs.tolist()))
 
     def _drop_unanswered(self, chat: _Chat) -> None:
         chat.branch.drop_unanswered()
         if not chat.branch.turns:
-            self._chats.remove(chat)
-            self.conversation.branches.remove(chat.branch)
+            self._chats = [other for other in self._chats if other is not chat]
+            branches = [branch for branch in self.conversation.branches if branch is not chat.branch]
+            self.conversation.branches[:] = branches
 
-    def reward(self, value: float) -> None:
-        """Adds to the reward of the last turn."""
-        if self.conversation.branches and self.conversation.branch.rewards:
-            self.conversation.branch.rewards[-1] += value
+    def reward(self, value: float, *, replace: bool = False) -> None:
+        """Adds to the reward of the last turn, or replaces it."""
+        if self._last is not None:
+            rewards = self._last.rewards
+            rewards[-1] = value if replace else rewards[-1] + value
 
-    def _continued(self, messages: Sequence[Message] | str, tools: Sequence[Mapping[str, Any]]) -> _Chat:
-        """Returns the chat that the messages continue, with the ids of what follows its last turn, or a new one."""
+    def cut_off(self) -> None:
+        """Notes that a limit has ended the branch of the last turn."""
+        if self._last is not None:
+            self._last.finished = False
+
+    def _continued(
+        self, messages: Sequence[Message] | str, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[_Chat, list[Message]]:
+        """Returns the chat that the messages continue, with the ids of what follows its last turn, or a new one.
+
+        The messages come with it, those of the model as the model wrote them.
+        """
         for chat in reversed(self._chats):
             if chat.busy or chat.action is None or not chat.action.finished:
                 continue
-            known = [*chat.messages, chat.action.message]
-            prompt = chat.branch.ids[: len(chat.branch.ids) - len(chat.action.token_ids)]
             if isinstance(messages, str):
-                given = self._renderer.follow((), chat.action, messages, prompt=prompt, tools=tools)
-            elif chat.tools == tools and _same(known, messages[: len(known)]) and len(messages) > len(known):
-                new = messages[len(known) :]
-                given = self._renderer.follow(chat.messages, chat.action, new, prompt=prompt, tools=tools)
+                known, rest = [], messages
+            elif chat.tools == tools and (known := _known(chat.messages, chat.action, messages)) is not None:
+                rest = messages[len(known) :]
             else:
                 continue
+            prompt = chat.branch.ids[: len(chat.branch.ids) - len(chat.action.token_ids)]
+            given = self._renderer.follow(chat.messages, chat.action, rest, prompt=prompt, tools=tools)
             if given is not None:
                 chat.branch.give(given)
-                chat.messages, chat.busy = [] if isinstance(messages, str) else list(messages), True
-                return chat
-        prompt = tuple(self._renderer.begin(messages, tools))
-        known = [] if isinstance(messages, str) else list(messages)
-        chat = _Chat(branch=Branch(prompt=prompt), messages=known, tools=tools)
+                return chat, [] if isinstance(rest, str) else [*known, *rest]
+        chat = self._new(tuple(self._renderer.begin(messages, tools)))
+        chat.tools = tools
+        return chat, [] if isinstance(messages, str) else list(messages)
+
+    def _new(self, prompt: tuple[int, ...]) -> _Chat:
+        chat = _Chat(branch=Branch(prompt=prompt))
         self._chats.append(chat)
         self.conversation.branches.append(chat.branch)
         return chat
 
 
-def _same(known: Sequence[Message], given: Sequence[Message]) -> bool:
-    """Returns whether messages are the same to a chat template."""
-    return list(known) == list(given)
+def _known(before: Sequence[Message], action: Action, given: Sequence[Message]) -> list[Message] | None:
+    """Returns the messages of a branch up to its last turn, if those that are given continue them."""
+    known = [*before, action.message]
+    return known if len(given) > len(known) and all(map(_same_message, known, given)) else None
+
+
+def _same_message(known: Message, given: Message) -> bool:
+    """Returns whether a message is one that is known; who sends one of the model back may leave its thoughts out."""
+    if known == given:
+        return True
+    if known["role"] != "assistant" or given["role"] != "assistant" or "reasoning_content" in given:
+        return False
+    return {key: value for key, value in known.items() if key != "reasoning_content"} == given

@@ -9,6 +9,10 @@ from typing import Any
 from megarl.data.tokenizer import Message
 
 
+class FailedEnvironmentError(Exception):
+    """An environment failed; the message says how."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentTask:
     """What a conversation is about: a row of the data.

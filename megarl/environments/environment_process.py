@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,19 +21,19 @@ from megarl.data.tokenizer import Message, Tokenizer, load_tokenizer
 from megarl.environments.chat import ChatRenderer
 from megarl.environments.chat_session import ChatSession, TurnLimits
 from megarl.environments.conversation import Conversation, SampledTurn
-from megarl.environments.environment import EnvironmentTask
+from megarl.environments.environment import EnvironmentTask, FailedEnvironmentError
 from megarl.environments.environment_child import CallFailure, EnvironmentCall, Method, Reply
 from megarl.environments.family_renderer import find_renderer
+from megarl.environments.gateway_request import GatewayPlace
 from megarl.remote import remote
 from megarl.rewards.reward_worker import ChildProcess
 from megarl.types import Prompt, Ragged, RolloutChunk, SampleInfo, SampleRequest, WorkItem
 
+if TYPE_CHECKING:
+    from megarl.environments.gateway import Gateway
+
 _HEARTBEAT_S = 5.0
 """A call for turns returns after this time, also without any."""
-
-
-class FailedEnvironmentError(Exception):
-    """An environment failed; the message says how."""
 
 
 class LostEnvironmentError(FailedEnvironmentError):
@@ -147,6 +147,7 @@ class EnvironmentProcess:
         tokenizer: directory.
         template_arguments: of the chat template.
         ends: ids that end turns.
+        place: of the gateway, if the environment is one.
     """
 
     def __init__(
@@ -156,8 +157,10 @@ class EnvironmentProcess:
         template_arguments: Mapping[str, Any],
         limits: TurnLimits,
         ends: Collection[int] = (),
+        place: GatewayPlace | None = None,
     ) -> None:
-        self._settings, self._limits, self._ends = settings, limits, ends
+        self._settings, self._limits, self._ends, self._place = settings, limits, ends, place
+        self._gateway: Gateway | None = None
         self._tokenizer_directory, self._template_arguments = tokenizer, template_arguments
         self._child = EnvironmentChild(settings)
         self._loop = asyncio.new_event_loop()
@@ -171,14 +174,24 @@ class EnvironmentProcess:
         self._renderer: ChatRenderer
 
     @remote(phase="start")
-    def start(self) -> None:
-        """Loads the tokenizer and the environment; a RunError if that fails."""
+    def start(self, host: str = "127.0.0.1") -> None:
+        """Loads the tokenizer and the environment; a RunError if that fails.
+
+        Args:
+            host: at which a gateway listens.
+        """
         self._tokenizer = load_tokenizer(self._tokenizer_directory)
         self._renderer = find_renderer(
             self._tokenizer, self._template_arguments, ends=self._ends, history=self._settings.history
         )
-        self._child.start()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        if self._place is None:
+            self._child.start()
+            return
+        from megarl.environments.gateway import make_gateway
+
+        self._gateway = make_gateway(self._settings, self._place, self._tokenizer)
+        asyncio.run_coroutine_threadsafe(self._gateway.start(host), self._loop).result()
 
     def step(self) -> bool:
         """Does nothing: the event loop has a thread of its own."""
@@ -203,8 +216,10 @@ class EnvironmentProcess:
 
     @remote(phase="start")
     def close(self) -> None:
-        """Ends the child process and its children."""
+        """Ends the child process and its children, or the harnesses."""
         self._child.close()
+        if self._gateway is not None:
+            asyncio.run_coroutine_threadsafe(self._gateway.close(), self._loop).result()
 
     def _ask(self, asked: Future[list[TurnRequest]]) -> None:
         self._asked = asked
@@ -264,6 +279,9 @@ class EnvironmentProcess:
         request, number = conversation.request, next(self._numbers)
         session = ChatSession(conversation, self._renderer, partial(self._sample, request.sample_id), self._limits)
         task = task_of(request.prompt, self._tokenizer)
+        if self._gateway is not None:
+            await self._gateway.converse(session, task)
+            return
         try:
             reply = await self._child.call(number, "reset", task, request.seed)
             await self._turns_of(session, number, reply)

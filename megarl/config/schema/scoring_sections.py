@@ -83,7 +83,8 @@ class EnvironmentSettings(Section):
     concurrency: Count = 256
     """Conversations in progress at once in each process."""
     time_limit: Positive = 60.0
-    """How long a call of reset, step or close may take, seconds; after that the conversation begins anew."""
+    """How long a call of reset, step or close may take, seconds, or the harness of a gateway between two turns; after
+    that the conversation begins anew."""
     retries: Natural = 1
     """How often a conversation that failed begins anew; then it has no score."""
     history: Literal["template", "sampled"] = "template"

@@ -1,0 +1,292 @@
+"""The HTTP server by which a harness talks to the model, in the protocols of OpenAI and Anthropic."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import traceback
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from megarl import plugins
+from megarl.config.schema import EnvironmentSettings
+from megarl.data.tokenizer import Tokenizer
+from megarl.environments.chat_session import ChatSession
+from megarl.environments.environment import EnvironmentTask
+from megarl.environments.gateway_anthropic import read_messages, stream_message, write_message
+from megarl.environments.gateway_openai import (
+    read_chat,
+    read_completion,
+    stream_chat,
+    stream_completion,
+    write_chat,
+    write_completion,
+)
+from megarl.environments.gateway_request import GatewayPlace, GatewayReply, RefusedError, RequestFields, TurnAsk
+from megarl.environments.gateway_responses import read_response, stream_response, write_response
+from megarl.environments.gateway_session import GatewaySession, run_harness
+from megarl.errors import RunError
+
+_LARGEST_BODY = 64 << 20
+_MESSAGES = "messages"
+
+
+class _Protocol(NamedTuple):
+    read: Callable[[RequestFields], TurnAsk]
+    write: Callable[[GatewayReply], dict[str, Any]]
+    stream: Callable[[GatewayReply], Iterator[tuple[str | None, dict[str, Any]]]]
+
+
+_PROTOCOLS: Mapping[str, _Protocol] = {
+    "chat/completions": _Protocol(read_chat, write_chat, stream_chat),
+    "completions": _Protocol(read_completion, write_completion, stream_completion),
+    "responses": _Protocol(read_response, write_response, stream_response),
+    _MESSAGES: _Protocol(read_messages, write_message, stream_message),
+}
+
+
+class Gateway:
+    """Serves sessions; all methods are called in one event loop.
+
+    Args:
+        idle_s: a session fails that asks for no turn for so long.
+        command: of the harness of a session; a text is run by the shell. Without one, a harness elsewhere takes tasks.
+        model: the name under which clients ask for the model.
+        override_sampling: whether a request for another temperature or the like is sampled as the run's, not refused.
+        port: 0 is any free one.
+    """
+
+    def __init__(
+        self,
+        place: GatewayPlace,
+        tokenizer: Tokenizer,
+        idle_s: float,
+        /,
+        *,
+        command: str | Sequence[str] | None,
+        model: str = "policy",
+        override_sampling: bool = False,
+        port: int = 0,
+    ) -> None:
+        self._place, self._tokenizer, self._idle_s = place, tokenizer, idle_s
+        self._command, self._model, self._port = command, model, port
+        self._sampling = replace(place.sampling, override=override_sampling)
+        self._key = secrets.token_urlsafe(32)
+        self._sessions: dict[str, GatewaySession] = {}
+        self._waiting: deque[tuple[GatewaySession, asyncio.Event]] = deque()
+        self._conversations: set[asyncio.Task[Any]] = set()
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def start(self, host: str) -> None:
+        """Listens, and writes the address and the run's key into the file, if a harness elsewhere needs them."""
+        application = web.Application(middlewares=[self._guard], client_max_size=_LARGEST_BODY)
+        application.router.add_post("/tasks/next", self._next_task)
+        application.router.add_get("/{session}/task", self._task)
+        application.router.add_post("/{session}/reward", self._reward)
+        application.router.add_get("/{session}/v1/models", self._models)
+        for path in _PROTOCOLS:
+            application.router.add_post(f"/{{session}}/v1/{{protocol:{path}}}", self._turn)
+        self._runner = runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        await web.TCPSite(runner, host, self._port).start()
+        self.url = f"http://{host}:{runner.addresses[0][1]}"
+        if self._command is None:
+            with suppress(FileNotFoundError):
+                os.unlink(self._place.file)  # of an attempt that was killed
+            descriptor = os.open(self._place.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                json.dump({"url": self.url, "key": self._key}, file)
+
+    async def close(self) -> None:
+        """Ends harnesses in progress, and the server."""
+        for conversation in self._conversations:
+            conversation.cancel()
+        await asyncio.gather(*self._conversations, return_exceptions=True)
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._command is None:
+            with suppress(FileNotFoundError):
+                os.unlink(self._place.file)
+
+    async def converse(self, chat: ChatSession, task: EnvironmentTask) -> None:
+        """Holds a conversation.
+
+        Raises:
+            FailedEnvironmentError: the harness failed, took too long, asked for no turn or posted no reward.
+        """
+        session = GatewaySession(chat, task, self._idle_s)
+        self._sessions[session.name] = session
+        conversation, failed = asyncio.current_task(), True
+        assert conversation is not None
+        self._conversations.add(conversation)
+        try:
+            if self._command is None:
+                taken = asyncio.Event()
+                self._waiting.append((session, taken))
+                await taken.wait()
+                await session.over()
+            else:
+                await run_harness(self._command, self._variables(session), session)
+            session.check(self._place.rewarded)
+            failed = False
+        finally:
+            self._conversations.discard(conversation)
+            del self._sessions[session.name]
+            await session.close(failed)
+
+    def _variables(self, session: GatewaySession) -> dict[str, str]:
+        """Returns what a harness finds in its environment."""
+        url = f"{self.url}/{session.name}"
+        direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), self.url.split("/")[2].rpartition(":")[0])))
+        return {
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_KEY": session.key,
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": session.key,
+            "MEGARL_MODEL": self._model,
+            "MEGARL_SESSION_URL": url,
+            "NO_PROXY": direct,
+            "no_proxy": direct,
+        }
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Refuses whoever lacks the key, and reports errors in the client's own format."""
+        try:
+            self._check_key(request)
+            return await handler(request)
+        except RefusedError as error:
+            return _error(request, error.status, str(error))
+        except web.HTTPException as error:
+            return _error(request, error.status, f"{request.method} {request.path}: {error.reason}")
+        except (ValueError, RecursionError) as error:
+            return _error(request, 400, str(error))
+        except asyncio.CancelledError:
+            return _error(request, 401, "the session has ended")
+        except Exception:
+            traceback.print_exc()
+            return _error(request, 500, "the gateway failed; see its log")
+
+    def _check_key(self, request: web.Request) -> None:
+        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        session = self._sessions.get(request.path.removeprefix("/").partition("/")[0])
+        own = self._key if request.path == "/tasks/next" else session.key if session is not None else ""
+        if not own or not secrets.compare_digest(given.encode(), own.encode()):
+            raise RefusedError("the key is not that of a session that is in progress under this address", 401)
+
+    async def _turn(self, request: web.Request) -> web.StreamResponse:
+        session, protocol = self._session(request), _PROTOCOLS[request.match_info["protocol"]]
+        own = session.temperature
+        sampling = self._sampling if own is None else replace(self._sampling, temperature=own)
+        body = await _body(request)
+        ask = protocol.read(RequestFields(left=body, sampling=sampling, model=self._model, call_ids=session.call_ids))
+        if isinstance(ask.prompt, tuple) and max(ask.prompt) >= len(self._tokenizer):
+            raise RefusedError(f"prompt: {max(ask.prompt)} is no token id: they end at {len(self._tokenizer) - 1}")
+        answered = await session.answered(ask)
+        reply = GatewayReply(
+            ask=ask,
+            answers=answered.answers,
+            reply_id=ask.digest,
+            created=answered.created,
+            model=self._model,
+            decode=lambda ids: self._tokenizer.decode(ids, special=True),
+        )
+        return (
+            await _stream(request, protocol.stream(reply)) if ask.stream else web.json_response(protocol.write(reply))
+        )
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "megarl"}
+        of_anthropic = {"type": "model", "display_name": self._model, "created_at": "1970-01-01T00:00:00Z"}
+        ends = {"first_id": self._model, "last_id": self._model, "has_more": False}
+        return web.json_response({"object": "list", "data": [{**model, **of_anthropic}], **ends})
+
+    async def _task(self, request: web.Request) -> web.Response:
+        return web.Response(text=self._session(request).task, content_type="application/json")
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        value, done = body.pop("reward", None), body.pop("done", False)
+        number = value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30)
+        if not number or not isinstance(done, bool) or body:
+            raise RefusedError("a reward is posted as {reward: a finite number, done: true or false}")
+        self._session(request).reward(None if value is None else float(value), done)
+        return web.json_response({"ok": True})
+
+    async def _next_task(self, request: web.Request) -> web.Response:
+        """Gives the task that has waited longest to a harness elsewhere; 204 without one."""
+        if not self._waiting:
+            return web.Response(status=204)
+        session, taken = self._waiting.popleft()
+        session.begin()
+        taken.set()
+        url = f"{self.url}/{session.name}"
+        return web.json_response({"task": json.loads(session.task), "session_url": url, "key": session.key})
+
+    def _session(self, request: web.Request) -> GatewaySession:
+        return self._sessions[request.match_info["session"]]
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        body: Any = json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(f"the body is not JSON: {error!s:.200}") from error
+    if not isinstance(body, dict):
+        raise RefusedError("the body must be a JSON object")
+    return body
+
+
+async def _stream(request: web.Request, events: Iterator[tuple[str | None, dict[str, Any]]]) -> web.StreamResponse:
+    """Sends events: the turn is whole when the first one goes, so that an error has its status."""
+    sent, named = "", False
+    for name, data in events:
+        named = name is not None
+        sent += f"event: {name}\n" if named else ""
+        sent += f"data: {json.dumps(data)}\n\n"
+    sent += "" if named else "data: [DONE]\n\n"
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+    with suppress(ConnectionResetError):  # the client has gone; it may ask again
+        await response.prepare(request)
+        await response.write(sent.encode())
+        await response.write_eof()
+    return response
+
+
+def _error(request: web.Request, status: int, message: str) -> web.Response:
+    kinds = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
+    error = {"type": kinds.get(status, "invalid_request_error"), "message": message}
+    if request.path.endswith(f"/v1/{_MESSAGES}") or "anthropic-version" in request.headers:
+        return web.json_response({"type": "error", "error": error}, status=status)
+    return web.json_response({"error": {**error, "param": None, "code": None}}, status=status)
+
+
+def make_gateway(settings: EnvironmentSettings, place: GatewayPlace, tokenizer: Tokenizer) -> Gateway:
+    """Returns the gateway of a configuration; raises RunError with the broken rule."""
+    args = settings.args
+    try:
+        plugins.check_options(Gateway, args, name="gateway", positional=3)
+    except ValueError as error:
+        raise RunError(f"environment.args: {error}") from error
+    command, model, port = args["command"], args.get("model", "policy"), args.get("port", 0)
+    words: Any = [command] if isinstance(command, str) else command
+    kept = {
+        "command, a text, a list of texts, or null": command is None
+        or (isinstance(words, list | tuple) and bool(words) and all(isinstance(w, str) and w for w in words)),
+        "model, a text": isinstance(model, str) and bool(model),
+        "override_sampling, true or false": isinstance(args.get("override_sampling", False), bool),
+        "port, from 0, any free one, to 65535": type(port) is int and 0 <= port < 1 << 16,
+    }
+    if broken := [rule for rule, holds in kept.items() if not holds]:
+        raise RunError(f"environment.args of the gateway: {broken[0]}; it is {args[broken[0].partition(',')[0]]!r}")
+    return Gateway(place, tokenizer, settings.time_limit, **args)

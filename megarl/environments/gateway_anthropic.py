@@ -1,0 +1,140 @@
+"""Anthropic's Messages, as a gateway speaks them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megarl.data.tokenizer import Message
+from megarl.environments.gateway_request import (
+    GatewayReply,
+    RefusedError,
+    RequestFields,
+    TurnAsk,
+    assistant,
+    offered,
+    text_of,
+    tool_answer,
+    tool_call,
+    whole_chat,
+)
+
+_NEUTRAL = {
+    "stop_sequences": ([],),
+    "tool_choice": ({"type": "auto"},),
+    "thinking": ({"type": "disabled"},),
+    "service_tier": ("auto", "standard_only"),
+    "container": (),
+    "mcp_servers": ([],),
+}
+
+
+def read_messages(fields: RequestFields) -> TurnAsk:
+    """Reads a request for a message."""
+    chat: list[Message] = []
+    system = fields.left.pop("system", None)
+    if system:
+        chat.append({"role": "system", "content": text_of(system, "system")})
+    for index, item in enumerate(fields.items("messages")):
+        chat += _messages(fields, item, f"messages[{index}]")
+    tools: list[Mapping[str, Any]] = []
+    for index, tool in enumerate(fields.items("tools")):
+        if tool.get("type", "custom") != "custom":
+            raise RefusedError(f"tools[{index}].type = {tool['type']!r}: this endpoint runs no tools of its own")
+        tools.append(offered(tool.get("name"), tool.get("description"), tool.get("input_schema"), f"tools[{index}]"))
+    most = fields.count("max_tokens")
+    if most is None:
+        raise RefusedError("max_tokens is missing")
+    stream = fields.take("stream", bool, False)
+    fields.only(_NEUTRAL)
+    fields.sampled()
+    fields.drop("metadata")
+    fields.end()
+    return TurnAsk(messages=whole_chat(chat), tools=tuple(tools), most=most, stream=stream)
+
+
+def _messages(fields: RequestFields, item: Mapping[str, Any], where: str) -> Iterator[Message]:
+    """Yields the messages of one with blocks: answers of tools, and what else is said, in their order."""
+    role, content = item.get("role"), item.get("content")
+    blocks: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    if role not in ("user", "assistant") or not all(isinstance(block, dict) for block in blocks):
+        raise RefusedError(f"{where}: the role must be user or assistant, the content a text or a list of blocks")
+    if role == "assistant":
+        yield _assistant(fields, blocks, where)
+        return
+    texts: list[Any] = []
+    for block in blocks:
+        if block.get("type") != "tool_result":
+            texts.append(block)
+            continue
+        if texts:
+            yield {"role": "user", "content": text_of(texts, where)}
+            texts = []
+        yield tool_answer(fields, block.get("tool_use_id"), block.get("content"), where)
+    if texts or not blocks:
+        yield {"role": "user", "content": text_of(texts, where)}
+
+
+def _assistant(fields: RequestFields, blocks: list[Any], where: str) -> Message:
+    texts: list[Any] = []
+    thoughts: list[str] = []
+    calls: list[Mapping[str, Any]] = []
+    for block in blocks:
+        if block.get("type") == "thinking":
+            thoughts.append(text_of(block.get("thinking"), where))
+        elif block.get("type") == "tool_use":
+            calls.append(tool_call(fields, block.get("id"), block.get("name"), block.get("input"), where))
+        else:
+            texts.append(block)
+    return assistant(text_of(texts, where), "\n".join(thoughts) if thoughts else None, calls)
+
+
+def write_message(reply: GatewayReply) -> dict[str, Any]:
+    """Returns the answer to a request for a message."""
+    answer = reply.answers[0]
+    action = answer.turn.action
+    blocks: list[dict[str, Any]] = []
+    if action.thoughts is not None:
+        blocks.append({"type": "thinking", "thinking": action.thoughts, "signature": ""})
+    if answer.turn.action.content or not answer.calls:
+        blocks.append({"type": "text", "text": answer.turn.action.content})
+    for call in answer.calls:
+        blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": dict(call.arguments)})
+    reason = "max_tokens" if not action.finished else "tool_use" if answer.calls else "end_turn"
+    return {
+        "id": f"msg_{reply.reply_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": reply.model,
+        "content": blocks,
+        "stop_reason": reason,
+        "stop_sequence": None,
+        "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": reply.sampled_tokens},
+    }
+
+
+def stream_message(reply: GatewayReply) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the events of the answer: a block has one delta."""
+    whole = write_message(reply)
+    usage = {**whole["usage"], "output_tokens": 0}
+    begun = {**whole, "content": [], "stop_reason": None, "usage": usage}
+    yield "message_start", {"type": "message_start", "message": begun}
+    for index, block in enumerate(whole["content"]):
+        start, delta = _streamed(block)
+        at = {"index": index}
+        yield "content_block_start", {"type": "content_block_start", **at, "content_block": start}
+        yield "content_block_delta", {"type": "content_block_delta", **at, "delta": delta}
+        yield "content_block_stop", {"type": "content_block_stop", **at}
+    ending = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    yield "message_delta", {"type": "message_delta", "delta": ending, "usage": whole["usage"]}
+    yield "message_stop", {"type": "message_stop"}
+
+
+def _streamed(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the start of a block, and the rest."""
+    if block["type"] == "text":
+        return {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+    if block["type"] == "thinking":
+        return {**block, "thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
+    return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}

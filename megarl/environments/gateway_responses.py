@@ -1,0 +1,169 @@
+"""OpenAI's Responses, as a gateway speaks them: what agents use of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megarl.data.tokenizer import Message
+from megarl.environments.gateway_request import (
+    GatewayReply,
+    RefusedError,
+    RequestFields,
+    TurnAsk,
+    assistant,
+    offered,
+    text_of,
+    tool_answer,
+    tool_call,
+    whole_chat,
+)
+
+_NEUTRAL = {
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "truncation": ("disabled",),
+    "include": ([],),
+    "text": ({}, {"format": {"type": "text"}}),
+    "background": (False,),
+    "top_logprobs": (0,),
+    "reasoning": ({},),
+    "previous_response_id": (),
+    "service_tier": ("auto", "default"),
+}
+_OF_MODEL = ("reasoning", "function_call")
+
+
+def read_response(fields: RequestFields) -> TurnAsk:
+    """Reads a request for a response to a whole chat."""
+    instructions = fields.take("instructions", str)
+    chat: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(fields.left.get("input"), str):
+        chat.append({"role": "user", "content": fields.left.pop("input")})
+    else:
+        chat += _messages(fields, fields.items("input"))
+    tools: list[Mapping[str, Any]] = []
+    for index, tool in enumerate(fields.items("tools")):
+        if tool.get("type") != "function":
+            raise RefusedError(f"tools[{index}].type = {tool.get('type')!r:.80}: only tools of the type function")
+        tools.append(offered(tool.get("name"), tool.get("description"), tool.get("parameters"), f"tools[{index}]"))
+    most, stream = fields.count("max_output_tokens"), fields.take("stream", bool, False)
+    fields.only({**_NEUTRAL, "tool_choice": ("auto",) if tools else ("auto", "none")})
+    fields.sampled()
+    fields.drop("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+    fields.drop("stream_options")
+    fields.end()
+    return TurnAsk(messages=whole_chat(chat), tools=tuple(tools), most=most, stream=stream)
+
+
+def _messages(fields: RequestFields, items: list[dict[str, Any]]) -> Iterator[Message]:
+    """Yields messages; neighbouring items that the model wrote are one."""
+    own: list[dict[str, Any]] = []
+    for index, item in enumerate(items):
+        kind, where = item.get("type", "message"), f"input[{index}]"
+        if kind in _OF_MODEL or (kind == "message" and item.get("role") == "assistant"):
+            own.append(item)
+            continue
+        if own:
+            yield _assistant(fields, own, where)
+            own = []
+        if kind == "function_call_output":
+            yield tool_answer(fields, item.get("call_id"), item.get("output"), where)
+        elif kind == "message" and item.get("role") in ("system", "developer", "user"):
+            role = "user" if item["role"] == "user" else "system"
+            yield {"role": role, "content": text_of(item.get("content"), where)}
+        else:
+            raise RefusedError(f"{where}: an item of the type {kind!r:.80}, with the role {item.get('role')!r:.80}")
+    if own:
+        yield _assistant(fields, own, "input")
+
+
+def _assistant(fields: RequestFields, items: list[dict[str, Any]], where: str) -> Message:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Mapping[str, Any]] = []
+    for item in items:
+        if item.get("type") == "reasoning":
+            thoughts.append(text_of(item.get("content") or item.get("summary"), where))
+        elif item.get("type") == "function_call":
+            calls.append(tool_call(fields, item.get("call_id"), item.get("name"), item.get("arguments"), where))
+        else:
+            texts.append(text_of(item.get("content"), where))
+    return assistant("\n".join(texts), "\n".join(thoughts) if thoughts else None, calls)
+
+
+def write_response(reply: GatewayReply) -> dict[str, Any]:
+    """Returns the answer to a request for a response."""
+    answer, ask = reply.answers[0], reply.ask
+    action = answer.turn.action
+    status = "completed" if action.finished else "incomplete"
+    output: list[dict[str, Any]] = []
+    if action.thoughts is not None:
+        content = [{"type": "reasoning_text", "text": action.thoughts}]
+        output.append({"type": "reasoning", "id": f"rs_{reply.reply_id}", "summary": [], "content": content})
+    if answer.turn.action.content or not answer.calls:
+        content = [{"type": "output_text", "text": answer.turn.action.content, "annotations": [], "logprobs": []}]
+        said = {"type": "message", "id": f"msg_{reply.reply_id}", "role": "assistant"}
+        output.append({**said, "status": status, "content": content})
+    for call in answer.calls:
+        function = {"call_id": call.call_id, "name": call.name, "arguments": json.dumps(call.arguments)}
+        output.append({"type": "function_call", "id": f"fc_{call.call_id}", **function, "status": "completed"})
+    tokens = {"input_tokens": reply.prompt_tokens, "output_tokens": reply.sampled_tokens}
+    details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+    return {
+        "id": f"resp_{reply.reply_id}",
+        "object": "response",
+        "created_at": reply.created,
+        "status": status,
+        "model": reply.model,
+        "output": output,
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "incomplete_details": None if action.finished else {"reason": "max_output_tokens"},
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "temperature": None,
+        "top_p": None,
+        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in ask.tools],
+        "usage": {**tokens, "total_tokens": sum(tokens.values()), **details},
+    }
+
+
+def stream_response(reply: GatewayReply) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the events of the answer: a text has one delta."""
+    whole = write_response(reply)
+    for number, event in enumerate(_events(whole)):
+        yield event["type"], {**event, "sequence_number": number}
+
+
+def _events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield {"type": "response.created", "response": begun}
+    yield {"type": "response.in_progress", "response": begun}
+    for index, item in enumerate(whole["output"]):
+        at = {"output_index": index}
+        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        yield {"type": "response.output_item.added", **at, "item": {**item, **empty, "status": "in_progress"}}
+        yield from _parts(item, {**at, "item_id": item["id"]})
+        yield {"type": "response.output_item.done", **at, "item": item}
+    yield {"type": f"response.{whole['status']}", "response": whole}
+
+
+def _parts(item: Mapping[str, Any], at: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    if item["type"] == "function_call":
+        yield {"type": "response.function_call_arguments.delta", **at, "delta": item["arguments"]}
+        done = {"arguments": item["arguments"], "name": item["name"]}
+        yield {"type": "response.function_call_arguments.done", **at, **done}
+        return
+    part = item["content"][0]
+    at = {**at, "content_index": 0}
+    if item["type"] == "reasoning":
+        yield {"type": "response.reasoning_text.delta", **at, "delta": part["text"]}
+        yield {"type": "response.reasoning_text.done", **at, "text": part["text"]}
+        return
+    yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
+    yield {"type": "response.output_text.delta", **at, "delta": part["text"], "logprobs": []}
+    yield {"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []}
+    yield {"type": "response.content_part.done", **at, "part": part}

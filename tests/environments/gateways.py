@@ -1,0 +1,176 @@
+"""A gateway in the test's own event loop, a model whose answers are scripted, and what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megarl.config.schema import EnvironmentSettings
+from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.chat import TemplateRenderer
+from megarl.environments.chat_session import ChatSession, TurnLimits
+from megarl.environments.conversation import Conversation, SampledTurn
+from megarl.environments.environment import EnvironmentTask
+from megarl.environments.gateway import Gateway, make_gateway
+from megarl.environments.gateway_request import GatewayPlace, Sampling
+from megarl.types import Prompt, SampleRequest, VersionSpan
+
+TEMPLATE = """\
+{% if tools %}<s>tools
+{% for tool in tools %}{{ tool['function'] | tojson }}
+{% endfor %}</s>
+{% endif %}{% for m in messages %}<s>{{ m['role'] }}
+{% if m['reasoning_content'] %}<think>
+{{ m['reasoning_content'] }}
+</think>
+
+{% endif %}{{ m['content'] }}{% for call in m['tool_calls'] or [] %}
+<tool_call>
+{{ call['function'] | tojson }}
+</tool_call>{% endfor %}</s>
+{% endfor %}{% if add_generation_prompt %}<s>assistant
+{% endif %}"""
+"""Writes tools, thoughts and calls; it keeps all of what was written, so that chats only grow."""
+
+LETTERS = "".join(map(chr, range(32, 127))) + "\n"
+
+
+def gateway_tokenizer(directory: Path) -> Path:
+    """Characters as tokens, with all of JSON's, and a chat template with tools."""
+    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", "<unk>", *LETTERS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["<s>", "</s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def call_text(name: str, **arguments: Any) -> str:
+    """A call of a tool as the model writes it, with white space that no client sends back."""
+    return f'<tool_call>\n{{"name":  "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+Scripted = Callable[[str], str | Awaitable[str]]
+"""Returns the model's answer to a prompt, which is decoded."""
+
+
+class GatewayWorld:
+    """A gateway, its model and its conversations.
+
+    Attributes:
+        record: what was sampled, by sample id: the prompt's ids, and the answer's.
+    """
+
+    def __init__(self, tokenizer: Path, answer: Scripted, directory: Path, limits: TurnLimits, **args: Any) -> None:
+        self.tokenizer = load_tokenizer(tokenizer)
+        self.record: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self.file = directory / "gateway.json"
+        self._answer, self._limits = answer, limits
+        place = GatewayPlace(file=str(self.file), sampling=Sampling(), rewarded=args.pop("rewarded", True))
+        limit_s = args.pop("time_limit", 60.0)
+        settings = EnvironmentSettings(name="gateway", time_limit=limit_s, args={"command": None, **args})
+        self.gateway: Gateway = make_gateway(settings, place, self.tokenizer)
+
+    async def sample(self, request: SampleRequest) -> SampledTurn:
+        assert request.sample_id not in self.record, "a turn is sampled once"
+        text = self._answer(self.tokenizer.decode(request.prompt.token_ids, special=True))
+        text = text if isinstance(text, str) else await text
+        ids = self.tokenizer.respond(text)
+        assert request.max_new_tokens is not None
+        kept = tuple(ids[: request.max_new_tokens])
+        self.record[request.sample_id] = (request.prompt.token_ids, kept)
+        return SampledTurn(
+            token_ids=kept,
+            logprobs=-np.arange(1, len(kept) + 1, dtype=np.float32) / 64,
+            finished=len(kept) == len(ids),
+            versions=(VersionSpan(start=0, stop=len(kept), version=0, engine_id=0),),
+        )
+
+    def converse(self, name: str = "a", **fields: Any) -> tuple[Conversation, asyncio.Task[None]]:
+        """Begins a conversation."""
+        prompt = Prompt(prompt_id=name, token_ids=(), fields=fields)
+        conversation = Conversation(request=SampleRequest(sample_id=name, prompt=prompt, seed=7))
+        renderer = TemplateRenderer(self.tokenizer, {}, history="sampled")
+        chat = ChatSession(conversation, renderer, self.sample, self._limits)
+        task = EnvironmentTask(prompt_id=name, fields=fields)
+        return conversation, asyncio.create_task(self.gateway.converse(chat, task))
+
+    async def session(self, name: str = "a", **fields: Any) -> GatewayTest:
+        """Begins a conversation, and takes its task as a harness elsewhere does."""
+        conversation, running = self.converse(name, **fields)
+        await asyncio.sleep(0)
+        access = json.loads(self.file.read_text())
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {access['key']}"}) as client:
+            taken = await (await client.post(f"{access['url']}/tasks/next")).json()
+        return GatewayTest(self, conversation, running, taken["session_url"], taken["key"], taken["task"])
+
+
+@dataclass
+class GatewayTest:
+    """A session of a test."""
+
+    world: GatewayWorld
+    conversation: Conversation
+    running: asyncio.Task[None]
+    url: str
+    key: str
+    task: dict[str, Any]
+
+    async def post(self, path: str, body: Any, key: str | None = None) -> tuple[int, Any]:
+        """Returns the status and the answer to a request; the body is JSON, or bytes as they are."""
+        headers = {"Authorization": f"Bearer {self.key if key is None else key}"}
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with aiohttp.ClientSession(headers=headers) as client, client.post(self.url + path, data=data) as answer:
+            return answer.status, await answer.json()
+
+    async def end(self, reward: float = 1.0) -> None:
+        """Posts the reward, and waits for the end."""
+        assert (await self.post("/reward", {"reward": reward, "done": True}))[0] == 200
+        await self.running
+
+    def check_exact(self) -> None:
+        """Asserts that the branches have exactly what was read and sampled, and in order."""
+        sampled = sorted((prompt, ids) for prompt, ids in self._own())
+        found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        for branch in self.conversation.branches:
+            ends = [index for index, own in enumerate(branch.loss_mask, 1) if own and not _at(branch.loss_mask, index)]
+            starts = [i for i, own in enumerate(branch.loss_mask) if own and (not i or not branch.loss_mask[i - 1])]
+            assert len(starts) == len(ends) == len(branch.turns)
+            for start, end in zip(starts, ends, strict=True):
+                found.append(((*branch.prompt, *branch.response[:start]), tuple(branch.response[start:end])))
+            assert len(branch.logprobs) == sum(branch.loss_mask)
+        assert sorted(found) == sampled
+
+    def _own(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        name = self.conversation.request.sample_id
+        return [turn for sample_id, turn in self.world.record.items() if sample_id.startswith(f"{name}/")]
+
+
+def _at(mask: list[bool], index: int) -> bool:
+    return index < len(mask) and mask[index]
+
+
+@asynccontextmanager
+async def gateway_world(
+    tokenizer: Path, answer: Scripted, directory: Path, limits: TurnLimits | None = None, **args: Any
+) -> AsyncIterator[GatewayWorld]:
+    """Serves a gateway on loopback."""
+    world = GatewayWorld(tokenizer, answer, directory, limits or TurnLimits(context=4096, turn=512, turns=16), **args)
+    await world.gateway.start("127.0.0.1")
+    try:
+        yield world
+    finally:
+        await world.gateway.close()
