@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu slurm chromium nemo-run ray mermaid demo demo-control learning unit test matrix chaos lint style bench docs docs-site clean lock
+.PHONY: help setup setup-gpu slurm chromium nemo-run ray agents mermaid demo demo-control learning unit test matrix chaos lint style bench docs docs-site clean lock
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
@@ -27,6 +27,9 @@ NEMO_RUN_LOCK := requirements/nemo-run.txt
 # Of a Ray head with its dashboard, on top of $(VENV).
 RAY := .venv-ray
 RAY_LOCK := requirements/ray.txt
+# Of the agent framework that talks to the gateway in a test, on top of $(VENV).
+AGENTS := .venv-agents
+AGENTS_LOCK := requirements/agents.txt
 # Of the site of the documents.
 DOCS := .venv-docs
 DOCS_LOCK := requirements/docs.txt
@@ -48,6 +51,7 @@ help:
 	@echo 'slurm  install what the tests with a real Slurm start (Debian packages, as root); without it they are skipped'
 	@echo 'nemo-run  install the newest NeMo-Run into $(NEMO_RUN), which launches runs but has no torch'
 	@echo 'ray    install Ray with its dashboard into $(RAY), on top of $(VENV): the tests submit jobs to it'
+	@echo 'agents  install an agent framework into $(AGENTS), on top of $(VENV): a test lets it talk to the gateway'
 	@echo 'mermaid  install the parser of diagrams into $(MERMAID)/node_modules, for the tests'
 	@echo 'demo   train a small model in three stages on virtual CPU devices, about 12 minutes; SEED=1 is another one'
 	@echo 'demo-control  the PPO stage of the last demo again, with shuffled rewards'
@@ -60,8 +64,8 @@ help:
 	@echo 'bench  run the benchmarks'
 	@echo 'docs   write the pages of configuration fields, algorithms and the keys of other systems'
 	@echo 'docs-site  make a site of docs/ with a search, in site/; MkDocs is installed into $(DOCS)'
-	@echo 'clean  remove outputs and caches, but not $(VENV), $(GPU), $(NEMO_RUN), $(RAY) and $(DOCS)'
-	@echo 'lock   resolve $(LOCK), $(GPU_LOCK), $(NEMO_RUN_LOCK), $(RAY_LOCK) and $(DOCS_LOCK) again; UPGRADE=1 takes the newest versions'
+	@echo 'clean  remove outputs and caches, but not $(VENV), $(GPU), $(NEMO_RUN), $(RAY), $(AGENTS) and $(DOCS)'
+	@echo 'lock   resolve $(LOCK), $(GPU_LOCK), $(NEMO_RUN_LOCK), $(RAY_LOCK), $(AGENTS_LOCK) and $(DOCS_LOCK) again; UPGRADE=1 takes the newest versions'
 
 setup: $(INSTALLED)
 
@@ -104,6 +108,14 @@ $(RAY)/installed: $(RAY_LOCK) $(INSTALLED)
 	@$(BIN)/python -m pip --python $(RAY)/bin/python install $(PIP_OPTIONS) --no-compile --require-hashes -r $(RAY_LOCK)
 	@touch $@
 
+agents: $(AGENTS)/installed
+
+$(AGENTS)/installed: $(AGENTS_LOCK) $(INSTALLED)
+	@echo 'Installing into $(AGENTS)'
+	@$(BIN)/python -m venv --without-pip $(AGENTS)
+	@$(BIN)/python -m pip --python $(AGENTS)/bin/python install $(PIP_OPTIONS) --no-compile --require-hashes -r $(AGENTS_LOCK)
+	@touch $@
+
 mermaid: $(MERMAID)/node_modules/installed
 
 $(MERMAID)/node_modules/installed: $(MERMAID)/package-lock.json $(INSTALLED)
@@ -134,7 +146,7 @@ unit: setup
 		-m 'not (process or dist or e2e or gpu)'
 
 # Hundreds of processes import the package: they keep what they have compiled. tests/test_types.py checks the types.
-test: style nemo-run ray mermaid $(DOCS)/installed
+test: style nemo-run ray agents mermaid $(DOCS)/installed
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --no-loadscope-reorder --durations=25 -m 'not gpu and not matrix'
 
 matrix: setup
@@ -177,4 +189,5 @@ lock: setup
 		--output-file $(GPU_LOCK)
 	$(RESOLVE) requirements/nemo-run.in --output-file $(NEMO_RUN_LOCK)
 	$(RESOLVE) requirements/ray.in --output-file $(RAY_LOCK)
+	$(RESOLVE) requirements/agents.in --no-deps --output-file $(AGENTS_LOCK)
 	$(RESOLVE) requirements/docs.in --output-file $(DOCS_LOCK)
