@@ -1,0 +1,75 @@
+"""The gateway's cost: 64 sessions of 20 turns at once, with a model that answers at once and clients in this process.
+
+Prints milliseconds per turn, of the clients too, all in one thread, by the turns that a session has had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from megarl.environments.chat_session import TurnLimits
+from megarl.environments.conversation import SampledTurn
+from megarl.types import SampleRequest, VersionSpan
+from tests.environments.gateways import GatewayTest, GatewayWorld, gateway_tokenizer, gateway_world
+
+SESSIONS, TURNS, QUESTION, ANSWER = 64, 20, "a question of some words; " * 8, "an answer of some words. " * 8
+
+
+async def _turn(session: GatewayTest, client: aiohttp.ClientSession, messages: list[Any]) -> float:
+    """Takes a turn; returns the length of the request."""
+    messages.append({"role": "user", "content": QUESTION})
+    body = json.dumps({"messages": messages}).encode()
+    headers = {"Authorization": f"Bearer {session.key}"}
+    async with client.post(f"{session.url}/v1/chat/completions", data=body, headers=headers) as answer:
+        messages.append((await answer.json())["choices"][0]["message"])
+    return len(body)
+
+
+def _engine(world: GatewayWorld) -> Any:
+    """Returns what samples turns at once."""
+    ids = tuple(world.tokenizer.respond(ANSWER))
+    versions = (VersionSpan(start=0, stop=len(ids), version=0, engine_id=0),)
+    logprobs = np.zeros(len(ids), dtype=np.float32)
+
+    async def sample(request: SampleRequest) -> SampledTurn:
+        return SampledTurn(token_ids=ids, logprobs=logprobs, finished=True, versions=versions)
+
+    return sample
+
+
+async def _measure(directory: Path) -> None:
+    limits = TurnLimits(context=1 << 20, turn=4096, turns=TURNS)
+    tokenizer = gateway_tokenizer(directory / "tokenizer")
+    async with gateway_world(tokenizer, lambda _: "", directory, limits) as world:
+        world.sample = _engine(world)
+        sessions = [await world.session(str(index)) for index in range(SESSIONS)]
+        chats: list[list[Any]] = [[] for _ in sessions]
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+            for turn in range(1, TURNS + 1):
+                start, cpu = time.perf_counter(), time.process_time()
+                sent = await asyncio.gather(*(_turn(s, client, chat) for s, chat in zip(sessions, chats, strict=True)))
+                spent = (time.perf_counter() - start) / SESSIONS * 1e3
+                used = (time.process_time() - cpu) / SESSIONS * 1e3
+                if turn in (1, 2, 4, 8, 12, 16, 20):
+                    print(
+                        f"turn {turn:2}: {spent:.2f} ms per turn, {used:.2f} of them on the CPU, {sent[0] / 1e3:.1f} kB"
+                    )
+        for session in sessions:
+            await session.end()
+            assert [len(branch.turns) for branch in session.conversation.branches] == [TURNS]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(_measure(Path(directory)))

@@ -1,0 +1,1 @@
+"""A harness that talks to the model by OpenAI's client, see docs/gateway.md."""
