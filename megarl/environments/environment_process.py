@@ -123,7 +123,7 @@ class EnvironmentChild:
         while True:
             try:
                 number, answer = connection.recv()
-            except (EOFError, OSError):
+            except (EOFError, OSError, TypeError):  # the last where it is closed meanwhile
                 loop.call_soon_threadsafe(self._lost, connection)
                 return
             loop.call_soon_threadsafe(self._answered, number, answer)

@@ -29,7 +29,7 @@ from megarl.environments.gateway_openai import (
     write_chat,
     write_completion,
 )
-from megarl.environments.gateway_request import GatewayPlace, GatewayReply, RefusedError, RequestFields, TurnAsk
+from megarl.environments.gateway_request import GatewayPlace, GatewayReply, GatewayError, RequestFields, TurnAsk
 from megarl.environments.gateway_responses import read_response, stream_response, write_response
 from megarl.environments.gateway_session import GatewaySession, run_harness
 from megarl.errors import RunError
@@ -165,7 +165,7 @@ class Gateway:
         try:
             self._check_key(request)
             return await handler(request)
-        except RefusedError as error:
+        except GatewayError as error:
             return _error(request, error.status, str(error))
         except web.HTTPException as error:
             return _error(request, error.status, f"{request.method} {request.path}: {error.reason}")
@@ -182,7 +182,7 @@ class Gateway:
         session = self._sessions.get(request.path.removeprefix("/").partition("/")[0])
         own = self._key if request.path == "/tasks/next" else session.key if session is not None else ""
         if not own or not secrets.compare_digest(given.encode(), own.encode()):
-            raise RefusedError("the key is not that of a session that is in progress under this address", 401)
+            raise GatewayError("the key is not that of a session that is in progress under this address", 401)
 
     async def _turn(self, request: web.Request) -> web.StreamResponse:
         session, protocol = self._session(request), _PROTOCOLS[request.match_info["protocol"]]
@@ -191,7 +191,7 @@ class Gateway:
         body = await _body(request)
         ask = protocol.read(RequestFields(left=body, sampling=sampling, model=self._model, call_ids=session.call_ids))
         if isinstance(ask.prompt, tuple) and max(ask.prompt) >= len(self._tokenizer):
-            raise RefusedError(f"prompt: {max(ask.prompt)} is no token id: they end at {len(self._tokenizer) - 1}")
+            raise GatewayError(f"prompt: {max(ask.prompt)} is no token id: they end at {len(self._tokenizer) - 1}")
         answered = await session.answered(ask)
         reply = GatewayReply(
             ask=ask,
@@ -219,7 +219,7 @@ class Gateway:
         value, done = body.pop("reward", None), body.pop("done", False)
         number = value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30)
         if not number or not isinstance(done, bool) or body:
-            raise RefusedError("a reward is posted as {reward: a finite number, done: true or false}")
+            raise GatewayError("a reward is posted as {reward: a finite number, done: true or false}")
         self._session(request).reward(None if value is None else float(value), done)
         return web.json_response({"ok": True})
 
@@ -241,9 +241,9 @@ async def _body(request: web.Request) -> dict[str, Any]:
     try:
         body: Any = json.loads(await request.read())
     except (ValueError, RecursionError) as error:
-        raise RefusedError(f"the body is not JSON: {error!s:.200}") from error
+        raise GatewayError(f"the body is not JSON: {error!s:.200}") from error
     if not isinstance(body, dict):
-        raise RefusedError("the body must be a JSON object")
+        raise GatewayError("the body must be a JSON object")
     return body
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from megarl.data.tokenizer import Message
 from megarl.environments.gateway_request import (
     GatewayReply,
-    RefusedError,
+    GatewayError,
     RequestFields,
     TurnAsk,
     assistant,
@@ -41,11 +41,11 @@ def read_messages(fields: RequestFields) -> TurnAsk:
     tools: list[Mapping[str, Any]] = []
     for index, tool in enumerate(fields.items("tools")):
         if tool.get("type", "custom") != "custom":
-            raise RefusedError(f"tools[{index}].type = {tool['type']!r}: this endpoint runs no tools of its own")
+            raise GatewayError(f"tools[{index}].type = {tool['type']!r}: this endpoint runs no tools of its own")
         tools.append(offered(tool.get("name"), tool.get("description"), tool.get("input_schema"), f"tools[{index}]"))
     most = fields.count("max_tokens")
     if most is None:
-        raise RefusedError("max_tokens is missing")
+        raise GatewayError("max_tokens is missing")
     stream = fields.take("stream", bool, False)
     fields.only(_NEUTRAL)
     fields.sampled()
@@ -59,7 +59,7 @@ def _messages(fields: RequestFields, item: Mapping[str, Any], where: str) -> Ite
     role, content = item.get("role"), item.get("content")
     blocks: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
     if role not in ("user", "assistant") or not all(isinstance(block, dict) for block in blocks):
-        raise RefusedError(f"{where}: the role must be user or assistant, the content a text or a list of blocks")
+        raise GatewayError(f"{where}: the role must be user or assistant, the content a text or a list of blocks")
     if role == "assistant":
         yield _assistant(fields, blocks, where)
         return

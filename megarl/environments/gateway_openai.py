@@ -10,7 +10,7 @@ from megarl.data.tokenizer import Message
 from megarl.environments.gateway_request import (
     GatewayAnswer,
     GatewayReply,
-    RefusedError,
+    GatewayError,
     RequestFields,
     TurnAsk,
     assistant,
@@ -42,7 +42,7 @@ def read_chat(fields: RequestFields) -> TurnAsk:
     for index, tool in enumerate(fields.items("tools")):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
-            raise RefusedError(f"tools[{index}]: only tools of the type function can be offered")
+            raise GatewayError(f"tools[{index}]: only tools of the type function can be offered")
         described = (function.get("name"), function.get("description"), function.get("parameters"))
         tools.append(offered(*described, f"tools[{index}]"))
     fields.only({**_NEUTRAL_CHAT, "tool_choice": ("auto",) if tools else ("auto", "none"), "top_logprobs": (0,)})
@@ -56,10 +56,10 @@ def read_completion(fields: RequestFields) -> TurnAsk:
     if isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token < 1 << 31 for token in prompt):
         prompt = tuple(prompt)
     elif not isinstance(prompt, str):
-        raise RefusedError("prompt must be a text or a list of token ids, of one prompt")
+        raise GatewayError("prompt must be a text or a list of token ids, of one prompt")
     logprobs = fields.take("logprobs", int)
     if logprobs:
-        raise RefusedError(f"logprobs = {logprobs}: only those of the sampled tokens are known; it must be 0 or absent")
+        raise GatewayError(f"logprobs = {logprobs}: only those of the sampled tokens are known; it must be 0 or absent")
     return _asked(fields, prompt=prompt, logprobs=logprobs is not None)
 
 
@@ -83,9 +83,9 @@ def _message(fields: RequestFields, item: Mapping[str, Any], where: str) -> Mess
     if role == "tool":
         return tool_answer(fields, item.get("tool_call_id"), content, where)
     if role != "assistant":
-        raise RefusedError(f"{where}.role = {role!r:.80}: it must be system, developer, user, assistant or tool")
+        raise GatewayError(f"{where}.role = {role!r:.80}: it must be system, developer, user, assistant or tool")
     if item.get("audio") or item.get("function_call") or item.get("refusal"):
-        raise RefusedError(f"{where}: audio, function_call and refusal are nothing that the model writes")
+        raise GatewayError(f"{where}: audio, function_call and refusal are nothing that the model writes")
     calls: list[Mapping[str, Any]] = []
     called = item.get("tool_calls") or []
     for call in called if isinstance(called, list) else [called]:

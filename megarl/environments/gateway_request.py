@@ -17,7 +17,7 @@ _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 _MOST_ANSWERS = 128
 
 
-class RefusedError(Exception):
+class GatewayError(Exception):
     """A request that is not honoured; the message says why."""
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -131,7 +131,7 @@ class RequestFields:
     def __post_init__(self) -> None:
         self.left = {name: value for name, value in self.left.items() if value is not None}
         if (model := self.take("model", str, self.model)) != self.model:
-            raise RefusedError(
+            raise GatewayError(
                 f"model = {model!r}: this session has {self.model!r} alone (environment.args.model)", 404
             )
 
@@ -140,7 +140,7 @@ class RequestFields:
         value = self.left.pop(name, default)
         whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not default and not (whole if kind is int else isinstance(value, kind)):
-            raise RefusedError(f"{name} must be of the type {kind.__name__}, not {value!r:.80}")
+            raise GatewayError(f"{name} must be of the type {kind.__name__}, not {value!r:.80}")
         return value
 
     def count(self, *names: str) -> int | None:
@@ -148,14 +148,14 @@ class RequestFields:
         found = {name: value for name in names if (value := self.take(name, int)) is not None}
         for name, value in found.items():
             if value < 1:
-                raise RefusedError(f"{name} = {value}: at least 1")
+                raise GatewayError(f"{name} = {value}: at least 1")
         return next(iter(found.values()), None)
 
     def several(self) -> int:
         """Returns how many answers are wanted."""
         count = self.count("n") or 1
         if count > _MOST_ANSWERS:
-            raise RefusedError(f"n = {count}: at most {_MOST_ANSWERS}")
+            raise GatewayError(f"n = {count}: at most {_MOST_ANSWERS}")
         return count
 
     def items(self, name: str) -> list[dict[str, Any]]:
@@ -163,7 +163,7 @@ class RequestFields:
         found: list[Any] = self.take(name, list, [])
         for index, item in enumerate(found):
             if not isinstance(item, dict):
-                raise RefusedError(f"{name}[{index}] must be an object, not {item!r:.80}")
+                raise GatewayError(f"{name}[{index}] must be an object, not {item!r:.80}")
         return found
 
     def only(self, accepted: Mapping[str, Sequence[Any]]) -> None:
@@ -172,7 +172,7 @@ class RequestFields:
             value = self.left.pop(name, None)
             if value is not None and value not in values:
                 rule = f"{' or '.join(map(repr, values))}, or absent" if values else "absent"
-                raise RefusedError(f"{name} = {value!r:.80}: this endpoint cannot honour it; it must be {rule}")
+                raise GatewayError(f"{name} = {value!r:.80}: this endpoint cannot honour it; it must be {rule}")
 
     def sampled(self) -> None:
         """Refuses fields that want other sampling than the run's."""
@@ -182,7 +182,7 @@ class RequestFields:
             if wanted is not None and wanted != value and not self.sampling.override:
                 rule = f"the run samples with {value}" if name in own else "the run samples otherwise"
                 fix = "leave it out, or set environment.args.override_sampling: true, which ignores it"
-                raise RefusedError(f"{name} = {wanted!r:.80}: {rule}; {fix}")
+                raise GatewayError(f"{name} = {wanted!r:.80}: {rule}; {fix}")
 
     def drop(self, *names: str) -> None:
         """Ignores fields that have no effect on what is sampled."""
@@ -192,7 +192,7 @@ class RequestFields:
     def end(self) -> None:
         """Refuses what is left."""
         if self.left:
-            raise RefusedError(f"{', '.join(self.left)}: this endpoint does not know how to honour that; leave it out")
+            raise GatewayError(f"{', '.join(self.left)}: this endpoint does not know how to honour that; leave it out")
 
 
 def text_of(content: object, where: str) -> str:
@@ -204,7 +204,7 @@ def text_of(content: object, where: str) -> str:
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in _TEXTS or not isinstance(part.get("text"), str):
-            raise RefusedError(f"{where}: a part of the type {kind!r:.80}; the model reads texts alone")
+            raise GatewayError(f"{where}: a part of the type {kind!r:.80}; the model reads texts alone")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -222,7 +222,7 @@ def tool_call(fields: RequestFields, call_id: object, name: object, arguments: o
     except (ValueError, RecursionError):
         read = None
     if not isinstance(name, str) or not isinstance(call_id, str) or not isinstance(read, dict):
-        raise RefusedError(f"{where}: a call of a tool has an id, a name, and arguments that are a JSON object")
+        raise GatewayError(f"{where}: a call of a tool has an id, a name, and arguments that are a JSON object")
     own = fields.call_ids.get(call_id, call_id)
     return {"type": "function", "id": own, "function": {"name": name, "arguments": read}}
 
@@ -230,14 +230,14 @@ def tool_call(fields: RequestFields, call_id: object, name: object, arguments: o
 def tool_answer(fields: RequestFields, call_id: object, content: object, where: str) -> Message:
     """Returns the answer of a tool as a message."""
     if not isinstance(call_id, str):
-        raise RefusedError(f"{where}: the id of the call must be a text, not {call_id!r:.80}")
+        raise GatewayError(f"{where}: the id of the call must be a text, not {call_id!r:.80}")
     return {"role": "tool", "tool_call_id": fields.call_ids.get(call_id, call_id), "content": text_of(content, where)}
 
 
 def offered(name: object, description: object, parameters: object, where: str) -> Mapping[str, Any]:
     """Returns a tool for chat templates."""
     if not isinstance(name, str) or not isinstance(parameters, dict | None):
-        raise RefusedError(f"{where}: a tool has a name, and a JSON schema of its arguments")
+        raise GatewayError(f"{where}: a tool has a name, and a JSON schema of its arguments")
     schema: Any = parameters or {"type": "object", "properties": {}}
     told = {} if description is None else {"description": text_of(description, where)}
     return {"type": "function", "function": {"name": name, **told, "parameters": schema}}
@@ -247,5 +247,5 @@ def whole_chat(messages: Iterable[Message]) -> tuple[Message, ...]:
     """Returns a chat that the model can answer."""
     chat = tuple(messages)
     if not chat or chat[-1]["role"] == "assistant":
-        raise RefusedError("the last message must be of the user, the system or a tool: the model begins its answer")
+        raise GatewayError("the last message must be of the user, the system or a tool: the model begins its answer")
     return chat

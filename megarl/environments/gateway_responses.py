@@ -9,7 +9,7 @@ from typing import Any
 from megarl.data.tokenizer import Message
 from megarl.environments.gateway_request import (
     GatewayReply,
-    RefusedError,
+    GatewayError,
     RequestFields,
     TurnAsk,
     assistant,
@@ -46,7 +46,7 @@ def read_response(fields: RequestFields) -> TurnAsk:
     tools: list[Mapping[str, Any]] = []
     for index, tool in enumerate(fields.items("tools")):
         if tool.get("type") != "function":
-            raise RefusedError(f"tools[{index}].type = {tool.get('type')!r:.80}: only tools of the type function")
+            raise GatewayError(f"tools[{index}].type = {tool.get('type')!r:.80}: only tools of the type function")
         tools.append(offered(tool.get("name"), tool.get("description"), tool.get("parameters"), f"tools[{index}]"))
     most, stream = fields.count("max_output_tokens"), fields.take("stream", bool, False)
     fields.only({**_NEUTRAL, "tool_choice": ("auto",) if tools else ("auto", "none")})
@@ -74,7 +74,7 @@ def _messages(fields: RequestFields, items: list[dict[str, Any]]) -> Iterator[Me
             role = "user" if item["role"] == "user" else "system"
             yield {"role": role, "content": text_of(item.get("content"), where)}
         else:
-            raise RefusedError(f"{where}: an item of the type {kind!r:.80}, with the role {item.get('role')!r:.80}")
+            raise GatewayError(f"{where}: an item of the type {kind!r:.80}, with the role {item.get('role')!r:.80}")
     if own:
         yield _assistant(fields, own, "input")
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from megarl.environments.chat_session import ChatSession, SessionTurn
 from megarl.environments.environment import EnvironmentTask, FailedEnvironmentError
-from megarl.environments.gateway_request import GatewayAnswer, RefusedError, TurnAsk
+from megarl.environments.gateway_request import GatewayAnswer, GatewayError, TurnAsk
 
 _PR_SET_PDEATHSIG: Final = 1
 _LIBC = ctypes.CDLL(None)
@@ -66,7 +66,7 @@ class GatewaySession:
         self._done = asyncio.Event()
 
     async def answered(self, ask: TurnAsk) -> Answered:
-        """Returns the turns that answer a request; raises RefusedError, or ValueError if the chat is not rendered."""
+        """Returns the turns that answer a request; raises GatewayError, or ValueError if the chat is not rendered."""
         digest = ask.digest
         if digest not in self._answers:
             self._answers[digest] = asyncio.create_task(self._sampled(ask))
@@ -87,7 +87,7 @@ class GatewaySession:
         for turn in found:
             if turn is None:
                 self._chat.cut_off()
-                raise RefusedError(
+                raise GatewayError(
                     "prompt is too long, or there were too many turns: a conversation has environment.max_turns turns, "
                     "each chat rollout.max_model_len tokens"
                 )
@@ -114,9 +114,9 @@ class GatewaySession:
         self._active = time.monotonic()
 
     def reward(self, value: float | None, done: bool) -> None:
-        """Sets the reward of the last turn, once or again, and ends the session; raises RefusedError without a turn."""
+        """Sets the reward of the last turn, once or again, and ends the session; raises GatewayError without a turn."""
         if not self._turns:
-            raise RefusedError("the session has had no turn that a reward could be of", 409)
+            raise GatewayError("the session has had no turn that a reward could be of", 409)
         if value is not None:
             self._chat.reward(value, replace=True)
             self.rewarded = True

@@ -28,7 +28,8 @@ class Tool:
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.name, self._function, self._call = name, function, TypeAdapter[Any](function)
+        target: Any = function  # TypeAdapter is annotated for types alone
+        self.name, self._function, self._call = name, function, TypeAdapter[Any](target)
         description, _, arguments = (inspect.getdoc(function) or "").partition("Args:\n")
         parameters = self._call.json_schema()
         parameters.pop("additionalProperties", None)

@@ -77,7 +77,7 @@ def begun(environment: str, *overrides: str) -> Sequence[int]:
 
 
 def test_an_environment_begins_a_conversation() -> None:
-    assert tokenizer().decode(begun("guess_number")) == "<bos>Guess a number from 1 to 20.<unk>"
+    assert tokenizer().decode(begun("guess_number")) == "<bos>Guess a number from 1 to 20."
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_an_environment_begins_a_conversation() -> None:
     [
         ("tests.environments.worlds:Nobody", (), "a class of the module that is derived from"),
         ("tests.environments.worlds:Letters", ("environment.args={turns: 3, size: 2}",), "unexpected keyword argument"),
-        ("guess_number", ("rollout.max_model_len=30", "rollout.max_new_tokens=16"), "leaves no room for a turn"),
+        ("guess_number", ("rollout.max_model_len=28", "rollout.max_new_tokens=16"), "leaves no room for a turn"),
         ("user_turns", ("reward.functions=[{name: length}]",), "the row has no column 'user_turns'; it has: index"),
     ],
 )
