@@ -30,7 +30,6 @@ T = TypeVar("T")
 
 _GRACE_S = 4.0
 """Wait for the report of a death, which may arrive after the failures that it causes."""
-_LOG_TAIL_BYTES = 4000
 
 
 class WorkerError(RunError):
@@ -54,6 +53,11 @@ class Process(Generic[W_co]):
     log_file: Path
     concurrent: bool = False
     numbers: Iterator[int] = field(default_factory=itertools.count, compare=False)
+
+    def log_tail(self) -> list[str]:
+        """Returns a heading and the end of the log; nothing of an empty one."""
+        text = self.log_file.read_bytes()[-4000:] if self.log_file.exists() else b""
+        return [f"The end of {self.log_file}:", text.decode(errors="replace").rstrip()] if text.strip() else []
 
 
 class Awaited(Protocol):
@@ -181,6 +185,9 @@ class Call(Generic[R]):
         answered = {*self.results, *self.errors}
         return [process for index, process in enumerate(self.processes) if index not in answered]
 
+    def __str__(self) -> str:
+        return f"{', '.join(process.name for process in self.unanswered)} in {self.label}"
+
 
 @dataclass(eq=False, kw_only=True)
 class ChunkCall(Call[S], Generic[S, T]):
@@ -248,6 +255,14 @@ class CallMonitor:
         """Returns whether a process is still starting."""
         return any(c.phase == "start" and c.processes[index] is process for _, c, index in self._pending.values())
 
+    def in_progress(self) -> list[str]:
+        """Returns a line per call in progress, with the seconds of its time limit; any thread may ask."""
+        now, ends, told = time.monotonic(), self._ends, dict[Call[Any], str]()
+        for ref, (_, call, _) in list(self._pending.items()):
+            limit: float = getattr(self._limits, call.phase)
+            told[call] = f"{limit - ends[ref] + now:.0f} of {limit:g} s" if ref in ends else "its limit has not begun"
+        return [f"{call}: {waited}" for call, waited in told.items()]
+
     def wait_for(self, call: Call[Any]) -> None:
         """Waits until every process has finished the call; see `Call.wait`."""
         while not call.finished:
@@ -313,16 +328,14 @@ class CallMonitor:
 
     def _overdue(self, late: Call[Any]) -> str:
         """Returns the message for a call that exceeds its time; another call may be the cause."""
-        calls = list(dict.fromkeys([late, *(call for _, call, _ in self._pending.values())]))
-        limit = getattr(self._limits, late.phase)
-        first, *rest = (f"{', '.join(p.name for p in call.unanswered)} in {call.label}" for call in calls)
+        calls = dict.fromkeys(call for _, call, _ in self._pending.values() if call is not late)
         return "\n".join(
             [
-                f"No answer within {limit:g} s from {first}.",
+                f"No answer within {getattr(self._limits, late.phase):g} s from {late}.",
                 f"Raise cluster.time_limits.{late.phase} if it may take longer.",
-                *(f"Also in progress: {other}." for other in rest),
+                *(f"Also in progress: {other}." for other in calls),
                 *self.explainer([process.name for process in late.unanswered]),
-                *(line for process in late.unanswered for line in ("", *_log_tail(process))),
+                *(line for each in late.unanswered for line in ("", *each.log_tail())),
             ]
         )
 
@@ -337,7 +350,7 @@ class CallMonitor:
                 failure = _Failure(order=order, call=call, index=index, error=error)
                 if isinstance(error, RayActorError) and call.lost is not None and not ends:
                     self._lose(call, _message(failure, []))
-                elif _tolerates(call, error):
+                elif isinstance(error, RayTaskError) and isinstance(ray_api.raised(error), call.tolerates or ()):
                     call.errors[index] = _message(failure, [])
                 else:
                     failures.append(failure)
@@ -370,11 +383,6 @@ class CallMonitor:
         raise self._error from None
 
 
-def _tolerates(call: Call[Any], error: RayError) -> bool:
-    tolerates = call.tolerates
-    return tolerates is not None and isinstance(error, RayTaskError) and isinstance(ray_api.raised(error), tolerates)
-
-
 def _message(cause: _Failure, failures: Sequence[_Failure]) -> str:
     process = cause.call.processes[cause.index]
     where = f"{process.name} {{}} in {cause.call.label}"
@@ -384,15 +392,8 @@ def _message(cause: _Failure, failures: Sequence[_Failure]) -> str:
             return f"{where.format('failed')}: {raised}"  # complete, and the same on other ranks
         lines = [f"{where.format('failed')}: {raised!r}", "", str(cause.error).rstrip()]
     else:
-        lines = [f"{where.format('died')}.", "", str(cause.error).rstrip(), "", *_log_tail(process)]
+        lines = [f"{where.format('died')}.", "", str(cause.error).rstrip(), "", *process.log_tail()]
     others = sorted({failure.call.processes[failure.index].name for failure in failures} - {process.name})
     if others:
         lines += ["", f"Afterwards, perhaps as a consequence, also failed: {', '.join(others)}."]
     return "\n".join(lines)
-
-
-def _log_tail(process: Process[Any]) -> list[str]:
-    if not process.log_file.exists():
-        return []
-    text = process.log_file.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").rstrip()
-    return [f"The end of {process.log_file}:", text] if text else []

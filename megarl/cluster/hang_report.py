@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster import ray_api
-from megarl.stacks import ProcessStacks, take_stacks, write_stacks
+from megarl.stacks import IN_COLLECTIVE, ProcessStacks, take_stacks, write_stacks
 
 _NODES_S = 60.0
 _SHOWN = 8
@@ -52,7 +52,8 @@ def explain(late: Sequence[str], found: Mapping[str, ProcessStacks]) -> list[str
         lines += _end_of_stack(next(iter(waiting)), frames)
     elif not silent and (few := _fewest(frames)):
         others = few
-    return lines + [line for name in others[:1] for line in _end_of_stack(name, frames)]
+    lines += [line for name in others[:1] for line in _end_of_stack(name, frames)]
+    return lines + _collectives({name: found[name].waits for name in frames})
 
 
 def working_frames(text: str) -> list[StackFrame]:
@@ -63,6 +64,12 @@ def working_frames(text: str) -> list[StackFrame]:
         if ends:
             return frames[: ends[0]]
     return []
+
+
+def _collectives(waits: Mapping[str, Sequence[str]]) -> list[str]:
+    """Returns how far each process is in the groups in which some are in a collective."""
+    groups = {line.partition(":")[0] for lines in waits.values() for line in lines if IN_COLLECTIVE in line}
+    return [f"{name}, {line}." for name, lines in waits.items() for line in lines if line.partition(":")[0] in groups]
 
 
 def _is_in_collective(frames: Sequence[StackFrame]) -> bool:

@@ -76,7 +76,7 @@ class Session:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as ending:
             ending.enter_context(interrupts_raise())
-            ending.enter_context(answering(self._log_dir / "driver.log"))
+            ending.enter_context(answering(self._log_dir / "driver.log", lambda: self.monitor.in_progress()))
             with no_interrupt_is_lost():
                 if self._address is None:
                     self._start(ending)

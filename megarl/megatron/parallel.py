@@ -6,12 +6,17 @@ Megatron's that still reads it raises, or gets None, instead of mixing up two ro
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megarl.stacks import IN_COLLECTIVE
 from megarl.types import Layout
 
 _PARTS = {"dp": ("ep", "expt_dp")}
@@ -34,7 +39,8 @@ class GroupCache:
         """Makes the groups of disjoint sets of ranks and returns the rank's, if it has one."""
         for ranks in sets:
             if ranks not in self._groups:
-                group: Any = dist.new_group(list(ranks), timeout=self._timeout)  # unused on other ranks
+                name = f"ranks {', '.join(map(str, ranks))}"
+                group: Any = dist.new_group(list(ranks), timeout=self._timeout, group_desc=name)  # unused on others
                 self._groups[ranks] = group
         return next((self._groups[ranks] for ranks in sets if rank in ranks), None)
 
@@ -75,3 +81,31 @@ def build_groups(layout: Layout, rank: int, cache: GroupCache) -> ProcessGroupCo
     groups.embd = cache.mine([tuple(sorted({ranks[0], ranks[-1]})) for ranks in partition(layout, "pp")], rank)
     groups.pos_embd = None
     return groups
+
+
+def collectives() -> list[str]:
+    """Returns a line per process group of this rank: the collectives that it has begun and finished, and where it is.
+
+    torch's flight recorder has them, for Gloo without sends and receives; its build for CUDA has another one for NCCL.
+    """
+    recorders: Any = torch._C._distributed_c10d
+    dumps = [getattr(recorders, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
+    return [line for dump in dumps if dump is not None for line in recorded(json.loads(dump()), time.time_ns())]
+
+
+def recorded(trace: Mapping[str, Any], now_ns: int) -> Iterator[str]:
+    """Yields the lines of a dump of the flight recorder, the last group used first."""
+    groups: dict[int, list[Mapping[str, Any]]] = {}
+    for entry in reversed(trace["entries"]):
+        groups.setdefault(entry["pg_id"], []).append(entry)
+    for number, entries in groups.items():
+        name, description = entries[0]["process_group"]
+        status = trace["pg_status"].get(str(number), {})
+        begun, finished = (status.get(f"last_{done}_collective", "?") for done in ("enqueued", "completed"))
+        current = [
+            f"{entry['profiling_name']} {entry['input_sizes']} for {(now_ns - entry['time_created_ns']) / 1e9:.1f} s"
+            for entry in entries
+            if not entry["retired"] and entry["state"] != "completed"
+        ]
+        doing = f"{IN_COLLECTIVE}{', '.join(current)}" if current else ""
+        yield f"{description or name or f'group {number}'}: {begun} collectives begun, {finished} finished{doing}"

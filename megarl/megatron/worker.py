@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.collector import importing
-from megarl.config import PPOConfig, RAFTConfig, RunConfig
+from megarl.config import PPOConfig, RAFTConfig, RunConfig, TrainingConfig
 from megarl.experience.build import build_experience
 from megarl.experience.records import ExperienceChunk, ExperienceReport
 from megarl.files import FileRecord
@@ -27,6 +27,7 @@ from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest, U
 from megarl.remote import remote
 from megarl.resharding import Connection, ConnectRequest, Sender, SyncStats, connect
 from megarl.role_specs import LossSpec, PolicySpec, role_specs
+from megarl.stacks import tell_waits
 from megarl.types import Ragged, RankSchedule, RoleName, TokenValues
 from megarl.weights.export import Export, export_plan
 
@@ -62,6 +63,7 @@ class MegatronWorker:
         with importing():
             self._platform = start_platform(self._config.cluster.device)
             import megarl.megatron.model_engine  # noqa: F401  (`load` needs it)
+            from megarl.megatron.parallel import collectives
         start_world(
             self._platform,
             rank=self._rank,
@@ -69,6 +71,11 @@ class MegatronWorker:
             init_method=init_method,
             timeout_seconds=self._config.cluster.time_limits.patience,
         )
+        tell_waits(collectives)
+        if isinstance(self._config, TrainingConfig) and self._config.checkpoint.async_save:
+            # For the writing thread: collectives of two threads must not meet in one group.
+            limit = timedelta(seconds=self._config.cluster.time_limits.patience)
+            self._write_group = dist.new_group(backend="gloo", timeout=limit, group_desc="checkpoint")
 
     @remote(phase="start")
     def load(self, model_dir: str) -> None:
@@ -199,9 +206,7 @@ class MegatronWorker:
         engine = self._offloader.onload(role)
         if not in_background:
             return save_role(engine, Path(directory))
-        if self._write_group is None:  # collectives of two threads must not meet in one group
-            limit = timedelta(seconds=self._config.cluster.time_limits.patience)
-            self._write_group = dist.new_group(backend="gloo", timeout=limit)
+        assert self._write_group is not None, "checkpoint.async_save is false"
         self._writes[role] = self._writer.submit(plan_role(engine, Path(directory), self._write_group))
         return None
 

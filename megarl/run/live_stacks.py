@@ -1,4 +1,4 @@
-"""`megarl stacks`: what the processes of a live run do."""
+"""`megarl stacks`: what the processes of a live run do, and what they wait for."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megarl.cluster.hang_report import stacks_of_other_nodes, working_frames
 from megarl.errors import RunError
 from megarl.run.attempts import read_attempts
 from megarl.run.paths import RunPaths, read_config
-from megarl.stacks import ProcessStacks, take_stacks, write_stacks
+from megarl.stacks import IN_COLLECTIVE, ProcessStacks, take_stacks, write_stacks
 
 
 def show_stacks(path: Path) -> None:
-    """Writes the stacks of a run's processes into its directory, and prints where each process is.
+    """Writes the stacks of a run's processes into its directory, and prints where each is, and what it waits for.
 
     Raises:
         RunError: there is no such process.
@@ -34,6 +34,9 @@ def show_stacks(path: Path) -> None:
     directory = write_stacks(found, run.logs)
     for each in found:
         print(f"{each.name} (pid {each.pid} on {each.host}): {_place(each)}")
+        for line in each.waits:
+            if IN_COLLECTIVE in line or each.name == "driver":
+                print(f"  {line}")
     print(f"the stacks are in {directory}")
 
 
@@ -55,5 +58,7 @@ def _elsewhere(logs: Path, address: str) -> list[ProcessStacks]:
 def _place(process: ProcessStacks) -> str:
     if process.silence:
         return process.silence
+    if process.name == "driver":
+        return "calls in progress" if process.waits else "no call is in progress"
     frames = working_frames(process.text)
     return str(frames[0]).strip() if frames else "it works on no call"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import threading
 import time
 from collections.abc import Iterator
 from typing import get_args
@@ -37,6 +38,18 @@ def test_calls_return_at_once_and_run_in_the_order_of_submission(group: Group) -
     assert 3.0 <= slow.longest() < time.perf_counter() - start, (
         "the time of the ranks, the wait for a turn not included"
     )
+
+
+def test_another_thread_is_told_the_calls_in_progress_and_their_time(group: Group) -> None:
+    slow, later = group.call(FakeWorker.note, "slow", 2.0), group.call(FakeWorker.noted)
+    told: list[str] = []
+    asking = threading.Timer(0.7, lambda: told.extend(slow.monitor.in_progress()))
+    asking.start()
+    later.wait()
+    asking.join()
+    first, second = told
+    assert re.fullmatch(r"train rank 0, train rank 1, train rank 2 in train.note: [12] of \d+ s", first), first
+    assert second == "train rank 0, train rank 1, train rank 2 in train.noted: its limit has not begun"
 
 
 def test_a_column_comes_back_by_chunk_from_the_ranks_that_report_it(group: Group) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +75,28 @@ def test_who_has_not_come_is_told(where: dict[str, str], expected: list[str]) ->
     assert all(line.startswith(begin) for line, begin in zip(lines, expected, strict=True)), lines
 
 
+def test_how_far_each_process_is_with_its_collectives_is_told() -> None:
+    both, own = "ranks 0, 1: 4 collectives begun, 3 finished; in gloo:all_reduce [[4]] for 9.0 s", "ranks 0: 7 begun"
+    processes = found(r0="barrier", r1="loss")
+    processes["r0"] = replace(processes["r0"], waits=(own, both))
+    processes["r1"] = replace(processes["r1"], waits=("ranks 0, 1: 3 collectives begun, 3 finished",))
+    lines = [line for line in explain(["r0", "r1"], processes) if "collectives begun" in line]
+    assert lines == [f"r0, {both}.", "r1, ranks 0, 1: 3 collectives begun, 3 finished."]
+
+
 def test_a_process_that_is_gone_is_told() -> None:
     assert explain(["r0"], {}) == ["r0 does not answer a signal: there is no such process."]
 
 
 def test_a_process_writes_its_own_stacks_as_often_as_it_is_asked(tmp_path: Path) -> None:
-    with answering(tmp_path / "driver.log"):
-        for _ in range(2):
+    told = iter([["one call"], [], ["two", "calls"]])
+    with answering(tmp_path / "driver.log", lambda: next(told)):
+        with answering(tmp_path / "inner" / "driver.log", lambda: ["inside"]):
+            (own,) = take_stacks(tmp_path / "inner")
+            assert own.waits == ("inside",)
+        for waits in (("one call",), (), ("two", "calls")):
             (own,) = take_stacks(tmp_path)
-            assert (own.name, own.pid, own.silence) == ("driver", os.getpid(), "")
+            assert (own.name, own.pid, own.silence, own.waits) == ("driver", os.getpid(), "", waits)
             assert own.text.count("in test_a_process_writes_its_own_stacks") == 1
     assert take_stacks(tmp_path) == []
     twice = [own, ProcessStacks(name="driver", pid=7, host="h", silence="it has ended")]
@@ -104,6 +118,7 @@ def test_the_stacks_of_live_workers(session: Session, make_group: MakeGroup, tmp
         assert f"train-rank-{rank} (pid " in told.output
     assert told.output.count("fakes.py") == 3
     assert "driver (pid " in told.output
+    assert "\n  train rank 0, train rank 1, train rank 2 in train.note: its limit has not begun\n" in told.output
     (directory,) = (tmp_path / "logs" / "stacks").iterdir()
     assert "in note" in (directory / "train-rank-1.txt").read_text()
 
@@ -130,8 +145,8 @@ def test_a_stopped_worker_is_named(session: Session, make_group: MakeGroup) -> N
         others = report_hang(names[:2], session._log_dir, joined=False)
     finally:
         os.kill(pids[2], signal.SIGCONT)
-    assert f"{names[2]} does not answer a signal: it is stopped, by SIGSTOP or a debugger." in lines
-    assert any(line.startswith("train-rank-2 does not answer a signal: it is stopped") for line in others)
+    assert lines[0] == f"{names[2]} does not answer a signal: it is stopped, by SIGSTOP or a debugger."
+    assert others[0].startswith("train-rank-2 does not answer a signal: it is stopped")
     assert lines[-1].startswith("The stacks of all processes are in ")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.types import Layout
+from tests.pool import RankPool
 
 ORDER = "tp-cp-ep-dp-pp"
 DENSE = {("tp",): "tp", ("dp",): "dp", ("pp",): "pp", ("tp", "pp"): "tp-pp", ("tp", "dp"): "tp-dp"}
@@ -35,3 +36,65 @@ def test_groups_equal_megatrons(layout: Layout) -> None:
 def test_ep_must_divide_dp() -> None:
     with pytest.raises(ValueError, match="ep 2 does not divide dp 3"):
         Layout(dp=3, ep=2)
+
+
+def _late(rank: int) -> list[list[str]]:
+    import torch
+    import torch.distributed as dist
+
+    from megarl.megatron.parallel import GroupCache, collectives
+
+    everyone, store = (0, 1), dist.distributed_c10d._get_default_store()
+    group = GroupCache().mine([everyone], rank)
+    dist.all_reduce(torch.ones(1), group=group)
+    if rank == 1:
+        store.wait(["the other one has begun"])
+    found = [collectives()]
+    work = dist.all_reduce(torch.ones(3, 2), group=group, async_op=True)
+    found.append(collectives())
+    store.set("the other one has begun", "")
+    assert work is not None
+    work.wait()
+    return [*found, collectives()]
+
+
+@pytest.mark.dist
+def test_the_flight_recorder_tells_which_rank_is_late(pool: RankPool) -> None:
+    first, second = pool.run(_late, world_size=2)
+    begun, doing, done = (
+        "ranks 0, 1: 1 collectives begun, 1 finished",
+        "ranks 0, 1: 2 collectives begun, 1 finished; in gloo:all_reduce [[3, 2]] for ",
+        "ranks 0, 1: 2 collectives begun, 2 finished",
+    )
+    assert (first[0][0], second[0][0]) == (begun, begun)
+    assert first[1][0].startswith(doing)
+    assert (first[2][0], second[2][0]) == (done, done)
+
+
+def test_a_record_of_nccl_is_told() -> None:
+    """Made by hand, as ProcessGroupNCCL fills the recorder; the third collective of group 1 has begun on the device."""
+    from megarl.megatron.parallel import recorded
+
+    def entry(group: int, name: str, state: str, *, retired: bool) -> dict[str, object]:
+        return {
+            "pg_id": group,
+            "process_group": [str(group), ["default_pg", "ranks 0, 2"][group]],
+            "profiling_name": name,
+            "input_sizes": [[8, 4]],
+            "state": state,
+            "retired": retired,
+            "time_created_ns": 1_000_000_000,
+        }
+
+    trace = {
+        "entries": [
+            entry(1, "nccl:all_reduce", "completed", retired=True),
+            entry(0, "nccl:broadcast", "completed", retired=False),
+            entry(1, "nccl:_all_gather_base", "started", retired=False),
+        ],
+        "pg_status": {"1": {"last_enqueued_collective": 3, "last_completed_collective": 2}},
+    }
+    assert list(recorded(trace, 3_500_000_000)) == [
+        "ranks 0, 2: 3 collectives begun, 2 finished; in nccl:_all_gather_base [[8, 4]] for 2.5 s",
+        "default_pg: ? collectives begun, ? finished",
+    ]

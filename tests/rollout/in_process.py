@@ -82,6 +82,12 @@ def use_salts(engine: RolloutEngine) -> None:
     del engine._requests.add
 
 
+def print_errors_to(_engine: RolloutEngine, log_file: Path) -> None:
+    """Sends the errors of this process, and of those that it starts, to a file."""
+    with log_file.open("ab") as file:
+        os.dup2(file.fileno(), 2)
+
+
 def free_bytes(_engine: RolloutEngine) -> int:
     """Of the GPU's memory."""
     import torch

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.stacks import take_stacks
 from tests.leftovers import comes_true
 from tests.rollout import in_process
 from tests.rollout.conftest import Answers, ask, requests, start
@@ -28,9 +29,15 @@ def temporary() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def pair(temporary: Path) -> Iterator[EngineProcess]:
-    """Hosts engines of two ranks."""
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def pair(temporary: Path, logs: Path) -> Iterator[EngineProcess]:
+    """Hosts engines of two ranks, which print into a log."""
     process = EngineProcess(temporary)
+    process.apply(in_process.print_errors_to, logs / "engine.log")
     yield process
     process.close()
 
@@ -43,6 +50,12 @@ def test_synced_ranks_equal_an_engine_that_loaded_the_files(
     start(pair, models["llama"], tp=2)
     sync(pair, models["llama"], 1)
     assert_same(ask(pair), fresh["llama"], atol=1e-5)
+
+
+def test_each_rank_answers_with_its_stacks(pair: EngineProcess, logs: Path) -> None:
+    found = take_stacks(logs)
+    assert [each.name for each in found] == ["engine-rank-0", "engine-rank-1"]
+    assert all("/vllm/" in each.text for each in found), found
 
 
 def test_ranks_receive_weights_between_two_steps(pair: EngineProcess, models: Mapping[str, Path]) -> None:
