@@ -109,18 +109,26 @@ def interrupts_raise() -> Generator[None]:
 def noted_signals() -> Generator[Callable[[], bytes]]:
     """Yields a function that returns the numbers of the signals that came in the block, also of ignored interrupts.
 
-    The interpreter writes them into a pipe, whichever handler a signal has. A block inside notes its own.
+    The interpreter writes them into a pipe, whichever handler a signal has. A block inside passes on what it noted.
     """
     reader, writer = os.pipe()
     for end in (reader, writer):
         os.set_blocking(end, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if _in_main_thread() else None
+    noted = bytearray()
+
+    def received() -> bytes:
+        noted.extend(pipe.read() or b"")
+        return bytes(noted)
+
     with open(reader, "rb", buffering=0) as pipe, open(writer, "wb"):
         try:
-            yield lambda: pipe.read() or b""
+            yield received
         finally:
             if before is not None:
                 signal.set_wakeup_fd(before)
+                if before >= 0 and received():
+                    os.write(before, noted)
 
 
 @contextmanager

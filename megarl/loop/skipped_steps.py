@@ -62,8 +62,10 @@ class SkippedBatches:
     """Writes the batches of the last steps in a row with skipped optimizer steps into the run's directory."""
 
     def __init__(self, config: TrainingConfig) -> None:
-        self._directory = RunPaths(config.run.dir).skipped
-        self._last: int | None = None
+        paths = RunPaths(config.run.dir)
+        self._directory = paths.skipped
+        before = read_lines(paths.updates, last=config.updates_per_step)  # the run may have resumed
+        self._last: int | None = max((each["step"] for each in before if skipped_roles(each)), default=None)
 
     def add(self, step: int, updates: Sequence[Metrics], write: Callable[[Path], None]) -> None:
         """Calls `write` with the directory if a step has skipped optimizer steps; a full disk ends nothing."""
@@ -72,7 +74,7 @@ class SkippedBatches:
         try:
             if self._last != step - 1:
                 shutil.rmtree(self._directory, ignore_errors=True)
-                self._directory.mkdir()
+            self._directory.mkdir(exist_ok=True)
             self._last = step
             write(self._directory)
         except OSError as error:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from megarl.cluster.calls import WorkerError
 from megarl.cluster.cpu_threads import kept_message, with_threads
-from megarl.cluster.driver_environment import interrupts_raise, noted_signals
+from megarl.cluster.driver_environment import interrupts_raise, no_interrupt_is_lost, noted_signals
 from megarl.cluster.session import Session
 from megarl.cluster.step_profiler import StepProfiler
 from megarl.cluster.trainers import RemoteRole, check_gpus
@@ -210,20 +210,21 @@ def _started(
         Reporter(config, directory, taken, data.left_out, clock, saves=not profiles) as reporter,
         ExitStack() as opened,
     ):
-        reporter.phase("Ray")
-        opened.enter_context(session)
-        session.monitor.observer = reporter.trace.ran
-        reporter.phase(f"{processes(config)} with their models")
-        model_dir = model_directory(config, directory.path)
-        trainer = TRAINERS[config.stage](config, session, model_dir, data, reporter.phase)
-        if directory.latest is not None:
-            _load(trainer, directory.latest)
-        trainer.start()
-        if directory.latest is not None:
-            reporter.phase("the checkpoint")
-            _restore(trainer, config, directory.latest)
-        ready = trainer.begin(taken)
-        reporter.started(ready)
+        with no_interrupt_is_lost():
+            reporter.phase("Ray")
+            opened.enter_context(session)
+            session.monitor.observer = reporter.trace.ran
+            reporter.phase(f"{processes(config)} with their models")
+            model_dir = model_directory(config, directory.path)
+            trainer = TRAINERS[config.stage](config, session, model_dir, data, reporter.phase)
+            if directory.latest is not None:
+                _load(trainer, directory.latest)
+            trainer.start()
+            if directory.latest is not None:
+                reporter.phase("the checkpoint")
+                _restore(trainer, config, directory.latest)
+            ready = trainer.begin(taken)
+            reporter.started(ready)
         saver = opened.enter_context(closing(Saver(config, directory, trainer, session.monitor)))
         try:
             yield trainer, reporter, StepProfiler(config, session, directory.profile), saver

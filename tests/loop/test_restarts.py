@@ -86,7 +86,7 @@ class Interrupted:
 
 
 class Trainer:
-    """A trainer whose steps fail as planned: `strikes` are the next ones, by step."""
+    """A trainer whose steps fail as planned: `strikes` are the next ones, by step; at 0 its start fails."""
 
     strikes: list[tuple[int, Strike]]
     evaluate_every = None
@@ -98,7 +98,9 @@ class Trainer:
         self.roles = {"actor": Role()}
         self._itself = self  # as parts of a trainer refer to each other
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        if self.strikes and not self.strikes[0][0]:
+            self.strikes.pop(0)[1]()
 
     def begin(self, step: int) -> dict[str, float]:
         return {}
@@ -194,6 +196,34 @@ def test_a_restart_that_finishes_no_step_ends_the_run_with_both_causes(run: Run)
     start = RunError("Ray did not start on this machine")
     with pytest.raises(RunError, match=r"(?s)^Ray did not start.* It had failed after step 3: train rank 1 died"):
         run((4, died), (3, raising(start)))
+
+
+def lost_signal() -> None:
+    """A SIGTERM whose exception Python drops, as the handler ran in a destructor."""
+
+    class Destroyed:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Destroyed()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_python_drops_while_a_run_starts_ends_it(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        run((0, lost_signal))
+    assert ends(tmp_path / "run") == [(0, 0, "interrupted")]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_run_whose_start_fails_after_a_signal_is_not_restarted(run: Run, tmp_path: Path) -> None:
+    def both() -> None:
+        lost_signal()
+        died()
+
+    with pytest.raises(WorkerError):
+        run((0, both))
+    assert len(read_attempts(tmp_path / "run" / "attempts.jsonl")) == 1
 
 
 def repeating() -> WorkerError:

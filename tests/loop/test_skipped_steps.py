@@ -124,6 +124,18 @@ def test_the_batches_of_the_last_steps_in_a_row_can_be_replayed(tmp_path: Path) 
             assert getattr(again, name).values.tobytes() == getattr(chunk, name).values.tobytes()
 
 
+def test_the_batches_before_a_resume_stay(tmp_path: Path) -> None:
+    """The run resumes after its third step, and skips the fourth; had it skipped the fifth, only that would stay."""
+    for number in (2, 3):
+        SkippedBatches(config_of(tmp_path, stage="sft")).add(number, [SKIPPED], lambda to: (to / "2").touch())
+        lines = [{"step": 2, **SKIPPED}, {"step": 3, **SKIPPED}]
+        RunPaths(tmp_path).updates.write_text("".join(f"{json.dumps(line)}\n" for line in lines[: number - 1]))
+    for number, left in ((4, {"2", "4"}), (5, {"5"})):
+        resumed = SkippedBatches(config_of(tmp_path, stage="sft"))
+        resumed.add(number, [SKIPPED], lambda to, name=str(number): (to / name).touch())
+        assert {file.name for file in RunPaths(tmp_path).skipped.iterdir()} == left
+
+
 def test_the_rows_of_a_supervised_step_are_named(tmp_path: Path) -> None:
     batches = SkippedBatches(config_of(tmp_path, stage="sft"))
     sampled, _, _ = sampled_step(6)
