@@ -31,6 +31,7 @@ _LONG = (
     "cluster",
     "tests/launch/test_node_endings.py",
     "tests/e2e/test_asynchronous.py",
+    "tests/chaos/test_chaos.py",
     "tests/e2e/test_recipes.py",
     "tests/launch/test_ray_job.py",
     "tests/sort_letters/test_whole.py",

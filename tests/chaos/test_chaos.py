@@ -1,7 +1,7 @@
 """Seeded faults in runs of every stage: each run ends exactly, or with one clear error, and resumes to the exact end.
 
 ``make chaos`` takes 100 trials. The number alone determines a trial: stage, fault, victim and step. How far the step is
-when the fault hits depends on the machine.
+when the fault hits depends on the machine. Ten more faults hit two runs, for continuous integration.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from megarl.run.attempts import read_attempts
 from megarl.run.paths import RunPaths
 from tests.disk import SmallDisk
 from tests.e2e.runs import Finished, finish, lines, started
@@ -41,6 +42,10 @@ STAGES = {
     "asynchronous ppo": ("grpo", [*SETTINGS, "rollout.devices=1-2", "rollout.max_replacements=1"]),
 }
 """The file in configs/debug, and the settings."""
+SHORT = [f"cluster.time_limits.{phase}=20" for phase in ("update", "checkpoint")]
+LONG_RUN = {"ten faults": ("sft", [*TWO, "groups.train.roles.actor={tp: 2, pp: 1}", "run.steps=24", *SHORT])}
+SURVIVED = ("delay", "kill", "kill", "starve", "stop")
+ENDING = ("SIGTERM", "SIGUSR1", "damage", "full disk")
 BLOWS = {
     "kill": [(signal.SIGKILL, 0.0)],
     "stop": [(signal.SIGSTOP, 0.0)],
@@ -56,7 +61,7 @@ DISK_KIB = 96 << 10
 RAY = {"raylet": "/raylet/raylet ", "gcs": "/gcs/gcs_server "}
 """Parts of the command lines of Ray's processes."""
 
-pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +155,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def command(stage: str, directory: Path, *settings: str) -> list[str]:
-    config, own = STAGES[stage]
+    config, own = {**STAGES, **LONG_RUN}[stage]
     return ["train", f"configs/debug/{config}.yaml", f"run.dir={directory}", *own, *COMMON, *settings]
 
 
@@ -159,6 +164,7 @@ def run(stage: str, directory: Path, *settings: str) -> Finished:
         return finish(*program)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("trial", range(TRIALS))
 def test_a_disturbed_run_ends_exactly_or_resumes_to_the_exact_end(
     straight: Callable[[str], Path], tmp_path: Path, trial: int
@@ -170,31 +176,110 @@ def test_a_disturbed_run_ends_exactly_or_resumes_to_the_exact_end(
         directory = (disk.path if disk else tmp_path) / "run"
         with started(command(fault.stage, directory, f"run.max_restarts={fault.restarts}")) as program:
             fault.wait(directory, straight(fault.stage), program[0])
-            if disk:
-                disk.fill(fault.left_kib)
-            else:
-                fault.strike(*program[:2], directory)
-            finished = finish(*program)
-            if finished.status == -signal.SIGKILL:
-                gone = comes_true(lambda: not program[1].processes() and not os.listdir(program[2]))
-                assert gone, (program[1].processes(), os.listdir(program[2]))
-                assert not program[1].shared_memory()
-            else:
-                finished.assert_clean()
+            finished = struck(fault, program, directory, disk)
         print(f"trial {trial}: {fault}: exit code {finished.status}, {finished.errors.splitlines()[:1]}")
         if finished.status:
             assert not fault.is_survived(), finished.errors
-            assert_expected(fault, finished)
-            if disk:
-                (disk.path / "filling").unlink()
-            if fault.kind == "damage":
-                remove_damaged(fault, directory, chance)
+            repair(fault, finished, directory, chance, disk)
             resumed = run(fault.stage, directory)
             assert resumed.status == 0, resumed.errors
             resumed.assert_clean()
-        assert content(directory) == content(straight(fault.stage))
-        unfinished = (".partial", ".staged", ".removed")
-        assert not [path for path in directory.rglob("*") if path.name.endswith(unfinished)]
+        assert_whole(directory, straight(fault.stage))
+
+
+def test_a_run_survives_five_faults(straight: Callable[[str], Path], tmp_path: Path) -> None:
+    chance, directory, restarts = random.Random(0), tmp_path / "run", 0
+    whole = straight("ten faults")
+    with started(command("ten faults", directory, "run.max_restarts=9")) as program:
+        for kind in chance.sample(SURVIVED, len(SURVIVED)):
+            wait_for_progress(directory, program[0], restarts, whole, chance.random())
+            blow(kind, f"train-rank-{chance.randrange(2)}.log").strike(*program[:2], directory)
+            restarts += kind in ("kill", "stop")
+        finished = finish(*program)
+    assert finished.status == 0, finished.errors
+    finished.assert_clean()
+    assert len(read_attempts(directory / "attempts.jsonl")) == 1 + restarts
+    assert_whole(directory, whole)
+    stacks = [file.read_text() for file in directory.glob("logs/stacks/*/train-rank-*.txt")]
+    assert any(" collectives begun, " in text for text in stacks), stacks
+
+
+def test_a_run_that_five_faults_end_resumes_each_time(straight: Callable[[str], Path], tmp_path: Path) -> None:
+    """The fifth is the damaged checkpoint of a killed driver."""
+    chance, directory, whole = random.Random(1), tmp_path / "disk" / "run", straight("ten faults")
+    with SmallDisk(tmp_path / "disk", DISK_KIB) as disk:
+        for attempts, kind in enumerate(chance.sample(ENDING, len(ENDING))):
+            fault = blow(kind, "driver")
+            with started(command("ten faults", directory)) as program:
+                wait_for_progress(directory, program[0], attempts, whole, chance.random())
+                finished = struck(fault, program, directory, disk if kind == "full disk" else None)
+            assert finished.status, f"{kind} came too late"
+            repair(fault, finished, directory, chance, disk)
+        resumed = run("ten faults", directory)
+        assert resumed.status == 0, resumed.errors
+        resumed.assert_clean()
+        assert_whole(directory, whole)
+
+
+def blow(kind: str, victim: str) -> Fault:
+    """A fault of the long run, which hits at once."""
+    return Fault(stage="ten faults", kind=kind, victim=victim, restarts=0, step=0, share=0.0, left_kib=0)
+
+
+def wait_for_progress(
+    directory: Path, program: subprocess.Popen[str], attempts: int, straight: Path, share: float
+) -> None:
+    """Returns when the attempt after so many others has gone further than all of them, and a share of a step later."""
+
+    def has_gone_further() -> bool:
+        if program.poll() is not None:
+            return True
+        *others, last = [None, *read_attempts(directory / "attempts.jsonl")]
+        if last is None or len(others) <= attempts:
+            return False
+        reached = max([last.step, *(each.end.step for each in others if each is not None and each.end is not None)])
+        metrics = directory / "metrics.jsonl"
+        return metrics.exists() and any(line["step"] > reached for line in lines(metrics))
+
+    assert comes_true(has_gone_further, 200)
+    assert program.poll() is None, program.communicate()
+    written = [line["time/written"] for line in lines(straight / "metrics.jsonl")]
+    time.sleep(share * (written[-1] - written[0]) / len(written))
+
+
+def struck(
+    fault: Fault, program: tuple[subprocess.Popen[str], Trace, Path], directory: Path, disk: SmallDisk | None
+) -> Finished:
+    """Lets a fault hit a run, waits for the end of the run, and asserts that it leaves nothing behind."""
+    if disk:
+        disk.fill(fault.left_kib)
+    else:
+        fault.strike(*program[:2], directory)
+    finished = finish(*program)
+    if finished.status == -signal.SIGKILL:
+        gone = comes_true(lambda: not program[1].processes() and not os.listdir(program[2]))
+        assert gone, (program[1].processes(), os.listdir(program[2]))
+        assert not program[1].shared_memory()
+    else:
+        finished.assert_clean()
+    return finished
+
+
+def repair(fault: Fault, finished: Finished, directory: Path, chance: random.Random, disk: SmallDisk | None) -> None:
+    """Asserts that a run has ended as expected, and does what its user would do before the next start."""
+    assert_expected(fault, finished)
+    if fault.kind == "full disk":
+        assert disk
+        (disk.path / "filling").unlink()
+    if fault.kind == "damage":
+        remove_damaged(fault, directory, chance)
+
+
+def assert_whole(directory: Path, straight: Path) -> None:
+    """Asserts that a run has the content of the undisturbed one, and no unfinished files."""
+    assert content(directory) == content(straight)
+    unfinished = (".partial", ".staged", ".removed")
+    assert not [path for path in directory.rglob("*") if path.name.endswith(unfinished)]
 
 
 def assert_expected(fault: Fault, finished: Finished) -> None:
