@@ -33,7 +33,7 @@ class SampleIndex:
 
     def _clear(self) -> None:
         self._groups: dict[tuple[str, int], dict[str, SampleGroup]] = {}
-        self.titles: dict[str, str] = {}
+        self.titles: dict[tuple[str, str], str] = {}  # by kind, as held-out prompts have numbers of their own
 
     def update(self) -> None:
         """Reads what has been written since the last call."""
@@ -42,8 +42,8 @@ class SampleIndex:
         for start, line in self._lines.read():
             if not isinstance(line.get("step"), int) or "prompt_id" not in line:
                 continue
-            prompt = str(line["prompt_id"])
-            groups = self._groups.setdefault((str(line.get("kind")), line["step"]), {})
+            prompt, kind = str(line["prompt_id"]), str(line.get("kind"))
+            groups = self._groups.setdefault((kind, line["step"]), {})
             group = groups.setdefault(prompt, SampleGroup())
             group.starts.append(start)
             if line.get("score") is not None:
@@ -51,7 +51,7 @@ class SampleIndex:
             if line.get("response_tokens") is not None:
                 group.tokens.append(line["response_tokens"])
             group.cut_off += not line.get("finished", True)
-            self.titles.setdefault(prompt, str(line.get("prompt", ""))[:_TITLE])
+            self.titles.setdefault((kind, prompt), str(line.get("prompt", ""))[:_TITLE])
 
     def steps(self, kind: str) -> list[tuple[int, int]]:
         """Returns the steps that have samples of a kind, each with their number."""
@@ -61,13 +61,13 @@ class SampleIndex:
     def groups(self, kind: str, step: int) -> list[dict[str, Any]]:
         """Returns the numbers of each prompt's samples in a step."""
         found = self._groups.get((kind, step), {})
-        return [self._numbers(step, prompt, group) for prompt, group in found.items()]
+        return [self._numbers(kind, step, prompt, group) for prompt, group in found.items()]
 
-    def _numbers(self, step: int, prompt: str, group: SampleGroup) -> dict[str, Any]:
+    def _numbers(self, kind: str, step: int, prompt: str, group: SampleGroup) -> dict[str, Any]:
         return {
             "step": step,
             "prompt_id": prompt,
-            "title": self.titles[prompt],
+            "title": self.titles[kind, prompt],
             "samples": len(group.starts),
             "score": fmean(group.scores) if group.scores else None,
             "spread": max(group.scores) - min(group.scores) if group.scores else None,
@@ -91,7 +91,7 @@ class SampleIndex:
         hits: list[dict[str, Any]] = []
         for found, prompt, group in self._of(kind, steps):
             if any(_has(sample, text.lower()) for sample in read_lines_at(self._path, group.starts)):
-                hits.append(self._numbers(found, prompt, group))
+                hits.append(self._numbers(kind, found, prompt, group))
                 if len(hits) == most:
                     break
         return hits
@@ -136,7 +136,7 @@ class HeldOutPrompts:
         return [
             {
                 "prompt_id": prompt,
-                "title": samples.titles[prompt],
+                "title": samples.titles["evaluation", prompt],
                 "steps": steps,
                 "scores": {name: list(of.items()) for name, of in self._scores.get(prompt, {}).items()},
             }

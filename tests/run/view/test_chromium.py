@@ -152,6 +152,7 @@ def look_at_tokens(page: Chromium) -> None:
     assert options == ",rollout,old,gap,ratio,update,clipped,mask"
     page.evaluate(f"{choice}.value = 'gap'; {choice}.dispatchEvent(new Event('change'))")
     page.until("document.querySelector('.tokens .masked')")
+    assert "not learned from" in page.evaluate("document.querySelector('.keys').textContent")
     page.evaluate("document.querySelector('.tokens').focus()")
     page.press("ArrowRight")
     page.press("ArrowRight")

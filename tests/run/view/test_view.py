@@ -83,6 +83,15 @@ def test_groups_aggregate_their_samples(view: RunView) -> None:
     assert ask(view, "steps")["evaluation"] == [(0, 1), (20, 1)]
 
 
+def test_held_out_prompts_have_ids_of_their_own(view: RunView, run: MadeRun) -> None:
+    other = {**sample(20, "p1", 0, 1.0, kind="evaluation"), "prompt": "another one"}
+    add_lines(run.path / "samples.jsonl", [other])
+    held_out = ask(view, "groups", kind="evaluation", step=20)
+    assert [group["title"] for group in held_out if group["prompt_id"] == "p1"] == ["another one"]
+    assert ask(view, "groups", kind="train", step=20)[0]["title"].startswith("say p1")
+    assert ask(view, "prompts")[-1]["title"] == "another one"
+
+
 def test_text_search_is_case_insensitive(view: RunView) -> None:
     def hits(text: str, **where: int) -> list[tuple[int, str]]:
         return [(group["step"], group["prompt_id"]) for group in ask(view, "search", kind="train", text=text, **where)]

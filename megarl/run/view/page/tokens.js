@@ -30,6 +30,9 @@ function toneValues(tone, tokens) {
   return tokens.loss_mask ? values.map((value, i) => (tokens.loss_mask[i] ? value : null)) : values;
 }
 
+/** Whether a token was given, or is not learned from. */
+const isMasked = (tokens, i) => tokens.actor_mask?.[i] === 0 || tokens.loss_mask?.[i] === 0;
+
 /** Returns how to draw responses in the colours of a tone, and the legend; the scale is that of all samples. */
 function tokenColoring(samples, name) {
   const tone = TONES[name], middle = tone.around ?? 0;
@@ -43,10 +46,10 @@ function tokenColoring(samples, name) {
   const ends = tone.around === undefined ? (name === "mask" || name === "clipped" ? [0, 1] : [0, -most]) : [middle - most, middle, middle + most];
   const tip = el("div", { class: "tip", role: "status", hidden: true });
   return {
-    legend: el("p", { class: "keys" }, `${tone.title}${tone.unit ? `, ${tone.unit}` : ""}: `, ends.map((value) => [piece(Number(value.toPrecision(3))), " "]), "Point at a token for all its values, or choose a response and use ← and →.", tip),
+    legend: el("p", { class: "keys" }, `${tone.title}${tone.unit ? `, ${tone.unit}` : ""}: `, ends.map((value) => [piece(Number(value.toPrecision(3))), " "]), samples.some(({ response, tokens }) => tokens && (tokens.text || response).some((_, i) => isMasked(tokens, i))) ? [el("span", { class: "token masked" }, "not learned from"), " "] : "", "Point at a token for all its values, or choose a response and use ← and →.", tip),
     draw(sample) {
       const { tokens } = sample, values = toneValues(tone, tokens), texts = tokens.text || sample.response.map(String), all = tokenTones([sample]).map(([, own]) => [own, toneValues(own, tokens)]);
-      const nodes = texts.map((text, i) => el("span", { class: `token${tokens.actor_mask?.[i] === 0 || tokens.loss_mask?.[i] === 0 ? " masked" : ""}`, "data-at": i, style: values.length && values[i] !== null ? { background: back(values[i]) } : {} }, shown(text || "∅"), tokens.text ? "" : " "));
+      const nodes = texts.map((text, i) => el("span", { class: `token${isMasked(tokens, i) ? " masked" : ""}`, "data-at": i, style: values.length && values[i] !== null ? { background: back(values[i]) } : {} }, shown(text || "∅"), tokens.text ? "" : " "));
       let at = -1;
       const leave = () => { nodes[at]?.classList.remove("at"); tip.hidden = true; };
       const point = (to) => {
