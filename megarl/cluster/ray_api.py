@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,8 +65,23 @@ def _without_agent(start: Callable[..., T]) -> Callable[..., T]:
 
 
 def shutdown() -> None:
-    """Ends or leaves Ray."""
+    """Ends or leaves Ray; SIGTERM keeps its handler, which Ray's core removes before it ends its processes (2.60)."""
+    handler, node = signal.getsignal(signal.SIGTERM), _ray._private.worker._global_node
+
+    def restore() -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+    def end(kill: Callable[..., None], **options: Any) -> None:
+        restore()
+        kill(**options)
+
+    if node is not None:
+        node.kill_all_processes = partial(end, node.kill_all_processes)
     _ray.shutdown()
+    restore()
+    if node is not None:
+        del node.kill_all_processes  # Ray calls the method again when the interpreter exits
 
 
 def remote(what: Callable[..., Any]) -> Any:

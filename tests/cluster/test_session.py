@@ -11,11 +11,13 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
+from megarl.cluster import ray_api
 from megarl.cluster.cleanup import MARK, marked_processes
 from megarl.cluster.driver_environment import interrupts_raise, no_interrupt_is_lost
 from megarl.cluster.ray_worker import RayWorker
@@ -188,3 +190,24 @@ def test_a_signal_during_a_destructor_ends_the_start(number: int, error: type[Ba
     finally:
         signal.signal(signal.SIGINT, before)
     assert number == signal.SIGINT or raised.value.args == (128 + signal.SIGTERM,)
+
+
+def test_sigterm_keeps_its_handler_when_ray_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's core sets the default action before the processes are killed."""
+    seen: list[Any] = []
+    node = SimpleNamespace(kill_all_processes=lambda **_: seen.append(signal.getsignal(signal.SIGTERM)))
+
+    def shutdown() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        node.kill_all_processes(check_alive=False)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    private = SimpleNamespace(worker=SimpleNamespace(_global_node=node))
+    monkeypatch.setattr(ray_api, "_ray", SimpleNamespace(shutdown=shutdown, _private=private))
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        handler = signal.getsignal(signal.SIGTERM)
+        ray_api.shutdown()
+        assert [*seen, signal.getsignal(signal.SIGTERM)] == [handler, handler]
+    finally:
+        signal.signal(signal.SIGTERM, before)
