@@ -29,7 +29,7 @@ from megarl.environments.gateway_openai import (
     write_chat,
     write_completion,
 )
-from megarl.environments.gateway_request import GatewayPlace, GatewayReply, GatewayError, RequestFields, TurnAsk
+from megarl.environments.gateway_request import GatewayError, GatewayPlace, GatewayReply, RequestFields, TurnAsk
 from megarl.environments.gateway_responses import read_response, stream_response, write_response
 from megarl.environments.gateway_session import GatewaySession, run_harness
 from megarl.errors import RunError

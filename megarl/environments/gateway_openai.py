@@ -9,8 +9,8 @@ from typing import Any
 from megarl.data.tokenizer import Message
 from megarl.environments.gateway_request import (
     GatewayAnswer,
-    GatewayReply,
     GatewayError,
+    GatewayReply,
     RequestFields,
     TurnAsk,
     assistant,
