@@ -18,6 +18,7 @@ from megarl.plugins import Function, check_options, resolve, suggestion
 from megarl.rewards.adapters import check_signature, columns_of, likely_adapter
 from megarl.rewards.functions import RULES, TOKEN_RULES, labels
 from megarl.rewards.functions import resolve as resolve_reward
+from megarl.rewards.judge import columns_of_template
 from megarl.types import Prompt
 
 _FIX = "correct it; docs/rewards.md describes the functions"
@@ -65,7 +66,7 @@ def check_fields(
     problems: list[Problem] = []
     for index, function in enumerate(functions):
         own = _field_argument(function)
-        place, fields = ("args.field", (own,)) if own is not None else ("adapter", _columns(function))
+        place, fields = ("args.field", (own,)) if own is not None else _columns(function)
         for field in fields:
             lacking = [prompt for prompt in prompts if field not in prompt.fields]
             if not lacking:
@@ -74,14 +75,17 @@ def check_fields(
             rule = f"a field of every prompt; {count} lack it, the first is {first.prompt_id!r}"
             known = ", ".join(first.fields)
             fix = f"name one that it has ({known})" if known else "add the column to the rows of the prompts"
-            if own is None:
+            if place == "adapter":
                 fix = f"add the column, or rename one with columns: {{{field}: ...}}" + (f" ({known})" if known else "")
             problems.append(Problem(field=f"{where}.{index}.{place}", value=field, rule=rule, fix=fix))
     return problems
 
 
-def _columns(function: RewardFunction) -> tuple[str, ...]:
-    return columns_of(function, resolve_reward(function.name)) if function.adapter is not None else ()
+def _columns(function: RewardFunction) -> tuple[str, tuple[str, ...]]:
+    """Returns the columns of rows that a judge or a function with an adapter reads, below the setting that says so."""
+    if function.name == "judge":
+        return "args.template", columns_of_template(function.args["template"])
+    return "adapter", columns_of(function, resolve_reward(function.name)) if function.adapter is not None else ()
 
 
 def _problems(function: RewardFunction, where: str, *, tokenizer: bool, longest: int | None) -> Iterator[Problem]:

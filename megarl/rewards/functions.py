@@ -18,6 +18,7 @@ from megarl import plugins
 from megarl.config.schema import RewardFunction
 from megarl.data.tokenizer import Message
 from megarl.plugins import Function
+from megarl.rewards.judge import Address, JudgeEndpoint, JudgeOptions, JudgeTemplate, columns_of_template, read_score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +138,35 @@ def math_verify(completion: Completion, *, field: str = "answer") -> float:
     return float(verify(wanted, parse(completion.response)))
 
 
+async def judge(
+    completion: Completion,
+    *,
+    url: Address,
+    model: str,
+    template: JudgeTemplate,
+    pattern: PatternWithGroup,
+    key_variable: str | None = None,
+    options: JudgeOptions | None = None,
+    timeout: Annotated[float, Field(gt=0)] = 30.0,
+    attempts: Annotated[int, Field(ge=1)] = 5,
+) -> float:
+    """The number that a model behind an OpenAI-compatible endpoint gives the response.
+
+    Args:
+        template: what it is asked, with {prompt}, {response} and columns of the row.
+        pattern: its group's last match in the answer is the number.
+        options: further entries of the request; None: temperature 0.
+
+    Raises:
+        ValueError: the answer has no number.
+    """
+    columns = {name: completion.field(name) for name in columns_of_template(template)}
+    question = template.format(**{"prompt": completion.prompt, "response": completion.response, **columns})
+    endpoint = JudgeEndpoint(url=url, key_variable=key_variable, timeout=timeout, attempts=attempts)
+    asked = {"model": model, "messages": [{"role": "user", "content": question}]}
+    return read_score(await endpoint.answer({**({"temperature": 0} if options is None else options), **asked}), pattern)
+
+
 def soft_overlong(
     completion: Completion,
     *,
@@ -171,6 +201,7 @@ RULES: Final[Mapping[str, Function]] = {
     "contains": contains,
     "exact_match": exact_match,
     "extracted_match": extracted_match,
+    "judge": judge,
     "last_number": last_number,
     "math_verify": math_verify,
     "regex": regex,

@@ -343,6 +343,11 @@ ALGORITHMS: Cases = {
             "reward.functions.0.per",
             "no effect with a built-in function",
         ),
+        (
+            ["reward.functions=[{name: judge, concurrency: 4}, {name: regex, concurrency: 4}]"],
+            "reward.functions.1.concurrency",
+            "no effect with a built-in function",
+        ),
         (["reward.functions=[{name: 'a:b', per: group, cache: true}]"], "reward.functions.0.cache", "per: group"),
         (["reward.functions=[{name: 'a:b', adapter: trl, per: response}]"], "reward.functions.0.per", "batch or group"),
         (

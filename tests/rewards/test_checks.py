@@ -18,6 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 COMPLETE: dict[str, dict[str, Any]] = {
     "regex": {"pattern": "x"},
     "extracted_match": {"pattern": "(x)"},
+    "judge": {"url": "https://host/v1", "model": "m", "template": "{response}", "pattern": "(x)"},
     "soft_overlong": {"max_tokens": 8, "buffer_tokens": 2},
 }
 

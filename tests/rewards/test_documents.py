@@ -70,6 +70,8 @@ def _write_module(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _written(default: object) -> str:
     """A default as YAML has it; nothing where there is none."""
+    if default is None:
+        return "null"
     if default is inspect.Parameter.empty:
         return ""
     return f"{default:g}" if isinstance(default, float) else str(default).lower()

@@ -213,13 +213,17 @@ def evaluations_weigh_nothing(evaluation: Evaluation | None) -> Iterator[Problem
 
 
 def functions_have_their_calls(reward: Reward, evaluation: Evaluation | None) -> Iterator[Problem]:
-    """Built-in functions score one response with MegaRL's signature; a cache and an adapter fit what a call scores."""
+    """Built-in functions score one response with MegaRL's signature; a cache and an adapter fit what a call scores.
+
+    Calls of the judge alone overlap.
+    """
     evaluated = () if evaluation is None else evaluation.functions
     for section, functions in (("reward", reward.functions), ("evaluation", evaluated)):
         for index, function in enumerate(functions):
             field = f"{section}.functions.{index}"
             if ":" not in function.name:
-                names, where = ("adapter", "per", "concurrency"), "with a built-in function"
+                names = ("adapter", "per") if function.name == "judge" else ("adapter", "per", "concurrency")
+                where = "with a built-in function"
                 yield from ineffective_settings(field, function, names, where, "or name a function of your own")
                 continue
             if function.cache and function.unit == "group":
