@@ -1,0 +1,118 @@
+"""Environments of OpenEnv: sessions with a server that runs elsewhere, by its protocol of JSON over a WebSocket.
+
+The protocol is that of OpenEnv 0.10. Its package is not needed here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megarl.environments.environment import Action, Environment, EnvironmentTask, Observation, ToolCall
+
+if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
+
+_LARGEST_MESSAGE = 1 << 27
+_SEEDS = 1 << 32
+"""NumPy's generators, which many environments seed, take no larger ones."""
+
+
+class OpenEnv(Environment):
+    """A session of an OpenEnv server.
+
+    Args:
+        url: of the server, http or https.
+        action: the field of the environment's action that gets the model's text; None: the model calls its tools.
+        observation: the field of its observations that the model sees; None: all, as JSON.
+        columns: of the row, given to its reset.
+    """
+
+    def __init__(
+        self, url: str, action: str | None = None, observation: str | None = None, columns: Sequence[str] = ()
+    ) -> None:
+        self._url, self._action, self._observation, self._columns = url, action, observation, columns
+        self._socket: ClientConnection | None = None
+
+    async def reset(self, task: EnvironmentTask, seed: int) -> Observation:
+        from websockets.asyncio.client import connect
+
+        if lacking := [name for name in self._columns if name not in task.fields]:
+            raise ValueError(f"the row {task.prompt_id!r} has no column {lacking[0]!r}: see columns")
+        scheme, separator, rest = self._url.rstrip("/").partition("://")
+        if scheme not in ("http", "https") or not separator:
+            raise ValueError(f"url = {self._url!r} must begin with http:// or https://")
+        self._socket = await connect(f"{scheme.replace('http', 'ws')}://{rest}/ws", max_size=_LARGEST_MESSAGE)
+        given = {name: task.fields[name] for name in self._columns}
+        begun = await self._ask("reset", {"seed": seed % _SEEDS, **given})
+        if self._action is None:
+            listed = (await self._ask("step", {"type": "list_tools"}))["observation"]
+            self.tools = [_tool(tool) for tool in listed["tools"]]
+        shown = self._shown(begun["observation"])
+        messages = [*task.messages, *([{"role": "user", "content": shown}] if shown else [])]
+        return Observation(messages=messages, done=bool(begun["done"]))
+
+    async def step(self, action: Action) -> Observation:
+        if self._action is not None:
+            reply = await self._ask("step", {self._action: action.content})
+            messages = [{"role": "user", "content": self._shown(reply["observation"])}]
+            return Observation(messages=messages, reward=float(reply["reward"] or 0), done=bool(reply["done"]))
+        messages, reward, done = [], 0.0, not action.tool_calls
+        for call in action.tool_calls:
+            content = call.problem
+            if content is None:
+                reply = await self._ask(
+                    "step", {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
+                )
+                content, done = _result(reply["observation"]), bool(reply["done"])
+                reward += float(reply["reward"] or 0)
+            messages.append(_answer(call, content))
+            if done:
+                break
+        return Observation(messages=messages, reward=reward, done=done)
+
+    async def close(self) -> None:
+        if self._socket is not None:
+            await self._socket.close()
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what the server answers to a message; a RuntimeError if that is an error."""
+        assert self._socket is not None, "reset comes first"
+        await self._socket.send(json.dumps({"type": kind, "data": data}))
+        reply = json.loads(await self._socket.recv())
+        if reply["type"] == "error":
+            said = reply["data"]
+            raise RuntimeError(f"the server at {self._url} answered {kind} with {said.get('code')}: {said['message']}")
+        return reply["data"]
+
+    def _shown(self, observation: Mapping[str, Any]) -> str:
+        """Returns what the model sees of an observation."""
+        if self._observation is None:
+            seen = {name: value for name, value in observation.items() if name != "metadata"}
+            return json.dumps(seen, ensure_ascii=False) if seen else ""
+        if self._observation not in observation:
+            known = ", ".join(observation)
+            raise ValueError(f"an observation of {self._url} has no {self._observation!r}; it has: {known}")
+        value = observation[self._observation]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}
+    return {"type": "function", "function": function}
+
+
+def _answer(call: ToolCall, content: str) -> dict[str, str]:
+    named = {"tool_call_id": call.call_id} if call.call_id else {}
+    return {"role": "tool", "name": call.name, "content": content, **named}
+
+
+def _result(observation: Mapping[str, Any]) -> str:
+    """Returns the text of a tool's result, or of its error."""
+    if observation.get("error") is not None:
+        return f"error: {observation['error']['message']}"
+    result = observation["result"]
+    if isinstance(result, Mapping) and isinstance(result.get("content"), list):
+        return "\n".join(part.get("text") or json.dumps(part) for part in result["content"])
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
