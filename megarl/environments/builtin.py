@@ -8,11 +8,13 @@ from typing import Final
 from megarl import plugins
 from megarl.config.schema import EnvironmentSettings
 from megarl.environments.environment import Environment
+from megarl.environments.openenv import OpenEnv
 from megarl.environments.text_environments import GuessNumber, ReasoningGym, UserTurns
 from megarl.environments.tool_environment import ToolEnvironment
 
 ENVIRONMENTS: Final[Mapping[str, type[Environment]]] = {
     "guess_number": GuessNumber,
+    "openenv": OpenEnv,
     "reasoning_gym": ReasoningGym,
     "tools": ToolEnvironment,
     "user_turns": UserTurns,
