@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -157,7 +158,7 @@ def _ask(name: str, pid: int, answers: Path, waits: Path | None) -> ProcessStack
     try:
         if not int(_status(pid, "SigCgt"), 16) >> (_SIGNAL - 1) & 1:
             found = replace(found, silence="it has replaced the handler of SIGUSR2")
-        elif text := "" if _is_stopped(pid) else _signalled(pid, answers):
+        elif text := _own() if pid == os.getpid() else "" if _is_stopped(pid) else _signalled(pid, answers):
             found = replace(found, text=text, waits=() if waits is None else _told(waits))
         elif _is_stopped(pid):
             found = replace(found, silence="it is stopped, by SIGSTOP or a debugger")
@@ -205,6 +206,14 @@ def _status(pid: int, field: str) -> str:
 
 def _is_stopped(pid: int) -> bool:
     return _status(pid, "State")[0] in "tT"
+
+
+def _own() -> str:
+    """Returns the stacks of this process, without the signal: its handler may read threads that are ending."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read().decode(errors="replace")
 
 
 def _signalled(pid: int, answers: Path) -> str:

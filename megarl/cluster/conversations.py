@@ -40,7 +40,12 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
         assert config.environment is not None
         settings, rollout = config.environment, config.rollout
         data = config.evaluation if isinstance(config, EvalConfig) else config.data
-        limits = TurnLimits(context=rollout.max_model_len, turn=rollout.max_new_tokens, turns=settings.max_turns)
+        limits = TurnLimits(
+            context=rollout.max_model_len,
+            turn=rollout.max_new_tokens,
+            turns=settings.max_turns,
+            least=rollout.min_new_tokens,
+        )
         self._gateway = settings.name == "gateway"
         tokenizer, arguments = config.model.tokenizer_directory(model_dir), data.chat_template_kwargs
         devices, count = len(session.placement.slots), settings.processes

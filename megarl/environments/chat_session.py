@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from megarl.data.stream import stable_hash
 from megarl.data.tokenizer import Message
@@ -27,11 +31,13 @@ class TurnLimits:
         context: tokens of a branch, its prompt included.
         turn: tokens that are sampled in a turn.
         turns: of a conversation.
+        least: tokens of a turn.
     """
 
     context: int
     turn: int
     turns: int
+    least: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +58,7 @@ class _Chat:
     tools: Sequence[Mapping[str, Any]] = ()
     action: Action | None = None
     busy: bool = False
+    by_ids: bool = False  # a prompt of ids was completed, which the messages do not tell
 
 
 class ChatSession:
@@ -66,6 +73,16 @@ class ChatSession:
         self._chats: list[_Chat] = []
         self._turns = 0
         self._last: Branch | None = None  # of the last turn
+        self._asked: Counter[str] = Counter()  # turns after the same ids
+        self.closed = False
+
+    @property
+    def turns_left(self) -> int:
+        return self._limits.turns - self._turns
+
+    def close(self) -> None:
+        """Ends the conversation: turns that are being sampled are left out of it."""
+        self.closed = True
 
     async def turn(
         self,
@@ -111,17 +128,21 @@ class ChatSession:
         ids = tuple(self._renderer.begin(prompt, ()) if isinstance(prompt, str) else prompt)
         if not ids:
             raise ValueError("the prompt has no token")
-        for chat in reversed(self._chats):
-            own = chat.branch.ids
-            if not chat.busy and ids[: len(own)] == own:
-                chat.branch.give(ids[len(own) :])
-                return await self._sampled(chat, most, None)
-        return await self._sampled(self._new(ids), most, None)
+        for known in reversed(self._chats):
+            own = known.branch.ids
+            if not known.busy and ids[: len(own)] == own:
+                known.branch.give(ids[len(own) :])
+                chat = known
+                break
+        else:
+            chat = self._new(ids)
+        chat.by_ids = True
+        return await self._sampled(chat, most, None)
 
     async def _sampled(self, chat: _Chat, most: int | None, temperature: float | None) -> SessionTurn | None:
         prompt = chat.branch.ids
         room = min(most or self._limits.turn, self._limits.turn, self._limits.context - len(prompt))
-        if room < 1:
+        if self.closed or room < max(1, self._limits.least):
             self._drop_unanswered(chat)
             return None
         number, self._turns = self._turns, self._turns + 1
@@ -133,7 +154,7 @@ class ChatSession:
                     request,
                     sample_id=f"{request.sample_id}/turn-{number}",
                     prompt=Prompt(prompt_id=request.prompt.prompt_id, token_ids=prompt),
-                    seed=stable_hash(request.seed, number),
+                    seed=self._seed(prompt),
                     max_new_tokens=room,
                     temperature=request.temperature if temperature is None else temperature,
                 )
@@ -143,10 +164,21 @@ class ChatSession:
             raise
         finally:
             chat.busy = False
+        if self.closed:
+            self._drop_unanswered(chat)
+            return None
         chat.action = self._renderer.read(sampled.token_ids, sampled.finished, prompt=prompt, tools=chat.tools)
         chat.branch.add(sampled)
         self._last = chat.branch
+        branches = self.conversation.branches  # the last one is that of the last turn
+        branches[:] = [*(branch for branch in branches if branch is not chat.branch), chat.branch]
         return SessionTurn(action=chat.action, prompt=prompt, logprobs=tuple(sampled.logprobs.tolist()))
+
+    def _seed(self, prompt: tuple[int, ...]) -> int:
+        """Returns the seed of a turn: it depends on what is before it, and not on when it is asked for."""
+        digest = hashlib.blake2b(np.array(prompt, np.int32).tobytes(), digest_size=16).hexdigest()
+        self._asked[digest] += 1
+        return stable_hash(self.conversation.request.seed, digest, self._asked[digest])
 
     def _drop_unanswered(self, chat: _Chat) -> None:
         chat.branch.drop_unanswered()
@@ -178,7 +210,11 @@ class ChatSession:
                 continue
             if isinstance(messages, str):
                 known, rest = [], messages
-            elif chat.tools == tools and (known := _known(chat.messages, chat.action, messages)) is not None:
+            elif (
+                not chat.by_ids
+                and chat.tools == tools
+                and (known := _known(chat.messages, chat.action, messages)) is not None
+            ):
                 rest = messages[len(known) :]
             else:
                 continue

@@ -102,11 +102,11 @@ class EnvironmentHost:
                 answer = CallFailure(reason="its process has ended", lost=True)
             else:
                 answer = await self._call(call)
-        except Exception:  # the user's own code
+        except BaseException:  # the user's own code, which may also exit or cancel itself
             answer = CallFailure(reason=traceback.format_exc(limit=-8))
         try:
             self._connection.send((call.number, answer))
-        except (TypeError, ValueError, AttributeError) as error:  # it cannot be pickled
+        except Exception as error:  # it cannot be pickled
             self._connection.send((call.number, CallFailure(reason=f"{call.method} returned: {error!r}")))
 
     async def _call(self, call: EnvironmentCall) -> Reply:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import threading
+import time
+import traceback
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -25,6 +28,7 @@ from megarl.environments.environment import EnvironmentTask, FailedEnvironmentEr
 from megarl.environments.environment_child import CallFailure, EnvironmentCall, Method, Reply
 from megarl.environments.family_renderer import find_renderer
 from megarl.environments.gateway_request import GatewayPlace
+from megarl.errors import RunError
 from megarl.remote import remote
 from megarl.rewards.reward_worker import ChildProcess
 from megarl.types import Prompt, Ragged, RolloutChunk, SampleInfo, SampleRequest, WorkItem
@@ -65,9 +69,9 @@ class EnvironmentChild:
         self._reader: threading.Thread | None = None
         self._connection: Connection[Any, Any] | None = None
 
-    def start(self) -> None:
-        """Starts the child if it is not running; a RunError if the environment cannot be loaded."""
-        self._connection = self._process.start()
+    def start(self, deadline: float = math.inf) -> None:
+        """Starts the child if it is not running; a RunError if the environment cannot be loaded by the deadline."""
+        self._connection = self._process.start(deadline)
 
     async def call(self, conversation: int, method: Method, *args: Any) -> Reply:
         """Calls a method of a conversation's environment.
@@ -77,7 +81,7 @@ class EnvironmentChild:
             LostEnvironmentError: another conversation ended the process.
         """
         if self._reader is None:
-            self.start()
+            self.start(time.monotonic() + self._limit_s)
             assert self._connection is not None
             reading = (asyncio.get_running_loop(), self._connection)
             self._reader = threading.Thread(target=self._read, args=reading, daemon=True)
@@ -123,7 +127,7 @@ class EnvironmentChild:
         while True:
             try:
                 number, answer = connection.recv()
-            except (EOFError, OSError, TypeError):  # the last where it is closed meanwhile
+            except Exception:  # it has ended, is closed meanwhile, or has sent what cannot be read here
                 loop.call_soon_threadsafe(self._lost, connection)
                 return
             loop.call_soon_threadsafe(self._answered, number, answer)
@@ -269,9 +273,13 @@ class EnvironmentProcess:
                     await self._attempt(conversation)
                 except LostEnvironmentError:
                     continue
-                except (FailedEnvironmentError, ValueError) as error:
-                    conversation.failure, failures = str(error), failures + 1
-                    print(f"conversation {request.sample_id} failed: {error}", flush=True)
+                except RunError:
+                    raise
+                except Exception as error:  # also of a library that reads what the model has written
+                    told = isinstance(error, FailedEnvironmentError | ValueError)
+                    reason = str(error) if told else "".join(traceback.format_exception(error)[-8:])
+                    conversation.failure, failures = reason, failures + 1
+                    print(f"conversation {request.sample_id} failed: {reason}", flush=True)
                 if conversation.failure is None or failures > self._settings.retries:
                     return conversation
 
@@ -298,7 +306,7 @@ class EnvironmentProcess:
             chat = chat if isinstance(given, str) else [*chat, *given]
             action = await session.turn(given if isinstance(given, str) else chat, reply.tools)
             if action is None:
-                session.conversation.branch.finished = False
+                session.cut_off()
                 return
             reply = await self._child.call(number, "step", action)
             session.reward(reply.observation.reward)
@@ -306,8 +314,8 @@ class EnvironmentProcess:
             chat.append(action.message)
             if not action.finished:
                 return
-        if reply.observation.truncated and session.conversation.branches:
-            session.conversation.branch.finished = False
+        if reply.observation.truncated:
+            session.cut_off()
 
 
 def task_of(prompt: Prompt, tokenizer: Tokenizer) -> EnvironmentTask:

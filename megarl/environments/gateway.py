@@ -59,6 +59,7 @@ class Gateway:
         idle_s: a session fails that asks for no turn for so long.
         command: of the harness of a session; a text is run by the shell. Without one, a harness elsewhere takes tasks.
         model: the name under which clients ask for the model.
+        variables: names of further ones that harnesses get of this process's environment, such as that of a key.
         override_sampling: whether a request for another temperature or the like is sampled as the run's, not refused.
         port: 0 is any free one.
     """
@@ -73,11 +74,13 @@ class Gateway:
         command: str | Sequence[str] | None,
         model: str = "policy",
         override_sampling: bool = False,
+        variables: Sequence[str] = (),
         port: int = 0,
     ) -> None:
         self._place, self._tokenizer, self._idle_s = place, tokenizer, idle_s
         self._command, self._model, self._port = command, model, port
         self._sampling = replace(place.sampling, override=override_sampling)
+        self._passed = tuple(variables)
         self._key = secrets.token_urlsafe(32)
         self._sessions: dict[str, GatewaySession] = {}
         self._waiting: deque[tuple[GatewaySession, asyncio.Event]] = deque()
@@ -124,7 +127,7 @@ class Gateway:
         """
         session = GatewaySession(chat, task, self._idle_s)
         self._sessions[session.name] = session
-        conversation, failed = asyncio.current_task(), True
+        conversation = asyncio.current_task()
         assert conversation is not None
         self._conversations.add(conversation)
         try:
@@ -134,13 +137,15 @@ class Gateway:
                 await taken.wait()
                 await session.over()
             else:
-                await run_harness(self._command, self._variables(session), session)
+                await run_harness(self._command, self._variables(session), session, self._passed)
             session.check(self._place.rewarded)
-            failed = False
+        except asyncio.CancelledError:  # the process ends, and the engines with it
+            session.cancel()
+            raise
         finally:
             self._conversations.discard(conversation)
             del self._sessions[session.name]
-            await session.close(failed)
+            await session.close()
 
     def _variables(self, session: GatewaySession) -> dict[str, str]:
         """Returns what a harness finds in its environment."""
@@ -284,6 +289,8 @@ def make_gateway(settings: EnvironmentSettings, place: GatewayPlace, tokenizer: 
         "command, a text, a list of texts, or null": command is None
         or (isinstance(words, list | tuple) and bool(words) and all(isinstance(w, str) and w for w in words)),
         "model, a text": isinstance(model, str) and bool(model),
+        "variables, a list of names": isinstance(names := args.get("variables", ()), list | tuple)
+        and all(isinstance(name, str) for name in names),
         "override_sampling, true or false": isinstance(args.get("override_sampling", False), bool),
         "port, from 0, any free one, to 65535": type(port) is int and 0 <= port < 1 << 16,
     }

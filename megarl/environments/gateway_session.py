@@ -9,7 +9,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -21,6 +21,28 @@ from megarl.environments.gateway_request import GatewayAnswer, GatewayError, Tur
 _PR_SET_PDEATHSIG: Final = 1
 _LIBC = ctypes.CDLL(None)
 _LONGEST_TASK = 100_000
+_PASSED: Final = frozenset(
+    [
+        "PATH",
+        "HOME",
+        "USER",
+        "SHELL",
+        "LANG",
+        "LC_ALL",
+        "LC_CTYPE",
+        "TZ",
+        "TMPDIR",
+        "PYTHONPATH",
+        "VIRTUAL_ENV",
+        "LD_LIBRARY_PATH",
+        "SSL_CERT_FILE",
+    ]
+)
+"""Of this process's environment: a harness may run what the model wrote, and gets none of the run's keys."""
+_NO_ROOM: Final = (
+    "prompt is too long, or there were too many turns: a conversation has environment.max_turns turns, each chat "
+    "rollout.max_model_len tokens"
+)
 """Bytes of a task in an environment variable; the kernel takes 128 KiB."""
 _KEPT_OUTPUT = 16_384
 _GRACE_S = 5.0
@@ -68,6 +90,8 @@ class GatewaySession:
     async def answered(self, ask: TurnAsk) -> Answered:
         """Returns the turns that answer a request; raises GatewayError, or ValueError if the chat is not rendered."""
         digest = ask.digest
+        if self._done.is_set():
+            raise GatewayError("the session has ended", 401)
         if digest not in self._answers:
             self._answers[digest] = asyncio.create_task(self._sampled(ask))
             self._answers[digest].add_done_callback(lambda task: self._forget_failed(digest, task))
@@ -78,6 +102,9 @@ class GatewaySession:
             del self._answers[digest]
 
     async def _sampled(self, ask: TurnAsk) -> Answered:
+        if self._chat.turns_left < ask.count:
+            self._chat.cut_off()
+            raise GatewayError(_NO_ROOM)
         self._sampling += 1
         try:
             found = await asyncio.gather(*(self._turn(ask) for _ in range(ask.count)))
@@ -86,11 +113,10 @@ class GatewaySession:
         answers: list[GatewayAnswer] = []
         for turn in found:
             if turn is None:
+                if self._chat.closed:
+                    raise GatewayError("the session has ended", 401)
                 self._chat.cut_off()
-                raise GatewayError(
-                    "prompt is too long, or there were too many turns: a conversation has environment.max_turns turns, "
-                    "each chat rollout.max_model_len tokens"
-                )
+                raise GatewayError(_NO_ROOM)
             self._turns += 1
             calls = [call for call in turn.action.tool_calls if call.problem is None]
             told = [replace(call, call_id=f"call_{self._turns}_{index}") for index, call in enumerate(calls)]
@@ -133,11 +159,15 @@ class GatewaySession:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._done.wait(), left)
 
-    async def close(self, failed: bool) -> None:
-        """Ends turns in progress; waits for those of a failed conversation, as it may begin anew."""
-        turns = [task for task in self._answers.values() if not task.done()]
-        for task in () if failed else turns:
+    def cancel(self) -> None:
+        """Ends turns in progress."""
+        for task in self._answers.values():
             task.cancel()
+
+    async def close(self) -> None:
+        """Waits for turns in progress, which are left out: engines must not have them any more."""
+        self._chat.close()
+        turns = [task for task in self._answers.values() if not task.done()]
         await asyncio.gather(*turns, return_exceptions=True)
 
     def check(self, rewarded_elsewhere: bool) -> None:
@@ -148,18 +178,22 @@ class GatewaySession:
             raise FailedEnvironmentError("the harness posted no reward, and the run has no other one")
 
 
-async def run_harness(command: str | Sequence[str], variables: Mapping[str, str], session: GatewaySession) -> None:
+async def run_harness(
+    command: str | Sequence[str], variables: Mapping[str, str], session: GatewaySession, passed: Collection[str] = ()
+) -> None:
     """Runs a harness until it ends or has said that its session is done; nothing of its process group is left.
 
     Args:
         command: a text is run by the shell.
         variables: of its environment.
+        passed: names of further ones that it gets of this process's.
 
     Raises:
         FailedEnvironmentError: it does not start, fails or takes too long; the message has the end of its output.
     """
     words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}  # it has a token
+    names = {name for name in os.environ if name in _PASSED or name.lower().endswith("_proxy")} | set(passed)
+    kept = {name: os.environ[name] for name in names if name in os.environ}
     task = {"MEGARL_TASK": session.task} if len(session.task.encode()) <= _LONGEST_TASK else {}
     try:
         process = await asyncio.create_subprocess_exec(

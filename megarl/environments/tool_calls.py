@@ -133,7 +133,7 @@ def _pieces(text: str) -> Iterator[str]:
         with_json = body + len(text[body:]) - len(text[body:].lstrip())
         try:
             _, after = json.JSONDecoder().raw_decode(text, with_json)
-        except ValueError:
+        except (ValueError, RecursionError):
             after = body
         close = text.find(_CLOSE, after)
         end = len(text) if close < 0 else close + len(_CLOSE)
@@ -145,7 +145,7 @@ def _json_block(body: str) -> tuple[str, dict[str, Any], int]:
     start = len(body) - len(body.lstrip())
     try:
         value, end = json.JSONDecoder().raw_decode(body, start)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _UnreadableError(str(error)) from error
     call = _call(value, "arguments", 0)
     return call.name, dict(call.arguments), end
@@ -179,7 +179,7 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
         return text
     try:
         return _PYTHON[text] if text in _PYTHON else json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

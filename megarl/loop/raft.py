@@ -101,6 +101,8 @@ def age_metrics(rollouts: Rollouts, version: int, *, oldest: int) -> dict[str, f
     chunks = rollouts.chunks.only(numbers)
     responses = [spans for chunk in numbers for spans in chunks[chunk].versions]
     spans = [span for of_response in responses for span in of_response]
+    if not spans:
+        return {}
     ages = np.repeat([version - span.version for span in spans], [span.stop - span.start for span in spans])
     return {
         "staleness/mean": float(ages.mean()),

@@ -14,9 +14,10 @@ samples, in their order. The modes differ in what happens to responses in progre
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from megarl.data.packing import sample_infos
 from megarl.loop.sampler import Sampled, Sampler
 from megarl.loop.scoring import Branches, Scoring
 from megarl.rollout.completions import load_chunks, save_chunks
-from megarl.types import RolloutChunk
+from megarl.types import ConversationOutcome, RolloutChunk
 
 
 class RolloutBuffer:
@@ -203,7 +204,7 @@ def _save(sampled: Sampled, path: Path) -> dict[str, Any]:
 
 
 def _save_rollouts(rollouts: Rollouts, scoring: Scoring | None, path: Path) -> dict[str, Any]:
-    """Writes rollouts; returns their prompts by chunk and row, and their scores as far as they are known."""
+    """Writes rollouts; returns their prompts by chunk and row, their scores as far as they are known, and outcomes."""
     numbers = range(len(rollouts.chunks))
     prompt_ids: list[list[str]] = [[] for _ in numbers]
     for sample in rollouts.samples:
@@ -217,13 +218,17 @@ def _save_rollouts(rollouts: Rollouts, scoring: Scoring | None, path: Path) -> d
             "ends": [(sample.response_tokens, sample.finished, sample.given_tokens) for sample in scoring.samples],
             "scores": {name: [None if math.isnan(x) else x for x in column] for name, column in columns.items()},
         }
-    return {"prompt_ids": prompt_ids, "scored": scored}
+    outcomes = [sample.outcome and asdict(sample.outcome) for sample in rollouts.samples]
+    return {"prompt_ids": prompt_ids, "scored": scored, **({"outcomes": outcomes} if any(outcomes) else {})}
 
 
 def _load(saved: Mapping[str, Any], path: Path) -> tuple[Rollouts, Scoring | None]:
     """Reads rollouts, and their scores if they were known."""
     chunks = load_chunks(path)
     infos = [info for i, chunk in enumerate(chunks) for info in sample_infos(i, chunk, saved["prompt_ids"][i])]
+    if "outcomes" in saved:
+        held = [outcome and ConversationOutcome(**outcome) for outcome in saved["outcomes"]]
+        infos = [replace(info, outcome=outcome) for info, outcome in zip(infos, held, strict=True)]
     rollouts = Rollouts(samples=tuple(infos), chunks=ChunkRefs[RolloutChunk].put(chunks))
     if saved["scored"] is None:
         return rollouts, None
@@ -237,7 +242,8 @@ def _load(saved: Mapping[str, Any], path: Path) -> tuple[Rollouts, Scoring | Non
 
 
 def _oldest(rollouts: Rollouts) -> int:
-    """Returns the oldest version that wrote a token."""
+    """Returns the oldest version that wrote a token, which conversations that failed may lack."""
     numbers = range(len(rollouts.chunks))
     chunks = rollouts.chunks.only(numbers)
-    return min(span.version for chunk in numbers for spans in chunks[chunk].versions for span in spans)
+    versions = (span.version for chunk in numbers for spans in chunks[chunk].versions for span in spans)
+    return min(versions, default=sys.maxsize)

@@ -101,7 +101,7 @@ def recorded(trace: Mapping[str, Any], now_ns: int) -> Iterator[str]:
     for number, entries in groups.items():
         name, description = entries[0]["process_group"]
         status = trace["pg_status"].get(str(number), {})
-        begun, finished = (status.get(f"last_{done}_collective", "?") for done in ("enqueued", "completed"))
+        begun, finished = (max(0, int(status.get(f"last_{done}_collective", 0))) for done in ("enqueued", "completed"))
         current = [
             f"{entry['profiling_name']} {entry['input_sizes']} for {(now_ns - entry['time_created_ns']) / 1e9:.1f} s"
             for entry in entries

@@ -36,7 +36,7 @@ def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
     if not isinstance(config, PPOConfig | RAFTConfig | EvalConfig) or not isinstance(sets, PromptSets):
         return ()
     first: Sequence[int] = ()
-    if config.environment is not None:
+    if config.environment is not None and config.environment.name != "gateway":  # whose harnesses begin by themselves
         try:
             first = asyncio.run(_first_prompt(config, sets))
         except (FailedEnvironmentError, RunError, ValueError) as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,9 @@ import pytest
 
 from examples.sort_letters.checkpoint import write_checkpoint
 from megarl.config.schema import EnvironmentSettings
-from megarl.environments.chat_session import TurnLimits
+from megarl.environments.chat_session import ChatSession, TurnLimits
+from megarl.environments.conversation import Conversation, SampledTurn
+from megarl.environments.environment import Action
 from megarl.environments.environment_process import EnvironmentProcess, TurnRequest
 from megarl.rollout.completions import Response, pack_chunk
 from megarl.types import Prompt, RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
@@ -191,3 +195,63 @@ def test_a_template_that_rewrites_earlier_turns_begins_branches(tmp_path: Path) 
         assert chunk.rewards[first : first + 3].tolist() == [total] * 3
         assert own[0].sum() == pytest.approx(total), "an earlier branch has prepared for the rewards of later ones"
         assert own[0].sum() > own[1].sum() > own[2].sum() > 0
+
+
+def test_a_prompt_that_leaves_no_room_is_a_failure(tokenizer: Path) -> None:
+    settings = {"name": "tests.environments.worlds:Letters"}
+    chunk, infos = held(tokenizer, Engine(), settings, TASKS, TurnLimits(context=4, turn=10, turns=9))
+    assert chunk.rewards is not None
+    assert np.isnan(chunk.rewards).all()
+    assert [info.response_tokens for info in infos] == [0] * len(TASKS)
+    assert all(info.outcome is not None and "no room" in str(info.outcome.failure) for info in infos)
+
+
+def test_branches_are_in_the_order_of_their_last_turns_and_seeds_do_not_depend_on_it() -> None:
+    async def talk(order: Sequence[int]) -> tuple[list[tuple[int, ...]], dict[tuple[int, ...], int]]:
+        seeds: dict[tuple[int, ...], int] = {}
+
+        async def sample(request: SampleRequest) -> SampledTurn:
+            seeds[request.prompt.token_ids] = request.seed
+            span = VersionSpan(start=0, stop=1, version=0, engine_id=0)
+            return SampledTurn(token_ids=(7,), logprobs=np.zeros(1, np.float32), finished=True, versions=(span,))
+
+        renderer: Any = SimpleNamespace(
+            read=lambda ids, finished, **_: Action(text="", content="", token_ids=tuple(ids), finished=finished)
+        )
+        request = SampleRequest(sample_id="1/p/0", prompt=TASKS[0], seed=5)
+        session = ChatSession(Conversation(request=request), renderer, sample, TurnLimits(context=50, turn=5, turns=9))
+        for first in order:
+            await session.complete([first, 1])
+        await session.complete([order[0], 1, 7, 2])
+        return [branch.prompt for branch in session.conversation.branches], seeds
+
+    one, seeds = asyncio.run(talk([3, 4]))
+    other, again = asyncio.run(talk([4, 3]))
+    assert one == [(4, 1), (3, 1)], "the branch that was continued has the last turn"
+    assert other == [(3, 1), (4, 1)]
+    assert {prompt: seeds[prompt] for prompt in ((3, 1), (4, 1))} == {p: again[p] for p in ((3, 1), (4, 1))}
+    assert len(set(seeds.values())) == 3
+
+
+def test_a_session_that_is_closed_leaves_out_turns_in_progress() -> None:
+    async def talk() -> Conversation:
+        answer: asyncio.Future[SampledTurn] = asyncio.get_running_loop().create_future()
+
+        async def sample(request: SampleRequest) -> SampledTurn:
+            return await answer
+
+        request = SampleRequest(sample_id="1/p/0", prompt=TASKS[0], seed=5)
+        limits = TurnLimits(context=50, turn=5, turns=9, least=3)
+        session = ChatSession(Conversation(request=request), SimpleNamespace(), sample, limits)  # pyright: ignore
+        assert await session.complete([1], most=2) is None, "less than a turn has at least"
+        turn = asyncio.create_task(session.complete([1, 2]))
+        await asyncio.sleep(0)
+        session.close()
+        span = VersionSpan(start=0, stop=1, version=0, engine_id=0)
+        answer.set_result(
+            SampledTurn(token_ids=(7,), logprobs=np.zeros(1, np.float32), finished=True, versions=(span,))
+        )
+        assert await turn is None
+        return session.conversation
+
+    assert asyncio.run(talk()).branches == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
@@ -47,7 +48,8 @@ class ThreadChild:
         self._connection: Connection[Any, Any] | None = None
         self.started = 0
 
-    def start(self) -> Connection[Any, Any]:
+    def start(self, deadline: float = math.inf) -> Connection[Any, Any]:
+        del deadline
         if self._connection is None:
             self._connection, theirs = Pipe()
             self.started += 1
@@ -184,7 +186,7 @@ def test_a_class_that_cannot_be_made_is_an_error_at_the_start(
     ("name", "rule"),
     [
         ("tests.environments.worlds:Nothing", "a class of the module that is derived from"),
-        ("tool", "one of guess_number, reasoning_gym, tools, user_turns"),
+        ("tool", "one of guess_number, openenv, reasoning_gym, tools, user_turns"),
     ],
 )
 def test_a_name_that_is_no_class_is_refused(name: str, rule: str) -> None:

@@ -236,7 +236,7 @@ def test_several_answers_are_branches(tokenizer: Path, tmp_path: Path) -> None:
                 assert chunks[-1].usage is not None
             await session.end()
             session.check_exact()
-            assert [len(branch.turns) for branch in session.conversation.branches] == [1, 2, 1]
+            assert [len(branch.turns) for branch in session.conversation.branches] == [1, 1, 2]
 
     asyncio.run(run())
 

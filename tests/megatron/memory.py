@@ -34,6 +34,7 @@ def plan_of(
         name="actor",
         layout=layout,
         recompute=recompute,
+        layers="auto",
         offload=False,
         checkpoint=None,
         new_head=None,
