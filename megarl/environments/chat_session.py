@@ -90,7 +90,6 @@ class ChatSession:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         most: int | None = None,
-        temperature: float | None = None,
     ) -> Action | None:
         """Samples the turn that follows a chat, and returns it; None where a limit leaves no room for it.
 
@@ -101,7 +100,7 @@ class ChatSession:
         Raises:
             ValueError: the chat cannot be rendered.
         """
-        turn = await self.answer(messages, tools, most=most, temperature=temperature)
+        turn = await self.answer(messages, tools, most=most)
         return None if turn is None else turn.action
 
     async def answer(
@@ -110,13 +109,12 @@ class ChatSession:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         most: int | None = None,
-        temperature: float | None = None,
     ) -> SessionTurn | None:
         """Like `turn`, with more about it."""
         if self._turns >= self._limits.turns:
             return None
         chat, known = self._continued(messages, tools)
-        turn = await self._sampled(chat, most, temperature)
+        turn = await self._sampled(chat, most)
         if turn is not None:
             chat.messages = known
         return turn
@@ -137,9 +135,9 @@ class ChatSession:
         else:
             chat = self._new(ids)
         chat.by_ids = True
-        return await self._sampled(chat, most, None)
+        return await self._sampled(chat, most)
 
-    async def _sampled(self, chat: _Chat, most: int | None, temperature: float | None) -> SessionTurn | None:
+    async def _sampled(self, chat: _Chat, most: int | None) -> SessionTurn | None:
         prompt = chat.branch.ids
         room = min(most or self._limits.turn, self._limits.turn, self._limits.context - len(prompt))
         if self.closed or room < max(1, self._limits.least):
@@ -156,7 +154,6 @@ class ChatSession:
                     prompt=Prompt(prompt_id=request.prompt.prompt_id, token_ids=prompt),
                     seed=self._seed(prompt),
                     max_new_tokens=room,
-                    temperature=request.temperature if temperature is None else temperature,
                 )
             )
         except asyncio.CancelledError:

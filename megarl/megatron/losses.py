@@ -50,9 +50,10 @@ class ExperienceColumns:
     def __init__(self, batch: MicroBatch, experience: Chunks[ExperienceChunk], device: torch.device) -> None:
         self._rows = batch.rows
         self._chunks = {row.chunk: experience[row.chunk] for row in batch.rows}
-        self.mask = response_mask(batch.tokens.response_lengths.tolist(), device=device)
-        lengths = [row.sequence_tokens or row.response_tokens for row in batch.rows]
-        self.whole = response_mask(lengths, device=device)  # a branch weighs as a part of its conversation
+        self.mask = self.whole = response_mask(batch.tokens.response_lengths.tolist(), device=device)
+        if any(row.sequence_tokens for row in batch.rows):  # a branch weighs as a part of its conversation
+            lengths = [row.sequence_tokens or row.response_tokens for row in batch.rows]
+            self.whole = response_mask(lengths, device=device)
 
     def __call__(self, name: str) -> Tensor:
         flat = gather(self._rows, {index: getattr(chunk, name) for index, chunk in self._chunks.items()})
