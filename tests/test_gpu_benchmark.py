@@ -49,10 +49,11 @@ def test_the_sizes_equal_qwens(name: str, published: float) -> None:
 
 
 def test_figures_by_hand(tmp_path: Path) -> None:
-    """The first step does not count; 1000 tokens in a step of 4 s."""
+    """The first step does not count, nor the profiled last one; 1000 tokens in a step of 4 s."""
     step = {"time/step": 4.0, "time/rollout": 2.0, "time/written": 1.0, "policy/loss": 1.0}
     later = {**step, "perf/tokens_per_second": 250.0, "perf/mfu/actor_update": 0.5, "sync/seconds": 0.1}
-    lines = [dict.fromkeys(later, 99.0), later, {**later, "sync/seconds": 0.3}]
+    others = dict.fromkeys(later, 99.0)
+    lines = [others, later, {**later, "sync/seconds": 0.3}, others]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert figures(tmp_path) == {
         "time/step": 4.0,
@@ -114,7 +115,7 @@ def test_calls_of_the_same_name_are_told_apart_by_their_process(tmp_path: Path) 
 
     (tmp_path / "profile").mkdir()
     found = {"train rank 0": profile(1.0), "critic rank 0": profile(2.0)}
-    (tmp_path / "profile" / "step-2.json").write_text(json.dumps(found))
+    (tmp_path / "profile" / "step-5.json").write_text(json.dumps(found))
     assert longest_kernels(tmp_path) == {
         "profile/train rank 0/update.update": {"seconds": 3.0, "aten::mm": 1.0},
         "profile/critic rank 0/update.update": {"seconds": 6.0, "aten::mm": 2.0},
@@ -123,8 +124,9 @@ def test_calls_of_the_same_name_are_told_apart_by_their_process(tmp_path: Path) 
 
 @pytest.mark.process
 def test_a_failed_part_does_not_stop_the_others_and_is_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """In a second call, parts that were not tried come first."""
     trace = Trace()
     for name, value in trace.environment().items():
         monkeypatch.setenv(name, value)
@@ -140,13 +142,15 @@ def test_a_failed_part_does_not_stop_the_others_and_is_repeated(
             figures=lambda: {"times": len(counter.read_text())},
         ),
     }
-    for _ in range(2):
+    for tried_first in ("fails", "new"):
         results = work_off(tmp_path, found, {"name": "CPU"}, minutes=2)
+        assert capsys.readouterr().out.split()[0] == tried_first
         assert json.loads((tmp_path / "results.json").read_text()) == {"machine": {"name": "CPU"}, "parts": results}
         assert (results["fails"]["status"], results["fails"]["log"]) == (3, ["why"])
         assert results["hangs"]["status"] == "ended after 3 s"
         assert results["unreadable"]["figures_error"].startswith("ZeroDivisionError")
         assert results["works"]["figures"] == {"times": 1}
+        found["new"] = Part(command=["true"], limit_s=60)
     assert comes_true(lambda: not trace.processes())
     assert work_off(tmp_path / "late", found, {}, minutes=0) == {}
 
@@ -155,12 +159,10 @@ def test_a_failed_part_does_not_stop_the_others_and_is_repeated(
 @pytest.mark.timeout(900)
 def test_runs_and_raw_vllm_are_measured(tmp_path: Path) -> None:
     found = parts(tmp_path, "cpu")
-    results = work_off(
-        tmp_path, {name: found[name] for name in ("grpo-tiny", "vllm-tiny", "profile-tiny")}, {}, minutes=10
-    )
-    assert [result["status"] for result in results.values()] == [0, 0, 0], results
-    assert {"time/step", "sync/gb_per_second", "rollout/logprob_gap"} <= results["grpo-tiny"]["figures"].keys()
-    profile = results.pop("profile-tiny")["figures"]
-    assert profile["profile/train rank 0/update.update"]["aten::mm"] > 0
-    assert profile["profile/rollout engine 0/rollout.generate"]["seconds"] > 0
+    results = work_off(tmp_path, {name: found[name] for name in ("grpo-tiny", "vllm-tiny")}, {}, minutes=10)
+    assert [result["status"] for result in results.values()] == [0, 0], results
+    run = results["grpo-tiny"]["figures"]
+    assert {"time/step", "sync/gb_per_second", "rollout/logprob_gap", "planned/update"} <= run.keys()
+    assert run["profile/train rank 0/update.update"]["aten::mm"] > 0
     assert all(result["figures"]["perf/rollout_tokens_per_second"] > 0 for result in results.values())
+    assert not list(tmp_path.rglob("*.safetensors"))

@@ -1,10 +1,11 @@
 """Everything that a machine with one GPU can tell, in one command.
 
-    python -m benchmarks.gpu OUT [--minutes 28] [--parts doctor,tests,...]
+    python -m benchmarks.gpu OUT [--minutes 8] [--parts doctor,grpo-0.5b,...]
 
 OUT gets ``results.json``, rewritten after every part, and a log of each part. A part that fails or takes too long is
-noted with the end of its log, and the others go on. A second call does what has not succeeded yet, so a machine that
-gives minutes at a time can be asked several times. Without a GPU, the same parts run with a tiny model.
+noted with the end of its log, and the others go on. A second call does what has not been tried yet, then what has
+failed, so a machine that gives minutes at a time can be asked several times. Without a GPU, the same parts run with a
+tiny model.
 """
 
 from __future__ import annotations
@@ -27,9 +28,14 @@ from typing import Any
 from xml.etree import ElementTree
 
 from benchmarks.gpu.work import SIZES, config, figures
+from megarl.config import load
+from megarl.preflight.memory_plan import plan_memory
 
 ROOT = Path(__file__).parents[2]
-STEPS = 4
+STEPS = 5
+TESTS = ("engine", "resharding", "sleep", "recorder", "transformer_engine")
+_LEAST_S = 45.0
+"""No part begins with less time."""
 _TAIL = 30
 _GRACE_S = 20.0
 
@@ -50,73 +56,71 @@ class Part:
 
 def parts(out: Path, device: str) -> dict[str, Part]:
     """All parts, in the order of what matters most."""
-    python = sys.executable
-    report = out / "tests.xml"
-    found = {
-        "doctor": Part(command=[python, "-m", "megarl", "doctor"], limit_s=120),
-        "tests": Part(
-            command=[python, "-m", "pytest", "-m", "gpu", "tests/gpu", f"--junitxml={report}"],
-            limit_s=540,
-            figures=lambda: outcomes(report),
-        ),
-    }
-
+    python, found = sys.executable, dict[str, Part]()
     small, middle, large = ("0.5b", "1.5b", "3b") if device == "cuda" else ("tiny",) * 3
-    timed = out / "kernels.json"
-    found["kernels"] = Part(
-        command=[python, "-m", "benchmarks.gpu.kernels", middle, str(timed)],
-        limit_s=240,
-        figures=lambda: json.loads(timed.read_text()),
-    )
 
     def run(name: str, size: str, **options: Any) -> None:
-        directory, file = out / name, out / f"{name}.yaml"
-        file.write_text(json.dumps(config(directory, SIZES[size], device, steps=STEPS, **options), indent=1))
-        command = [python, "-m", "megarl", "train", str(file)]
-        found[name] = Part(command=command, limit_s=300, figures=lambda: figures(directory))
+        """Steps without a checkpoint at their end, which would fill a disk; the last one is profiled."""
+        file = out / f"{name}.yaml"
+        file.write_text(json.dumps(config(out / name, SIZES[size], device, steps=STEPS, **options), indent=1))
+        command = [python, "-m", "megarl", "profile", str(file), f"profile.steps=[{STEPS}]", "profile.engines=[]"]
+        directory = out / f"{name}-profile"
+        found[name] = Part(
+            command=command,
+            limit_s=300,
+            figures=lambda: {**figures(directory), **planned(file), **longest_kernels(directory)},
+        )
 
     def raw(size: str) -> None:
-        result = out / f"vllm-{size}.json"
-        command = [python, "-m", "benchmarks.gpu.raw_vllm", size, str(result)]
-        found[f"vllm-{size}"] = Part(command=command, limit_s=180, figures=lambda: json.loads(result.read_text()))
-
-    def profile(size: str) -> None:
-        name = f"profile-{size}"
-        directory, file = out / name, out / f"{name}.yaml"
-        file.write_text(json.dumps(config(directory, SIZES[size], device, steps=STEPS, sleep=True), indent=1))
-        command = [python, "-m", "megarl", "profile", str(file)]
-        kernels = directory.with_name(f"{name}-profile")
-        found[name] = Part(command=command, limit_s=300, figures=lambda: longest_kernels(kernels))
+        program(f"vllm-{size}", "raw_vllm", size, limit_s=180)
 
     def trl(size: str) -> None:
-        if not has_trl():
-            return
-        result = out / f"trl-{size}.json"
-        command = [python, "-m", "benchmarks.gpu.trl_grpo", size, str(result), str(STEPS)]
-        found[f"trl-{size}"] = Part(command=command, limit_s=300, figures=lambda: json.loads(result.read_text()))
+        if has_trl():
+            program(f"trl-{size}", "trl_grpo", size, str(STEPS), limit_s=300)
 
+    def program(name: str, module: str, size: str, *arguments: str, limit_s: float) -> None:
+        result = out / f"{name}.json"
+        command = [python, "-m", f"benchmarks.gpu.{module}", size, str(result), *arguments]
+        found[name] = Part(command=command, limit_s=limit_s, figures=lambda: json.loads(result.read_text()))
+
+    def tests(name: str) -> None:
+        report = out / f"tests-{name}.xml"
+        command = [python, "-m", "pytest", "-m", "gpu", f"tests/gpu/test_{name}.py", f"--junitxml={report}"]
+        found[f"tests-{name}"] = Part(command=command, limit_s=420, figures=lambda: outcomes(report))
+
+    found["doctor"] = Part(command=[python, "-m", "megarl", "doctor"], limit_s=120)
     run(f"grpo-{small}", small, sleep=True)
     raw(small)
-    run(f"grpo-awake-{small}", small)
-    run(f"ppo-{small}", small, sleep=True, critic=True)
-    profile(small)
-    trl(small)
+    for name in TESTS:
+        tests(name)
     if device == "cuda":
         run(f"grpo-{middle}", middle, sleep=True)
         raw(middle)
+    program("kernels", "kernels", middle, limit_s=240)
+    run(f"ppo-{small}", small, sleep=True, critic=True)
+    run(f"grpo-awake-{small}", small)
+    trl(small)
+    if device == "cuda":
         trl(middle)
-        profile(middle)
         run(f"grpo-awake-{middle}", middle)
         if find_spec("transformer_engine") is not None:
             run(f"grpo-local-{middle}", middle, sleep=True, layers="local")
         run(f"grpo-eager-{small}", small, sleep=True, enforce_eager=True)
         run(f"grpo-{large}", large, sleep=True)
+        run(f"ppo-{middle}", middle, sleep=True, critic=True)
+        run(f"ppo-{large}", large, sleep=True, critic=True)
     return found
+
+
+def planned(file: Path) -> dict[str, float]:
+    """The memory of the device in each phase of a run, GiB, as planned."""
+    (device,) = plan_memory(load(file))
+    return {f"planned/{phase.phase}": phase.peak / 2**30 for phase in device.phases()}
 
 
 def longest_kernels(directory: Path) -> dict[str, Any]:
     """The seconds of each kind of call of each process in the profiled step, and of its ten longest kernels."""
-    processes = json.loads((directory / "profile" / "step-2.json").read_text())
+    processes = json.loads((directory / "profile" / f"step-{STEPS}.json").read_text())
     return {
         f"profile/{process}/{call['name']}": {
             "seconds": call["seconds"],
@@ -219,16 +223,16 @@ def machine() -> dict[str, Any]:
 
 
 def work_off(out: Path, found: Mapping[str, Part], about: Mapping[str, Any], *, minutes: float) -> dict[str, Any]:
-    """Measures the parts that have not succeeded yet, as long as there is time; returns all results by part."""
+    """Measures the parts that have not succeeded, new ones first, while there is time; returns all results by part."""
     file, deadline = out / "results.json", time.monotonic() + 60 * minutes
     results: dict[str, Any] = json.loads(file.read_text())["parts"] if file.exists() else {}
-    for name, part in found.items():
-        left = deadline - time.monotonic()
-        if left < _GRACE_S or (name in results and succeeded(results[name])):
+    for name in sorted(found, key=lambda name: name in results):
+        part, left = found[name], deadline - time.monotonic()
+        if left < _LEAST_S or (name in results and succeeded(results[name])):
             continue
-        shutil.rmtree(out / name, ignore_errors=True)  # of a run that failed
         begun = time.strftime("%Y-%m-%d %H:%M:%S %z")
         results[name] = {"begun": begun, **measure(name, part, out, min(left, part.limit_s))}
+        shutil.rmtree(out / f"{name}-profile" / "model", ignore_errors=True)
         file.write_text(json.dumps({"machine": dict(about), "parts": results}, indent=1))
         print(line(name, results[name]), flush=True)
     for name in found.keys() - results.keys():
@@ -247,6 +251,8 @@ def line(name: str, result: Mapping[str, Any]) -> str:
         "rollout s": "time/rollout",
         "update s": "time/update",
         "sync s": "time/sync",
+        "sync GB/s": "sync/gb_per_second",
+        "copy GB/s": "copy/gb_per_second",
         "tok/s": "perf/tokens_per_second",
         "rollout tok/s": "perf/rollout_tokens_per_second",
         "update MFU": "perf/mfu/actor_update",
@@ -260,6 +266,8 @@ def line(name: str, result: Mapping[str, Any]) -> str:
     told = [f"{title} {known[key]:.4g}" for title, key in shown.items() if key in known]
     if "peak_mib" in result:
         told.append(f"peak {result['peak_mib'] / 1024:.1f} GiB")
+    if plan := [gib for key, gib in known.items() if key.startswith("planned/")]:
+        told.append(f"planned {max(plan):.1f} GiB")
     state = "ok" if succeeded(result) else f"FAILED ({result['status']})"
     return f"{name:18} {state:12} {result['seconds']:6.0f} s  {', '.join(told)}"
 
@@ -267,7 +275,7 @@ def line(name: str, result: Mapping[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--minutes", type=float, default=28.0)
+    parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--parts", help="names, separated by commas; all by default")
     given = parser.parse_args(arguments)
     out: Path = given.out.absolute()

@@ -1,4 +1,4 @@
-"""Times each kernel of a pass op by op and compiled, forward and backward, and names the faster one.
+"""Times each kernel of a pass op by op and compiled, forward and backward, and names the faster one; and a copy.
 
 ``megarl/megatron/platform/kernels.py`` has what was found.
 """
@@ -148,6 +148,20 @@ def measure(size: Size, device: str, *, tokens: int, repeats: int) -> dict[str, 
     return found
 
 
+def copy_speed(device: str, nbytes: int, repeats: int) -> float:
+    """The bytes that a copy on the device writes, GB per second; what a sync can be compared with."""
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    target, wait = torch.empty_like(source), torch.cuda.synchronize if source.is_cuda else (lambda: None)
+    times: list[float] = []
+    for _ in range(1 + repeats):
+        wait()
+        start = time.perf_counter()
+        target.copy_(source)
+        wait()
+        times.append(time.perf_counter() - start)
+    return nbytes / median(times[1:]) / 1e9
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.kernels", description=__doc__)
     parser.add_argument("size", choices=SIZES)
@@ -155,7 +169,9 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokens = 8192 if device == "cuda" else 64
-    given.out.write_text(json.dumps(measure(SIZES[given.size], device, tokens=tokens, repeats=20), indent=1))
+    found: dict[str, Any] = {"copy/gb_per_second": copy_speed(device, 1 << 30 if device == "cuda" else 1 << 20, 20)}
+    found |= measure(SIZES[given.size], device, tokens=tokens, repeats=20)
+    given.out.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -128,9 +128,9 @@ def config(
 
 
 def figures(directory: Path) -> dict[str, float]:
-    """Means over the steps of a run but the first, which compiles."""
+    """Means over the steps of a run but the first, which compiles, and the last, which may be profiled."""
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    later = steps[1:]
+    later = steps[1:-1]
     names = [name for name in later[0] if name.startswith(_KINDS) and all(name in step for step in later)]
     found = {name: mean(step[name] for step in later) for name in names}
     found.pop("time/written", None)
