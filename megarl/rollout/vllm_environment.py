@@ -32,7 +32,8 @@ _QUIET = {  # unless they are set already
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TORCH_LOGS": "-torch._library.triton",
 }
-_SCRATCH = ("VLLM_RPC_BASE_PATH", "TORCHINDUCTOR_CACHE_DIR")  # vLLM leaves its sockets, torch its directory
+_SOCKETS = "VLLM_RPC_BASE_PATH"  # which vLLM leaves
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # which torch leaves; on CUDA it saves the next start from compiling again
 _SHORT_PATH = 45
 _CONTRADICTING = ("VLLM_CPU_KVCACHE_SPACE",)  # would override the configured KV cache
 
@@ -44,9 +45,10 @@ def set_vllm_environment(device: str, scratch_dir: str, threads: int = 1) -> Non
         threads: of each process with device cpu, whatever the environment says: another number rounds differently.
     """
     os.environ.update(_ALWAYS)
-    os.environ.update(dict.fromkeys(_SCRATCH, scratch_dir))
+    os.environ[_SOCKETS] = scratch_dir
     os.environ.update(_CPU if device == "cpu" else _CUDA)
     if device == "cpu":
+        os.environ[_COMPILED] = scratch_dir
         os.environ["OMP_NUM_THREADS"] = str(threads)
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)

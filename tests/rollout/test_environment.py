@@ -32,6 +32,16 @@ def test_triton_uses_ieee_float32_on_cuda(device: str, precision: str | None, mo
     assert os.environ.get("TRITON_F32_DEFAULT") == precision
 
 
+@pytest.mark.parametrize(("device", "kept_in"), [("cpu", "/tmp/engine"), ("cuda", None)])
+def test_what_is_compiled_on_cuda_outlives_the_engine(
+    device: str, kept_in: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    set_vllm_environment(device, "/tmp/engine")
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == kept_in
+    assert os.environ["VLLM_RPC_BASE_PATH"] == "/tmp/engine"
+
+
 def test_threads_are_those_of_the_run_and_not_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "8"})
     set_vllm_environment("cpu", "/tmp")
