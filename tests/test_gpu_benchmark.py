@@ -28,6 +28,8 @@ _COUNTS = "import sys; open(sys.argv[1], 'a').write('x')"
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_every_configuration_is_valid(device: str, tmp_path: Path) -> None:
     found = parts(tmp_path, device)
+    tests = Path(__file__).parent.glob("gpu/test_*.py")
+    assert {name for name in found if name.startswith("tests-")} == {f"tests-{file.stem[5:]}" for file in tests}
     files = {file.stem: load(file) for file in tmp_path.glob("*.yaml")}
     assert len(files) >= 3
     assert files.keys() <= found.keys()

@@ -33,7 +33,7 @@ from megarl.preflight.memory_plan import plan_memory
 
 ROOT = Path(__file__).parents[2]
 STEPS = 5
-TESTS = ("engine", "resharding", "sleep", "recorder", "transformer_engine")
+TESTS = ("engine", "resharding", "sleep", "run", "recorder", "transformer_engine")
 _LEAST_S = 45.0
 """No part begins with less time."""
 _TAIL = 30

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from tests.pool import RankPool
+
+
+def has_transformer_engine() -> bool:
+    """Returns whether this machine's GPU can have Transformer Engine's layers."""
+    installed = find_spec("transformer_engine") is not None and torch.cuda.is_available()
+    return installed and torch.cuda.get_device_capability() >= (9, 0)  # of its packed attention
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from megarl.config.schema import Optimizer
-from megarl.types import Layout
+from megarl.types import Layout, RoleName
+from tests.checkpoint.test_state import assert_same
+from tests.checkpoint.training import make_roles, plan, restore, save, snapshot, train
 from tests.megatron.memory import peaks
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_attention import LENGTHS, attention_errors
@@ -85,6 +87,28 @@ def test_allocated_memory_is_as_planned(gpu: RankPool, dtype: str, recompute: st
     config = hf_config("qwen2", **PLANNED, dtype=dtype)
     (found,) = gpu.run(peaks, config, PACK, recompute, world_size=1)
     assert_as_planned(found, config, recompute, "cuda")
+
+
+def _restored(rank: int, model: Path, other: Path, out: Path) -> None:
+    """Restores what is written at once, and what is written while the role takes a step."""
+    layouts: dict[RoleName, Layout] = {"actor": Layout()}
+    role = make_roles(rank, {"actor": model}, layouts, torch.bfloat16)["actor"]
+    again = make_roles(rank, {"actor": other}, layouts, torch.bfloat16)["actor"]
+    train(role, 0, 2)
+    saved = snapshot(role)
+    save(role, out / "at once")
+    write = plan(role, out / "later")
+    train(role, 2, 1)
+    write()
+    for name in ("at once", "later"):
+        train(again, 7, 1)
+        restore(again, out / name)
+        assert_same(snapshot(again), saved)
+
+
+def test_a_restored_role_is_the_saved_one(gpu: RankPool, tmp_path: Path) -> None:
+    models = (save_model(tmp_path / str(seed), "qwen2", seed, dtype="bfloat16") for seed in range(2))
+    gpu.run(_restored, *models, tmp_path, world_size=1)
 
 
 def _offloaded(rank: int, directory: Path) -> list[dict[str, int]]:

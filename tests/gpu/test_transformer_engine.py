@@ -1,19 +1,15 @@
-"""Transformer Engine's layers against Megatron's own: numbers, checkpoints, and a run with a sync to vLLM."""
+"""Transformer Engine's layers against Megatron's own: numbers and checkpoints; and the compiled kernels."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu.work import SIZES, config, figures
 from megarl.types import Layout
+from tests.gpu.conftest import has_transformer_engine
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_head_sizes import computed, distances, expected
 from tests.megatron.test_kernels import check_compiled_kernels
@@ -30,9 +26,8 @@ GPT2 = {"n_embd": 256, "n_head": 4, "n_layer": 2}
 @pytest.fixture
 def installed(gpu: RankPool) -> RankPool:
     """A rank on a GPU that has Transformer Engine's layers."""
-    pytest.importorskip("transformer_engine.pytorch")
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("its packed attention needs compute capability 9.0")
+    if not has_transformer_engine():
+        pytest.skip("needs Transformer Engine, and compute capability 9.0 for its packed attention")
     return gpu
 
 
@@ -58,17 +53,6 @@ def test_each_kind_of_layers_reads_the_checkpoint_of_the_other(installed: RankPo
     (tmp_path / "out").mkdir()
     arguments = model(tmp_path / "model", kind), Layout(), torch.bfloat16, tmp_path / "out", False
     check_exchange(installed.run(exchanged, *arguments, world_size=1))
-
-
-@pytest.mark.timeout(600)
-def test_a_run_syncs_its_layers_to_vllm(installed: RankPool, tmp_path: Path) -> None:
-    """The run refuses to start if trainer and engine disagree; the difference is that of bfloat16."""
-    size = replace(SIZES["tiny"], heads=2, kv_heads=1, dtype="bfloat16")
-    file, directory = tmp_path / "run.json", tmp_path / "run"
-    fields = config(directory, size, "cuda", steps=3, layers="transformer_engine", sleep=True)
-    file.write_text(json.dumps(fields))
-    subprocess.run([sys.executable, "-m", "megarl", "train", str(file)], check=True, timeout=500)
-    assert figures(directory)["rollout/logprob_gap"] < 0.05
 
 
 def test_compiled_kernels_equal_the_eager_ones(cuda: str) -> None:
