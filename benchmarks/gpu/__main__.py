@@ -103,6 +103,7 @@ def parts(out: Path, device: str) -> dict[str, Part]:
     if device == "cuda":
         trl(middle)
         run(f"grpo-awake-{middle}", middle)
+        run(f"grpo-unverified-{small}", small, sleep=True, verify=False)
         if find_spec("transformer_engine") is not None:
             run(f"grpo-local-{middle}", middle, sleep=True, layers="local")
         run(f"grpo-eager-{small}", small, sleep=True, enforce_eager=True)

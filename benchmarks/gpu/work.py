@@ -88,11 +88,13 @@ def config(
     steps: int,
     critic: bool = False,
     layers: str = "auto",
+    verify: bool = True,
     **rollout: Any,
 ) -> Any:
     """The configuration of a run: GRPO with a reference, or PPO with a critic too.
 
     Args:
+        verify: the sync has checksums, which the host computes.
         rollout: settings of the engine.
     """
     role = {"tokens_per_micro_batch": size.micro_batch, "offload": rollout.get("sleep", False)}
@@ -123,6 +125,7 @@ def config(
         "algo": {"mini_batches": 1, "kl": {"coef": 0.05}} if critic else grpo,
         "actor": {"optimizer": {"lr": 1e-6, "betas": [0.9, 0.95]}},
         **({"critic": {"optimizer": {"lr": 1e-5, "betas": [0.9, 0.95]}}} if critic else {}),
+        "resharding": {"verify": verify},
         "reward": {"functions": [{"name": "soft_overlong", "args": penalty}]},
     }
 
