@@ -1,6 +1,16 @@
-"""Times and memory of the debug run, from a process that watches it: seconds by stage, and the largest memory at once.
+"""Times and memory of a debug run, from a process that watches it: seconds by stage, and the largest memory at once.
 
-    python benchmarks/debug_run.py [key.path=value ...]
+    python benchmarks/debug_run.py [CONFIG] [key.path=value ...] [-- key.path=value ...] [-- ...]
+
+CONFIG is configs/debug/ppo.yaml by default. After each ``--`` come the settings of one of several runs; the first ones
+are those of all runs. Threads side by side, with a model of 27 million parameters, on a machine that does nothing else:
+
+    python benchmarks/debug_run.py configs/debug/grpo.yaml evaluation=null run.steps=3 cluster.devices_per_node=1 \
+        groups.train.devices=0 groups.train.roles.actor='{tp: 1, recompute: none, tokens_per_micro_batch: 1024}' \
+        groups.train.roles.reference='{tokens_per_micro_batch: 1024}' rollout.sleep=false rollout.kv_cache_mib=512 \
+        rollout.max_new_tokens=128 rollout.max_model_len=160 data.prompts_per_step=8 data.samples_per_prompt=8 \
+        model.random.config.{hidden_size=512,intermediate_size=1536,num_hidden_layers=8,max_position_embeddings=256} \
+        -- cluster.threads_per_device=1 -- cluster.threads_per_device=auto
 
 Memory is the proportional set size (PSS) of every process of the run: what several share is counted once.
 """
@@ -15,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
 
 CONFIG = Path(__file__).parents[1] / "configs/debug/ppo.yaml"
@@ -22,11 +33,19 @@ MARK = "MEGARL_BENCHMARK"
 INTERVAL_S = 0.5
 
 
-def main(overrides: list[str]) -> None:
+def main(arguments: list[str]) -> None:
+    config = arguments.pop(0) if arguments and "=" not in arguments[0] else str(CONFIG)
+    common, *variants = [[*group] for ends, group in groupby(arguments, "--".__eq__) if not ends] or [[]]
+    for own in variants or [[]]:
+        print(" ".join(own) or config)
+        measure(config, [*common, *own])
+
+
+def measure(config: str, overrides: list[str]) -> None:
     mark = secrets.token_hex(8)
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
-        command = [sys.executable, "-m", "megarl", "train", str(CONFIG), f"run.dir={run_dir}", *overrides]
+        command = [sys.executable, "-m", "megarl", "train", config, f"run.dir={run_dir}", *overrides]
         start = time.perf_counter()
         run = subprocess.Popen(command, env={**os.environ, MARK: mark}, stdout=subprocess.DEVNULL)
         largest: Counter[str] = Counter()
@@ -48,6 +67,8 @@ def report(seconds: float, steps: list[dict[str, float]], memory: Counter[str]) 
     for stage in ("rollout", "experience", "update", "sync"):
         times = ", ".join(f"{step[f'time/{stage}']:.3f}" for step in steps)
         print(f"  {stage:14} {times} s")
+    speeds = ", ".join(f"{step['perf/rollout_tokens_per_second']:.0f}" for step in steps)
+    print(f"rollout          {speeds} tokens/s")
     print(f"largest memory   {memory.total():7.0f} MiB")
     for kind, mib in memory.most_common():
         print(f"  {kind:14} {mib:7.0f} MiB")
