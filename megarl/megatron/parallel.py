@@ -83,6 +83,11 @@ def build_groups(layout: Layout, rank: int, cache: GroupCache) -> ProcessGroupCo
     return groups
 
 
+def barrier() -> None:
+    """Waits for all ranks of the world; NCCL, which is not told otherwise, would guess the device and warn."""
+    dist.barrier(device_ids=[0] if dist.get_backend() == "nccl" else None)  # each rank sees one
+
+
 def collectives() -> list[str]:
     """Returns a line per process group of this rank: the collectives that it has begun and finished, and where it is.
 

@@ -37,6 +37,7 @@ from torch.futures import Future
 from megarl.files import FileRecord, sync, write_errors
 from megarl.megatron.model_engine import ModelEngine
 from megarl.megatron.optimizer import OptimizerShard, shards
+from megarl.megatron.parallel import barrier
 from megarl.types import RankCoords
 from megarl.weights.dcp_metadata import check_tensors_alone
 from megarl.weights.hf_files import CheckpointError
@@ -74,7 +75,7 @@ def plan_role(
     assert role.ema is None or not role.ema.in_use, f"{role.name} has its average for its weights"
     if dist.get_rank() == 0:
         directory.mkdir()
-    dist.barrier()
+    barrier()
     state = {"counters": {name: getattr(role, name) for name in _COUNTERS}, **_tensors(role)}
     plan = _Plan(copies=group is not None)
     with _first_error(f"{role.name} cannot be saved"), write_errors(directory / "common.pt"):

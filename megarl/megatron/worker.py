@@ -228,15 +228,13 @@ class MegatronWorker:
 
         The tokenizer and generation settings of ``model_dir`` are copied.
         """
+        from megarl.megatron.parallel import barrier
+
         engine = self._offloader.onload(role)
         spec, layout = engine.spec, engine.layout
         tensors = spec.canonical(engine.head)
         maps = [spec.megatron_map(layout, rank, engine.head) for rank in range(layout.world_size)]
         parameters = {name: parameter.detach() for name, parameter in engine.model.parameters().items()}
-
-        def barrier() -> None:
-            dist.barrier()
-
         Export(Path(directory), tensors).run(
             export_plan(maps, tensors).senders.get(self._rank),
             parameters,
