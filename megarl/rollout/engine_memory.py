@@ -48,7 +48,7 @@ class EngineRankMemory:
         weights = sum(math.prod(i.shape) * (1 if name in quantized else item) for name, i in params.items())
         tokens, responses = _TOKENS[device]
         batch = tokens * item * (3 * dims.hidden + 3 * dims.ffn // rollout.tp)
-        logits = 8 * responses * dims.vocab
+        logits = (12 if device == "cuda" else 8) * responses * dims.vocab  # CUDA: with counts for penalties (0.32)
         work = batch + logits + (_GRAPHS if device == "cuda" and not rollout.enforce_eager else 0)
         cache = _CACHE if rollout.kv_cache_mib is None else rollout.kv_cache_mib * _MIB
         if rollout.gpu_memory_fraction is not None:
