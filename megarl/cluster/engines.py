@@ -52,6 +52,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
 
     Args:
         model_dir: Hugging Face directory of the model.
+        name: of the processes.
         vocab_size: upper bound of the sampled token ids.
         tokenizer: Hugging Face directory of the tokenizer; needed for stop strings only.
         weights: `sync` starts without weights, `files` with those in `model_dir`.
@@ -65,6 +66,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         rollout: Rollout,
         model_dir: str,
         *,
+        name: str = "rollout",
         vocab_size: int,
         device: str,
         tokenizer: str | None = None,
@@ -78,7 +80,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
 
         def launch(index: int) -> Process[RolloutEngine]:
             return session.launch_stepping(
-                f"rollout engine {index}",
+                f"{name} engine {index}",
                 devices[index * rollout.tp : (index + 1) * rollout.tp],
                 engine,
                 model_dir,
@@ -92,7 +94,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
                 threads=threads,
             )
 
-        super().__init__(session, "rollout", [launch(index) for index in range(rollout.engines)])
+        super().__init__(session, name, [launch(index) for index in range(rollout.engines)])
         self._launch, self._replacements = launch, replacements
         self.replaced: list[str] = []
         """The cause of each replacement."""

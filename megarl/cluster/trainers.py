@@ -129,9 +129,9 @@ def _wait(calls: Sequence[Call[Any]]) -> None:
 
 
 class Service(Protocol):
-    """Processes without a device."""
+    """Processes beside trainers and the actor's engines."""
 
-    def start(self) -> Call[None]: ...
+    def start(self) -> Call[Any]: ...
 
     def close(self) -> Call[None]: ...
 

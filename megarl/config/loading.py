@@ -75,7 +75,7 @@ def on_first_nodes(config: C, nodes: int) -> C:
     """Returns a configuration without the devices of the other nodes; raises ConfigError where that breaks a rule."""
     fields, per_node = config.model_dump(mode="json", by_alias=True), config.cluster.devices_per_node
     fields["cluster"] |= {"nodes": nodes, "min_nodes": None}
-    for section in (*fields["groups"].values(), fields.get("rollout")):
+    for section in (*fields["groups"].values(), fields.get("rollout"), fields.get("reward", {}).get("judge_model")):
         if section is not None:
             left = (device for device in parse_devices(section["devices"]) if device < nodes * per_node)
             section["devices"] = ",".join(map(str, left))

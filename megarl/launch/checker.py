@@ -10,7 +10,17 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Final
 
-from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, TrainingConfig, load, parse_devices
+from megarl.config import (
+    ConfigError,
+    EvalConfig,
+    PPOConfig,
+    Problem,
+    RAFTConfig,
+    RunConfig,
+    TrainingConfig,
+    load,
+    parse_devices,
+)
 from megarl.config.pending_paths import without_pending
 from megarl.config.problems import shown
 from megarl.config.schema import Rollout, TrainingRun
@@ -133,7 +143,9 @@ def _devices_fit(config: RunConfig, request: LaunchRequest) -> Iterator[Problem]
         rule = "the configuration's devices are virtual ones of the CPU (cluster.device = cpu)"
         fix = "remove it, and set cluster.devices_per_node"
         yield Problem(field="--gpus-per-node", value=str(request.gpus_per_node), rule=rule, fix=fix)
-    used = {device // per_node for device in trainers | engines}
+    judge = config.reward.judge_model if isinstance(config, PPOConfig | RAFTConfig | EvalConfig) else None
+    judges = set[int]() if judge is None else set(parse_devices(judge.devices))
+    used = {device // per_node for device in trainers | engines | judges}
     if idle := [node for node in range(nodes) if node not in used]:
         rule = f"every node has a device that the run uses; {', '.join(map(str, idle))} (from 0) has none"
         fix = f"place groups or rollout there, or set --nodes {len(used)}"

@@ -17,6 +17,7 @@ from megarl.cluster.colocation import Colocation
 from megarl.cluster.conversations import Generator, launch_conversations
 from megarl.cluster.cpu_threads import with_threads
 from megarl.cluster.engines import RolloutGroup, launch_engines
+from megarl.cluster.judges import launch_judge
 from megarl.cluster.scorers import launch_scorers
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import RemoteRole, check_gpus, close_all, launch_trainers, services, start_all
@@ -200,10 +201,11 @@ def _evaluate_model(
     engines = launch_engines(config, config.rollout, session, model_dir, weights="files")
     rules = launch_scorers(config, session, model_dir)
     conversations = launch_conversations(config, session, model_dir, engines)
-    launched = services(rules, conversations)
+    judge = launch_judge(config, session, rules)
+    launched = services(rules, judge, conversations)
     start_all(trainers, engines, launched, model_dir, sleep=config.rollout.sleep)
     print(f"the processes print into {directory.logs}", flush=True)
-    scorer = Scorer(config, trainers.roles, rules, engines)
+    scorer = Scorer(config, trainers.roles, rules, engines, judge=judge)
     colocation = Colocation(trainers, engines, None, sleep=config.rollout.sleep)
     chunks = max(trainers.chunks(), _CHUNKS_PER_ENGINE * config.rollout.engines)
     generator = conversations or engines

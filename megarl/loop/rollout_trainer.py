@@ -16,6 +16,7 @@ from megarl.cluster.calls import Routine
 from megarl.cluster.colocation import Colocation
 from megarl.cluster.conversations import conversation_failures, launch_conversations
 from megarl.cluster.engines import launch_engines
+from megarl.cluster.judges import launch_judge
 from megarl.cluster.process_usage import memory_metrics
 from megarl.cluster.resharder import Resharder, SyncPlanner
 from megarl.cluster.scorers import launch_scorers
@@ -71,9 +72,10 @@ class RolloutTrainer(Generic[C]):
         )
         self._rules = launch_scorers(config, session, model_dir)
         conversations = launch_conversations(config, session, model_dir, self._engines)
-        self._services, self._generator = services(self._rules, conversations), conversations or self._engines
+        judge = launch_judge(config, session, self._rules)
+        self._services, self._generator = services(self._rules, judge, conversations), conversations or self._engines
         self._weights = reward_weights(config.reward, config.environment)
-        self._scorer = Scorer(config, self.roles, self._rules, self._engines, truncate_at)
+        self._scorer = Scorer(config, self.roles, self._rules, self._engines, truncate_at, judge)
         self._buffer: RolloutBuffer
         self._meter, self._skipped = PassMeter(config), SkippedBatches(config)
         self._evaluator: Evaluator | None = None

@@ -31,6 +31,7 @@ from megarl.algos.registry import FILTERS, GROUP_ADVANTAGES, MISSING_ENDS, bound
 from megarl.algos.reward_shaping import clip_scores
 from megarl.cluster.calls import Call, Routine, gather_by_chunk
 from megarl.cluster.engines import RolloutGroup
+from megarl.cluster.judges import Judge
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.rollouts import Rollouts
 from megarl.cluster.scorers import RuleScorers, ScoredRows
@@ -43,6 +44,7 @@ from megarl.experience.records import SampleScores, TokenRewardScale
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest
 from megarl.rewards.functions import labels
+from megarl.rewards.judge import JUDGE_MODEL
 from megarl.rewards.model_files import read_scale
 from megarl.types import Prompt, Ragged, RoleName, SampleInfo
 
@@ -117,10 +119,11 @@ class Scorer:
         rules: RuleScorers | None,
         engines: RolloutGroup,
         truncate_at: TruncateAt | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self.model = roles.get("reward")
         self._config, self._reward, self._rules = config, config.reward, rules
-        self._engines, self._truncate_at = engines, truncate_at
+        self._engines, self._truncate_at, self._judge = engines, truncate_at, judge
         self._scale = read_scale(config.reward.path)
 
     @property
@@ -140,7 +143,7 @@ class Scorer:
             truncation = self._engines.truncate(rollouts, self._truncate_at.token, self._truncate_at.after)
             yield truncation
             rollouts = truncation.result()
-        model = dense = functions_call = None
+        model = dense = functions_call = judged = None
         branches = Branches.of(rollouts.samples)
         if self.model is not None:
             budget = self._config.role("reward").tokens_per_micro_batch
@@ -150,14 +153,17 @@ class Scorer:
                 model = dense = self.model.dispatch_by_chunk(MegatronWorker.token_scores, request)
             else:
                 model = self.model.dispatch(MegatronWorker.scores, request)
+        whole = replace(rollouts, samples=tuple(branches.whole(rollouts.samples)))
         if functions:
             assert self._rules is not None
-            whole = tuple(branches.whole(rollouts.samples))
-            functions_call = self._rules.score(functions, replace(rollouts, samples=whole), prompts)
-        calls = [call for call in (model, functions_call) if call is not None]
+            functions_call = self._rules.score(functions, whole, prompts)
+        if self._judge is not None:
+            judged = yield from self._judge.score(whole, prompts)
+        rules = [call for call in (judged, functions_call) if call is not None]
+        calls = [*rules, *([] if model is None else [model])]
         return Scoring(
             samples=rollouts.samples,
-            wait=lambda: self._gather(model, functions_call, branches) | self._of_environment(rollouts),
+            wait=lambda: self._gather(model, rules, branches) | self._of_environment(rollouts),
             seconds=lambda: max((call.longest() for call in calls), default=0.0),
             calls=calls,
             model=model,
@@ -171,16 +177,16 @@ class Scorer:
         return {ENVIRONMENT: np.array([sample.reward for sample in rollouts.samples], dtype=np.float32)}
 
     def _gather(
-        self, model: Call[dict[int, Values] | None] | None, functions: Call[ScoredRows] | None, branches: Branches
+        self, model: Call[dict[int, Values] | None] | None, rules: Sequence[Call[ScoredRows]], branches: Branches
     ) -> dict[str, Values]:
-        """Waits for the scores of the reward model and the reward functions; a branch has those of the last one."""
+        """Waits for the scores of the reward model and of scoring processes; a branch has those of the last one."""
         scores: dict[str, Values] = {}
         if model is not None:
             raw = gather_rows(gather_by_chunk(model))[branches.last][branches.conversation]
             scores[REWARD_MODEL] = self._scale.apply(torch.as_tensor(np.where(np.isfinite(raw), raw, np.nan))).numpy()
-        if functions is not None:
+        for call in rules:
             assert self._rules is not None
-            columns = self._rules.gather(functions)
+            columns = self._rules.gather(call)
             for name in next(iter(columns.values())):
                 column = gather_rows({chunk: of_chunk[name] for chunk, of_chunk in columns.items()})
                 scores[name] = column[branches.conversation]
@@ -241,6 +247,8 @@ def reward_weights(reward: Reward, environment: EnvironmentSettings | None = Non
     weights = {REWARD_MODEL: 0.0 if reward.dense else reward.weight}
     if environment is not None:
         weights[ENVIRONMENT] = environment.weight
+    if reward.judge_model is not None:
+        weights[JUDGE_MODEL] = reward.judge_model.weight
     return {**weights, **{name: function.weight for name, function in functions}}
 
 

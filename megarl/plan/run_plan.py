@@ -62,6 +62,9 @@ def _placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:
     rollout = config.rollout if has_engines else None
     if rollout is not None:
         yield ("rollout", "", rollout.devices, str(rollout.tp), "", "", str(rollout.engines), "", "", "")
+    judge = config.reward.judge_model if isinstance(config, PPOConfig | RAFTConfig | EvalConfig) else None
+    if judge is not None:
+        yield ("judge", "", judge.devices, str(judge.tp), "", "", str(judge.rollout.engines), "", "", "")
 
 
 def plan_lines(config: RunConfig, sets: Sets, first_prompt: Sequence[int] = ()) -> Iterator[tuple[str, str]]:

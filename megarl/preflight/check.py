@@ -10,12 +10,13 @@ from typing import get_args
 from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RunConfig, SFTConfig
 from megarl.config.problems import MASK, masked, shown
 from megarl.config.schema import Fault, HeldOut, PairData, PromptData, TextData, Tracking
+from megarl.config.schema.questions import columns_of_template
 from megarl.data.tokenizer import Tokenizer, model_tokenizer
 from megarl.models import vocab_size
 from megarl.preflight.datasets import DataReader, PromptSets, Sets, StageConfig, read_sets
 from megarl.preflight.epochs import epoch_problems
 from megarl.preflight.models import check_models, stated_vocab_size
-from megarl.preflight.user_functions import check_fields, check_functions, check_own_functions
+from megarl.preflight.user_functions import check_fields, check_functions, check_own_functions, missing_column
 from megarl.rollout.requests import stop_token_ids
 
 
@@ -140,3 +141,6 @@ def _reward_functions(config: RunConfig, sets: Sets | None) -> Iterator[Problem]
     for where, functions, prompts in named:
         problems = check_functions(functions, where=where, tokenizer=tokenizer, longest=longest)
         yield from problems or check_fields(functions, prompts, where=where)
+    if config.reward.judge_model is not None and read is not None:
+        for column in columns_of_template(config.reward.judge_model.template):
+            yield from missing_column("reward.judge_model.template", column, [*read.train, *read.held_out])

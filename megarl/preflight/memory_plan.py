@@ -344,6 +344,12 @@ def plan_memory(config: RunConfig) -> list[DevicePlan]:
         for device in parse_devices(rollout.devices):
             plan = plans.get(device, DevicePlan(device=device, kind=kind, bucket=bucket))
             plans[device] = replace(plan, engine=engine, sleeps=sleeps)
+    judge = config.reward.judge_model if isinstance(config, PPOConfig | RAFTConfig | EvalConfig) else None
+    if judge is not None:
+        spec = model_spec(read_config(judge.path))
+        engine = EngineRankMemory.of(spec, judge.rollout, kind, lambda: capacity(config).of_device)
+        for device in parse_devices(judge.devices):
+            plans[device] = DevicePlan(device=device, kind=kind, engine=engine)
     return [plans[device] for device in sorted(plans)]
 
 

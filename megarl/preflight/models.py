@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl.config import EvalConfig, PPOConfig, Problem, RAFTConfig, RewardModelConfig, RunConfig, TrainingConfig
 from megarl.config.problems import shown
-from megarl.data.tokenizer import LARGEST_FILE
+from megarl.data.tokenizer import LARGEST_FILE, has_tokenizer
 from megarl.files import read_json
 from megarl.models import ModelSpec, model_spec, vocab_size
 from megarl.models.transformer_engine import refusals
@@ -44,6 +44,7 @@ def check_models(config: RunConfig, *, bare: bool = False) -> tuple[ModelSpec | 
         roles[role] = _spec(problems, f"{role}.path", lambda path=path: read_config(path))
         problems += _role_checkpoint(role, path, roles[role], weights=f"{role}.path" not in unchecked)
         problems += _same_tokenizer(config, role, path)
+    problems += _judge(config)
     problems += _layouts(config, spec, roles)
     problems += _layers(config, {"model": spec, **roles})
     return spec, problems
@@ -158,6 +159,22 @@ def _layouts(config: RunConfig, spec: ModelSpec | None, roles: Mapping[RoleName,
     rollout = config.rollout if generates else None
     if rollout is not None and spec is not None:
         found += _fits("rollout.tp", lambda: spec.check_vllm(rollout.tp))
+    return found
+
+
+def _judge(config: RunConfig) -> list[Problem]:
+    """A judge is a language model with a tokenizer."""
+    judge = config.reward.judge_model if isinstance(config, PPOConfig | RAFTConfig | EvalConfig) else None
+    if judge is None:
+        return []
+    found: list[Problem] = []
+    spec = _spec(found, "reward.judge_model.path", lambda: read_config(judge.path))
+    if spec is not None:
+        found += _files("reward.judge_model.path", judge.path, spec.manifest())
+        found += _fits("reward.judge_model.tp", lambda: spec.check_vllm(judge.tp))
+    if not has_tokenizer(judge.path):
+        rule, fix = "a directory with a tokenizer, too", "choose another one, or add tokenizer.json"
+        found.append(Problem(field="reward.judge_model.path", value=judge.path, rule=rule, fix=fix))
     return found
 
 

@@ -14,11 +14,11 @@ from megarl.algos.registry import KINDS
 from megarl.config import PPOConfig, RunConfig
 from megarl.config.problems import Problem, shown
 from megarl.config.schema import CustomFunction, RewardFunction, Section
+from megarl.config.schema.questions import columns_of_template
 from megarl.plugins import Function, check_options, resolve, suggestion
 from megarl.rewards.adapters import check_signature, columns_of, likely_adapter
 from megarl.rewards.functions import RULES, TOKEN_RULES, labels
 from megarl.rewards.functions import resolve as resolve_reward
-from megarl.rewards.judge import columns_of_template
 from megarl.types import Prompt
 
 _FIX = "correct it; docs/rewards.md describes the functions"
@@ -26,6 +26,7 @@ _TAKEN = (
     "prompts",
     "response_length",
     "response_length_max",
+    "judge_model",
     "reward_model",
     "samples",
     "score",
@@ -67,18 +68,22 @@ def check_fields(
     for index, function in enumerate(functions):
         own = _field_argument(function)
         place, fields = ("args.field", (own,)) if own is not None else _columns(function)
-        for field in fields:
-            lacking = [prompt for prompt in prompts if field not in prompt.fields]
-            if not lacking:
-                continue
-            count, first = f"{len(lacking)} of {len(prompts)}", lacking[0]
-            rule = f"a field of every prompt; {count} lack it, the first is {first.prompt_id!r}"
-            known = ", ".join(first.fields)
-            fix = f"name one that it has ({known})" if known else "add the column to the rows of the prompts"
-            if place == "adapter":
-                fix = f"add the column, or rename one with columns: {{{field}: ...}}" + (f" ({known})" if known else "")
-            problems.append(Problem(field=f"{where}.{index}.{place}", value=field, rule=rule, fix=fix))
+        problems += [found for field in fields for found in missing_column(f"{where}.{index}.{place}", field, prompts)]
     return problems
+
+
+def missing_column(where: str, column: str, prompts: Sequence[Prompt]) -> Iterator[Problem]:
+    """Checks that every prompt has a column, which the setting `where` names."""
+    lacking = [prompt for prompt in prompts if column not in prompt.fields]
+    if not lacking:
+        return
+    count, first = f"{len(lacking)} of {len(prompts)}", lacking[0]
+    rule = f"a field of every prompt; {count} lack it, the first is {first.prompt_id!r}"
+    known = ", ".join(first.fields)
+    fix = f"name one that it has ({known})" if known else "add the column to the rows of the prompts"
+    if where.endswith(".adapter"):
+        fix = f"add the column, or rename one with columns: {{{column}: ...}}" + (f" ({known})" if known else "")
+    yield Problem(field=where, value=column, rule=rule, fix=fix)
 
 
 def _columns(function: RewardFunction) -> tuple[str, tuple[str, ...]]:

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from megarl import plugins
 from megarl.config.schema import RewardFunction
+from megarl.config.schema.questions import Pattern, PatternWithGroup, Template
 from megarl.data.tokenizer import Message
 from megarl.plugins import Function
-from megarl.rewards.judge import Address, JudgeEndpoint, JudgeOptions, JudgeTemplate, columns_of_template, read_score
+from megarl.rewards.judge import Address, JudgeEndpoint, JudgeOptions, question, read_score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,24 +63,6 @@ _NUMBER = re.compile(r"(?<![0-9])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(
 
 _LATEX = re.compile(r"\\boxed|\\\(|\\\[|\$")
 """What begins a formula in a text."""
-
-
-def _compiles(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"a regular expression: {error}") from None
-    return pattern
-
-
-def _compiles_with_group(pattern: str) -> str:
-    if re.compile(_compiles(pattern)).groups != 1:
-        raise ValueError("a regular expression with one group, in round brackets")
-    return pattern
-
-
-Pattern = Annotated[str, AfterValidator(_compiles)]
-PatternWithGroup = Annotated[str, AfterValidator(_compiles_with_group)]
 
 
 def exact_match(completion: Completion, *, field: str = "answer", ignore_case: bool = False) -> float:
@@ -143,7 +126,7 @@ async def judge(
     *,
     url: Address,
     model: str,
-    template: JudgeTemplate,
+    template: Template,
     pattern: PatternWithGroup,
     key_variable: str | None = None,
     options: JudgeOptions | None = None,
@@ -160,10 +143,8 @@ async def judge(
     Raises:
         ValueError: the answer has no number.
     """
-    columns = {name: completion.field(name) for name in columns_of_template(template)}
-    question = template.format(**{"prompt": completion.prompt, "response": completion.response, **columns})
     endpoint = JudgeEndpoint(url=url, key_variable=key_variable, timeout=timeout, attempts=attempts)
-    asked = {"model": model, "messages": [{"role": "user", "content": question}]}
+    asked = {"model": model, "messages": [{"role": "user", "content": question(template, completion)}]}
     return read_score(await endpoint.answer({**({"temperature": 0} if options is None else options), **asked}), pattern)
 
 

@@ -1,4 +1,4 @@
-"""A judge: a model behind an OpenAI-compatible endpoint, asked for the score of a response."""
+"""Judges: models that are asked for the score of a response, behind an OpenAI-compatible endpoint or on own engines."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import asyncio
 import os
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from string import Formatter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator
 
+from megarl.config.schema import JudgeModel
+from megarl.config.schema.questions import columns_of_template
+from megarl.data.tokenizer import load_tokenizer
+
 if TYPE_CHECKING:
     from httpx import AsyncClient, Response
 
+    from megarl.rewards.functions import Completion
+
+JUDGE_MODEL: Final = "judge_model"
+"""Name of the run's own judge among the rewards."""
 _FIRST_WAIT_S = 0.5
 _BUSY = 429
 
@@ -29,18 +36,6 @@ def _is_address(url: str) -> str:
     return url
 
 
-def _has_response(template: str) -> str:
-    try:
-        names = _names(template)
-    except ValueError as error:
-        raise ValueError(f"a text with names in braces; others are doubled: {error}") from None
-    if "response" not in names:
-        raise ValueError("a text with {response}")
-    if wrong := [name for name in names if not name.isidentifier()]:
-        raise ValueError(f"a text with prompt, response or a column in braces, not {{{wrong[0]}}}; others are doubled")
-    return template
-
-
 def _adds_to_request(options: Mapping[str, Any]) -> Mapping[str, Any]:
     if given := sorted({"model", "messages", "n", "stream"}.intersection(options)):
         raise ValueError(f"without {', '.join(given)}: a request has one answer to the template, by the model given")
@@ -48,19 +43,41 @@ def _adds_to_request(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 Address = Annotated[str, AfterValidator(_is_address)]
-JudgeTemplate = Annotated[str, AfterValidator(_has_response)]
 JudgeOptions = Annotated[Mapping[str, Any], AfterValidator(_adds_to_request)]
 
 
-def _names(template: str) -> list[str]:
-    """Returns what a template has in braces, with conversions and formats as part of the name."""
-    found = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
-    return [f"{name}{f'!{how}' if how else ''}{f':{layout}' if layout else ''}" for name, layout, how in found]
+def question(template: str, completion: Completion) -> str:
+    """Returns what a judge is asked about a response; raises ValueError where the row lacks a column."""
+    columns = {name: completion.field(name) for name in columns_of_template(template)}
+    return template.format(**{"prompt": completion.prompt, "response": completion.response, **columns})
 
 
-def columns_of_template(template: str) -> tuple[str, ...]:
-    """Returns the columns of a prompt's row that a template names."""
-    return tuple(name for name in dict.fromkeys(_names(template)) if name not in ("prompt", "response"))
+class JudgePrompts:
+    """Writes the questions to the model of `reward.judge_model`, and reads its answers."""
+
+    def __init__(self, settings: JudgeModel) -> None:
+        self._settings, self._tokenizer = settings, load_tokenizer(settings.path)
+
+    def ask(self, completion: Completion) -> tuple[tuple[int, ...], str | None]:
+        """Returns a question's token ids, and what is wrong with it."""
+        text, settings = question(self._settings.template, completion), self._settings
+        try:
+            chat = self._tokenizer.has_chat_template
+            ids = self._tokenizer.chat([{"role": "user", "content": text}]) if chat else self._tokenizer.encode(text)
+        except ValueError as error:
+            return (), str(error)
+        room = settings.max_model_len - settings.max_new_tokens
+        if not 0 < len(ids) <= room:
+            limits = "reward.judge_model.max_model_len less max_new_tokens"
+            return (), f"the judge's question has {len(ids)} tokens, and from 1 to {room} have room: {limits}"
+        return tuple(ids), None
+
+    def read(self, ids: Sequence[int], finished: bool) -> float:
+        """Returns the score in an answer; raises ValueError if there is none, or the answer has no end."""
+        text = self._tokenizer.decode(ids)
+        if not finished:
+            raise ValueError(f"the judge's answer has no end in {len(ids)} tokens: {text[-500:]!r}")
+        return read_score(text, self._settings.pattern)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.config.rules import data_rules, model_rules, placement_rules, rollout_rules, training_rules
-from tests.config.debug import ACTOR, MIXTURE, PTX, SPARE, Cases, without
+from megarl.config.rules import data_rules, model_rules, placement_rules, rollout_rules, scoring_rules, training_rules
+from tests.config.debug import ACTOR, JUDGE, MIXTURE, PTX, SPARE, Cases, without
 
 # rule -> (overrides of the debug run, the field that is named, a part of the rule's text)
 LAYOUTS: Cases = {
@@ -32,6 +32,15 @@ LAYOUTS: Cases = {
             "groups.spare.devices",
             "disjoint devices; 3 also in train",
         )
+    ],
+    placement_rules.judges_have_devices: [
+        ([*JUDGE, "reward.judge_model.devices=9"], "reward.judge_model.devices", "nodes * devices_per_node = 7"),
+        ([*JUDGE, "reward.judge_model.devices=3"], "reward.judge_model.devices", "groups or engines have 3, too"),
+        ([*JUDGE, "reward.judge_model.tp=2"], "reward.judge_model.tp", "divides the 3 devices"),
+    ],
+    scoring_rules.judges_have_room: [
+        (JUDGE, "reward.judge_model", "needs a tokenizer"),
+        ([*JUDGE, "reward.judge_model.max_new_tokens=8192"], "reward.judge_model.max_new_tokens", "below"),
     ],
     placement_rules.roles_placed_once: [
         (
@@ -73,7 +82,7 @@ LAYOUTS: Cases = {
         (["rollout.gpu_memory_fraction=0.3"], "rollout.kv_cache_mib", "no effect with rollout.gpu_memory_fraction")
     ],
     rollout_rules.engines_fill_devices: [
-        (["rollout.devices=0-2", "rollout.tp=2"], "rollout.tp", "divides the 3 rollout devices"),
+        (["rollout.devices=0-2", "rollout.tp=2"], "rollout.tp", "divides the 3 devices of rollout.devices"),
         (
             ["rollout.devices=3-4", "rollout.tp=2", "cluster.nodes=2"],
             "rollout.devices",

@@ -46,6 +46,10 @@ def without(group: str, roles: Sequence[str]) -> list[str]:
 
 ACTOR = "groups.train.roles.actor"
 SPARE = ["groups.spare.devices=3-4", "cluster.devices_per_node=8"]
+JUDGE = [
+    "reward.judge_model={path: a, devices: 4-6, template: 'Is {response} right?', pattern: '(.)'}",
+    "cluster.devices_per_node=7",
+]
 OWN_DEVICE = ["rollout.devices=4", "cluster.devices_per_node=5"]
 GRPO = [
     *without("train", ["critic", "reference"]),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.sort_letters.checkpoint import write_checkpoint
 from megarl.rewards.functions import Completion
@@ -15,14 +19,24 @@ from tests.e2e.runs import finish, lines, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-CONFIG = """
+CONFIG = r"""
 stage: grpo
 run: {{dir: {directory}/run, steps: 3}}
 model: {{path: {directory}/model}}
 data: {{prompts: {directory}/tasks.jsonl, prompts_per_step: 3, samples_per_prompt: 4}}
 environment: {{name: "tests.environments.worlds:Letters", args: {{turns: 4}}, processes: 2}}
-reward: {{functions: [{{name: "tests.e2e.test_environments:written", args: {{file: {directory}/trained.jsonl}}}}]}}
-cluster: {{device: cpu, devices_per_node: 3}}
+reward:
+  functions: [{{name: "tests.e2e.test_environments:written", args: {{file: {directory}/trained.jsonl}}}}]
+  judge_model:
+    path: {directory}/judge
+    devices: "3"
+    template: "{{response}}="
+    pattern: '(\d)'
+    weight: 0
+    max_new_tokens: 4
+    max_model_len: 16
+    kv_cache_mib: 64
+cluster: {{device: cpu, devices_per_node: 4}}
 groups: {{train: {{devices: "0", roles: {{actor: {{tokens_per_micro_batch: 128}}}}}}}}
 rollout:
   devices: "1-2"
@@ -40,6 +54,7 @@ def written(completion: Completion, file: str) -> float:
     row = {
         "prompt_id": completion.prompt_id,
         "ids": [*completion.prompt_ids, *completion.response_ids],
+        "response": completion.response,
         "mask": [0] * len(completion.prompt_ids) + [int(own) for own in completion.loss_mask or ()],
     }
     with open(file, "a", encoding="utf-8") as stream:
@@ -51,6 +66,7 @@ def test_a_run_is_trained_on_the_turns_that_the_engines_sampled(tmp_path: Path) 
     write_checkpoint(tmp_path / "model", 0)
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"number": number}) + "\n" for number in range(5)))
     stops = ", ".join(map(str, range(3, 60)))
+    write_judge(tmp_path / "judge")
     (tmp_path / "run.yaml").write_text(CONFIG.format(directory=tmp_path, stops=stops))
     with started(["train", str(tmp_path / "run.yaml")], writes_model=True) as run:
         finished = finish(*run)
@@ -73,6 +89,33 @@ def test_a_run_is_trained_on_the_turns_that_the_engines_sampled(tmp_path: Path) 
         assert found, row
     assert turns == len(list((tmp_path / "sampled").glob("*"))), "every turn is trained on, once"
     assert turns > 50
+    judged = [judged_by_transformers(tmp_path / "judge", row["response"]) for row in trained]
+    for number, step in enumerate(steps):
+        expected = [score for score in judged[12 * number : 12 * number + 12] if score is not None]
+        assert step["rewards/unscored/judge_model"] == 12 - len(expected)
+        assert step["scores/judge_model"] == pytest.approx(np.mean(expected))
+
+
+@torch.no_grad()
+def write_judge(directory: Path) -> None:
+    """Writes a random model that mostly answers with a digit, which ends its answer."""
+    write_checkpoint(directory, 1)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    digits = tokenizer.convert_tokens_to_ids(list("0123456789"))
+    model.get_output_embeddings().weight[digits] *= 20
+    model.generation_config.eos_token_id = digits
+    model.save_pretrained(directory)
+
+
+def judged_by_transformers(directory: Path, response: str) -> float | None:
+    """Returns the digit in what transformers answers to the judge's question; None without one."""
+    model: Any = AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    ids = torch.tensor([tokenizer.encode(f"{response}=")])
+    answer = model.generate(ids, do_sample=False, max_new_tokens=4)[0, ids.shape[1] :]
+    found = re.findall(r"\d", tokenizer.decode(answer))
+    return float(found[-1]) if found else None
 
 
 def _turns(first: Path, row: dict[str, list[int]]) -> int:

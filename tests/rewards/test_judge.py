@@ -10,14 +10,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.config.schema import Reward, RewardFunction
+from examples.sort_letters.checkpoint import write_checkpoint
+from megarl.config.schema import JudgeModel, Reward, RewardFunction
+from megarl.data.tokenizer import load_tokenizer
 from megarl.preflight.user_functions import check_fields, check_functions
 from megarl.rewards import judge as judge_module
 from megarl.rewards.functions import judge
+from megarl.rewards.judge import JudgePrompts
 from megarl.rewards.scorer import RuleScorer
 from tests.rewards.completions import completion, prompt
 
@@ -236,3 +240,22 @@ def test_columns_that_rows_lack_are_found_before_a_run() -> None:
     (problem,) = check_fields([RewardFunction(name="judge", args=args)], rows)
     assert (problem.field, problem.value) == ("reward.functions.0.args.template", "answer")
     assert "1 of 2 lack it, the first is 'b'" in problem.rule
+
+
+def test_questions_of_the_own_judge_have_room_and_its_answers_an_end(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 0)
+    settings = JudgeModel(
+        path=str(tmp_path), devices="0", template="{response}=", pattern=r"(\d)", max_new_tokens=4, max_model_len=16
+    )
+    prompts = JudgePrompts(settings)
+    ids, problem = prompts.ask(completion(response="abc"))
+    assert problem is None
+    assert load_tokenizer(tmp_path).decode(ids) == "abc="
+    assert "has 14 tokens, and from 1 to 12 have room" in str(prompts.ask(completion(response="a" * 12))[1])
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].role }}:{{ messages[0].content }}")
+    chat, _ = JudgePrompts(settings).ask(completion(response="b"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(chat) == "user:b="
+    assert prompts.read(tokenizer.encode("is 3"), True) == 3
+    with pytest.raises(ValueError, match="has no end in"):
+        prompts.read(tokenizer.encode("is 3"), False)

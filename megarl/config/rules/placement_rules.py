@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from megarl.config.problems import Problem
-from megarl.config.schema import STAGES, Cluster, Group, Groups, RoleConfig, Rollout, Run
+from megarl.config.schema import STAGES, Cluster, Group, Groups, Reward, RoleConfig, Rollout, Run
 from megarl.config.schema.base import parse_devices
 from megarl.types import RoleName
 
@@ -86,6 +86,37 @@ def engine_devices_exist(cluster: Cluster, rollout: Rollout | None) -> Iterator[
     """The cluster has all devices of the engines."""
     if rollout is not None:
         yield from _devices_exist(cluster, "rollout.devices", rollout.devices)
+
+
+def judges_have_devices(cluster: Cluster, groups: Groups, rollout: Rollout | None, reward: Reward) -> Iterator[Problem]:
+    """The judge's engines fill devices of the cluster that nothing else has, and none spans nodes."""
+    if reward.judge_model is None:
+        return
+    field, given, tp = "reward.judge_model.devices", reward.judge_model.devices, reward.judge_model.tp
+    yield from _devices_exist(cluster, field, given)
+    devices = parse_devices(given)
+    taken = {device for group in groups.values() for device in parse_devices(group.devices)}
+    taken |= set(() if rollout is None else parse_devices(rollout.devices))
+    if shared := sorted(taken.intersection(devices)):
+        rule = f"devices of their own; groups or engines have {', '.join(map(str, shared))}, too"
+        yield Problem(field, given, rule, "choose others, and raise cluster.devices_per_node if needed")
+    yield from tp_fills_devices("reward.judge_model", given, tp, cluster.devices_per_node)
+
+
+def tp_fills_devices(section: str, given: str, tp: int, per_node: int) -> Iterator[Problem]:
+    """`tp` divides the number of devices, and its devices are those of one node."""
+    devices = parse_devices(given)
+    if len(devices) % tp:
+        rule = f"divides the {len(devices)} devices of {section}.devices ({given})"
+        fix = f"choose a divisor of {len(devices)}, or change {section}.devices"
+        yield Problem(f"{section}.tp", str(tp), rule, fix)
+        return
+    for first in range(0, len(devices), tp):
+        own = devices[first : first + tp]
+        if len({device // per_node for device in own}) > 1:
+            rule = f"an engine stays within a node; one would have devices {', '.join(map(str, own))}"
+            fix = f"list {tp} devices of one node for each engine"
+            yield Problem(f"{section}.devices", given, rule, fix)
 
 
 def _devices_exist(cluster: Cluster, field: str, devices: str) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ from typing import cast
 
 from megarl.config.problems import Problem, correct_path, ineffective_settings, shown
 from megarl.config.rules.model_rules import ids_in_use, readable_config
+from megarl.config.rules.placement_rules import tp_fills_devices
 from megarl.config.schema import (
     CheckpointSettings,
     Cluster,
@@ -30,20 +31,8 @@ _LATE_STOPS = 128
 
 def engines_fill_devices(cluster: Cluster, rollout: Rollout | None) -> Iterator[Problem]:
     """The engines' tp divides the number of their devices, and no engine spans nodes."""
-    if rollout is None:
-        return
-    devices = parse_devices(rollout.devices)
-    if len(devices) % rollout.tp:
-        rule = f"divides the {len(devices)} rollout devices ({rollout.devices})"
-        fix = f"choose a divisor of {len(devices)}, or change rollout.devices"
-        yield Problem("rollout.tp", str(rollout.tp), rule, fix)
-        return
-    for first in range(0, len(devices), rollout.tp):
-        engine = devices[first : first + rollout.tp]
-        if len({device // cluster.devices_per_node for device in engine}) > 1:
-            rule = f"an engine stays within a node; one would have devices {', '.join(map(str, engine))}"
-            fix = f"list {rollout.tp} devices of one node for each engine"
-            yield Problem("rollout.devices", rollout.devices, rule, fix)
+    if rollout is not None:
+        yield from tp_fills_devices("rollout", rollout.devices, rollout.tp, cluster.devices_per_node)
 
 
 def sleeping_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[Problem]:

@@ -32,8 +32,10 @@ def evaluations_have_no_weights(
         names, where = ("weight", "functions", "dense", "shuffle"), "in stage eval, which reports each source by itself"
         otherwise = "or name functions in evaluation.functions"
         yield from ineffective_settings("reward", reward, names, where, otherwise)
-        if environment is not None:
-            yield from ineffective_settings("environment", environment, ("weight",), where, "or use ppo")
+        sections = {"environment": environment, "reward.judge_model": reward.judge_model}
+        for field, section in sections.items():
+            if section is not None:
+                yield from ineffective_settings(field, section, ("weight",), where, "or use ppo")
 
 
 def scores_have_a_source(
@@ -47,8 +49,10 @@ def scores_have_a_source(
         weights.append(reward.weight)
     if environment is not None and environment.name not in _WITHOUT_REWARD:
         weights.append(environment.weight)
+    if reward.judge_model is not None:
+        weights.append(reward.judge_model.weight)
     if not weights:
-        others = "an environment other than " + " and ".join(_WITHOUT_REWARD)
+        others = "reward.judge_model or an environment other than " + " and ".join(_WITHOUT_REWARD)
         rule = f"a group has the role reward, reward.functions has a function, or there is {others}"
         fix = "add reward to the roles of a group, or give reward.functions"
         yield Problem("reward", "nothing scores", rule, fix)
@@ -78,7 +82,7 @@ def reward_heads_have_a_source(groups: Groups, model: Model, reward: Reward) -> 
 def processes_have_functions(reward: Reward, evaluation: Evaluation | None) -> Iterator[Problem]:
     """The settings of reward processes need a function."""
     if not reward.functions and (evaluation is None or not evaluation.functions):
-        names = ("processes", "time_limit", "retries")
+        names = ("processes", "time_limit", "retries") if reward.judge_model is None else ("time_limit", "retries")
         yield from ineffective_settings("reward", reward, names, "without functions", "or give reward.functions")
 
 
@@ -128,6 +132,18 @@ def shaped_scores_are_compared(algo: Algo) -> Iterator[Problem]:
         names = ("clip",) if masks else ("clip", "missing_end")
         where = "with advantage gdpo, which compares the score of each source as it is"
         yield from ineffective_settings("algo.scores", algo.scores, names, where, "or choose grpo")
+
+
+def judges_have_room(model: Model, reward: Reward) -> Iterator[Problem]:
+    """A judge reads text, and a question has room beside the longest answer."""
+    judge = reward.judge_model
+    if judge is None:
+        return
+    if model.tokenizer is None and model.path is None:
+        yield Problem("reward.judge_model", judge.path, "reads text: needs a tokenizer", "set model.tokenizer")
+    if judge.max_new_tokens >= judge.max_model_len:
+        rule = f"below reward.judge_model.max_model_len = {judge.max_model_len}: the question needs room"
+        yield Problem("reward.judge_model.max_new_tokens", str(judge.max_new_tokens), rule, "lower it")
 
 
 def masked_comparisons_mask(algo: Algo) -> Iterator[Problem]:
@@ -193,9 +209,11 @@ def _truncation(field: str, scores: Scores, model: Model, rollout: Rollout) -> I
 
 
 def evaluations_report_something(
-    groups: Groups, evaluation: Evaluation | None, environment: EnvironmentSettings | None
+    groups: Groups, reward: Reward, evaluation: Evaluation | None, environment: EnvironmentSettings | None
 ) -> Iterator[Problem]:
-    """An evaluation has functions, a reward model or an environment."""
+    """An evaluation has functions, a reward model, a judge or an environment."""
+    if reward.judge_model is not None:
+        return
     if environment is not None and environment.name not in _WITHOUT_REWARD:
         return
     if evaluation is not None and not evaluation.functions and not placed(groups, "reward"):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megarl.bounds import Count, Natural, Positive, Seed
-from megarl.config.schema.base import Section
+from megarl.config.schema.base import Devices, Section
+from megarl.config.schema.cluster_sections import Rollout
 from megarl.config.schema.inputs import Fault, Source, dropped
+from megarl.config.schema.questions import PatternWithGroup, Template
 
 
 class RewardFunction(Section):
@@ -39,8 +41,44 @@ class RewardFunction(Section):
         return self.per or ("batch" if self.adapter == "trl" else "response")
 
 
+class JudgeModel(Section):
+    """A model that is asked for the score of each response, on engines of the run; see docs/rewards.md."""
+
+    path: str
+    """Hugging Face directory of the model. If its tokenizer has a chat template, the question is a user's message."""
+    devices: Devices
+    """Devices of the engines, such as 6-7; no group and no other engine has them."""
+    tp: Count = 1
+    """Tensor parallel size of each engine."""
+    template: Template
+    """The question, with {prompt}, {response} and columns of the row."""
+    pattern: PatternWithGroup
+    """Its group's last match in the answer is the score."""
+    weight: float = 1.0
+    """Factor of the score."""
+    max_new_tokens: Count = 1024
+    """Largest number of tokens of an answer; a longer one gives no score."""
+    max_model_len: Count = 8192
+    """Largest number of tokens of question and answer together."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Of the answers; 0 takes the likeliest tokens."""
+    kv_cache_mib: Count = 4096
+    """Memory of the key-value cache of each engine rank, MiB."""
+
+    @property
+    def rollout(self) -> Rollout:
+        """The settings of the engines."""
+        return Rollout(
+            devices=self.devices,
+            tp=self.tp,
+            max_new_tokens=self.max_new_tokens,
+            max_model_len=self.max_model_len,
+            kv_cache_mib=self.kv_cache_mib,
+        )
+
+
 class Reward(Section):
-    """The score of a response: the weighted sum of the reward model, if a group has the role reward, and functions."""
+    """The score of a response: the weighted sum of the reward model, if a group has it, a judge, and functions."""
 
     path: str | None = None
     """Directory of a Hugging Face checkpoint with a score head; null, with model.random alone: its body and a random
@@ -55,6 +93,8 @@ class Reward(Section):
     """Reward every token with the reward model's score after it, or with its change; null: the response's end."""
     functions: tuple[RewardFunction, ...] = Field(default=(), strict=False)
     """Functions that score the responses."""
+    judge_model: JudgeModel | None = None
+    """A model that is asked for the score; null asks none."""
     processes: Count = 1
     """Processes of the functions, which share the responses of a step."""
     time_limit: Positive = 60.0

@@ -1,0 +1,82 @@
+"""The judge of a run: engines with a model that is asked for the score of each response."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.cluster.calls import Call, Routine
+from megarl.cluster.engines import RolloutGroup
+from megarl.cluster.rollouts import PendingRollouts, Rollouts
+from megarl.cluster.scorers import RuleScorers, ScoredRows
+from megarl.cluster.session import Session
+from megarl.config import EvalConfig, PPOConfig, RAFTConfig
+from megarl.config.schema import JudgeModel
+from megarl.data.stream import stable_hash
+from megarl.models import model_spec
+from megarl.types import Prompt, SampleRequest
+from megarl.weights.hf_files import read_config
+
+_CHUNKS_PER_ENGINE = 8
+
+
+class Judge:
+    """Engines that answer questions, which scoring processes ask and read.
+
+    Args:
+        engines: with the judge's weights.
+    """
+
+    def __init__(self, settings: JudgeModel, engines: RolloutGroup, scorers: RuleScorers) -> None:
+        self._settings, self._engines, self._scorers = settings, engines, scorers
+
+    def start(self) -> Call[int]:
+        """Starts the engines; returns at once."""
+        return self._engines.start()
+
+    def close(self) -> Call[None]:
+        """Lets the engines end by themselves; returns at once."""
+        return self._engines.close()
+
+    def score(self, rollouts: Rollouts, prompts: Mapping[str, Prompt]) -> Routine[Call[ScoredRows]]:
+        """Asks for the score of every sample, and begins to read the answers; `prompts` are by prompt id."""
+        asking = self._scorers.questions(rollouts, prompts)
+        yield asking
+        questions = [question for part in asking.wait() for question in part]
+        requests = [
+            SampleRequest(
+                sample_id=f"judge/{number}",
+                prompt=Prompt(prompt_id=question.prompt_id, token_ids=question.token_ids),
+                seed=stable_hash(*question.token_ids),
+                temperature=self._settings.temperature,
+            )
+            for number, question in enumerate(questions)
+            if question.problem is None
+        ]
+        answers: PendingRollouts | None = None
+        if requests:
+            answers = self._engines.generate(requests, _CHUNKS_PER_ENGINE * len(self._engines.processes))
+            yield answers
+        return self._scorers.read(questions, None if answers is None else answers.result())
+
+
+def launch_judge(
+    config: PPOConfig | RAFTConfig | EvalConfig, session: Session, scorers: RuleScorers | None
+) -> Judge | None:
+    """Launches the engines of the judge, and returns at once; None without `reward.judge_model`."""
+    settings = config.reward.judge_model
+    if settings is None:
+        return None
+    assert scorers is not None
+    gib = config.cluster.device_memory_gib
+    engines = RolloutGroup(
+        session,
+        settings.rollout,
+        settings.path,
+        name="judge",
+        vocab_size=model_spec(read_config(settings.path)).dims.vocab,
+        device=config.cluster.device,
+        weights="files",
+        device_memory=None if gib is None else int(gib * 2**30),
+        threads=config.cluster.threads_per_device.engines or 1,
+    )
+    return Judge(settings, engines, scorers)
