@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import math
-import os
-import signal
+import pickle
 import threading
 import traceback
 from collections.abc import Mapping
@@ -19,16 +17,19 @@ from typing import Any, Literal
 from megarl.config.schema import EnvironmentSettings
 from megarl.environments.builtin import load_environment
 from megarl.environments.environment import Environment, Observation
-from megarl.stacks import answer_as_child
+from megarl.rewards.child_process import parent_connection, received
 
-_PR_SET_PDEATHSIG = 1
+_THREADS = 4
+"""For each conversation: calls of tools overlap, and a call that hangs keeps its thread."""
+_CANCEL_S = 1.0
+"""For a call that took too long to be cancelled."""
 
 Method = Literal["reset", "step", "close"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentCall:
-    """A call of a method of a conversation's environment; the answer is (number, Reply or CallFailure)."""
+    """A call of a method of a conversation's environment; the answer is (number, pickled Reply or CallFailure)."""
 
     number: int
     conversation: int
@@ -49,26 +50,19 @@ class CallFailure:
     """Why a call returned nothing: a sentence, or the environment's traceback.
 
     Args:
-        lost: the environment was gone before the call, with a process that another call ended.
+        late: it took too long, and may still be in progress.
     """
 
     reason: str
-    lost: bool = False
+    late: bool = False
 
 
 def serve(descriptor: int, parent: int) -> None:
     """Runs in the child: receives the configuration, answers True when the class is loaded, and answers calls.
 
-    Args:
-        descriptor: of the connection.
-        parent: id of the parent process, with which the child is killed.
+    See `parent_connection`.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
-    answer_as_child("environments")
-    os.set_inheritable(descriptor, False)  # programs that an environment starts must not keep it open
-    with Connection(descriptor) as connection:
+    with parent_connection(descriptor, parent, "environments") as connection:
         config: EnvironmentSettings = connection.recv()
         try:
             make = load_environment(config)
@@ -77,52 +71,63 @@ def serve(descriptor: int, parent: int) -> None:
             return
         connection.send(True)
         loop = asyncio.new_event_loop()
-        loop.set_default_executor(ThreadPoolExecutor(config.concurrency))  # for methods that are not `async`
+        loop.set_default_executor(ThreadPoolExecutor(_THREADS * config.concurrency))  # for methods that are not `async`
         threading.Thread(target=loop.run_forever, daemon=True).start()
-        host = EnvironmentHost(make, connection)
-        while True:
-            try:
-                call: EnvironmentCall = connection.recv()
-            except EOFError:
-                return
+        host = EnvironmentHost(make, connection, config.time_limit)
+        for call in received(connection):
             asyncio.run_coroutine_threadsafe(host.answer(call), loop)
 
 
 class EnvironmentHost:
-    """The environments of conversations in progress."""
+    """The environments of conversations in progress.
 
-    def __init__(self, make: Any, connection: Connection[Any, Any]) -> None:
-        self._make, self._connection = make, connection
+    Args:
+        limit_s: of a call.
+    """
+
+    def __init__(self, make: Any, connection: Connection[Any, Any], limit_s: float) -> None:
+        self._make, self._connection, self._limit_s = make, connection, limit_s
         self._environments: dict[int, Environment] = {}
 
     async def answer(self, call: EnvironmentCall) -> None:
-        """Makes a call, and sends what it returned."""
+        """Makes a call, and sends what it returned; one that takes too long is cancelled, or left in its thread."""
+        calling = asyncio.create_task(self._call(call))
+        if (await asyncio.wait((calling,), timeout=self._limit_s))[0]:
+            answer = calling.result()
+        else:
+            calling.cancel()
+            await asyncio.wait((calling,), timeout=_CANCEL_S)
+            limit = f"environment.time_limit = {self._limit_s:g} s"
+            answer = CallFailure(reason=f"{call.method} took longer than {limit}", late=True)
         try:
-            if call.method != "reset" and call.conversation not in self._environments:
-                answer = CallFailure(reason="its process has ended", lost=True)
-            else:
-                answer = await self._call(call)
-        except BaseException:  # the user's own code, which may also exit or cancel itself
-            answer = CallFailure(reason=traceback.format_exc(limit=-8))
-        try:
-            self._connection.send((call.number, answer))
-        except Exception as error:  # it cannot be pickled
-            self._connection.send((call.number, CallFailure(reason=f"{call.method} returned: {error!r}")))
+            sent = pickle.dumps(answer)
+        except Exception as error:
+            sent = pickle.dumps(CallFailure(reason=f"{call.method} returned: {error!r}"))
+        self._connection.send((call.number, sent))
 
-    async def _call(self, call: EnvironmentCall) -> Reply:
+    async def _call(self, call: EnvironmentCall) -> Reply | CallFailure:
+        try:
+            value = await self._value(call)
+            environment = self._environments.get(call.conversation)
+            tools = () if environment is None else tuple(environment.tools)
+            return Reply(observation=_observation(call.method, value), tools=tools)
+        except BaseException:  # the user's own code, which may also exit or cancel itself
+            return CallFailure(reason=traceback.format_exc(limit=-8))
+
+    async def _value(self, call: EnvironmentCall) -> Any:
+        """Returns what the method returns."""
         if call.method == "reset":
             self._environments[call.conversation] = self._make()
+        elif call.method == "close" and call.conversation not in self._environments:
+            return None  # it could not be made
         environment = self._environments[call.conversation]
         method = getattr(environment, call.method)
         if call.method == "close":
             del self._environments[call.conversation]
         if inspect.iscoroutinefunction(method):
-            value = await method(*call.args)
-        else:
-            value = await asyncio.to_thread(method, *call.args)
-            if inspect.isawaitable(value):
-                value = await value
-        return Reply(observation=_observation(call.method, value), tools=tuple(environment.tools))
+            return await method(*call.args)
+        value = await asyncio.to_thread(method, *call.args)
+        return await value if inspect.isawaitable(value) else value
 
 
 def _observation(method: Method, value: Any) -> Observation:

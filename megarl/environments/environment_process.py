@@ -1,19 +1,16 @@
-"""Runs conversations: the environments in a child process that can be ended, the turns by the engines."""
+"""Runs conversations: the environments in child processes that can be ended, the turns by the engines."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import threading
-import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,12 +22,12 @@ from megarl.environments.chat import ChatRenderer
 from megarl.environments.chat_session import ChatSession, TurnLimits
 from megarl.environments.conversation import Conversation, SampledTurn
 from megarl.environments.environment import EnvironmentTask, FailedEnvironmentError
-from megarl.environments.environment_child import CallFailure, EnvironmentCall, Method, Reply
+from megarl.environments.environment_calls import EnvironmentChild, EnvironmentChildren, LostEnvironmentError
+from megarl.environments.environment_child import Reply
 from megarl.environments.family_renderer import find_renderer
 from megarl.environments.gateway_request import GatewayPlace
 from megarl.errors import RunError
 from megarl.remote import remote
-from megarl.rewards.reward_worker import ChildProcess
 from megarl.types import Prompt, Ragged, RolloutChunk, SampleInfo, SampleRequest, WorkItem
 
 if TYPE_CHECKING:
@@ -38,10 +35,8 @@ if TYPE_CHECKING:
 
 _HEARTBEAT_S = 5.0
 """A call for turns returns after this time, also without any."""
-
-
-class LostEnvironmentError(FailedEnvironmentError):
-    """An environment is gone with its process, which another conversation ended."""
+_MOST_LOSSES = 10
+"""Of processes by others; then a conversation fails by further ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,89 +51,6 @@ class TurnRequest:
     number: int
     conversation: str
     request: SampleRequest
-
-
-class EnvironmentChild:
-    """The child process of the environments; all methods are called in one event loop."""
-
-    def __init__(self, settings: EnvironmentSettings) -> None:
-        self._process = ChildProcess("megarl.environments.environment_child", settings, "environments")
-        self._limit_s = settings.time_limit
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Reply | CallFailure]] = {}
-        self._reader: threading.Thread | None = None
-        self._connection: Connection[Any, Any] | None = None
-
-    def start(self, deadline: float = math.inf) -> None:
-        """Starts the child if it is not running; a RunError if the environment cannot be loaded by the deadline."""
-        self._connection = self._process.start(deadline)
-
-    async def call(self, conversation: int, method: Method, *args: Any) -> Reply:
-        """Calls a method of a conversation's environment.
-
-        Raises:
-            FailedEnvironmentError: it failed, took too long or ended the process.
-            LostEnvironmentError: another conversation ended the process.
-        """
-        if self._reader is None:
-            self.start(time.monotonic() + self._limit_s)
-            assert self._connection is not None
-            reading = (asyncio.get_running_loop(), self._connection)
-            self._reader = threading.Thread(target=self._read, args=reading, daemon=True)
-            self._reader.start()
-        assert self._connection is not None
-        number = next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        call = EnvironmentCall(number=number, conversation=conversation, method=method, args=args)
-        try:
-            self._connection.send(call)
-            reply = await asyncio.wait_for(answer, self._limit_s)
-        except TimeoutError:
-            self._end(f"another call of its process took longer than {self._limit_s:g} s", lost=True)
-            raise FailedEnvironmentError(
-                f"{method} took longer than environment.time_limit = {self._limit_s:g} s"
-            ) from None
-        except OSError as error:
-            self._end()
-            raise LostEnvironmentError(f"its process has ended: {error}") from error
-        finally:
-            self._waiting.pop(number, None)
-        if isinstance(reply, CallFailure):
-            raise (LostEnvironmentError if reply.lost else FailedEnvironmentError)(reply.reason)
-        return reply
-
-    @property
-    def running(self) -> bool:
-        return self._reader is not None
-
-    def close(self) -> None:
-        self._process.close()
-
-    def _end(self, reason: str = "", *, lost: bool = False) -> None:
-        """Ends the child, and fails all calls in progress; the next one gets a new child."""
-        self._reader = None
-        status = self._process.close()
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_result(CallFailure(reason=reason or f"its process ended with {status}", lost=lost))
-
-    def _read(self, loop: asyncio.AbstractEventLoop, connection: Connection[Any, Any]) -> None:
-        """Runs in a thread: hands answers to the event loop, until the child ends."""
-        while True:
-            try:
-                number, answer = connection.recv()
-            except Exception:  # it has ended, is closed meanwhile, or has sent what cannot be read here
-                loop.call_soon_threadsafe(self._lost, connection)
-                return
-            loop.call_soon_threadsafe(self._answered, number, answer)
-
-    def _answered(self, number: int, answer: Reply | CallFailure) -> None:
-        if (waiting := self._waiting.get(number)) is not None and not waiting.done():
-            waiting.set_result(answer)
-
-    def _lost(self, connection: Connection[Any, Any]) -> None:
-        if connection is self._connection and self._reader is not None:
-            self._end()
 
 
 class EnvironmentProcess:
@@ -166,8 +78,9 @@ class EnvironmentProcess:
         self._settings, self._limits, self._ends, self._place = settings, limits, ends, place
         self._gateway: Gateway | None = None
         self._tokenizer_directory, self._template_arguments = tokenizer, template_arguments
-        self._child = EnvironmentChild(settings)
+        self._children = EnvironmentChildren(settings)
         self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._numbers = itertools.count()
         self._turns: list[TurnRequest] = []
         self._sampling: dict[int, asyncio.Future[SampledTurn]] = {}
@@ -188,9 +101,9 @@ class EnvironmentProcess:
         self._renderer = find_renderer(
             self._tokenizer, self._template_arguments, ends=self._ends, history=self._settings.history
         )
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._thread.start()
         if self._place is None:
-            self._child.start()
+            asyncio.run_coroutine_threadsafe(self._children.start(), self._loop).result()
             return
         from megarl.environments.gateway import make_gateway
 
@@ -220,10 +133,12 @@ class EnvironmentProcess:
 
     @remote(phase="start")
     def close(self) -> None:
-        """Ends the child process and its children, or the harnesses."""
-        self._child.close()
+        """Ends the child processes and their children, or the harnesses; conversations stop where they are."""
         if self._gateway is not None:
             asyncio.run_coroutine_threadsafe(self._gateway.close(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._children.close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
     def _ask(self, asked: Future[list[TurnRequest]]) -> None:
         self._asked = asked
@@ -263,42 +178,54 @@ class EnvironmentProcess:
     async def _converse(self, request: SampleRequest) -> Conversation:
         """Runs a conversation; one that fails begins anew, as often as the configuration says.
 
-        So does one whose process another conversation has ended, which does not count.
+        So does one that lost its process with others, which does not count; see `EnvironmentChildren`.
         """
-        failures = 0
+        failures, losses = 0, 0
+        child: EnvironmentChild | None = None
         async with self._slots:
             while True:
                 conversation = Conversation(request=request)
                 try:
-                    await self._attempt(conversation)
-                except LostEnvironmentError:
-                    continue
+                    await self._attempt(conversation, child)
+                    return conversation
+                except LostEnvironmentError as error:
+                    child, losses, reason = error.child, losses + 1, str(error)
+                    if not error.alone and losses < _MOST_LOSSES:
+                        continue
                 except RunError:
                     raise
                 except Exception as error:  # also of a library that reads what the model has written
                     told = isinstance(error, FailedEnvironmentError | ValueError)
                     reason = str(error) if told else "".join(traceback.format_exception(error)[-8:])
-                    conversation.failure, failures = reason, failures + 1
-                    print(f"conversation {request.sample_id} failed: {reason}", flush=True)
-                if conversation.failure is None or failures > self._settings.retries:
+                    child = None
+                conversation.failure, failures = reason, failures + 1
+                print(f"conversation {request.sample_id} failed: {reason}", flush=True)
+                if failures > self._settings.retries:
                     return conversation
 
-    async def _attempt(self, conversation: Conversation) -> None:
+    async def _attempt(self, conversation: Conversation, child: EnvironmentChild | None) -> None:
         request, number = conversation.request, next(self._numbers)
         session = ChatSession(conversation, self._renderer, partial(self._sample, request.sample_id), self._limits)
         task = task_of(request.prompt, self._tokenizer)
         if self._gateway is not None:
             await self._gateway.converse(session, task)
             return
-        try:
-            reply = await self._child.call(number, "reset", task, request.seed)
-            await self._turns_of(session, number, reply)
-        finally:
-            if self._child.running:
+        async with self._children.place(child) as place:
+            call = partial(place.call, number)
+            try:
+                reply = await call("reset", task, request.seed)
+                await self._turns_of(session, call, reply)
+            except Exception:
                 with suppress(FailedEnvironmentError):
-                    await self._child.call(number, "close")
+                    await call("close")
+                raise
+            try:
+                await call("close")
+            except LostEnvironmentError as error:
+                if error.alone:
+                    raise
 
-    async def _turns_of(self, session: ChatSession, number: int, reply: Reply) -> None:
+    async def _turns_of(self, session: ChatSession, call: Callable[..., Awaitable[Reply]], reply: Reply) -> None:
         """Takes turns until the environment or a limit ends the conversation."""
         chat: list[Message] = []
         while not (reply.observation.done or reply.observation.truncated):
@@ -308,7 +235,7 @@ class EnvironmentProcess:
             if action is None:
                 session.cut_off()
                 return
-            reply = await self._child.call(number, "step", action)
+            reply = await call("step", action)
             session.reward(reply.observation.reward)
             session.conversation.metrics.update(reply.observation.metrics)
             chat.append(action.message)

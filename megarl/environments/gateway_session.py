@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import secrets
@@ -12,14 +11,14 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 from megarl.environments.chat_session import ChatSession, SessionTurn
 from megarl.environments.environment import EnvironmentTask, FailedEnvironmentError
 from megarl.environments.gateway_request import GatewayAnswer, GatewayError, TurnAsk
+from megarl.rewards.child_process import end_with_parent, how_ended
 
-_PR_SET_PDEATHSIG: Final = 1
-_LIBC = ctypes.CDLL(None)
 _LONGEST_TASK = 100_000
 _PASSED: Final = frozenset(
     [
@@ -203,7 +202,7 @@ async def run_harness(
             stderr=asyncio.subprocess.STDOUT,
             env=kept | task | dict(variables),
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=partial(end_with_parent, os.getpid()),
         )
     except OSError as error:
         raise FailedEnvironmentError(f"the harness {words[0]} does not start: {error.strerror}") from error
@@ -230,14 +229,9 @@ async def run_harness(
         await asyncio.wait((reading,), timeout=1.0 if ended.done() else 0)  # a child may have left the group
         reading.cancel()
     if status:
-        how = f"exit status {status}" if status > 0 else signal.Signals(-status).name
-        raise FailedEnvironmentError(f"the harness ended with {how}{_shown(output)}")
+        raise FailedEnvironmentError(f"the harness ended with {how_ended(status)}{_shown(output)}")
     if output:
         print(f"harness of {session.sample_id}:{_shown(output)}", flush=True)
-
-
-def _end_with_parent() -> Any:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 async def _read(stream: asyncio.StreamReader, output: bytearray) -> None:

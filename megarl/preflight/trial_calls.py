@@ -11,7 +11,9 @@ import numpy as np
 from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RunConfig
 from megarl.config.schema import Reward, RewardFunction
 from megarl.data.tokenizer import Tokenizer
-from megarl.environments.environment_process import EnvironmentChild, FailedEnvironmentError, task_of
+from megarl.environments.environment import FailedEnvironmentError
+from megarl.environments.environment_calls import EnvironmentChildren
+from megarl.environments.environment_process import task_of
 from megarl.environments.family_renderer import find_renderer
 from megarl.errors import RunError
 from megarl.preflight.datasets import PromptSets, Sets
@@ -61,18 +63,18 @@ async def _first_prompt(config: PPOConfig | RAFTConfig | EvalConfig, sets: Promp
     """Resets the environment on the first row, in a child process; returns the ids of the prompt."""
     assert config.environment is not None
     assert sets.tokenizer is not None
-    child, data = (
-        EnvironmentChild(config.environment),
-        config.evaluation if isinstance(config, EvalConfig) else config.data,
-    )
+    children = EnvironmentChildren(config.environment)
+    data = config.evaluation if isinstance(config, EvalConfig) else config.data
+    task = task_of((sets.train or sets.held_out)[0], sets.tokenizer)
     try:
-        child.start()
-        reply = await child.call(0, "reset", task_of((sets.train or sets.held_out)[0], sets.tokenizer), config.run.seed)
+        await children.start()
+        async with children.place() as child:
+            reply = await child.call(0, "reset", task, config.run.seed)
         history = config.environment.history
         renderer = find_renderer(sets.tokenizer, data.chat_template_kwargs, history=history)
         ids = renderer.begin(reply.observation.messages, reply.tools)
     finally:
-        child.close()
+        await children.close()
     if len(ids) >= config.rollout.max_model_len:
         room = f"no room for a turn within rollout.max_model_len = {config.rollout.max_model_len}"
         raise ValueError(f"its first prompt of {len(ids)} tokens leaves {room}")

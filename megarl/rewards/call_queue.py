@@ -8,14 +8,27 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from megarl.config.schema import RewardFunction
 from megarl.errors import RunError
 from megarl.rewards.adapters import CallMode, Failure, Reply
+from megarl.rewards.child_process import ChildProcess
 from megarl.rewards.functions import Completion
-from megarl.rewards.reward_worker import FunctionProcess
 
 _CANCEL_S = 5.0
 """For a coroutine that is past its limit to be cancelled; then the process is killed, as it blocks the loop."""
 _ONE_BY_ONE = CallMode(concurrency=1, is_async=False)
+
+
+class FunctionProcess(ChildProcess):
+    """A child process that calls reward functions; calls refer to them by index."""
+
+    def __init__(self, functions: Sequence[RewardFunction]) -> None:
+        super().__init__("megarl.rewards.reward_child", tuple(functions), "reward functions")
+
+    @property
+    def modes(self) -> tuple[CallMode, ...]:
+        """Of the functions; empty until they are loaded."""
+        return self.loaded or ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +127,8 @@ class CallQueue:
         self._answers[number] = replace(self._answers[number], tries=self._answers[number].tries + 1)
         lane.busy += 1
         try:
-            connection = self._process.connection if self._sent else self._process.start(self._deadline)
+            if not self._sent:
+                self._process.start(self._deadline)
         except RunError as error:
             self._sent[number] = _Sent(lane=lane, seconds=0.0, until=0.0)
             self._settle(number, Failure(kind="no process", reason=str(error)))
@@ -123,8 +137,8 @@ class CallQueue:
         patience = seconds + (_CANCEL_S if lane.mode.is_async else 0.0)
         until = min(time.monotonic() + patience, self._deadline)
         self._sent[number] = _Sent(lane=lane, seconds=seconds, until=until)
-        with suppress(OSError):  # the process has ended, which is noticed when its answers are received
-            connection.send((number, call.function, call.completions, seconds))
+        with suppress(OSError):  # the process has ended or hangs, which is noticed when its answers are received
+            self._process.send((number, call.function, call.completions, seconds), until - time.monotonic())
 
     def _receive(self) -> None:
         """Waits for an answer; ends the process if a call is past its limit."""

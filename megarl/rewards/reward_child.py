@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
-import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,28 +11,17 @@ from typing import Any
 
 from megarl.config.schema import RewardFunction
 from megarl.rewards.adapters import BoundFunction, Failure, Reply, failed
+from megarl.rewards.child_process import parent_connection, received
 from megarl.rewards.functions import Completion
-from megarl.stacks import answer_as_child
-
-_PR_SET_PDEATHSIG = 1
 
 
 def serve(descriptor: int, parent: int) -> None:
     """Runs in the child: receives the functions, sends their modes when they are loaded, and answers calls.
 
     A problem of loading is sent as text. A call is (number, index of the function, completions, seconds), its answer
-    (number, replies); answers come in the order in which they are ready.
-
-    Args:
-        descriptor: of the connection.
-        parent: id of the parent process, with which the child is killed.
+    (number, replies); answers come in the order in which they are ready. See `parent_connection`.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
-    answer_as_child("functions")
-    os.set_inheritable(descriptor, False)  # programs that a function starts must not keep it open
-    with Connection(descriptor) as connection:
+    with parent_connection(descriptor, parent, "functions") as connection:
         specs: Sequence[RewardFunction] = connection.recv()
         try:
             functions = [BoundFunction(spec) for spec in specs]
@@ -44,11 +30,7 @@ def serve(descriptor: int, parent: int) -> None:
             return
         connection.send(tuple(function.mode for function in functions))
         callers = [_Caller(function, connection) for function in functions]
-        while True:
-            try:
-                number, function, completions, seconds = connection.recv()
-            except EOFError:
-                return
+        for number, function, completions, seconds in received(connection):
             callers[function].answer(number, completions, seconds)
 
 

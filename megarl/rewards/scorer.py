@@ -13,9 +13,8 @@ import numpy.typing as npt
 
 from megarl.config.schema import Reward, RewardFunction
 from megarl.rewards.adapters import Failure
-from megarl.rewards.call_queue import CallQueue, FunctionCall
+from megarl.rewards.call_queue import CallQueue, FunctionCall, FunctionProcess
 from megarl.rewards.functions import Completion
-from megarl.rewards.reward_worker import FunctionProcess
 from megarl.types import Prompt, RolloutChunk
 
 Decode = Callable[[Sequence[int]], str]

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from megarl.config.schema import EnvironmentSettings
-from megarl.environments import environment_process
+from megarl.environments import environment_calls, environment_process
 from megarl.environments.builtin import load_environment
 from megarl.environments.chat_session import TurnLimits
 from megarl.environments.environment_child import EnvironmentHost
@@ -44,36 +46,26 @@ class ThreadChild:
     """Answers like the child process, in a thread of this one; an environment that exits closes the connection."""
 
     def __init__(self, module: str, settings: EnvironmentSettings, name: str) -> None:
-        self._make = load_environment(settings)
-        self._connection: Connection[Any, Any] | None = None
+        self._make, self._limit_s = load_environment(settings), settings.time_limit
+        self._ours, self._theirs = cast("tuple[Connection[Any, Any], ...]", Pipe())
         self.started = 0
 
     def start(self, deadline: float = math.inf) -> Connection[Any, Any]:
         del deadline
-        if self._connection is None:
-            self._connection, theirs = Pipe()
-            self.started += 1
-            loop = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, daemon=True).start()
-            threading.Thread(target=self._serve, args=(theirs, loop), daemon=True).start()
-        return self._connection
+        self.started += 1
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        threading.Thread(target=self._serve, args=(loop,), daemon=True).start()
+        return self._ours
 
-    def _serve(self, connection: Connection[Any, Any], loop: asyncio.AbstractEventLoop) -> None:
-        host = EnvironmentHost(self._make, connection)
-        while True:
-            try:
-                call = connection.recv()
-            except (EOFError, OSError):
-                return
-            if call.method == "reset" and call.args[0].fields.get("way") == "exits":
-                connection.close()
-                return
-            asyncio.run_coroutine_threadsafe(host.answer(call), loop)
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        host = EnvironmentHost(self._make, self._theirs, self._limit_s)
+        with self._theirs, suppress(EOFError, OSError):
+            while (call := self._theirs.recv()).method != "reset" or call.args[0].fields.get("way") != "exits":
+                asyncio.run_coroutine_threadsafe(host.answer(call), loop)
 
     def close(self) -> str:
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = None
+        self._ours.close()
         return "SIGKILL"
 
 
@@ -86,7 +78,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[ThreadChild]:
         made.append(ThreadChild(*args))
         return made[-1]
 
-    monkeypatch.setattr(environment_process, "ChildProcess", make)
+    monkeypatch.setattr(environment_calls, "ChildProcess", make)
     monkeypatch.setattr(environment_process, "load_tokenizer", lambda _: Characters())
     return made
 
@@ -121,6 +113,10 @@ def converse(ways: Sequence[str | None], **settings: Any) -> tuple[RolloutChunk,
     return chunks[0], infos
 
 
+def started(children: Sequence[ThreadChild]) -> int:
+    return sum(child.started for child in children)
+
+
 def outcomes(infos: Sequence[SampleInfo]) -> list[ConversationOutcome]:
     found = [info.outcome for info in infos if info.outcome is not None]
     assert len(found) == len(infos)
@@ -151,18 +147,35 @@ def test_failures_have_reasons_and_no_score_and_disturb_nobody() -> None:
     assert chunk.rewards[0] == 1
 
 
-def test_a_hang_costs_others_nothing(children: list[ThreadChild]) -> None:
-    _, infos = converse([None, "hangs", None], time_limit=0.1)
-    assert [info.reward for info in infos][::2] == [1, 1]
-    assert outcomes(infos)[1].failure == "step took longer than environment.time_limit = 0.1 s"
-    assert children[0].started <= 3
+def test_a_call_that_hangs_fails_by_itself(children: list[ThreadChild]) -> None:
+    ways = [None, "hangs", "blocks", "hangs at its end", None]
+    begun = time.monotonic()
+    _, infos = converse(ways, time_limit=0.3, retries=1)
+    assert time.monotonic() - begun < 4, "two tries of two calls, at the same time"
+    assert [info.reward for info in infos][:: len(ways) - 1] == [1, 1]
+    limit = "took longer than environment.time_limit = 0.3 s"
+    assert [outcome.failure for outcome in outcomes(infos)[1:-1]] == [
+        f"step {limit}",
+        f"step {limit}",
+        f"close {limit}",
+    ]
+    assert started(children) <= 3
 
 
 @pytest.mark.parametrize("retries", [0, 2])
 def test_a_crash_is_tried_again_in_a_new_process(children: list[ThreadChild], retries: int) -> None:
     _, infos = converse(["exits"], retries=retries)
     assert outcomes(infos)[0].failure == "its process ended with SIGKILL"
-    assert children[0].started == 1 + retries
+    assert started(children) == 1 + retries
+
+
+def test_the_cause_of_a_crash_is_found_among_many(children: list[ThreadChild]) -> None:
+    ways: list[str | None] = [None] * 100
+    ways[37] = "exits"
+    _, infos = converse(ways, retries=1)
+    failed = [index for index, outcome in enumerate(outcomes(infos)) if outcome.failure is not None]
+    assert failed == [37]
+    assert started(children) <= 1 + 8 + 8 + 8 + 2
 
 
 @pytest.mark.process

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import re
+import time
 from typing import Any, ClassVar
 
 from megarl.environments.environment import Action, Environment, EnvironmentTask, Observation
@@ -44,6 +47,14 @@ class Faulty(Environment):
 
     async def step(self, action: Action) -> Any:
         match self._way:
+            case "blocks the loop":
+                time.sleep(60)
+            case "holds the interpreter":
+                re.match(r"(a+)+$", "a" * 40 + "b")
+            case "slow":
+                await asyncio.sleep(0.5)
+            case "blocks":
+                await asyncio.to_thread(time.sleep, 2)
             case "step":
                 raise RuntimeError("no way")
             case "once" if self._way not in self.begun:
@@ -59,6 +70,10 @@ class Faulty(Environment):
                 await asyncio.sleep(0.05)
         return Observation(reward=1.0, done=True, metrics={"length": len(action.content)})
 
+    async def close(self) -> None:
+        if self._way == "hangs at its end":
+            await asyncio.sleep(60)
+
 
 class Chat(Environment):
     """Talks in messages; the user's next message repeats the answer."""
@@ -71,3 +86,10 @@ class Chat(Environment):
         self._turns -= 1
         told: list[Any] = [{"role": "user", "content": f"you said {len(action.content)} letters"}]
         return Observation(messages=told, reward=len(action.content) / 10, done=self._turns == 0)
+
+
+class Echo(Environment):
+    """Begins with what its row says, or with the id of its process."""
+
+    def reset(self, task: EnvironmentTask, seed: int) -> str:
+        return task.fields.get("says", str(os.getpid()))

@@ -19,9 +19,8 @@ import pytest
 from megarl.config.schema import RewardFunction
 from megarl.errors import RunError
 from megarl.rewards.adapters import BoundFunction, Failure, Reply
-from megarl.rewards.call_queue import CallQueue, FunctionCall
+from megarl.rewards.call_queue import CallQueue, FunctionCall, FunctionProcess
 from megarl.rewards.functions import Completion
-from megarl.rewards.reward_worker import FunctionProcess
 from tests.leftovers import comes_true
 from tests.rewards.completions import completion, own
 
@@ -115,7 +114,7 @@ def test_subprocesses_of_a_hanging_call_end_with_it(tmp_path: Path) -> None:
 def test_the_child_ends_with_a_parent_that_is_killed() -> None:
     program = (
         "import os, time; from tests.rewards.completions import completion, own;"
-        "from megarl.rewards.reward_worker import FunctionProcess; from tests.rewards.test_process import answer;"
+        "from megarl.rewards.call_queue import FunctionProcess; from tests.rewards.test_process import answer;"
         "process = FunctionProcess([own('process'), own('holds_the_interpreter')]);"
         "print(int(answer(process, 0, completion(), 60)), flush=True);"
         "answer(process, 1, completion(), 600)"

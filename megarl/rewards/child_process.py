@@ -1,23 +1,26 @@
-"""The parent's side of a child process that runs functions of the user and can always be ended."""
+"""A child process that runs code of the user and can always be ended: the parent's side, and how the child begins."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megarl.config.schema import RewardFunction
 from megarl.errors import RunError
-from megarl.rewards.adapters import CallMode
+from megarl.stacks import answer_as_child
 
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 _PROGRAM = "import sys; sys.path[:] = {path}; from {module} import serve; serve({descriptor}, {parent})"
 _REAP_S = 10.0
 """For a killed process to end; one that hangs in the kernel is left behind until the run ends."""
@@ -58,6 +61,17 @@ class ChildProcess:
                 raise RunError(f"{self._name}: their process cannot start: {problem}")
         return self._child[1]
 
+    def send(self, message: object, seconds: float) -> None:
+        """Sends a message to a child that runs; an OSError if the child does not take it in time, or has ended.
+
+        The connection is of no use after a message that was taken in part; the child must then be ended.
+        """
+        assert self._child is not None
+        microseconds = max(1, round(seconds * 1e6))  # 0 would be no limit
+        with socket.socket(fileno=os.dup(self._child[1].fileno())) as own:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *divmod(microseconds, 10**6)))
+        self._child[1].send(message)
+
     @property
     def connection(self) -> Connection[Any, Any]:
         """The connection to the child that was started last."""
@@ -69,14 +83,13 @@ class ChildProcess:
         if self._child is None:
             return ""
         (process, connection), self._child = self._child, None
-        connection.close()
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # before the wait, after which its id may be reused
-        try:
-            status = process.wait(_REAP_S)
-        except subprocess.TimeoutExpired:
-            return "nothing: it hangs in the kernel"
-        return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+        with connection:  # another thread that reads it is told of the end before its descriptor is free
+            try:
+                return how_ended(process.wait(_REAP_S))
+            except subprocess.TimeoutExpired:
+                return "nothing: it hangs in the kernel"
 
     def _launch(self) -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
         ours, theirs = socket.socketpair()
@@ -105,13 +118,35 @@ class ChildProcess:
         return ""
 
 
-class FunctionProcess(ChildProcess):
-    """A child process that calls reward functions; calls refer to them by index."""
+def how_ended(status: int) -> str:
+    """Returns the end of a process in words, from its `returncode`."""
+    return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
 
-    def __init__(self, functions: Sequence[RewardFunction]) -> None:
-        super().__init__("megarl.rewards.reward_child", tuple(functions), "reward functions")
 
-    @property
-    def modes(self) -> tuple[CallMode, ...]:
-        """Of the functions; empty until they are loaded."""
-        return self.loaded or ()
+def end_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when the thread that started it ends, as with the parent; a child calls it."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@contextmanager
+def parent_connection(descriptor: int, parent: int, part: str) -> Generator[Connection[Any, Any]]:
+    """The connection to the parent, in a child that `ChildProcess` has started.
+
+    Args:
+        parent: id of the parent process, with which the child is killed.
+        part: of the parent's name, for stacks.
+    """
+    end_with_parent(parent)
+    answer_as_child(part)
+    os.set_inheritable(descriptor, False)  # programs that the user's code starts must not keep it open
+    with Connection(descriptor) as connection:
+        yield connection
+
+
+def received(connection: Connection[Any, Any]) -> Iterator[Any]:
+    """Yields the messages of a connection until it is closed."""
+    with suppress(EOFError):
+        while True:
+            yield connection.recv()

@@ -1,0 +1,185 @@
+"""Calls of environments in child processes; one that hangs or crashes makes its own conversation fail, and no other."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+import pickle
+import socket
+import struct
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from megarl.config.schema import EnvironmentSettings
+from megarl.environments.environment import FailedEnvironmentError
+from megarl.environments.environment_child import CallFailure, EnvironmentCall, Method, Reply
+from megarl.rewards.child_process import ChildProcess
+
+_GRACE_S = 10.0
+"""For a child to say that a call took too long; later its event loop hangs."""
+_LOAD_S = 300.0
+"""For a child that replaces another one to load the environment."""
+_GROUPS = 8
+_LENGTH: Final = struct.Struct("!i")
+"""Of a message, before it, as multiprocessing's connections write it."""
+
+
+class LostEnvironmentError(FailedEnvironmentError):
+    """An environment is gone with its process.
+
+    Args:
+        alone: no other conversation can have been the cause.
+        child: in which the conversation begins anew; None is the shared one.
+    """
+
+    def __init__(self, reason: str, *, alone: bool = False, child: EnvironmentChild | None = None) -> None:
+        super().__init__(reason)
+        self.alone, self.child = alone, child
+
+
+class EnvironmentChildren:
+    """The child processes: one that all conversations share, and others for a while.
+
+    A process in which a call took too long takes no further conversations, and ends with those that it has. Where a
+    process ends by itself, or does not answer, one of the conversations with a call in progress was the cause: they
+    begin anew in groups, each in a process of its own, until the cause is alone. Methods are called in one event loop.
+
+    Attributes:
+        living: processes that have been started.
+        apart: for the processes of groups in progress.
+    """
+
+    def __init__(self, settings: EnvironmentSettings) -> None:
+        self.settings = settings
+        self.living: set[EnvironmentChild] = set()
+        self.apart = asyncio.Semaphore(_GROUPS)
+        self._shared = EnvironmentChild(self, shared=True)
+
+    async def start(self) -> None:
+        """Starts the shared process; a RunError if the environment cannot be loaded."""
+        await self._shared.start(math.inf)
+
+    @asynccontextmanager
+    async def place(self, child: EnvironmentChild | None = None) -> AsyncGenerator[EnvironmentChild]:
+        """The process of a conversation, None for the shared one; a RunError if the environment cannot be loaded."""
+        if not self._shared.shared:
+            self._shared = EnvironmentChild(self, shared=True)
+        child = child or self._shared
+        child.conversations += 1
+        try:
+            await child.start(_LOAD_S)
+            yield child
+        finally:
+            child.conversations -= 1
+            if not child.shared and not child.conversations:
+                child.end()
+
+    async def close(self) -> None:
+        """Ends all processes; calls in progress never return."""
+        await asyncio.gather(*(child.close() for child in self.living))
+
+
+class EnvironmentChild:
+    """A child process that has the environments of some conversations, and is started once.
+
+    Attributes:
+        shared: whether it takes further conversations.
+        conversations: that have it.
+    """
+
+    def __init__(self, children: EnvironmentChildren, *, shared: bool) -> None:
+        self._children, self._limit_s = children, children.settings.time_limit
+        self._process = ChildProcess("megarl.environments.environment_child", children.settings, "environments")
+        self.shared, self.conversations = shared, 0
+        self._permit = None if shared else children.apart
+        self._starting: asyncio.Task[None] | None = None
+        self._numbers = itertools.count()
+        self._calls: dict[int, asyncio.Future[bytes]] = {}
+        self._problem: str | None = None
+        self._ended = False
+        self._writer: asyncio.StreamWriter
+        self._receiving: asyncio.Task[None] | None = None
+
+    async def start(self, seconds: float) -> None:
+        """Starts the process if that has not been done; a RunError if the environment is not loaded in time."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start(seconds))
+        await asyncio.shield(self._starting)
+
+    async def call(self, conversation: int, method: Method, *args: Any) -> Reply:
+        """Calls a method of a conversation's environment.
+
+        Raises:
+            FailedEnvironmentError: it failed or took too long.
+            LostEnvironmentError: the process has ended.
+        """
+        if self._ended:
+            raise LostEnvironmentError("its process has ended")
+        number, loop = next(self._numbers), asyncio.get_running_loop()
+        message = pickle.dumps(EnvironmentCall(number=number, conversation=conversation, method=method, args=args))
+        answer = self._calls[number] = loop.create_future()
+        patience = loop.call_later(self._limit_s + _GRACE_S, self._give_up)
+        try:
+            self._writer.write(_LENGTH.pack(len(message)) + message)
+            reply: Reply | CallFailure = pickle.loads(await answer)
+        finally:
+            patience.cancel()
+            del self._calls[number]
+        if isinstance(reply, CallFailure):
+            self.shared = self.shared and not reply.late
+            raise FailedEnvironmentError(reply.reason)
+        return reply
+
+    def end(self) -> None:
+        """Ends the process; returns at once."""
+        if self._receiving is not None:
+            self._writer.transport.abort()
+
+    async def close(self) -> None:
+        """Ends the process; calls in progress never return."""
+        if self._receiving is not None:
+            self._receiving.cancel()
+        self.end()
+        await asyncio.to_thread(self._process.close)
+
+    async def _start(self, seconds: float) -> None:
+        if self._permit is not None:
+            await self._permit.acquire()
+        self._children.living.add(self)
+        # In a thread that stays: a child ends with the thread that has started it.
+        connection = await asyncio.to_thread(self._process.start, time.monotonic() + seconds)
+        ours = socket.socket(fileno=os.dup(connection.fileno()))
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._receiving = asyncio.create_task(self._receive(reader))
+
+    async def _receive(self, reader: asyncio.StreamReader) -> None:
+        """Hands out answers until the process ends; then the calls in progress fail."""
+        try:
+            while True:
+                (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+                number, reply = pickle.loads(await reader.readexactly(length))
+                if (answer := self._calls.get(number)) is not None and not answer.done():
+                    answer.set_result(reply)
+        except Exception:  # it has ended, or sent what is no answer
+            self.shared, self._ended = False, True
+        self._writer.transport.abort()
+        status = await asyncio.to_thread(self._process.close)
+        self._children.living.discard(self)
+        if self._permit is not None:
+            self._permit.release()
+        reason = self._problem or f"its process ended with {status}"
+        lost = [answer for answer in self._calls.values() if not answer.done()]
+        groups = [EnvironmentChild(self._children, shared=False) for _ in lost[:_GROUPS]]
+        for index, answer in enumerate(lost):
+            child = groups[index % _GROUPS]
+            answer.set_exception(LostEnvironmentError(reason, alone=len(lost) == 1, child=child))
+
+    def _give_up(self) -> None:
+        """Ends a process that does not even say that a call took too long."""
+        limit = f"environment.time_limit = {self._limit_s:g} s"
+        self._problem = f"its process has not answered for {_GRACE_S:g} s more than {limit}: a method blocks it"
+        self.end()
