@@ -14,7 +14,7 @@ from pydantic_core import ArgsKwargs
 
 from megarl import plugins
 from megarl.environments.environment import Action, Environment, Observation, ToolCall
-from megarl.environments.tool_functions import TOOLS
+from megarl.environments.tool_functions import TOOLS, check_python, python
 
 _ARGUMENT = re.compile(r"^ *(\w+)(?: \(.*?\))?: *(.*(?:\n(?!\s*\w+(?: \(.*?\))?:).*)*)", re.MULTILINE)
 """Of the section Args of a docstring: a name, in brackets perhaps its type, and the description."""
@@ -102,7 +102,7 @@ class ToolEnvironment(Environment):
         except ValidationError as error:
             wrong = (f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors())
             problem = f"arguments of {call.name}: {'; '.join(wrong)}"
-        except Exception as error:  # the tool's own code; the model should learn from it
+        except (Exception, SystemExit) as error:  # the tool's own code; the model should learn from it
             problem = f"{type(error).__name__}: {error}"
         self._failed += 1
         return f"error: {problem}"
@@ -114,4 +114,6 @@ class ToolEnvironment(Environment):
 def _tool(name: str) -> Tool:
     """Returns a tool by the name of its function; raises ValueError with the broken rule."""
     function = TOOLS[name] if name in TOOLS else plugins.resolve(name, coroutines=True)
+    if function is python:
+        check_python()
     return Tool(name.rpartition(":")[2], function)

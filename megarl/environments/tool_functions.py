@@ -6,20 +6,23 @@ import ast
 import math
 import operator
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from functools import cache
 from typing import Any, Final
+
+from megarl.environments import python_program
+from megarl.rewards.child_process import how_ended
 
 _LONGEST_EXPRESSION = 1000
 _LARGEST_BITS = 4096
 """Of an integer power."""
 _SECONDS = 10
-_MEMORY_BYTES = 1 << 30
-_FILE_BYTES = 16 << 20
+_MEMORY = 1 << 30
+_FILE = 16 << 20
+"""Bytes."""
 _SHOWN = 4000
 """Characters of a program's output; of a longer one the start and the end are shown."""
 
@@ -73,38 +76,17 @@ def _power(base: Any, exponent: Any) -> Any:
     return base**exponent
 
 
-_PROGRAM = """
-import ctypes, os, resource, signal, sys
-uid, gid, libc = os.getuid(), os.getgid(), ctypes.CDLL(None)
-if libc.unshare(0x10000000 | 0x20000000 | 0x40000000) == 0:  # users, process ids and networks of its own
-    try:
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(text)
-    except OSError:  # as with AppArmor: the program then has no user's name
-        pass
-child = os.fork()
-if child:
-    os.close(0)
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
-libc.prctl(1, signal.SIGKILL)  # with the parent; the kernel then ends all others with its process ids
-for limit, most in zip(("CPU", "AS", "FSIZE", "NOFILE", "CORE"), map(int, sys.argv[1:])):
-    resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (most, most))
-program = compile(sys.stdin.read(), "program.py", "exec")
-exec(program, {"__name__": "__main__"})
-"""
-
-
 def python(code: str) -> str:
     """Runs a Python program in a new process, and returns what it prints.
 
     Args:
-        code: the whole program; it must print its results. It has ten seconds, 1 GiB of memory, and no network.
+        code: the whole program; it must print its results. It has ten seconds, 1 GiB of memory, no network, and can
+            start no other programs.
     """
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as output:
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _PROGRAM, *map(str, (_SECONDS, _MEMORY_BYTES, _FILE_BYTES, 64, 0))],
+            [sys.executable, "-I", python_program.__file__, *map(str, (os.getpid(), _SECONDS, _MEMORY, _FILE))],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -114,18 +96,26 @@ def python(code: str) -> str:
         )
         try:
             process.communicate(code.encode(errors="replace"), timeout=_SECONDS)
-            problem = f"exit status {process.returncode}" if process.returncode else ""
+            problem = how_ended(process.returncode) if process.returncode else ""
         except subprocess.TimeoutExpired:
             problem = f"the program took longer than {_SECONDS} s"
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
         output.seek(0)
-        printed = _shortened(output.read(_FILE_BYTES).decode(errors="replace").strip())
+        printed = _shortened(output.read(_FILE).decode(errors="replace").strip())
     if problem:
         raise RuntimeError(f"{problem}\n{printed}".strip())
     return printed
+
+
+@cache
+def check_python() -> None:
+    """Raises ValueError where programs cannot be run under limits."""
+    try:
+        python("")
+    except RuntimeError as error:
+        raise ValueError(f"the tool python cannot run programs here: {error}") from error
 
 
 def _shortened(text: str) -> str:

@@ -93,6 +93,7 @@ class CallQueue:
         self._answers = [Answer(replies=[late] * len(call.completions), tries=0) for call in calls]
         self._sent: dict[int, _Sent] = {}
         self._alone: deque[tuple[int, _Lane]] = deque()
+        self._reads = True  # the process
 
     def run(self) -> list[Answer]:
         """Makes all calls; waits for them."""
@@ -111,7 +112,7 @@ class CallQueue:
     def _run(self, lanes: Sequence[_Lane]) -> None:
         while time.monotonic() < self._deadline or self._sent:
             for lane in lanes:
-                while lane.waiting and lane.busy < lane.mode.concurrency and time.monotonic() < self._deadline:
+                while lane.waiting and lane.busy < lane.mode.concurrency and self._may_send():
                     self._send(lane.waiting.popleft(), lane)
             if not self._sent and self._alone:
                 self._send(*self._alone.popleft())
@@ -120,6 +121,9 @@ class CallQueue:
             elif not self._alone and not any(lane.waiting for lane in lanes):
                 return
         self._alone.clear()
+
+    def _may_send(self) -> bool:
+        return self._reads and time.monotonic() < self._deadline
 
     def _send(self, number: int, lane: _Lane) -> None:
         """Sends a call to the process, which is started if it does not run."""
@@ -137,8 +141,10 @@ class CallQueue:
         patience = seconds + (_CANCEL_S if lane.mode.is_async else 0.0)
         until = min(time.monotonic() + patience, self._deadline)
         self._sent[number] = _Sent(lane=lane, seconds=seconds, until=until)
-        with suppress(OSError):  # the process has ended or hangs, which is noticed when its answers are received
+        try:
             self._process.send((number, call.function, call.completions, seconds), until - time.monotonic())
+        except OSError:  # the process has ended or hangs, which is noticed when its answers are received
+            self._reads = False
 
     def _receive(self) -> None:
         """Waits for an answer; ends the process if a call is past its limit."""
@@ -163,7 +169,7 @@ class CallQueue:
 
     def _stopped(self, failures: Mapping[int, Failure]) -> None:
         """Settles the calls in progress when the process has ended; those that did not fail wait again."""
-        several = len(self._sent) > 1
+        self._reads, several = True, len(self._sent) > 1
         for number in reversed(list(self._sent)):
             if number in failures:
                 self._settle(number, failures[number], alone=several)

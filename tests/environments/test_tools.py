@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from megarl.environments import tool_functions
+from megarl.environments import python_program, tool_functions
 from megarl.environments.environment import Action, EnvironmentTask, Observation, ToolCall
 from megarl.environments.tool_environment import Tool, ToolEnvironment
 from megarl.environments.tool_functions import calculator, python
+from tests.leftovers import comes_true
+from tests.rewards.test_process import alive
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> dict[str, Any]:
@@ -33,6 +40,11 @@ def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> dict[str
 async def broken(reason: str) -> str:
     """Fails."""
     raise RuntimeError(reason)
+
+
+async def exits(status: int) -> str:
+    """Ends the program."""
+    sys.exit(status)
 
 
 class Shop(ToolEnvironment):
@@ -83,12 +95,14 @@ def test_schemas_are_those_of_transformers() -> None:
 
 
 def test_calls_are_answered_and_what_is_wrong_with_them_is_told() -> None:
-    environment = ToolEnvironment(["tests.environments.test_tools:weather", "tests.environments.test_tools:broken"])
-    assert [tool["function"]["name"] for tool in environment.tools] == ["weather", "broken"]
+    names = ["weather", "broken", "exits"]
+    environment = ToolEnvironment([f"tests.environments.test_tools:{name}" for name in names])
+    assert [tool["function"]["name"] for tool in environment.tools] == names
     calls = [
         call("weather", city="Bonn", days="2"),
         call("weather", city="Bonn", days="two", wind=1),
         call("broken", reason="no luck"),
+        call("exits", status=3),
         call("clock"),
         ToolCall(name="", problem="not a call"),
     ]
@@ -99,13 +113,14 @@ def test_calls_are_answered_and_what_is_wrong_with_them_is_told() -> None:
     assert "wind: " in told[1]
     assert told[2:] == [
         "error: RuntimeError: no luck",
-        "error: ValueError: there is no tool 'clock'; there are weather, broken",
+        "error: SystemExit: 3",
+        "error: ValueError: there is no tool 'clock'; there are weather, broken, exits",
         "error: ValueError: not a call",
     ]
     assert not isinstance(observation.messages, str)
     assert [m["tool_call_id"] for m in observation.messages[:2]] == ["call of weather"] * 2
     assert not observation.done
-    assert observation.metrics == {"tool_calls": 5, "failed_tool_calls": 4}
+    assert observation.metrics == {"tool_calls": 6, "failed_tool_calls": 5}
 
 
 def test_a_subclass_has_its_methods_as_tools_and_scores_the_answer() -> None:
@@ -156,3 +171,57 @@ def test_python_runs_with_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool_functions, "_SECONDS", 1)
     with pytest.raises(RuntimeError, match="took longer than 1 s"):
         python("import time; time.sleep(60)")
+
+
+BEGINS_A_DAEMON = """
+import os, subprocess, sys, threading, time
+
+def begins(way, *args):
+    try:
+        way(*args)
+    except OSError as error:
+        print(way.__name__, error.strerror)
+
+program = [sys.executable, "-c", "import time; time.sleep(600)"]
+os.setsid() if os.getsid(0) != os.getpid() else None
+begins(os.fork)
+begins(os.posix_spawn, program[0], program, {})
+begins(subprocess.Popen, program)
+begins(os.kill, os.getppid(), 9)
+thread = threading.Thread(target=print, args=("threads work",))
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.process
+def test_python_leaves_nothing_running_whatever_the_program_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = [f"{way} Operation not permitted" for way in ("fork", "posix_spawn", "Popen", "kill")]
+    assert python(BEGINS_A_DAEMON).splitlines() == [*refused, "threads work"]
+    with pytest.raises(RuntimeError, match="PermissionError"):
+        python("import socket; socket.create_connection(('127.0.0.1', 9))")
+    with pytest.raises(RuntimeError, match="MemoryError"):
+        python("kept = []\nwhile True: kept.append(bytearray(1 << 24))")
+    with pytest.raises(RuntimeError, match=r"exit status (.|\n)*\.\.\. 167\d{5} characters"):
+        python("while True: print('x' * 10**6)")
+    monkeypatch.setattr(tool_functions, "_SECONDS", 1)
+    with pytest.raises(RuntimeError, match="took longer than 1 s"):
+        python("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass")
+    assert not children_of(os.getpid(), python_program.__file__)
+
+
+@pytest.mark.process
+def test_a_program_ends_with_the_process_that_runs_it() -> None:
+    code = "from megarl.environments.tool_functions import python; python('import time; time.sleep(600)')"
+    with subprocess.Popen([sys.executable, "-c", code]) as parent:
+        assert comes_true(lambda: bool(children_of(parent.pid, python_program.__file__)))
+        (program,) = children_of(parent.pid, python_program.__file__)
+        time.sleep(0.5)
+        parent.kill()
+    assert comes_true(lambda: not alive(program))
+
+
+def children_of(parent: int, script: str) -> list[int]:
+    """The children of a process that run a script."""
+    pids = [int(pid) for file in Path(f"/proc/{parent}/task").glob("*/children") for pid in file.read_text().split()]
+    return [pid for pid in pids if script in Path(f"/proc/{pid}/cmdline").read_text()]

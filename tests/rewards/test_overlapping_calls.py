@@ -61,6 +61,16 @@ def test_scores_keep_the_order_of_the_responses() -> None:
     assert score(overlapping("last_first"), numbered(8)) == (list(range(8)), {})
 
 
+def test_a_process_that_reads_nothing_is_ended_by_the_limit_of_a_call() -> None:
+    function = RewardFunction(name="tests.rewards.functions:holds_the_interpreter", concurrency=3)
+    large = [replace(each, response="x" * (1 << 20)) for each in numbered(3)]
+    begun = time.monotonic()
+    scores, failures = score(function, large, limit=0.5, seconds=10)
+    assert time.monotonic() - begun < 20
+    assert np.isnan(scores).all()
+    assert {failure.failure.kind for failure in failures.values()} <= {"time", "deadline"}
+
+
 def test_a_coroutine_past_its_limit_is_cancelled_and_the_process_continues() -> None:
     scores, failures = score(overlapping("waits_on_two"), numbered(4), limit=1.0, retries=1)
     np.testing.assert_array_equal(np.isnan(scores), [False, False, True, False])
