@@ -13,12 +13,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.launch.node.agent import token_of
+from megarl.launch.node.agent import AgentOptions, token_of
+from megarl.launch.node.head import Head
 from megarl.launch.node.job_directory import ExitReason, JobDirectory
 from megarl.launch.node.logged_process import LoggedProcess
 from megarl.launch.node.network import PortBlock, address_of, head_address, interface_of, port_blocks
@@ -210,6 +213,28 @@ def test_nodes_communicate_through_the_job_directory(tmp_path: Path) -> None:
     lost = ExitReason(exit_code=1, reason="node big was lost: gone", node="big")
     directory.write_end(lost)
     assert directory.end() == lost
+
+
+@pytest.mark.parametrize(
+    ("told", "kept"), [("node gpu01 got SIGTERM", "node gpu03 got SIGTERM"), ("node gpu01 was lost", None)]
+)
+def test_a_signal_to_the_whole_job_is_not_that_of_the_node_that_got_it_first(
+    tmp_path: Path, told: str, kept: str | None
+) -> None:
+    """The first node gets it while it already cleans up."""
+    job = SlurmJob.of({**STEP, "SLURM_NODEID": "0"})
+    own = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    options = AgentOptions(command="train", config="", overrides=(), interface=None, start_limit_s=1)
+    head = Head(job, options, "x" * 16)
+    head.directory = JobDirectory(str(tmp_path), job)
+    head._guard = cast(Any, SimpleNamespace(finish=lambda failed: signal.raise_signal(signal.SIGTERM) is None))
+    reason = ExitReason(exit_code=1 if kept is None else 143, reason=told, node="gpu01")
+    try:
+        assert head._end(reason) == reason.exit_code
+    finally:
+        for number, handler in own.items():
+            signal.signal(number, handler)
+    assert head.directory.end() == (reason if kept is None else ExitReason(exit_code=143, reason=kept))
 
 
 def test_an_earlier_step_of_a_job_has_not_ended_this_one(tmp_path: Path) -> None:

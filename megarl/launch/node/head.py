@@ -84,6 +84,8 @@ class Head(Agent):
             child.stop(DRIVER_GRACE_S)
         if not self._clean_up(failed=reason.failed) and not reason.exit_code:
             reason = ExitReason(exit_code=1, reason="processes of the job are left", node=self.job.name)
+        if self._signals and reason.exit_code == (own := self._stopped().reason).exit_code:
+            reason = own  # a signal to the whole job, which another node got first
         if self.joined:
             self.directory.write_end(reason)
             self.directory.reached("stopped")
