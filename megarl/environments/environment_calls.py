@@ -21,6 +21,8 @@ from megarl.rewards.child_process import ChildProcess
 
 _GRACE_S = 10.0
 """For a child to say that a call took too long; later its event loop hangs."""
+_READ_S = 0.5
+"""For an answer that has arrived to be read."""
 _LOAD_S = 300.0
 """For a child that replaces another one to load the environment."""
 _GROUPS = 8
@@ -122,7 +124,8 @@ class EnvironmentChild:
         number, loop = next(self._numbers), asyncio.get_running_loop()
         message = pickle.dumps(EnvironmentCall(number=number, conversation=conversation, method=method, args=args))
         answer = self._calls[number] = loop.create_future()
-        patience = loop.call_later(self._limit_s + _GRACE_S, self._give_up)
+        # Twice: after a pause of this process, the answer may wait to be read.
+        patience = loop.call_later(self._limit_s + _GRACE_S, loop.call_later, _READ_S, self._give_up, answer)
         try:
             self._writer.write(_LENGTH.pack(len(message)) + message)
             reply: Reply | CallFailure = pickle.loads(await answer)
@@ -173,13 +176,17 @@ class EnvironmentChild:
             self._permit.release()
         reason = self._problem or f"its process ended with {status}"
         lost = [answer for answer in self._calls.values() if not answer.done()]
+        if lost:
+            print(f"environments: {reason}; calls in progress: {len(lost)}", flush=True)
         groups = [EnvironmentChild(self._children, shared=False) for _ in lost[:_GROUPS]]
         for index, answer in enumerate(lost):
             child = groups[index % _GROUPS]
             answer.set_exception(LostEnvironmentError(reason, alone=len(lost) == 1, child=child))
 
-    def _give_up(self) -> None:
+    def _give_up(self, answer: asyncio.Future[bytes]) -> None:
         """Ends a process that does not even say that a call took too long."""
+        if answer.done():
+            return
         limit = f"environment.time_limit = {self._limit_s:g} s"
         self._problem = f"its process has not answered for {_GRACE_S:g} s more than {limit}: a method blocks it"
         self.end()

@@ -35,6 +35,7 @@ _PASSED: Final = frozenset(
         "VIRTUAL_ENV",
         "LD_LIBRARY_PATH",
         "SSL_CERT_FILE",
+        "MEGARL_SESSION",  # by which a run finds what has left the process group, when it ends
     ]
 )
 """Of this process's environment: a harness may run what the model wrote, and gets none of the run's keys."""

@@ -82,7 +82,7 @@ class BoundFunction:
         """Calls a plain function; returns a score or a failure for each completion."""
         try:
             value = self.call(completions)
-        except Exception as error:  # the user's own code
+        except (Exception, SystemExit) as error:  # the user's own code
             return failed(error, len(completions))
         return self.read(value, len(completions))
 
@@ -109,7 +109,7 @@ class BoundFunction:
         return Failure(kind=kind, reason=f"it returned {_shown(value)}, a {kind}: it must return one finite number")
 
 
-def failed(error: Exception, count: int) -> list[Reply]:
+def failed(error: BaseException, count: int) -> list[Reply]:
     """Returns the failures of a call on `count` completions, with the traceback in the user's code."""
     own = error.__traceback__
     while own is not None and own.tb_frame.f_globals.get("__name__") in _FRAMES:

@@ -292,6 +292,7 @@ def post(path, **body):
 
 task = json.loads(os.environ["MEGARL_TASK"])
 assert not [name for name in os.environ if name.startswith("RAY_")]
+assert os.environ["MEGARL_SESSION"] == "mark of the run"
 what = task["fields"]["what"]
 if what == "nothing":
     sys.exit()
@@ -315,6 +316,7 @@ def test_harnesses_are_started_scored_and_ended(
 ) -> None:
     (tmp_path / "harness.py").write_text(HARNESS)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    monkeypatch.setenv("MEGARL_SESSION", "mark of the run")
 
     async def run() -> None:
         command = [sys.executable, "-S", str(tmp_path / "harness.py")]

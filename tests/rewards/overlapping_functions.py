@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -49,6 +50,13 @@ async def last_first(completion: Completion) -> float:
     """Finishes in the reverse order of the prompts' numbers, of which there are 8."""
     await asyncio.sleep(0.05 * (8 - int(completion.prompt_id)))
     return float(completion.prompt_id)
+
+
+async def exits_on_two(completion: Completion) -> float:
+    if completion.prompt_id == "2":
+        sys.exit("no answer")
+    await asyncio.sleep(0.1)
+    return float(os.getpid())
 
 
 async def waits_on_two(completion: Completion) -> float:
