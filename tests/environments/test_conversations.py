@@ -16,6 +16,7 @@ import pytest
 
 from examples.sort_letters.checkpoint import write_checkpoint
 from megarl.config.schema import EnvironmentSettings
+from megarl.environments import environment_process
 from megarl.environments.chat_session import ChatSession, TurnLimits
 from megarl.environments.conversation import Conversation, SampledTurn
 from megarl.environments.environment import Action
@@ -43,6 +44,12 @@ def checkpoint(directory: Path, template: str) -> Path:
     file = directory / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
     return directory
+
+
+@pytest.fixture(autouse=True)
+def heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call for turns returns soon: the last conversations have none while other turns wait for the engine here."""
+    monkeypatch.setattr(environment_process, "_HEARTBEAT_S", 0.1)
 
 
 @pytest.fixture(scope="module")

@@ -79,6 +79,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[ThreadChild]:
         return made[-1]
 
     monkeypatch.setattr(environment_calls, "ChildProcess", make)
+    monkeypatch.setattr(environment_process, "_HEARTBEAT_S", 0.1)
     monkeypatch.setattr(environment_process, "load_tokenizer", lambda _: Characters())
     return made
 
