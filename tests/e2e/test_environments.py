@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -77,23 +78,31 @@ def test_a_run_is_trained_on_the_turns_that_the_engines_sampled(tmp_path: Path) 
     assert [step["staleness/max"] for step in steps] == [0, 1, 1]
     _, *trained = lines(tmp_path / "trained.jsonl")  # without the trial call
     assert len(trained) == 36
-    turns = 0
-    for row in trained:
-        found = False
-        for sample in (tmp_path / "sampled").glob(f"*%2F{quote(row['prompt_id'])}%2F*%2Fturn-0.npz"):
-            found = found or (matched := _turns(sample, row)) > 0
-            if found:
-                turns += matched
-                sample.rename(sample.with_suffix(".used"))
-                break
-        assert found, row
-    assert turns == len(list((tmp_path / "sampled").glob("*"))), "every turn is trained on, once"
-    assert turns > 50
+    assert sum(check_turns(trained, tmp_path / "sampled")) > 50
     judged = [judged_by_transformers(tmp_path / "judge", row["response"]) for row in trained]
     for number, step in enumerate(steps):
         expected = [score for score in judged[12 * number : 12 * number + 12] if score is not None]
         assert step["rewards/unscored/judge_model"] == 12 - len(expected)
         assert step["scores/judge_model"] == pytest.approx(np.mean(expected))
+
+
+def check_turns(trained: Sequence[dict[str, Any]], sampled: Path) -> list[int]:
+    """Asserts that rows of `written` are what the engines recorded, each turn in one row; returns the rows' turns.
+
+    Args:
+        sampled: `rollout.record`; conversations have one branch.
+    """
+    turns: list[int] = []
+    for row in trained:
+        for sample in sampled.glob(f"*%2F{quote(row['prompt_id'])}%2F*%2Fturn-0.npz"):
+            if count := _turns(sample, row):
+                turns.append(count)
+                sample.rename(sample.with_suffix(".used"))
+                break
+        else:
+            pytest.fail(f"no engine sampled {row}")
+    assert sum(turns) == len(list(sampled.glob("*"))), "every turn is trained on, once"
+    return turns
 
 
 @torch.no_grad()
