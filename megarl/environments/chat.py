@@ -136,8 +136,12 @@ class TemplateRenderer:
             return whole.removeprefix(proved)
         if self._history == "template":
             return None
-        other = self._written([_USER, {"role": "assistant", "content": _MARK}, *messages], tools) or ""
-        _, _, after = other.partition(_MARK)
+        turn: Message = {"role": "assistant", "content": _MARK}
+        head, _, after = (self._written([_USER, turn, *messages], tools) or "").partition(_MARK)
+        if any(message["role"] == "system" for message in messages):
+            alone = self._written([_USER, turn], tools) or ""
+            if not alone.startswith(head + _MARK):  # the template writes it before the turn, where it is not read
+                return None
         return after.removeprefix(end) if after.startswith(end) and after and whole.endswith(after) else None
 
     def _end(self, ids: Sequence[int], finished: bool = True) -> tuple[int, ...]:

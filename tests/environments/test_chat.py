@@ -34,6 +34,9 @@ TOOL: dict[str, Any] = {
 ASKED: dict[str, Any] = {"role": "user", "content": "hé 你好\n\n 1 + 1?"}
 RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": "2"}
 CALL = ("add", {"a": 1, "b": "é x"})
+SYSTEM: dict[str, Any] = {"role": "system", "content": "Sëi kurz."}
+SIGNS = "\U0001f469\u200d\U0001f467 \u05e9\u05dc e\u0301 \u00a0\u3000\ufeff\x85\u2028 \u0000 ﬁ"
+"""Joined, from right to left, combined, white space of many kinds: what normalisation and stripping change."""
 
 
 def rendered(name: str, chat: Sequence[Any], tools: Sequence[Any] = ()) -> str:
@@ -52,19 +55,20 @@ def outcome(
     history: History,
     tools: Sequence[Any] = (),
     end: str | None = None,
+    before: Sequence[Any] = (ASKED,),
 ) -> str:
     """Continues, branches or refused: what a turn and what follows it lead to; checks the ids."""
     tokens = tokenizer(name)
     renderer = TemplateRenderer(tokens, {}, ends=end_ids(name), history=history)
     try:
-        prompt = renderer.begin([ASKED], tools)
+        prompt = renderer.begin(before, tools)
     except ValueError:
         return "refused"
     sampled = tokens.continuation(said + (end or FAMILIES[name].ends[0]))
     action = renderer.read(sampled, True, prompt=prompt, tools=tools)
     assert action.text == said
-    chat = [ASKED, action.message, *given]
-    follows = renderer.follow([ASKED], action, given, prompt=prompt, tools=tools)
+    chat = [*before, action.message, *given]
+    follows = renderer.follow(before, action, given, prompt=prompt, tools=tools)
     if follows is None:
         try:
             renderer.begin(chat, tools)
@@ -87,6 +91,10 @@ def cases(name: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {
         "plain": {"said": family.said("ok\n\nwéll"), "given": [ASKED]},
         "empty": {"said": family.said(""), "given": [ASKED]},
+        "empty answer": {"said": family.said("ok"), "given": [{"role": "user", "content": ""}]},
+        "signs": {"said": family.said(f"ok{SIGNS}."), "given": [{"role": "user", "content": f"ok{SIGNS}."}]},
+        "system": {"said": family.said("ok"), "given": [ASKED], "before": [SYSTEM, ASKED]},
+        "system later": {"said": family.said("ok"), "given": [SYSTEM, ASKED]},
         "end in a message": {"said": family.said("ok"), "given": [{**ASKED, "content": f"a{family.ends[0]}b"}]},
         "white space": {"said": family.said("ok") + " \n", "given": [ASKED]},
     }
@@ -108,30 +116,33 @@ def cases(name: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-_ALWAYS = ("plain", "empty", "end in a message", "white space", "other end", "call")
+_PLAIN = ("plain", "empty", "empty answer", "signs", "end in a message", "system")
+_LATER = "system later"
 BRANCHES: dict[str, Sequence[str]] = {
     "qwen2.5": ["call in other words"],
     "qwen3": ["thoughts, user", "call in other words"],
     "qwen3-2507": ["call in other words"],
-    "qwen3.5": [
-        "plain",
-        "empty",
-        "end in a message",
-        "white space",
-        "thoughts, user",
-        "call in other words",
-        "broken call",
-    ],
+    "qwen3.5": [*_PLAIN, "white space", "thoughts, user", "call in other words", "broken call"],
     "hermes": ["call in other words"],
     "llama3": ["white space", "call in other words"],
-    "deepseek-r1": ["plain", "empty", "end in a message", "white space", "thoughts, user", "thoughts, tool"],
+    "deepseek-r1": [*_PLAIN, "white space", "thoughts, user", "thoughts, tool"],
     "glm4.5": ["empty", "white space", "thoughts, user"],
     "gemma": ["white space"],
     "mistral": ["white space"],
 }
 """Turns that the family's template rewrites."""
-REFUSED = {name: ["call"] for name in ("deepseek-r1", "phi3", "glm4.5", "gemma", "mistral")} | {"gpt-oss": _ALWAYS}
+REFUSED: dict[str, Sequence[str]] = {
+    "qwen3.5": [_LATER],
+    "deepseek-r1": ["call"],
+    "phi3": ["call"],
+    "glm4.5": ["call"],
+    "gemma": ["call", "system", _LATER],
+    "mistral": ["call", "system", _LATER],
+    "gpt-oss": [*_PLAIN, _LATER, "white space", "other end", "call"],
+}
 """No format of calls is known, or the template refuses the chat."""
+MOVED = ("deepseek-r1", "glm4.5")
+"""A later message of the system is written before the turns, or does not begin with the token that ended the turn."""
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -139,6 +150,7 @@ def test_a_turn_continues_branches_or_is_refused(name: str) -> None:
     found = {case: outcome(name, **given, history="template") for case, given in cases(name).items()}
     kept = {case: outcome(name, **given, history="sampled") for case, given in cases(name).items()}
     other = dict.fromkeys(found, "continues") | ({"other end": "branches"} if "other end" in found else {})
+    other |= dict.fromkeys([_LATER], "branches") if name in MOVED else {}
     other |= dict.fromkeys(REFUSED.get(name, []), "refused")
     assert kept == other
     assert found == other | dict.fromkeys(BRANCHES.get(name, []), "branches")
@@ -150,13 +162,20 @@ def renderer_of(name: str) -> TemplateRenderer:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_turn_that_was_cut_off_never_continues(name: str) -> None:
-    renderer, said = renderer_of(name), tokenizer(name).continuation(FAMILIES[name].said("ok"))
-    prompt = renderer.begin([ASKED], ())
-    action = renderer.read(said, False, prompt=prompt, tools=())
-    assert not action.finished
-    assert action.text == FAMILIES[name].said("ok")
-    assert renderer.follow([ASKED], action, [ASKED], prompt=prompt, tools=()) is None
-    assert renderer.follow([], action, "text", prompt=prompt, tools=()) is None
+    """Wherever: in thoughts, calls and characters."""
+    tokens = tokenizer(name)
+    for case in cases(name).values():
+        tools = case.get("tools", ())
+        said = tokens.continuation(case["said"])
+        for history in ("template", "sampled"):
+            renderer = TemplateRenderer(tokens, {}, ends=end_ids(name), history=history)
+            for length in range(1, len(said)):
+                action = renderer.read(said[:length], False, prompt=(), tools=tools)
+                assert not action.finished
+                assert action.token_ids == tuple(said[:length])
+                assert action.text == tokens.decode(said[:length], special=True)
+                assert renderer.follow([ASKED], action, case["given"], prompt=(), tools=tools) is None
+                assert renderer.follow([], action, "text", prompt=(), tools=tools) is None
 
 
 def test_a_turn_that_a_text_ended_gets_the_end_token_from_the_template() -> None:
@@ -264,7 +283,8 @@ def talks(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]]]:
         elif kind == "call":
             assert family.called is not None
             text, answer = family.called([("add", {"a": draw(st.integers()), "b": draw(WORDS)})]), [RESULT]
-        turns.append({"text": text, "end": draw(st.sampled_from(family.ends)), "answer": answer})
+        cut = draw(st.integers(0, 5)) == 0
+        turns.append({"text": text, "end": draw(st.sampled_from(family.ends)), "answer": answer, "cut": cut})
     return name, turns
 
 
@@ -278,10 +298,11 @@ def converse(name: str, history: History, turns: list[dict[str, Any]]) -> None:
     async def sample(request: SampleRequest) -> SampledTurn:
         turn = next(said)
         ids = tuple(tokens.continuation(turn["text"] + turn["end"]))
+        ids = ids[: max(1, len(ids) // 2)] if turn["cut"] else ids
         prompts.append(tuple(request.prompt.token_ids))
         sampled.append(ids)
         logprobs = np.full(len(ids), -float(len(prompts)), np.float32)
-        return SampledTurn(token_ids=ids, logprobs=logprobs, finished=True, versions=())
+        return SampledTurn(token_ids=ids, logprobs=logprobs, finished=not turn["cut"], versions=())
 
     request = SampleRequest(sample_id="a", prompt=Prompt(prompt_id="a", token_ids=()), seed=1)
     conversation = Conversation(request=request)
@@ -290,11 +311,12 @@ def converse(name: str, history: History, turns: list[dict[str, Any]]) -> None:
     for turn in turns:
         action = asyncio.run(session.turn(chat, tools))
         assert action is not None
-        assert action.text == turn["text"]
+        assert turn["cut"] or action.text == turn["text"]
         if history == "template" or len(prompts) == 1:
             assert tokens.decode(prompts[-1], special=True) == rendered(name, chat, tools)
         continued = len(conversation.branch.turns) > 1
         if continued:
+            assert not turns[len(prompts) - 2]["cut"]
             before = (*prompts[-2], *sampled[-2])
             assert prompts[-1][: len(before)] == before
             follows = list(prompts[-1][len(before) :])
