@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu slurm chromium nemo-run ray agents mermaid demo demo-control learning unit test matrix chaos lint style bench docs docs-site clean lock
+.PHONY: help setup setup-gpu slurm chromium nemo-run ray agents verifiers mermaid demo demo-control learning unit test matrix chaos lint style bench docs docs-site clean lock
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
@@ -30,6 +30,9 @@ RAY_LOCK := requirements/ray.txt
 # Of the agent framework that talks to the gateway in a test, on top of $(VENV).
 AGENTS := .venv-agents
 AGENTS_LOCK := requirements/agents.txt
+# The package verifiers, for a test in which the model plays its environments.
+VERIFIERS := .venv-verifiers
+VERIFIERS_LOCK := requirements/verifiers.txt
 # Of the site of the documents.
 DOCS := .venv-docs
 DOCS_LOCK := requirements/docs.txt
@@ -52,6 +55,7 @@ help:
 	@echo 'nemo-run  install the newest NeMo-Run into $(NEMO_RUN), which launches runs but has no torch'
 	@echo 'ray    install Ray with its dashboard into $(RAY), on top of $(VENV): the tests submit jobs to it'
 	@echo 'agents  install an agent framework into $(AGENTS), on top of $(VENV): a test lets it talk to the gateway'
+	@echo 'verifiers  install the package verifiers into $(VERIFIERS): a test lets the model play its environments'
 	@echo 'mermaid  install the parser of diagrams into $(MERMAID)/node_modules, for the tests'
 	@echo 'demo   train a small model in three stages on virtual CPU devices, about 12 minutes; SEED=1 is another one'
 	@echo 'demo-control  the PPO stage of the last demo again, with shuffled rewards'
@@ -116,6 +120,14 @@ $(AGENTS)/installed: $(AGENTS_LOCK) $(INSTALLED)
 	@$(BIN)/python -m pip --python $(AGENTS)/bin/python install $(PIP_OPTIONS) --no-compile --require-hashes -r $(AGENTS_LOCK)
 	@touch $@
 
+verifiers: $(VERIFIERS)/installed
+
+$(VERIFIERS)/installed: $(VERIFIERS_LOCK)
+	@echo 'Installing into $(VERIFIERS)'
+	$(call environment,$(VERIFIERS))
+	@$(VERIFIERS)/bin/python -m pip install $(PIP_OPTIONS) --no-compile --require-hashes -r $(VERIFIERS_LOCK)
+	@touch $@
+
 mermaid: $(MERMAID)/node_modules/installed
 
 $(MERMAID)/node_modules/installed: $(MERMAID)/package-lock.json $(INSTALLED)
@@ -146,7 +158,7 @@ unit: setup
 		-m 'not (process or dist or e2e or gpu)'
 
 # Hundreds of processes import the package: they keep what they have compiled. tests/test_types.py checks the types.
-test: style nemo-run ray agents mermaid $(DOCS)/installed
+test: style nemo-run ray agents verifiers mermaid $(DOCS)/installed
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --no-loadscope-reorder --durations=25 -m 'not gpu and not matrix'
 
 matrix: setup
@@ -190,4 +202,5 @@ lock: setup
 	$(RESOLVE) requirements/nemo-run.in --output-file $(NEMO_RUN_LOCK)
 	$(RESOLVE) requirements/ray.in --output-file $(RAY_LOCK)
 	$(RESOLVE) requirements/agents.in --no-deps --output-file $(AGENTS_LOCK)
+	$(RESOLVE) requirements/verifiers.in --output-file $(VERIFIERS_LOCK)
 	$(RESOLVE) requirements/docs.in --output-file $(DOCS_LOCK)

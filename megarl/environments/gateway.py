@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import secrets
+import time
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -62,6 +63,7 @@ class Gateway:
         variables: names of further ones that harnesses get of this process's environment, such as that of a key.
         override_sampling: whether a request for another temperature or the like is sampled as the run's, not refused.
         port: 0 is any free one.
+        wait_limit: seconds without a request for a task, while tasks wait and no session is in progress.
     """
 
     def __init__(
@@ -76,14 +78,16 @@ class Gateway:
         override_sampling: bool = False,
         variables: Sequence[str] = (),
         port: int = 0,
+        wait_limit: float = 600.0,
     ) -> None:
         self._place, self._tokenizer, self._idle_s = place, tokenizer, idle_s
         self._command, self._model, self._port = command, model, port
         self._sampling = replace(place.sampling, override=override_sampling)
-        self._passed = tuple(variables)
+        self._passed, self._wait_limit = tuple(variables), wait_limit
         self._key = secrets.token_urlsafe(32)
         self._sessions: dict[str, GatewaySession] = {}
         self._waiting: deque[tuple[GatewaySession, asyncio.Event]] = deque()
+        self._active = time.monotonic()  # of harnesses elsewhere
         self._conversations: set[asyncio.Task[Any]] = set()
         self._runner: web.AppRunner | None = None
         self.url = ""
@@ -124,6 +128,7 @@ class Gateway:
 
         Raises:
             FailedEnvironmentError: the harness failed, took too long, asked for no turn or posted no reward.
+            RunError: no harness takes tasks.
         """
         session = GatewaySession(chat, task, self._idle_s)
         self._sessions[session.name] = session
@@ -132,10 +137,9 @@ class Gateway:
         self._conversations.add(conversation)
         try:
             if self._command is None:
-                taken = asyncio.Event()
-                self._waiting.append((session, taken))
-                await taken.wait()
+                await self._taken(session)
                 await session.over()
+                self._active = time.monotonic()
             else:
                 await run_harness(self._command, self._variables(session), session, self._passed)
             session.check(self._place.rewarded)
@@ -146,6 +150,26 @@ class Gateway:
             self._conversations.discard(conversation)
             del self._sessions[session.name]
             await session.close()
+
+    async def _taken(self, session: GatewaySession) -> None:
+        """Returns when a harness elsewhere has taken the task."""
+        waiting = session, taken = session, asyncio.Event()
+        self._waiting.append(waiting)
+        began = time.monotonic()
+        try:
+            while not taken.is_set():
+                busy = len(self._sessions) > len(self._waiting)
+                left = self._wait_limit - (0 if busy else time.monotonic() - max(began, self._active))
+                if left <= 0:
+                    raise RunError(
+                        f"environment: no harness has asked {self.url} for a task in {self._wait_limit:g} s: start one "
+                        f"with {self._place.file}, or give environment.args another wait_limit"
+                    )
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(taken.wait(), left)
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
 
     def _variables(self, session: GatewaySession) -> dict[str, str]:
         """Returns what a harness finds in its environment."""
@@ -221,22 +245,26 @@ class Gateway:
 
     async def _reward(self, request: web.Request) -> web.Response:
         body = await _body(request)
-        value, done = body.pop("reward", None), body.pop("done", False)
+        value, done, failure = body.pop("reward", None), body.pop("done", False), body.pop("failed", None)
         number = value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30)
-        if not number or not isinstance(done, bool) or body:
-            raise GatewayError("a reward is posted as {reward: a finite number, done: true or false}")
-        self._session(request).reward(None if value is None else float(value), done)
+        if not number or not isinstance(done, bool) or not isinstance(failure, str | None) or body:
+            raise GatewayError("a reward is posted as {reward: a finite number, done: true or false, failed: a text}")
+        if failure is not None:
+            self._session(request).fail(failure)
+        else:
+            self._session(request).reward(None if value is None else float(value), done)
         return web.json_response({"ok": True})
 
     async def _next_task(self, request: web.Request) -> web.Response:
         """Gives the task that has waited longest to a harness elsewhere; 204 without one."""
+        self._active = time.monotonic()
         if not self._waiting:
             return web.Response(status=204)
         session, taken = self._waiting.popleft()
         session.begin()
         taken.set()
-        url = f"{self.url}/{session.name}"
-        return web.json_response({"task": json.loads(session.task), "session_url": url, "key": session.key})
+        told = {"session_url": f"{self.url}/{session.name}", "key": session.key, "model": self._model}
+        return web.json_response({"task": json.loads(session.task), **told})
 
     def _session(self, request: web.Request) -> GatewaySession:
         return self._sessions[request.match_info["session"]]
@@ -284,6 +312,7 @@ def make_gateway(settings: EnvironmentSettings, place: GatewayPlace, tokenizer: 
     except ValueError as error:
         raise RunError(f"environment.args: {error}") from error
     command, model, port = args["command"], args.get("model", "policy"), args.get("port", 0)
+    limit = args.get("wait_limit", 1.0)
     words: Any = [command] if isinstance(command, str) else command
     kept = {
         "command, a text, a list of texts, or null": command is None
@@ -293,6 +322,7 @@ def make_gateway(settings: EnvironmentSettings, place: GatewayPlace, tokenizer: 
         and all(isinstance(name, str) for name in names),
         "override_sampling, true or false": isinstance(args.get("override_sampling", False), bool),
         "port, from 0, any free one, to 65535": type(port) is int and 0 <= port < 1 << 16,
+        "wait_limit, seconds above 0": type(limit) in (int, float) and limit > 0,
     }
     if broken := [rule for rule, holds in kept.items() if not holds]:
         raise RunError(f"environment.args of the gateway: {broken[0]}; it is {args[broken[0].partition(',')[0]]!r}")

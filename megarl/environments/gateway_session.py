@@ -86,6 +86,7 @@ class GatewaySession:
         self._turns = 0
         self._active = time.monotonic()
         self._done = asyncio.Event()
+        self._failure: str | None = None
 
     async def answered(self, ask: TurnAsk) -> Answered:
         """Returns the turns that answer a request; raises GatewayError, or ValueError if the chat is not rendered."""
@@ -149,6 +150,11 @@ class GatewaySession:
         if done:
             self._done.set()
 
+    def fail(self, reason: str) -> None:
+        """Ends the session: the harness says why it has no reward."""
+        self._failure = reason
+        self._done.set()
+
     async def over(self) -> None:
         """Returns when the session is done; raises FailedEnvironmentError if it takes too long."""
         while not self._done.is_set():
@@ -172,6 +178,8 @@ class GatewaySession:
 
     def check(self, rewarded_elsewhere: bool) -> None:
         """Raises FailedEnvironmentError if the conversation has nothing to score."""
+        if self._failure is not None:
+            raise FailedEnvironmentError(f"the harness: {self._failure}")
         if not self._turns:
             raise FailedEnvironmentError("the harness asked for no turn")
         if not self.rewarded and not rewarded_elsewhere:

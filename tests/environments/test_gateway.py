@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,14 @@ def test_what_cannot_be_honoured_is_refused(tokenizer: Path, tmp_path: Path) -> 
                     assert (await session.post(path, body))[0] == 400, (path, body[:20])
             for prompt in ([], [10**6], [-1], [1.5], "", {}, ["two", "texts"], [[1], [2]]):
                 assert (await session.post("/v1/completions", {"prompt": prompt}))[0] == 400, prompt
-            for reward in ({"reward": "much"}, {"reward": True}, {"reward": float("nan")}, {"score": 1}, {"done": 1}):
+            for reward in (
+                {"reward": "much"},
+                {"reward": True},
+                {"failed": 1},
+                {"reward": float("nan")},
+                {"score": 1},
+                {"done": 1},
+            ):
                 assert (await session.post("/reward", reward))[0] == 400, reward
             assert (await session.post("/reward", {"reward": 1.0}))[0] == 409
             assert not world.record
@@ -336,9 +344,42 @@ def test_harnesses_are_started_scored_and_ended(
             for what, problem in failures.items():
                 with pytest.raises(FailedEnvironmentError, match=problem):
                     await bad[what]
-            status = Path(f"/proc/{file.read_text()}/stat")
-            assert not status.exists() or status.read_text().split()[2] == "Z"
+            status, deadline = Path(f"/proc/{file.read_text()}/stat"), time.monotonic() + 10
+            while status.exists() and status.read_text().split()[2] != "Z":  # it has been killed
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.02)
         assert not world.file.exists()
+
+    asyncio.run(run())
+
+
+def test_harnesses_elsewhere_may_be_lost_fail_or_not_come(tokenizer: Path, tmp_path: Path) -> None:
+    """One that has died after a turn, or in a request; one that says why it has no reward; none at all."""
+
+    async def run() -> None:
+        args = {"time_limit": 1.0, "wait_limit": 2.0, "rewarded": False}
+        async with gateway_world(tokenizer, lambda _: "yes", tmp_path, **args) as world:
+            dead, failed, cut = [await world.session(name) for name in "abc"]
+            waiting = world.converse("d")[1]
+            await dead.post(CHAT, HELLO)
+            assert (await failed.post("/reward", {"failed": "no database"}))[0] == 200
+            assert (await failed.post(CHAT, HELLO))[0] == 401
+            host, port = world.gateway.url.removeprefix("http://").split(":")
+            _, writer = await asyncio.open_connection(host, int(port))
+            path = f"{cut.url.removeprefix(world.gateway.url)}{CHAT}"
+            writer.write(f"POST {path} HTTP/1.1\r\nx-api-key: {cut.key}\r\nContent-Length: 99\r\n\r\n{{".encode())
+            await writer.drain()
+            writer.close()
+            assert (await cut.post(CHAT, HELLO))[0] == 200
+            await cut.end()
+            cut.check_exact()
+            with pytest.raises(FailedEnvironmentError, match="no database"):
+                await failed.running
+            with pytest.raises(FailedEnvironmentError, match="the harness asked for no turn for"):
+                await dead.running
+            assert not waiting.done()
+            with pytest.raises(RunError, match=r"no harness has asked http\S+ for a task in 2 s.*wait_limit"):
+                await waiting
 
     asyncio.run(run())
 
@@ -355,6 +396,7 @@ def test_a_harness_that_does_not_start_says_so(tokenizer: Path, tmp_path: Path) 
 
 def test_settings_are_checked(tokenizer: Path, tmp_path: Path) -> None:
     wrong: tuple[dict[str, Any], ...] = ({"command": 5}, {"command": []}, {"port": 1 << 16}, {"model": ""}, {"x": 1})
+    wrong += ({"wait_limit": 0},)
     for args in wrong:
         with pytest.raises(RunError, match=next(iter(args))):
             GatewayWorld(tokenizer, lambda _: "", tmp_path, TurnLimits(context=1, turn=1, turns=1), **args)
