@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,9 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.environments.chat import TemplateRenderer
 from megarl.environments.environment import ToolCall
 from megarl.environments.family_renderer import FamilyRenderer, find_renderer
-from tests.environments.families import tokenizer
-from tests.environments.test_chat import ASKED, TOOL, rendered
+from tests.environments.families import end_ids, tokenizer
+from tests.environments.test_chat import ASKED, CALL, RESULT, TOOL, rendered
+from tests.needs import lacking
 
 
 class Family:
@@ -124,3 +126,33 @@ def test_a_family_continues_turns_that_the_template_rewrites() -> None:
     proved = template.follow([ASKED], exact, [ASKED], prompt=[1, 2], tools=[TOOL])
     assert proved is not None
     assert renderer.follow([ASKED], exact, [ASKED], prompt=[1, 2], tools=[TOOL]) == proved
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The package itself, which verifiers needs, too."""
+    found = list((Path(__file__).parents[2] / ".venv-verifiers/lib").glob("python3*/site-packages"))
+    if not found:
+        lacking("make verifiers installs renderers")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(found[0])])
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "renderers"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("package")
+def test_the_package_reads_and_continues_calls_of_glm() -> None:
+    """Whose format is read by no other."""
+    tokens = tokenizer("glm4.5")
+    renderer = find_renderer(tokens, {}, ends=end_ids("glm4.5"), history="sampled")
+    assert isinstance(renderer, FamilyRenderer)
+    values = "".join(f"\n<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>" for name, value in CALL[1].items())
+    text = f"\n<think>1 + 1\nis é</think>\n<tool_call>{CALL[0]}{values}\n</tool_call>"
+    prompt, said = renderer.begin([ASKED], [TOOL]), tokens.continuation(f"{text}<|observation|>")
+    action = renderer.read(said, True, prompt=prompt, tools=[TOOL])
+    assert [(call.name, call.arguments) for call in action.tool_calls] == [CALL]
+    assert (action.text, action.thoughts, action.content) == (text, "\n1 + 1\nis é", "")
+    follows = renderer.follow([ASKED], action, [RESULT], prompt=prompt, tools=[TOOL])
+    assert follows is not None
+    whole = rendered("glm4.5", [ASKED, action.message, RESULT], [TOOL])
+    assert tokens.decode([*prompt, *said, *follows], special=True) == whole
