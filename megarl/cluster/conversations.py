@@ -31,36 +31,25 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
     """Processes that run conversations, whose turns the engines sample; spread over the nodes, without a device.
 
     Each process is asked for turns as long as it has conversations. A turn goes to the engine that sampled the one
-    before it, which has its prefix, if that has room.
+    before it, which has its prefix, if that has room. The time limit of a process begins again with each of its turns.
+
+    Args:
+        gateway: the environment is one.
     """
 
     def __init__(
-        self, session: Session, config: PPOConfig | RAFTConfig | EvalConfig, model_dir: str, engines: RolloutGroup
+        self,
+        session: Session,
+        processes: Sequence[Process[EnvironmentProcess]],
+        engines: RolloutGroup,
+        *,
+        gateway: bool = False,
     ) -> None:
-        assert config.environment is not None
-        settings, rollout = config.environment, config.rollout
-        data = config.evaluation if isinstance(config, EvalConfig) else config.data
-        limits = TurnLimits(
-            context=rollout.max_model_len,
-            turn=rollout.max_new_tokens,
-            turns=settings.max_turns,
-            least=rollout.min_new_tokens,
-        )
-        self._gateway = settings.name == "gateway"
-        tokenizer, arguments = config.model.tokenizer_directory(model_dir), data.chat_template_kwargs
-        devices, count = len(session.placement.slots), settings.processes
-        ends = (*stop_token_ids(model_dir), *rollout.stop_token_ids)
-        args = (settings, tokenizer, arguments, limits, ends)
-        places = [_gateway_place(config, index) if self._gateway else None for index in range(count)]
-        processes = [
-            session.launch_stepping_at(
-                f"environments {index}", index * devices // count, EnvironmentProcess, *args, place
-            )
-            for index, place in enumerate(places)
-        ]
         super().__init__(session, "environments", processes)
-        self._engines = engines
-        self._running = [0] * count  # items of each process
+        self._engines, self._gateway = engines, gateway
+        # Items of each process in progress, and whether it had a turn since their time limit began.
+        self._running = [dict[ChunkCall[list[SampleInfo], RolloutChunk], bool]() for _ in processes]
+        self._asked: set[int] = set()  # processes that are asked for turns; each answers the last such call only
         self._engine_of: dict[str, Process[RolloutEngine]] = {}  # that sampled the last turn of a conversation
         self._reported: set[str] = set()  # kinds of failures
 
@@ -83,15 +72,15 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
             process = item.chunk % len(self.processes)
             call = self.call_one(process, EnvironmentProcess.generate, item, [item.chunk])
             call.then = partial(self._finish, process, item, pending, call)
-            self._running[process] += 1
-            if self._running[process] == 1:
-                self._ask(process)
+            call.late = partial(self._goes_on, process, call)
+            self._running[process][call] = False
+            self._ask(process)
         return pending
 
     def _finish(
         self, process: int, item: WorkItem, pending: PendingRollouts, call: ChunkCall[list[SampleInfo], RolloutChunk]
     ) -> None:
-        self._running[process] -= 1
+        del self._running[process][call]
         for request in item.requests:
             self._engine_of.pop(request.sample_id, None)
         pending.answers[item.chunk] = call
@@ -105,8 +94,16 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
                     flush=True,
                 )
 
+    def _goes_on(self, process: int, call: ChunkCall[list[SampleInfo], RolloutChunk], _late: str) -> bool:
+        """Returns whether a process had a turn since the time limit of a call began."""
+        goes_on, self._running[process][call] = self._running[process][call], False
+        return goes_on
+
     def _ask(self, process: int) -> None:
-        """Asks a process for turns."""
+        """Asks a process for turns, unless it has no conversations or is asked already."""
+        if not self._running[process] or process in self._asked:
+            return
+        self._asked.add(process)
         call: Call[list[TurnRequest]] = self.submit(
             EnvironmentProcess.next_turns, [()], processes=[self.processes[process]]
         )
@@ -114,15 +111,16 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
 
     def _sample(self, process: int, call: Call[list[TurnRequest]]) -> None:
         """Lets the engines sample turns, and asks for further ones."""
+        self._asked.remove(process)
         for turn in call.results[0]:
             last = self._engine_of.get(turn.conversation)
             engine = None if last is None else self._engines.index(last)
             self._engines.sample(turn.request, partial(self._answer, process, turn), engine=engine)
-        if self._running[process]:
-            self._ask(process)
+        self._ask(process)
 
     def _answer(self, process: int, turn: TurnRequest, call: ChunkCall[list[SampleInfo], RolloutChunk]) -> None:
         self._engine_of[turn.conversation] = call.processes[0]
+        self._running[process] = dict.fromkeys(self._running[process], True)
         self.call_at(process, EnvironmentProcess.answer, turn.number, call.chunks)
 
 
@@ -148,4 +146,24 @@ def launch_conversations(
     config: PPOConfig | RAFTConfig | EvalConfig, session: Session, model_dir: str, engines: RolloutGroup
 ) -> ConversationGroup | None:
     """Launches the processes of the environments, and returns at once; None without an environment."""
-    return None if config.environment is None else ConversationGroup(session, config, model_dir, engines)
+    settings, rollout = config.environment, config.rollout
+    if settings is None:
+        return None
+    gateway = settings.name == "gateway"
+    data = config.evaluation if isinstance(config, EvalConfig) else config.data
+    limits = TurnLimits(
+        context=rollout.max_model_len,
+        turn=rollout.max_new_tokens,
+        turns=settings.max_turns,
+        least=rollout.min_new_tokens,
+    )
+    tokenizer, arguments = config.model.tokenizer_directory(model_dir), data.chat_template_kwargs
+    ends = (*stop_token_ids(model_dir), *rollout.stop_token_ids)
+    devices, count = len(session.placement.slots), settings.processes
+    args = (settings, tokenizer, arguments, limits, ends)
+    places = [_gateway_place(config, index) if gateway else None for index in range(count)]
+    processes = [
+        session.launch_stepping_at(f"environments {index}", index * devices // count, EnvironmentProcess, *args, place)
+        for index, place in enumerate(places)
+    ]
+    return ConversationGroup(session, processes, engines, gateway=gateway)

@@ -67,6 +67,8 @@ class Engines(RolloutGroup):
         """What became of processes: they are dead, stuck in a step, or stopped."""
         self.begun_in_syncs = 0
         """Items that engines took while others were held."""
+        self.recorded: dict[str, Response] = {}
+        """The last response to each request, by its sample id."""
         self._mixed: set[Any] = set()
         self._calls: list[Call[Any]] = []
         self._meetings: dict[Any, tuple[Meeting, int]] = {}
@@ -100,6 +102,7 @@ class Engines(RolloutGroup):
             responses = [
                 answer(request, response, process) for request, response in zip(item.requests, running, strict=True)
             ]
+            self.recorded.update({response.request.sample_id: response for response in responses})
             infos, call.chunks._refs[item.chunk] = pack_chunk(item.chunk, responses)
             self._answer(call, infos)
 
@@ -247,9 +250,9 @@ class Engines(RolloutGroup):
 
 
 def answer(request: SampleRequest, response: Running, engine: int) -> Response:
-    """Tokens of the seed and their versions; every other response is a conversation, with a given token before each."""
+    """Tokens of the seed and their versions; of whole responses, every other one has a given token before each."""
     sampled = [stable_hash(request.seed, version) % 97 for version in versions_of(response, engine)]
-    talks = request.seed % 2 == 1
+    talks = request.seed % 2 == 1 and "/turn-" not in request.sample_id
     return Response(
         request=request,
         token_ids=[token for own in sampled for token in (97, own)] if talks else sampled,

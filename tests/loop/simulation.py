@@ -26,6 +26,7 @@ from megarl.megatron.worker_requests import ForwardRequest
 from megarl.plan.simulation import SimulatedTime
 from megarl.run.results import EvaluationResult
 from megarl.types import Layout, Prompt, Ragged, SampleInfo, Schedule
+from tests.loop.simulated_conversations import Conversations
 from tests.loop.simulated_engines import Engines
 from tests.loop.simulated_sync import resharder
 
@@ -84,6 +85,7 @@ class Setup:
     shared: bool = False
     greedy: bool = False
     parts: int = 1
+    conversations: bool = False
 
 
 class Devices:
@@ -163,6 +165,7 @@ class Simulation:
             ),
             role=lambda name: SimpleNamespace(tokens_per_micro_batch=20),
         )
+        self.generator = Conversations(self.clock, chance, self.engines) if setup.conversations else self.engines
         names = ("actor", "critic", "reference")
         self.roles = {name: Role(name, lambda: bool(self.engines.running)) for name in names}
         roles: Any = self.roles
@@ -176,7 +179,7 @@ class Simulation:
             config,
             PROMPTS,
             self.engines,
-            self.engines,
+            self.generator,
             scorer,
             self.devices,
             CHUNKS,
@@ -221,7 +224,7 @@ class Simulation:
         """Evaluates the newest weights, between two steps or during the next ones."""
 
         def routine() -> Routine[EvaluationResult]:
-            pending = self.engines.generate(sample_requests(PROMPTS, 1, seed=SEED, step=0), CHUNKS)
+            pending = self.generator.generate(sample_requests(PROMPTS, 1, seed=SEED, step=0), CHUNKS)
             yield pending
             rollouts = pending.result()
             assert len(rollouts.samples) == len(PROMPTS)

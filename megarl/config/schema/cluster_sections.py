@@ -18,7 +18,7 @@ class TimeLimits(Section):
     start: Positive = 1800.0
     """Starting the processes, loading the models, connecting the ranks, ending the processes."""
     rollout: Positive = 3600.0
-    """Generating a part of the responses of a step or of an evaluation."""
+    """Generating a part of the responses of a step or of an evaluation; of conversations, between two turns."""
     scoring: Positive = 1800.0
     """Running the reward functions on the responses of a step."""
     inference: Positive = 1800.0

@@ -1,0 +1,174 @@
+"""Conversations in simulated time: the real group and its processes, whose environments take random times and fail."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+from megarl.cluster.calls import Call, ChunkCall
+from megarl.cluster.conversations import ConversationGroup
+from megarl.cluster.engines import RolloutGroup
+from megarl.cluster.ray_worker import ChunkRefs
+from megarl.config.schema import EnvironmentSettings
+from megarl.environments.chat import TemplateRenderer
+from megarl.environments.chat_session import TurnLimits
+from megarl.environments.environment import FailedEnvironmentError, Observation
+from megarl.environments.environment_child import Reply
+from megarl.environments.environment_process import EnvironmentProcess, LostEnvironmentError
+from megarl.plan.simulation import SimulatedTime
+from megarl.types import WorkItem
+from tests.environments.test_environment_process import Characters
+
+PROCESSES, CONCURRENCY, LAST = 2, 5, 1e4
+
+
+class Loop(asyncio.BaseEventLoop):
+    """An event loop in simulated time, which waits for nothing else."""
+
+    def __init__(self, clock: SimulatedTime) -> None:
+        super().__init__()
+        self._clock = clock
+        self._clock_resolution = 1e-6
+        self._selector = SimpleNamespace(select=lambda _timeout: ())
+
+    def time(self) -> float:
+        return self._clock.now
+
+    def call_at(self, when: float, *args: Any, **options: Any) -> asyncio.TimerHandle:
+        self._clock.after(max(0.0, when - self.time()), self._run_ready)
+        return super().call_at(when, *args, **options)
+
+    def _write_to_self(self) -> None:
+        self._clock.after(0.0, self._run_ready)
+
+    def _process_events(self, event_list: object) -> None:
+        pass
+
+    def _run_ready(self) -> None:
+        asyncio._set_running_loop(self)
+        try:
+            self._run_once()
+            while self._ready:
+                self._run_once()
+        finally:
+            asyncio._set_running_loop(None)
+
+    def create_task(self, *args: Any, **options: Any) -> asyncio.Task[Any]:
+        """Makes a task that may be left unfinished, as those of a simulation that ends before."""
+        task: Any = super().create_task(*args, **options)
+        task._log_destroy_pending = False
+        return task
+
+    def __del__(self) -> None:
+        """Has nothing to close."""
+
+
+class Child:
+    """Environments that say a text after each turn; some fail once, some are lost with their process."""
+
+    running = False
+    """So that no method is called at the end."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self._seeds: dict[int, int] = {}
+        self._said: dict[int, int] = {}
+        self._failed: set[int] = set()
+
+    async def call(self, conversation: int, method: str, *args: Any) -> Reply:
+        chance = self._chance
+        await asyncio.sleep(chance.choice([0.0, 0.1, 1.0, 5.0, 20.0]) * chance.random())
+        if method == "reset":
+            self._seeds[conversation], self._said[conversation] = args[1], 0
+            return Reply(observation=Observation(messages="begin"), tools=())
+        seed = self._seeds[conversation]
+        if chance.random() < 0.02:
+            raise LostEnvironmentError("its process has ended")
+        if seed % 5 == 0 and seed not in self._failed:
+            self._failed.add(seed)
+            raise FailedEnvironmentError("the first time")
+        self._said[conversation] += 1
+        text, done = "x" * (len(args[0].text) % 4 + 1), self._said[conversation] > seed % 4
+        return Reply(observation=Observation(messages=text, reward=float(len(text)), done=done), tools=())
+
+
+class Conversations(ConversationGroup):
+    """The real group; messages of its processes take random times, and may overtake each other."""
+
+    def __init__(self, clock: SimulatedTime, chance: random.Random, engines: RolloutGroup) -> None:
+        session: Any = SimpleNamespace(monitor=clock)
+        processes: Any = [_process(clock, chance) for _ in range(PROCESSES)]
+        super().__init__(session, processes, engines)
+        self._clock, self._chance = clock, chance
+        self.unanswered: list[Call[Any]] = []
+        clock.listeners.append(self._end_in_time)
+
+    def call_one(self, process: int, method: object, item: WorkItem, chunks: Sequence[int]) -> ChunkCall[Any, Any]:
+        """Begins the conversations of an item."""
+        call = self._call(process, "generate")
+
+        def take(result: Any) -> list[Any]:
+            by_chunk, infos = result
+            call.chunks._refs.update(by_chunk)
+            return infos
+
+        self._deliver(call, self._host(process).generate(item), take)
+        return call
+
+    def submit(self, method: Any, *_: Any, processes: Any = None, **__: Any) -> ChunkCall[Any, Any]:
+        """Asks a process for turns."""
+        process = self.processes.index(processes[0])
+        call = self._call(process, method.name)
+        self._deliver(call, self._host(process).next_turns(), lambda turns: turns)
+        return call
+
+    def call_at(self, process: int, method: object, *args: Any, **_: Any) -> Call[Any]:
+        """Hands in a turn."""
+        self._host(process).answer(*args)
+        return self._call(process, "answer")
+
+    def _host(self, process: int) -> EnvironmentProcess:
+        host: Any = self.processes[process]
+        return host
+
+    def _call(self, process: int, label: str) -> ChunkCall[Any, Any]:
+        return ChunkCall[Any, Any](
+            label=label,
+            phase="rollout",
+            processes=[self.processes[process]],
+            done=[SimpleNamespace()],
+            monitor=self._session.monitor,
+            chunks=ChunkRefs({}),
+        )
+
+    def _deliver(self, call: Call[Any], answer: Future[Any], take: Callable[[Any], Any]) -> None:
+        """Brings the driver the result of a call, after a while."""
+        self.unanswered.append(call)
+
+        def arrive() -> None:
+            self.unanswered.remove(call)
+            call.results[0] = take(answer.result())
+            assert call.then is not None
+            call.then()
+
+        seconds = self._chance.choice([0.0, 0.01, 1.0]) * self._chance.random()
+        answer.add_done_callback(lambda _: self._clock.after(seconds, arrive))
+
+    def _end_in_time(self) -> None:
+        """Processes ask again and again, so that a deadlock is no lack of events."""
+        assert self._clock.now < LAST, f"no end; in progress: {[call.label for call in self.unanswered]}"
+
+
+def _process(clock: SimulatedTime, chance: random.Random) -> EnvironmentProcess:
+    """A process as it is after its start."""
+    settings = EnvironmentSettings(name="simulated", concurrency=CONCURRENCY)
+    process: Any = EnvironmentProcess(settings, "", {}, TurnLimits(context=999, turn=7, turns=9))
+    process._loop.close()
+    process._loop, process._child = Loop(clock), Child(chance)
+    tokenizer: Any = Characters()
+    process._tokenizer, process._renderer = tokenizer, TemplateRenderer(tokenizer, {})
+    return process

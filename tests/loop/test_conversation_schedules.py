@@ -1,0 +1,148 @@
+"""Conversations in simulated time: no turn exceeds the staleness bound, and each conversation is trained on once."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster import ray_api
+from megarl.cluster.calls import Condition
+from megarl.errors import RunError
+from tests.loop.simulated_conversations import Conversations
+from tests.loop.simulation import Setup, Simulation, content
+from tests.loop.test_rollout_buffer import ages, run, trained
+
+STEPS, SCHEDULES = 5, 8
+MODES = [("exact", 0), ("exact", 1), ("exact", 2), ("bounded", 1), ("bounded", 3), ("inflight", 1), ("inflight", 3)]
+
+
+@pytest.fixture(autouse=True)
+def references_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no object store."""
+    monkeypatch.setattr(ray_api, "get", lambda ref: ref)
+    monkeypatch.setattr(ray_api, "put", lambda value: value)
+
+
+def of(mode: str, staleness: int, seed: int, **settings: bool | int) -> Setup:
+    engines = 1 + seed % 3
+    return Setup(
+        staleness=staleness, mode=mode, engines=engines, steps=STEPS, filtered=False, conversations=True, **settings
+    )
+
+
+def assert_as_sampled(simulation: Simulation) -> Counter[str]:
+    """Compares each conversation with its turns as the engines recorded them; counts what versions they have."""
+    counts = Counter[str]()
+    for sampled in simulation.trained.values():
+        for (sample_id, ids, versions), sample in zip(content(sampled), sampled.rollouts.samples, strict=True):
+            expected: list[int] = []
+            of_tokens: list[int] = []
+            turns = 0
+            while (turn := simulation.engines.recorded.get(f"{sample_id}/turn-{turns}")) is not None:
+                read = [abs(token) for token in ids[: len(turn.request.prompt.token_ids) - sample.prompt_tokens]]
+                assert list(turn.request.prompt.token_ids[sample.prompt_tokens :]) == read
+                expected += [-token for token in turn.request.prompt.token_ids[sample.prompt_tokens + len(expected) :]]
+                expected += turn.token_ids
+                own = [span.version for span in turn.versions for _ in range(span.start, span.stop)]
+                of_tokens += own
+                counts["turns of several versions"] += len(set(own)) > 1
+                turns += 1
+            assert (ids, versions) == (expected, of_tokens)
+            assert sample.outcome is not None
+            assert (sample.outcome.turns, sample.outcome.failure) == (turns, None)
+            counts["of several versions"] += len(set(versions)) > 1
+            counts["turns"] += turns
+    return counts
+
+
+def assert_over(simulation: Simulation) -> None:
+    """Nothing is in progress, and no call has been forgotten."""
+    assert isinstance(simulation.generator, Conversations)
+    simulation.clock.work(30.0)
+    assert not simulation.engines.running
+    assert not simulation.generator.unanswered
+
+
+@pytest.mark.parametrize(("mode", "staleness"), MODES)
+def test_conversations_keep_the_bound_and_are_trained_as_sampled(mode: str, staleness: int) -> None:
+    counts, oldest, expected = Counter[str](), 0, None
+    for seed in range(SCHEDULES):
+        blocking = staleness == 0 or seed % 4 == 0
+        simulation = run(of(mode, staleness, seed, evaluates=seed % 2 == 0, blocking=blocking), seed)
+        counts += assert_as_sampled(simulation)
+        oldest = max(oldest, *(max(ages(step, each)) for step, each in simulation.trained.items()))
+        ids = [sample_id for samples in trained(simulation) for sample_id, _, _ in samples]
+        assert len(ids) == len(set(ids)) == STEPS * 6
+        expected = expected or trained(simulation)
+        assert mode != "exact" or trained(simulation) == expected, f"schedule {seed} differs"
+        assert_over(simulation)
+    assert oldest == staleness
+    assert counts["turns"] > 2 * SCHEDULES * STEPS * 6
+    assert (counts["of several versions"] > 0) == (mode != "exact")
+    assert (counts["turns of several versions"] > 0) == (mode == "inflight")
+
+
+@pytest.mark.parametrize(("mode", "staleness"), MODES[1:])
+def test_turns_of_engines_that_die_are_asked_again(mode: str, staleness: int) -> None:
+    replaced, expected, messages = 0, None, list[str]()
+    for seed in range(SCHEDULES):
+        setup = of(mode, staleness, seed + 1, losses=3, rolling=mode != "exact" and seed % 2 == 0)
+        simulation = Simulation(setup, random.Random(seed))
+        simulation.begin()
+        try:
+            for step in range(1, STEPS + 1):
+                simulation.step(step)
+        except RunError as error:
+            messages.append(str(error))
+            continue
+        assert_as_sampled(simulation)
+        assert all(max(ages(step, each)) <= staleness for step, each in simulation.trained.items())
+        expected = expected or trained(simulation)
+        assert mode != "exact" or trained(simulation) == expected
+        replaced += len(simulation.engines.replaced)
+        assert_over(simulation)
+    assert replaced > SCHEDULES / 2
+    assert all(mode == "exact" and "No engine is left with version" in message for message in messages)
+
+
+@pytest.mark.parametrize(("mode", "staleness"), MODES[1:])
+def test_a_run_resumes_with_conversations_in_progress(tmp_path: Path, mode: str, staleness: int) -> None:
+    """Those of the checkpoint are not held again; others begin anew, and keep the bound."""
+    straight, begun = trained(run(of(mode, staleness, 1), 0)), 0
+    for seed in range(SCHEDULES):
+        saved = 1 + seed % (STEPS - 1)
+        first = Simulation(of(mode, staleness, 1), random.Random(seed))
+        first.begin()
+        for step in range(1, saved + 1):
+            first.step(step)
+        first.clock.work(first.chance.random())
+        begun += len(first.buffer._in_progress)
+        state = first.buffer.state(tmp_path / str(seed))
+        resumed = Simulation(of(mode, staleness, seed), random.Random(seed + 1000))
+        resumed.buffer.load(state, tmp_path / str(seed))
+        resumed.begin(saved)
+        for step in range(saved + 1, STEPS + 1):
+            resumed.step(step)
+            assert max(ages(step, resumed.trained[step])) <= staleness
+        both = [*trained(first), *trained(resumed)]
+        ids = [sample_id for samples in both for sample_id, _, _ in samples]
+        assert len(ids) == len(set(ids)) == STEPS * 6
+        assert mode != "exact" or both == straight
+    assert begun > 0
+
+
+def test_the_time_limit_begins_again_with_each_turn() -> None:
+    simulation = Simulation(of("inflight", 1, 0), random.Random(0))
+    simulation.begin()
+    assert isinstance(simulation.generator, Conversations)
+    call = next(call for call in simulation.generator.unanswered if call.label == "generate")
+    assert call.late is not None
+    assert not call.late("too long")
+    simulation.clock.wait_until(Condition(lambda: bool(simulation.engines.recorded)))
+    simulation.clock.work(1.0)
+    assert not call.finished
+    assert call.late("too long")
+    assert not call.late("too long")
