@@ -1,4 +1,4 @@
-"""A run of conversations with an environment, sampled ahead by two engines: what is trained is what was sampled."""
+"""A run of conversations with an environment, sampled by two engines while their weights change."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.sort_letters.checkpoint import write_checkpoint
+from megarl.convert.exporting import export_checkpoint
+from megarl.convert.resources import Resources
 from megarl.rewards.functions import Completion
 from tests.e2e.runs import finish, lines, started
 
@@ -22,10 +24,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 CONFIG = r"""
 stage: grpo
-run: {{dir: {directory}/run, steps: 3}}
+run: {{dir: {directory}/run, steps: {steps}}}
+checkpoint: {{every: 1, keep: {steps}}}
 model: {{path: {directory}/model}}
 data: {{prompts: {directory}/tasks.jsonl, prompts_per_step: 3, samples_per_prompt: 4}}
-environment: {{name: "tests.environments.worlds:Letters", args: {{turns: 4}}, processes: 2}}
+environment: {{name: "tests.environments.worlds:Letters", args: {{turns: 3, pause: 0.3}}, processes: 2}}
 reward:
   functions: [{{name: "tests.e2e.test_environments:written", args: {{file: {directory}/trained.jsonl}}}}]
   judge_model:
@@ -41,13 +44,15 @@ cluster: {{device: cpu, devices_per_node: 4}}
 groups: {{train: {{devices: "0", roles: {{actor: {{tokens_per_micro_batch: 128}}}}}}}}
 rollout:
   devices: "1-2"
-  max_new_tokens: 6
-  max_model_len: 60
-  max_staleness: 1
+  max_new_tokens: 14
+  max_model_len: 64
   stop_token_ids: [{stops}]
   record: {directory}/sampled
 actor: {{optimizer: {{lr: 1.0e-3}}}}
 """
+
+
+STEPS = 5
 
 
 def written(completion: Completion, file: str) -> float:
@@ -63,27 +68,46 @@ def written(completion: Completion, file: str) -> float:
     return completion.response_tokens / 10
 
 
-def test_a_run_is_trained_on_the_turns_that_the_engines_sampled(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "{mode: inflight, max_staleness: 2}",
+        pytest.param("{mode: inflight, max_staleness: 2, inflight_cache: keep}", marks=pytest.mark.matrix),
+        pytest.param("{mode: bounded, max_staleness: 2}", marks=pytest.mark.matrix),
+        pytest.param("{mode: exact, max_staleness: 1}", marks=pytest.mark.matrix),
+    ],
+)
+def test_a_run_is_trained_on_the_turns_that_the_engines_sampled(tmp_path: Path, mode: str) -> None:
     write_checkpoint(tmp_path / "model", 0)
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"number": number}) + "\n" for number in range(5)))
-    stops = ", ".join(map(str, range(3, 60)))
+    stops = ", ".join(map(str, range(3, 13)))
     write_judge(tmp_path / "judge")
-    (tmp_path / "run.yaml").write_text(CONFIG.format(directory=tmp_path, stops=stops))
-    with started(["train", str(tmp_path / "run.yaml")], writes_model=True) as run:
+    (tmp_path / "run.yaml").write_text(CONFIG.format(directory=tmp_path, stops=stops, steps=STEPS))
+    with started(["train", str(tmp_path / "run.yaml"), f"rollout={mode}"], writes_model=True) as run:
         finished = finish(*run)
     assert finished.status == 0, finished.errors
     finished.assert_clean()
     steps = lines(tmp_path / "run" / "metrics.jsonl")
     assert steps[0]["rollout/logprob_gap"] < 1e-4, "trainer and engines disagree"
-    assert [step["staleness/max"] for step in steps] == [0, 1, 1]
+    stale, inflight = [step["staleness/max"] for step in steps], "inflight" in mode
+    assert stale == [0, 1, 1, 1, 1] if "exact" in mode else max(stale) in (1, 2)
     _, *trained = lines(tmp_path / "trained.jsonl")  # without the trial call
-    assert len(trained) == 36
-    assert sum(check_turns(trained, tmp_path / "sampled")) > 50
+    assert len(trained) == STEPS * 12
+    sampled = tmp_path / "sampled"
+    turns = sorted((path for path in sampled.iterdir()), key=lambda path: path.name)
+    versions = {path: np.load(path)["versions"][:, 2].tolist() for path in turns}
+    assert any(len(own) > 1 for own in versions.values()) == inflight, "weights change in a turn"
+    of_conversations: dict[str, set[int]] = {}
+    for path, own in versions.items():
+        of_conversations.setdefault(path.name.partition("turn-")[0], set()).update(own)
+    assert any(len(own) > 1 for own in of_conversations.values()) == ("exact" not in mode), "and between turns"
+    assert_log_probabilities(turns, tmp_path, whole="keep" not in mode)
+    assert sum(check_turns(trained, sampled)) > len(trained)
     judged = [judged_by_transformers(tmp_path / "judge", row["response"]) for row in trained]
-    for number, step in enumerate(steps):
-        expected = [score for score in judged[12 * number : 12 * number + 12] if score is not None]
-        assert step["rewards/unscored/judge_model"] == 12 - len(expected)
-        assert step["scores/judge_model"] == pytest.approx(np.mean(expected))
+    known = [score for score in judged if score is not None]
+    assert sum(step["rewards/unscored/judge_model"] for step in steps) == len(judged) - len(known)
+    scored = [(step["scores/judge_model"], 12 - step["rewards/unscored/judge_model"]) for step in steps]
+    assert sum(mean * count for mean, count in scored) == pytest.approx(sum(known))
 
 
 def check_turns(trained: Sequence[dict[str, Any]], sampled: Path) -> list[int]:
@@ -103,6 +127,36 @@ def check_turns(trained: Sequence[dict[str, Any]], sampled: Path) -> list[int]:
             pytest.fail(f"no engine sampled {row}")
     assert sum(turns) == len(list(sampled.glob("*"))), "every turn is trained on, once"
     return turns
+
+
+def assert_log_probabilities(turns: Sequence[Path], directory: Path, *, whole: bool) -> None:
+    """Compares each token's log-probability with that of transformers, with the weights of the token's version.
+
+    Args:
+        whole: also in turns of several versions, whose later weights have read the whole conversation.
+    """
+    models = [AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)]
+    for step in range(1, STEPS):
+        hf, resources = directory / f"version-{step}", Resources(memory=4 << 30, processes=1)
+        export_checkpoint(directory / "run", hf, resources=resources, template=directory / "model", step=step)
+        models.append(AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32))
+    later = 0
+    for path in turns:
+        with np.load(path) as stored:
+            prompt, ids, own = (stored[name] for name in ("prompt_ids", "response_ids", "rollout_logprobs"))
+            spans = stored["versions"].tolist()
+        if len(spans) > 1 and not whole:
+            continue
+        tokens = torch.from_numpy(np.concatenate([prompt, ids]).astype(np.int64))
+        for start, stop, version, _ in spans:
+            with torch.no_grad():
+                by_version = [model(tokens[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for model in models]
+            expected = torch.stack([logprobs.gather(1, tokens[len(prompt) :, None])[:, 0] for logprobs in by_version])
+            gaps = (expected - torch.from_numpy(own)).abs()[:, start:stop].amax(1)
+            assert gaps[version] < 1e-4, path
+            later += version > 0
+            assert version == 0 or gaps[version - 1] > 10 * gaps[version], "the versions are alike"
+    assert later > STEPS
 
 
 @torch.no_grad()

@@ -15,15 +15,16 @@ from megarl.environments.environment import Action, Environment, EnvironmentTask
 class Letters(Environment):
     """Asks for letters, one a turn, as texts that follow as they are."""
 
-    def __init__(self, turns: int = 3) -> None:
-        self._turns = turns
+    def __init__(self, turns: int = 3, pause: float = 0.0) -> None:
+        self._turns, self._pause = turns, pause
 
     def reset(self, task: EnvironmentTask, seed: int) -> str:
         self._random = random.Random(seed)
         self._asked = 0
         return self._question()
 
-    def step(self, action: Action) -> Observation:
+    async def step(self, action: Action) -> Observation:
+        await asyncio.sleep(self._pause)
         self._asked += 1
         right = action.content.strip() == self._letter
         done = self._asked == self._turns
