@@ -39,6 +39,9 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 T = TypeVar("T")
 
+_OVERLOAD = 2
+"""A prompt leaves the engine that has its beginning where that has so many times the tokens of the least busy one."""
+
 Finished = Callable[[ChunkCall[list[SampleInfo], RolloutChunk]], None]
 """Gets the call that generated an item when it is finished."""
 
@@ -46,9 +49,10 @@ Finished = Callable[[ChunkCall[list[SampleInfo], RolloutChunk]], None]
 class RolloutGroup(WorkerGroup[RolloutEngine]):
     """vLLM engines, each on `rollout.tp` devices.
 
-    Items of work wait here in the order in which they were asked for. The engine with the fewest responses in progress
-    takes the next one, as long as it has room and is not held. Where engines may be replaced, one that dies or exceeds
-    its time limit is started again, and others answer what it was asked; it takes part again after a sync.
+    Items of work wait here in the order in which they were asked for. Of the engines that have room and are not held,
+    the one with the fewest tokens in flight takes the next one: those of prompts, and those that may be sampled. Where
+    engines may be replaced, one that dies or exceeds its time limit is started again, and others answer what it was
+    asked; it takes part again after a sync.
 
     Args:
         model_dir: Hugging Face directory of the model.
@@ -104,7 +108,8 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self._waiting: list[tuple[int, WorkItem, Finished]] = []  # a heap
         self._room = [0] * rollout.engines
         self._starting: dict[int, Call[int]] = {}  # of replaced engines, until they have weights
-        self._in_progress = [0] * rollout.engines
+        self._in_progress, self._in_flight = [0] * rollout.engines, [0] * rollout.engines  # responses, and tokens
+        self._new_tokens = rollout.max_new_tokens
         self._held: set[int] = set()
         self._busy_s, self._tokens = [0.0] * rollout.engines, [0] * rollout.engines
         self._changed = [time.perf_counter()] * (rollout.engines + 1)  # of each engine, and of the last reading
@@ -138,7 +143,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
     def sample(self, request: SampleRequest, done: Finished, *, engine: int | None = None) -> None:
         """Generates one response, the row of chunk 0 of the call that `done` gets; returns at once.
 
-        The engine that has the prompt's beginning in its cache, `engine`, takes the request if it has room.
+        The engine that has the prompt's beginning in its cache, `engine`, takes the request unless it is overloaded.
         """
         self._push(WorkItem(chunk=0, requests=(request,), engine=engine), done)
         self._assign()
@@ -208,13 +213,18 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self.monitor.wait_until(answered)
         return [usage for call in calls.values() for usage in call.results.values()]
 
-    def _count(self, engine: int, responses: int) -> None:
-        """Adds to an engine's responses in progress."""
+    def _count(self, engine: int, responses: int, tokens: int = 0) -> None:
+        """Adds to an engine's responses in progress, and to its tokens in flight."""
         now = time.perf_counter()
         if self._in_progress[engine]:
             self._busy_s[engine] += now - self._changed[engine]
         self._changed[engine] = now
         self._in_progress[engine] += responses
+        self._in_flight[engine] += tokens
+
+    def _tokens_of(self, item: WorkItem) -> int:
+        """Returns the tokens that an item may come to have."""
+        return sum(len(each.prompt.token_ids) + (each.max_new_tokens or self._new_tokens) for each in item.requests)
 
     def require(self, awaited: Awaited) -> None:
         """Waits until `awaited` is finished; raises WorkerError if all engines are lost and get no weights again."""
@@ -260,9 +270,11 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             if not free:
                 return
             number, item, done = heapq.heappop(self._waiting)
-            least = min(free, key=lambda index: self._in_progress[index] / self._room[index])
-            engine = item.engine if item.engine in free else least
-            self._count(engine, len(item.requests))
+            tokens, in_flight = self._tokens_of(item), self._in_flight
+            engine = min(free, key=lambda index: in_flight[index])
+            if item.engine in free and in_flight[item.engine] <= _OVERLOAD * (in_flight[engine] + tokens):
+                engine = item.engine
+            self._count(engine, len(item.requests), tokens)
             call = self.call_one(engine, RolloutEngine.generate, item, [item.chunk])
             call.then = partial(self._finish, engine, self.processes[engine], item, done, call)
             if self._replacements:
@@ -277,7 +289,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         call: ChunkCall[list[SampleInfo], RolloutChunk],
     ) -> None:
         if self.processes[engine] is process:
-            self._count(engine, -len(item.requests))
+            self._count(engine, -len(item.requests), -self._tokens_of(item))
             self._tokens[engine] += sum(sample.response_tokens for sample in call.results[0])
         done(call)
         self._assign()
@@ -306,7 +318,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             limit = f"rollout.max_replacements = {self._replacements}"
             raise WorkerError(f"{cause}\nNo engine is replaced any more: {limit} is reached.")
         self.replaced.append(cause)
-        self._count(engine, -self._in_progress[engine])
+        self._count(engine, -self._in_progress[engine], -self._in_flight[engine])
         self._room[engine] = 0
         self._session.end(process)
         self.processes[engine] = self._launch(engine)

@@ -58,7 +58,7 @@ class Engines(RolloutGroup):
         session: Any = SimpleNamespace(
             monitor=clock, launch_stepping=lambda *_, **__: object(), end=self._kill, silent=self._silent
         )
-        rollout: Any = SimpleNamespace(devices=f"0-{engines - 1}", tp=1, engines=engines)
+        rollout: Any = SimpleNamespace(devices=f"0-{engines - 1}", tp=1, engines=engines, max_new_tokens=7)
         super().__init__(session, rollout, "nowhere", vocab_size=10, device="cpu", replacements=losses)
         self._clock, self._chance, self._mode, self._start_s = clock, chance, mode, start_s
         self.versions: dict[Any, int] = {}

@@ -11,7 +11,10 @@ import pytest
 from megarl.cluster import ray_api
 from megarl.cluster.calls import Condition
 from megarl.errors import RunError
+from megarl.plan.simulation import SimulatedTime
+from megarl.types import Prompt, SampleRequest
 from tests.loop.simulated_conversations import Conversations
+from tests.loop.simulated_engines import Engines
 from tests.loop.simulation import Setup, Simulation, content
 from tests.loop.test_rollout_buffer import ages, run, trained
 
@@ -146,3 +149,25 @@ def test_the_time_limit_begins_again_with_each_turn() -> None:
     assert not call.finished
     assert call.late("too long")
     assert not call.late("too long")
+
+
+def test_a_turn_goes_to_the_engine_with_its_prefix_unless_that_has_too_many_tokens() -> None:
+    engines = Engines(SimulatedTime(), random.Random(0), engines=3, mode="exact", losses=0, start_s=0.0)
+    engines.versions = dict.fromkeys(engines.processes, 0)
+    engines._open(dict.fromkeys(range(3), 99))
+
+    def taken_by(prompt: int, engine: int | None = None) -> int:
+        before = list(engines._in_progress)
+        ids = tuple(range(prompt))
+        engines.sample(
+            SampleRequest(sample_id="1/a/0/turn-0", prompt=Prompt(prompt_id="a", token_ids=ids), seed=0),
+            lambda _: None,
+            engine=engine,
+        )
+        return next(index for index in range(3) if engines._in_progress[index] > before[index])
+
+    assert [taken_by(93), taken_by(33), taken_by(33), taken_by(33)] == [0, 1, 2, 1], "100, 80 and 40 tokens"
+    assert taken_by(13, engine=0) == 0, "100 is at most twice 40 and 20"
+    assert taken_by(3, engine=0) == 2, "120 is more than twice 40 and 10"
+    engines._clock.work(30.0)
+    assert engines._in_flight == [0, 0, 0]
