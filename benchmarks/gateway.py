@@ -1,6 +1,7 @@
 """The gateway's cost: 64 sessions of 20 turns at once, with a model that answers at once and clients in this process.
 
-Prints milliseconds per turn, of the clients too, all in one thread, by the turns that a session has had.
+Prints milliseconds per turn, of the clients too, all in one thread, by the turns that a session has had; and those that
+reading a turn and rendering what follows takes, by family of the chat template.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from megarl.environments.chat import TemplateRenderer
 from megarl.environments.chat_session import TurnLimits
 from megarl.environments.conversation import SampledTurn
 from megarl.types import SampleRequest, VersionSpan
+from tests.environments.families import FAMILIES, end_ids, tokenizer
 from tests.environments.gateways import GatewayTest, GatewayWorld, gateway_tokenizer, gateway_world
 
 SESSIONS, TURNS, QUESTION, ANSWER = 64, 20, "a question of some words; " * 8, "an answer of some words. " * 8
@@ -70,6 +73,23 @@ async def _measure(directory: Path) -> None:
             assert [len(branch.turns) for branch in session.conversation.branches] == [TURNS]
 
 
+def _render(name: str) -> None:
+    """Prints what turns of a long conversation cost."""
+    renderer = TemplateRenderer(tokenizer(name), {}, ends=end_ids(name))
+    sampled = [*tokenizer(name).continuation(FAMILIES[name].said(ANSWER.strip())), end_ids(name)[0]]
+    question, spent = {"role": "user", "content": QUESTION}, list[float]()
+    chat: list[Any] = [question]
+    for _ in range(80):
+        start = time.process_time()
+        action = renderer.read(sampled, True, prompt=(), tools=())
+        assert renderer.follow(chat, action, [question], prompt=(), tools=()) is not None
+        spent.append((time.process_time() - start) * 1e3)
+        chat += [action.message, question]
+    print(f"{name:10} " + ", ".join(f"turn {turn}: {min(spent[turn - 5 : turn]):.2f} ms" for turn in (5, 20, 80)))
+
+
 if __name__ == "__main__":
+    for family in ("qwen2.5", "qwen3-2507", "qwen3", "llama3"):
+        _render(family)
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(_measure(Path(directory)))
