@@ -8,14 +8,17 @@ table has medians, and medians of the ratios within a repetition. The loads:
 - even: responses of equal lengths, whose generation takes about as long as the training;
 - lengths: every token ends its response with the same probability, so that a few responses are long;
 - rewards: equal lengths, and a reward function that sleeps from 0.5 to 4 s for each response;
-- passes: lengths as above, with a critic and a reference, which have a device of their own.
+- passes: lengths as above, with a critic and a reference, which have a device of their own;
+- conversations: four turns of about 32 tokens, with an environment that sleeps from 1 to 5 s after each.
 
-Processes compute with one thread each. Seconds are those of all steps, the first included, which fills the pipeline.
+Processes compute with one thread each. Seconds are those of all steps, the first included, which fills the pipeline;
+the idle fraction of the engine is that of the steps without their first and last quarter.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import random
@@ -31,10 +34,14 @@ from typing import Any
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from examples.sort_letters.checkpoint import tokenizer
+from megarl.environments.environment import Action, Environment, EnvironmentTask, Observation
 from megarl.rewards.functions import Completion
 
 ROOT = Path(__file__).parents[1]
-SLEEP_S = (0.5, 4.0)
+SLEEP_S, TOOL_S = (0.5, 4.0), (1.0, 5.0)
 SETTINGS: Mapping[str, Any] = {
     "defaults": [str(ROOT / "configs/debug/base.yaml")],
     "stage": "ppo",
@@ -53,16 +60,22 @@ SETTINGS: Mapping[str, Any] = {
 EXACT = ["rollout.max_staleness=1"]
 BOUNDED = ["rollout.max_staleness=4", "rollout.mode=bounded"]
 INFLIGHT = ["rollout.max_staleness=4", "rollout.mode=inflight"]
+TWO = "rollout.max_staleness=2"
 PARTS = ["rollout.inference_parts=8"]
 SLOW = "reward={processes: 8, functions: [{name: 'benchmarks.asynchronous:slow_tokens'}]}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is sampled, scored and trained on, and the ways of training that are compared with the synchronous one."""
+    """What is sampled, scored and trained on, and the ways of training that are compared with the synchronous one.
+
+    Args:
+        talks: it needs a tokenizer.
+    """
 
     overrides: Sequence[str]
     ways: Mapping[str, Sequence[str]]
+    talks: bool = False
 
 
 EIGHT = "data={prompts_per_step: 2, samples_per_prompt: 4}"
@@ -89,6 +102,18 @@ LOADS: Mapping[str, Load] = {
         ],
         ways={"8 parts": PARTS, "exact, 1": EXACT, "1, 8 parts": [*EXACT, *PARTS]},
     ),
+    "conversations": Load(
+        overrides=[
+            "data={random: null, tasks: 1000, prompts_per_step: 8, samples_per_prompt: 4}",
+            "environment={name: 'benchmarks.asynchronous:SlowTool'}",
+            "reward.functions=[]",
+            "model.vocab_size=99",
+            "rollout={min_new_tokens: 32, max_new_tokens: 48}",
+            f"rollout.stop_token_ids={list(range(4, 99))}",
+        ],
+        ways={"exact, 1": EXACT, "bounded, 2": [*BOUNDED, TWO], "inflight, 2": [*INFLIGHT, TWO]},
+        talks=True,
+    ),
 }
 SYNCHRONOUS = "synchronous"
 
@@ -106,6 +131,20 @@ def slow_tokens(completion: Completion) -> float:
     return tokens(completion)
 
 
+class SlowTool(Environment):
+    """Asks four times, and sleeps before each answer."""
+
+    def reset(self, task: EnvironmentTask, seed: int) -> str:
+        self._random, self._left = random.Random(seed), 4
+        return "ask: "
+
+    async def step(self, action: Action) -> Observation:
+        await asyncio.sleep(self._random.uniform(*TOOL_S))
+        self._left -= 1
+        vowels = sum(letter in "aeiou" for letter in action.text)
+        return Observation(messages=" more: ", reward=vowels / 10, done=self._left == 0)
+
+
 Step = Mapping[str, float]
 
 
@@ -118,6 +157,7 @@ class Times:
         syncing: the transfer of the weights.
         age: mean age of the tokens, versions.
         oldest: the largest one.
+        idle: the engine's idle fraction.
     """
 
     step: float
@@ -125,6 +165,7 @@ class Times:
     syncing: float
     age: float
     oldest: float
+    idle: float
 
     @property
     def waiting(self) -> float:
@@ -136,6 +177,8 @@ class Times:
         def mean(name: str) -> float:
             return sum(step.get(name, 0.0) for step in steps) / len(steps)
 
+        quarter = len(steps) // 4
+        middle = steps[quarter : len(steps) - quarter]
         return cls(
             step=mean("time/step"),
             training=sum(min(step["time/logprobs"], step["time/experience"]) for step in steps) / len(steps)
@@ -143,6 +186,8 @@ class Times:
             syncing=mean("sync/seconds"),
             age=mean("staleness/mean"),
             oldest=max(step["staleness/max"] for step in steps),
+            idle=sum(step["rollout/engine_idle"] * step["time/step"] for step in middle)
+            / sum(step["time/step"] for step in middle),
         )
 
 
@@ -162,10 +207,12 @@ def run(overrides: Sequence[str], steps: int) -> Times:
 def measure(load: Load, steps: int, repetitions: int) -> Mapping[str, Sequence[Times]]:
     """Runs every way of training once in each repetition."""
     ways = {SYNCHRONOUS: (), **load.ways}
-    rounds = [
-        {name: run([*load.overrides, *overrides], steps) for name, overrides in ways.items()}
-        for _ in range(repetitions)
-    ]
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer().save_pretrained(directory)
+        shared = [*load.overrides, *([f"model.tokenizer={directory}"] if load.talks else [])]
+        rounds = [
+            {name: run([*shared, *overrides], steps) for name, overrides in ways.items()} for _ in range(repetitions)
+        ]
     return {name: [times[name] for times in rounds] for name in ways}
 
 
@@ -181,10 +228,11 @@ def report(name: str, measured: Mapping[str, Sequence[Times]]) -> None:
             f"{training:.2f} s",
             f"{syncing * 1000:.0f} ms",
             f"{share:.1%}",
+            f"{median(times.idle for times in runs):.1%}",
             ages,
             f"{median(gains):.2f}" + (f" ({gains[0]:.2f} to {gains[-1]:.2f})" if len(gains) > 1 else ""),
         )
-        print(f"{name:10}{way:14}" + "".join(f"{cell:>11}" for cell in cells), flush=True)
+        print(f"{name:15}{way:14}" + "".join(f"{cell:>11}" for cell in cells), flush=True)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -193,8 +241,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--repetitions", type=int, default=1)
     options = parser.parse_args(arguments)
-    columns = ("step", "waiting", "training", "sync", "share", "age, max", "gain")
-    print(f"{'load':10}{'mode, age':14}" + "".join(f"{column:>11}" for column in columns))
+    columns = ("step", "waiting", "training", "sync", "share", "idle", "age, max", "gain")
+    print(f"{'load':15}{'mode, age':14}" + "".join(f"{column:>11}" for column in columns))
     for name in options.load or LOADS:
         report(name, measure(LOADS[name], options.steps, options.repetitions))
 
