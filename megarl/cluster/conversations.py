@@ -31,7 +31,7 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
     """Processes that run conversations, whose turns the engines sample; spread over the nodes, without a device.
 
     Each process is asked for turns as long as it has conversations. A turn goes to the engine that sampled the one
-    before it, which has its prefix, if that has room. The time limit of a process begins again with each of its turns.
+    before it, which has its prefix, unless that is overloaded. The time limit of a process begins again with each turn.
 
     Args:
         gateway: the environment is one.
