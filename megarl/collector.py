@@ -27,4 +27,4 @@ def importing() -> Generator[None]:
     """
     with collector_paused():
         yield
-    gc.freeze()
+        gc.freeze()  # before the collector is on again, which would scan all of it at once

@@ -18,7 +18,6 @@ from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parall
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from megarl.data.packing import PackShape
 
@@ -159,6 +158,8 @@ class PackedAttention(torch.nn.Module):
         return self._by_rectangle(query, key, value, packed_seq_params.arrangement)
 
     def _variable_length(self, query: Tensor, key: Tensor, value: Tensor, pack: PackParams) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn  # with torch's compiler, which takes a third of a second
+
         bounds = pack.cu_seqlens_q, pack.cu_seqlens_kv, pack.shape.max_seqlen, pack.shape.max_seqlen
         gqa, size = query.shape[1] != key.shape[1], query.shape[2]
         if missing := -size % HEAD_STEP:

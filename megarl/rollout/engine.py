@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from megarl.collector import importing
 from megarl.models import model_spec
 from megarl.remote import remote
 from megarl.rollout.completions import (
@@ -27,7 +26,7 @@ from megarl.rollout.completions import (
 from megarl.rollout.engine_memory import cache_bytes
 from megarl.rollout.engine_state import EngineState
 from megarl.rollout.requests import Requests, generation_params, scoring_params, stop_token_ids
-from megarl.rollout.vllm_environment import lazy_metadata, scratch_directory, set_vllm_environment, temporary_files_in
+from megarl.rollout.vllm_environment import importing_vllm, scratch_directory, set_vllm_environment, temporary_files_in
 from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
 from megarl.weights.hf_files import read_config
 from megarl.weights.shard_map import ShardMap
@@ -116,7 +115,7 @@ class RolloutEngine:
         """
         self._scratch = scratch_directory()
         set_vllm_environment(self._device, self._scratch.name, self._threads)
-        with importing(), lazy_metadata():
+        with importing_vllm(self._device):
             from vllm import EngineArgs, LLMEngine
             from vllm.config import WeightTransferConfig
             from vllm.usage.usage_lib import UsageContext
@@ -149,7 +148,7 @@ class RolloutEngine:
             disable_log_stats=True,
             use_tqdm_on_load=False,
         )
-        with importing(), temporary_files_in(self._scratch.name):  # vLLM's worker and the model's modules
+        with importing_vllm(self._device), temporary_files_in(self._scratch.name):  # its worker and the model's modules
             self._llm = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)  # allows the largest batches
         self._requests = Requests(self._llm)
         self._call("prepare", self.shard_maps(), self._vocab_size)

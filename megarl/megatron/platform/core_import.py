@@ -7,14 +7,12 @@ import importlib.util
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, cast
 
-import torch
+from megarl.lazy_compiling import absent, compiled_at_first_call
 
 _CORE = "megatron.core"
 
@@ -48,46 +46,3 @@ def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     with compiled_at_first_call(), absent("wandb"):  # which its inference engine logs to, if it can be imported
         execute(module)
-
-
-@contextmanager
-def compiled_at_first_call() -> Iterator[None]:
-    """Defers the compilation of functions that torch.compile wraps in the block to their first call.
-
-    torch.compile imports the compiler, which takes longer than all of megatron-core, and megatron-core wraps functions
-    at import that few runs call (``megatron/core/jit.py``, 0.16.1).
-    """
-    at_once = torch.compile
-    torch.compile = functools.partial(_deferred, at_once)
-    try:
-        yield
-    finally:
-        torch.compile = at_once
-
-
-@contextmanager
-def absent(module: str) -> Iterator[None]:
-    """Has imports of a module fail in the block, unless it has been imported."""
-    hidden = module not in sys.modules
-    if hidden:
-        sys.modules[module] = cast(Any, None)
-    try:
-        yield
-    finally:
-        if hidden:
-            del sys.modules[module]
-
-
-def _deferred(compile_: Callable[..., Any], function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    if function is None:
-        return functools.partial(_deferred, compile_, **options)
-
-    @functools.cache
-    def compiled() -> Callable[..., Any]:
-        return compile_(function, **options)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return compiled()(*args, **kwargs)
-
-    return call
