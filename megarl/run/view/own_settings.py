@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
-from megarl.config import ConfigError, build
 from megarl.config.inheritance import merged, recipes
+from megarl.config.schema import STAGES
 from megarl.config.short_stages import RECIPES
 from megarl.run.compare import flat
 from megarl.run.paths import RunPaths, read_config
@@ -19,13 +19,13 @@ _REQUIRED: Final = object()
 def read_settings(run: RunPaths) -> dict[str, Any]:
     """Returns the settings of a run by path, and the defaults of those that are others: null if there is none.
 
-    `own` is null for a configuration that this version does not accept.
+    `own` is null for a configuration that this version does not accept. Its files need not be on this machine.
     """
     fields = read_config(run.config)
     settings = dict(flat(fields)) if fields else {}
     try:
-        own = dict(_own(build(fields), None)) if fields else {}
-    except ConfigError:
+        own = dict(_own(STAGES[fields["stage"]].model_validate(fields), None)) if fields else {}
+    except (KeyError, ValidationError):
         own = None
     return {"settings": settings, "own": own}
 

@@ -12,6 +12,7 @@ from megarl.run.paths import RunPaths
 from megarl.run.trace import follow_trace
 
 _STEP = re.compile(r"step \d+")
+_NUMBER = re.compile(r"(\d+)")
 _LONGEST_LISTED = 6
 
 TraceSpan = tuple[float, float, str]
@@ -72,7 +73,7 @@ class Timeline:
         if start >= end or columns < 1:
             raise ValueError(f"{start} to {end} in {columns} columns: a range of times, and one column at least")
         rows: list[dict[str, Any]] = []
-        for _, row in sorted(self._rows.items()):
+        for _, row in sorted(self._rows.items(), key=_place):
             seen = _between(row.spans, start, end)
             seconds: dict[str, float] = {}
             for begun, ended, name in seen:
@@ -86,6 +87,12 @@ class Timeline:
                 }
             )
         return {"start": start, "end": end, "whole": self.end, "rows": [row for row in rows if row["spans"]]}
+
+
+def _place(item: tuple[tuple[int, int], TraceRow]) -> tuple[Any, ...]:
+    """Orders rows: the steps, the driver, then by name, rank 2 before rank 10."""
+    (attempt, thread), row = item
+    return attempt, min(thread, 1), [int(part) if part.isdigit() else part for part in _NUMBER.split(row.name)]
 
 
 def _between(spans: list[TraceSpan], start: float, end: float) -> list[TraceSpan]:

@@ -131,6 +131,21 @@ def test_the_timeline_of_a_resumed_run_continues(run: MadeRun, view: RunView) ->
     assert (after["whole"], after["rows"][-1]["attempt"], len(after["rows"])) == (55, 2, 4)
 
 
+def test_the_timeline_has_ranks_in_their_order(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "run")
+    names = ["driver", "train rank 10", "train rank 2", "rollout engine 0"]
+    rows = [
+        {"ph": "M", "pid": 1, "tid": row, "name": "thread_name", "args": {"name": name}}
+        for row, name in enumerate(names)
+    ]
+    events = [*rows, *(span(row, "update", 0, 1) for row in range(4))]
+    (run.path / "trace.json").write_text(
+        "".join(f"{',' if n else '['}{json.dumps(event)}\n" for n, event in enumerate(events))
+    )
+    shown = [row["name"] for row in ask(RunView(run.path, "run"), "timeline")["rows"]]
+    assert shown == ["driver", "rollout engine 0", "train rank 2", "train rank 10"]
+
+
 def test_the_timeline_includes_the_part_before_a_rotation(run: MadeRun, view: RunView) -> None:
     """Also when the file is rotated again while the page is open."""
     trace, earlier = run.path / "trace.json", run.path / "trace.1.json"
@@ -150,9 +165,10 @@ def test_the_timeline_includes_the_part_before_a_rotation(run: MadeRun, view: Ru
 
 def test_settings_that_are_not_the_defaults(tmp_path: Path) -> None:
     config = load(DEBUG, ["algo.kl.coef=0.125", "algo.kl.estimator=k2", "algo.policy_loss.clip=0.3"])
-    (tmp_path / "config.yaml").write_text(as_yaml(config))
+    (tmp_path / "config.yaml").write_text(as_yaml(config).replace("prompts: null", "prompts: on/another/machine.jsonl"))
     found = ask(RunView(tmp_path, "run"), "settings")
     assert found["settings"]["algo.kl.coef"] == 0.125
+    assert found["own"]["data.prompts.path"] is None
     own = found["own"]
     assert (own["algo.kl.coef"], own["algo.kl.estimator.name"], own["algo.policy_loss.clip"]) == (0.0, "k1", 0.2)
     assert "tracking.samples" not in own

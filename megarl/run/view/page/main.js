@@ -7,6 +7,7 @@ const panel = document.getElementById("view"), tabs = document.getElementById("t
 function drawTabs() {
   tabs.replaceChildren(...Object.entries(VIEWS).map(([name, view]) => el("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-selected": String(name === state.view), "aria-controls": "view", onclick: () => { location.hash = name; } }, view.name)));
   panel.setAttribute("aria-labelledby", `tab-${state.view}`);
+  document.getElementById(`tab-${state.view}`).scrollIntoView({ block: "nearest" });
 }
 
 async function open() {

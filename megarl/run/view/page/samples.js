@@ -127,7 +127,7 @@ function responseCard(sample, { text, best, worst, marks, label, reward, colorin
     el("div", { class: "top" }, el("span", { class: `score ${tone}` }, main === null ? "unscored" : score(main)), label ? el("span", { class: "muted" }, label) : null,
       sample.advantage === null || sample.advantage === undefined ? null : el("span", { class: `number ${sample.advantage > 0 ? "good" : sample.advantage < 0 ? "bad" : "muted"}` }, `advantage ${signed(sample.advantage)}`)),
     coloring && sample.tokens ? coloring.draw(sample) : el("pre", { class: "text" }, response ? shown(response, marks || found(response, text || "")) : el("span", { class: "muted" }, "(empty)")),
-    el("div", { class: "facts" }, scores.length > 1 || scores.some(([, value]) => value !== sample.score) ? scores.map(([name, value]) => el("span", {}, `${name} ${score(value)}`)) : scores.map(([name]) => el("span", {}, name)),
+    el("div", { class: "facts" }, scores.map(([name, value]) => el("span", {}, `${name} ${score(value)}`)),
       sample.response_tokens === undefined ? null : el("span", {}, `${sample.response_tokens} tokens`),
       el("span", { class: sample.finished ? "" : "warn" }, sample.finished ? "ended by the model" : "cut off at the length limit"),
       versions.length ? el("span", { title: "Versions of the weights that generated it" }, `weights ${versions.length > 1 ? `${versions[0]}–${versions[versions.length - 1]}` : versions[0]}`) : null));

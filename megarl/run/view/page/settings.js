@@ -20,7 +20,8 @@ const settingsView = {
       const values = runs.map((run) => run.settings[field]), differs = base.differs(field, values);
       return { field, values, differs, from: base.value(field) };
     }).filter(({ field, differs, values }) => (this.all || differs) && (!words || `${field} ${values.map(plain).join(" ")}`.toLowerCase().includes(words)));
-    if (!rows.length) return el("div", { class: "empty" }, words ? "No setting has this text." : "Nothing differs.");
+    const unknown = this.against === "defaults" && runs.some(({ own }) => !own);
+    if (!rows.length) return el("div", { class: "empty" }, words ? "No setting has this text." : unknown ? "This version of MegaRL does not accept the configuration, and does not know its defaults." : "Nothing differs.");
     return el("table", {}, el("tr", {}, el("th", {}, "Setting"), state.runs.map((run) => el("th", {}, run.name)), base.title ? el("th", {}, base.title) : null),
       rows.map(({ field, values, differs, from }) => el("tr", {}, el("td", { class: "mono field" }, field), values.map((value) => el("td", { class: "mono", style: differs && this.all ? { fontWeight: 650 } : {} }, shown(plain(value)))), base.title ? el("td", { class: "mono muted" }, from === undefined ? "" : shown(plain(from))) : null)));
   },

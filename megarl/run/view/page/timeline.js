@@ -105,7 +105,7 @@ const timelineView = {
       draw.fillRect(Math.min(...this.drag), AXIS, Math.abs(this.drag[1] - this.drag[0]), height);
       draw.globalAlpha = 1;
     }
-    this.where.textContent = `${axisTime(start, end - start)} to ${axisTime(end, end - start)} of ${seconds(this.data.whole)}`;
+    this.where.textContent = `${axisTime(start, end - start)} to ${axisTime(end, end - start)} of ${axisTime(this.data.whole, this.data.whole)}`;
   },
   total() {
     const [start, end] = this.shown;
