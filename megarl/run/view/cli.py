@@ -15,7 +15,8 @@ def view(
     ],
     port: Annotated[int, typer.Option(help="Port on this machine; 0 is a free one.")] = 0,
     export_to: Annotated[
-        Path | None, typer.Option("--export", metavar="FILE", help="Write the page into an HTML file instead.")
+        Path | None,
+        typer.Option("--export", metavar="FILE", help="Write an HTML file instead; or a .parquet file, the samples."),
     ] = None,
 ) -> None:
     """Show runs on a page: curves, samples, held-out answers, timeline, settings; live while they train."""
@@ -23,9 +24,15 @@ def view(
     from megarl.run.view.page_export import export
     from megarl.run.view.page_server import PageServer
     from megarl.run.view.run_view import open_runs
+    from megarl.run.view.sample_table import export_samples
 
     try:
-        views = open_runs([run for directory in run_dirs for run in find_runs(directory)])
+        runs = [run for directory in run_dirs for run in find_runs(directory)]
+        views = open_runs(runs)
+        if export_to is not None and export_to.suffix == ".parquet":
+            export_samples({view.name: run for view, run in zip(views, runs, strict=True)}, export_to)
+            typer.echo(f"{export_to}: the samples, a row each")
+            return
         if export_to is not None:
             export(views, export_to)
             typer.echo(f"{export_to}: the page, which needs nothing else")

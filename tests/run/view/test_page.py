@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -17,6 +18,7 @@ from megarl.cli import app
 from megarl.run.view.page_export import _outer_first, _thinned, export, key
 from megarl.run.view.page_server import PageServer
 from megarl.run.view.run_view import RunView
+from tests.run.status.directories import MadeRun
 from tests.run.view.viewed_run import SCRIPT, add_lines, sample, viewed_run
 
 
@@ -146,3 +148,26 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
     assert "run" in missing.output
     unwritable = CliRunner().invoke(app, ["view", str(run), "--export", str(tmp_path / "none" / "page.html")])
     assert unwritable.exit_code == 1
+
+
+def test_samples_are_exported_as_a_table(tmp_path: Path) -> None:
+    run, ids = viewed_run(tmp_path / "run").path, MadeRun(tmp_path / "ids").path
+    row = {**sample(1, "p", 0, 1.0), "prompt": [5, 6], "scores": {"later": 0.5}, "fields": {"answer": {"deep": [1]}}}
+    (ids / "samples.jsonl").write_text(json.dumps(row) + "\n" + '{"step": 2, "ki')
+    done = CliRunner().invoke(app, ["view", str(run), str(ids), "--export", str(tmp_path / "samples.parquet")])
+    assert done.exit_code == 0, done.output
+    table = pq.read_table(tmp_path / "samples.parquet").to_pylist()
+    written = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    for found, line in zip(table, written, strict=False):
+        assert (
+            found.items() >= {name: line[name] for name in line if name not in ("fields", "scores", "tokens")}.items()
+        )
+        assert found["scores/match"] == line["scores"]["match"]
+        assert found["tokens/ratio"] == line.get("tokens", {}).get("ratio")
+    *_, last = table
+    assert (len(table), last["run"]) == (len(written) + 1, "ids")
+    assert (last["prompt"], last["scores/later"]) == ("[5, 6]", 0.5)
+    assert json.loads(last["fields"]) == {"answer": {"deep": [1]}}
+    (ids / "samples.jsonl").unlink()
+    none = CliRunner().invoke(app, ["view", str(ids), "--export", str(tmp_path / "none.parquet")])
+    assert (none.exit_code, "no samples" in none.output) == (2, True)

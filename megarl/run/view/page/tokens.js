@@ -46,7 +46,7 @@ function tokenColoring(samples, name) {
   const ends = tone.around === undefined ? (name === "mask" || name === "clipped" ? [0, 1] : [0, -most]) : [middle - most, middle, middle + most];
   const tip = el("div", { class: "tip", role: "status", hidden: true });
   return {
-    legend: el("p", { class: "keys" }, `${tone.title}${tone.unit ? `, ${tone.unit}` : ""}: `, ends.map((value) => [piece(Number(value.toPrecision(3))), " "]), samples.some(({ response, tokens }) => tokens && (tokens.text || response).some((_, i) => isMasked(tokens, i))) ? [el("span", { class: "token masked" }, "not learned from"), " "] : "", "Point at a token for all its values, or choose a response and use ← and →.", tip),
+    legend: el("p", { class: "keys" }, `${tone.title}${tone.unit ? `, ${tone.unit}` : ""}: `, ends.map((value) => [piece(value), " "]), samples.some(({ response, tokens }) => tokens && (tokens.text || response).some((_, i) => isMasked(tokens, i))) ? [el("span", { class: "token masked" }, "not learned from"), " "] : "", "Point at a token for all its values, or choose a response and use ← and →.", tip),
     draw(sample) {
       const { tokens } = sample, values = toneValues(tone, tokens), texts = tokens.text || sample.response.map(String), all = tokenTones([sample]).map(([, own]) => [own, toneValues(own, tokens)]);
       const nodes = texts.map((text, i) => el("span", { class: `token${isMasked(tokens, i) ? " masked" : ""}`, "data-at": i, style: values.length && values[i] !== null ? { background: back(values[i]) } : {} }, shown(text || "∅"), tokens.text ? "" : " "));
