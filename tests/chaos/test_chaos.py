@@ -1,17 +1,20 @@
 """Seeded faults in runs of every stage: each run ends exactly, or with one clear error, and resumes to the exact end.
 
 ``make chaos`` takes 100 trials. The number alone determines a trial: stage, fault, victim and step. How far the step is
-when the fault hits depends on the machine. Ten more faults hit two runs, for continuous integration.
+when the fault hits depends on the machine. Four more faults hit the environments of conversations, and ten hit two runs
+for continuous integration.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -22,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from examples.sort_letters.checkpoint import write_checkpoint
 from megarl.run.attempts import read_attempts
 from megarl.run.paths import RunPaths
 from tests.disk import SmallDisk
@@ -44,6 +48,22 @@ STAGES = {
 """The file in configs/debug, and the settings."""
 SHORT = [f"cluster.time_limits.{phase}=20" for phase in ("update", "checkpoint")]
 LONG_RUN = {"ten faults": ("sft", [*TWO, "groups.train.roles.actor={tp: 2, pp: 1}", "run.steps=24", *SHORT])}
+CONVERSATIONS = {
+    "conversations": (
+        "grpo",
+        [
+            *TWO,
+            "run.steps=3",
+            "data={prompts: null, tasks: 24, prompts_per_step: 4, samples_per_prompt: 4}",
+            "environment={name: 'tests.environments.worlds:Letters', args: {turns: 4}, time_limit: 5}",
+            "rollout.max_new_tokens=6",
+            "reward.functions=[{name: soft_overlong, args: {max_tokens: 6, buffer_tokens: 6}}]",
+            f"rollout.stop_token_ids={[*range(3, 50)]}",
+            "evaluation=null",
+        ],
+    )
+}
+OF_CHILD = "child of "
 SURVIVED = ("delay", "kill", "kill", "starve", "stop")
 ENDING = ("SIGTERM", "SIGUSR1", "damage", "full disk")
 BLOWS = {
@@ -132,7 +152,11 @@ class Fault:
     def _find(self, trace: Trace, directory: Path) -> int | None:
         with suppress(AssertionError, OSError):
             if self.victim not in RAY:
-                return process_that_prints_to(directory / "logs" / self.victim)
+                parent = process_that_prints_to(directory / "logs" / self.victim.removeprefix(OF_CHILD))
+                if not self.victim.startswith(OF_CHILD):
+                    return parent
+                children = Path(f"/proc/{parent}/task").glob("*/children")
+                return next((int(pid) for file in children for pid in file.read_text().split()), None)
             for pid in trace.pids():
                 if RAY[self.victim] in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "):
                     return pid
@@ -155,8 +179,18 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def command(stage: str, directory: Path, *settings: str) -> list[str]:
-    config, own = {**STAGES, **LONG_RUN}[stage]
+    config, own = {**STAGES, **LONG_RUN, **CONVERSATIONS}[stage]
+    if stage in CONVERSATIONS:
+        own = [*own, f"model={{random: null, vocab_size: null, path: {model_with_letters()}}}"]
     return ["train", f"configs/debug/{config}.yaml", f"run.dir={directory}", *own, *COMMON, *settings]
+
+
+@cache
+def model_with_letters() -> Path:
+    directory = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    write_checkpoint(directory, 0)
+    return directory
 
 
 def run(stage: str, directory: Path, *settings: str) -> Finished:
@@ -185,6 +219,24 @@ def test_a_disturbed_run_ends_exactly_or_resumes_to_the_exact_end(
             assert resumed.status == 0, resumed.errors
             resumed.assert_clean()
         assert_whole(directory, straight(fault.stage))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+@pytest.mark.parametrize("victim", ["", OF_CHILD], ids=["process", "child"])
+def test_conversations_survive_the_loss_of_their_environments(
+    straight: Callable[[str], Path], tmp_path: Path, victim: str, kind: str
+) -> None:
+    """A lost process restarts the run; a lost child is replaced, and its conversations begin anew."""
+    directory, whole = tmp_path / "run", straight("conversations")
+    with started(command("conversations", directory, "run.max_restarts=1")) as program:
+        wait_for_progress(directory, program[0], 0, whole, random.Random(f"{victim}{kind}").random())
+        fault = blow(kind, f"{victim}environments-0.log", "conversations")
+        assert fault._find(program[1], directory), f"there is no {fault.victim}"
+        finished = struck(fault, program, directory, None)
+    assert finished.status == 0, finished.errors
+    assert len(read_attempts(directory / "attempts.jsonl")) == (1 if victim else 2)
+    assert_whole(directory, whole)
 
 
 def test_a_run_survives_five_faults(straight: Callable[[str], Path], tmp_path: Path) -> None:
@@ -221,9 +273,9 @@ def test_a_run_that_five_faults_end_resumes_each_time(straight: Callable[[str], 
         assert_whole(directory, whole)
 
 
-def blow(kind: str, victim: str) -> Fault:
-    """A fault of the long run, which hits at once."""
-    return Fault(stage="ten faults", kind=kind, victim=victim, restarts=0, step=0, share=0.0, left_kib=0)
+def blow(kind: str, victim: str, stage: str = "ten faults") -> Fault:
+    """A fault that hits at once."""
+    return Fault(stage=stage, kind=kind, victim=victim, restarts=0, step=0, share=0.0, left_kib=0)
 
 
 def wait_for_progress(
