@@ -53,6 +53,7 @@ const timelineView = {
     const run = state.runs[this.run], each = run.progress.pace?.seconds_per_step || 1, end = steps.length ? Math.max(...steps.map((span) => span[1])) : whole;
     return this.to([Math.max(0, end - 3 * each), Math.min(whole, end)]);
   },
+  label(row) { return new Set(this.data.rows.map(({ attempt }) => attempt)).size > 1 ? `${row.attempt}: ${row.name}` : row.name; },
   color(name) {
     if (name === "wait") return "wait";
     const part = name.replace(/^step \d+$/, "step");
@@ -78,11 +79,10 @@ const timelineView = {
       draw.fillStyle = css("--muted");
       draw.fillText(axisTime(time, end - start), Math.min(x(time) + 4, width - 44), 8);
     }
-    const several = new Set(rows.map((row) => row.attempt)).size > 1;
     rows.forEach((row, i) => {
       const top = AXIS + i * (ROW + 6);
       draw.fillStyle = css("--ink");
-      draw.fillText(clipped(draw, several ? `${row.attempt}: ${row.name}` : row.name, names - 10), 0, top + ROW / 2);
+      draw.fillText(clipped(draw, this.label(row), names - 10), 0, top + ROW / 2);
       draw.save();
       draw.beginPath();
       draw.rect(names, top, width - names, ROW);
@@ -111,7 +111,7 @@ const timelineView = {
     const [start, end] = this.shown;
     this.totals.replaceChildren(el("table", {}, el("tr", {}, el("th", {}, "Process"), el("th", { class: "number" }, "Busy"), el("th", {}, "Longest phases")), this.data.rows.filter((row) => row.name !== "step").map((row) => {
       const inRange = DATA && this.range ? totalsOf(row.spans, start, end) : row.seconds, size = end - start, busy = inRange.filter(([name]) => name !== "wait").reduce((sum, [, took]) => sum + took, 0);
-      return el("tr", {}, el("td", {}, row.name), el("td", { class: "number" }, `${Math.min(100, Math.round((100 * busy) / size))}%`), el("td", { class: "muted" }, inRange.filter(([name]) => name !== "wait").slice(0, 5).map(([name, took]) => `${name} ${seconds(took)}`).join(", ") || "–"));
+      return el("tr", {}, el("td", {}, this.label(row)), el("td", { class: "number" }, `${Math.min(100, Math.round((100 * busy) / size))}%`), el("td", { class: "muted" }, inRange.filter(([name]) => name !== "wait").slice(0, 5).map(([name, took]) => `${name} ${seconds(took)}`).join(", ") || "–"));
     })));
   },
   listen() {
