@@ -13,7 +13,7 @@ from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.trainers import RemoteRole
 from megarl.config import PPOConfig, RAFTConfig
-from megarl.config.schema import LogprobGate
+from megarl.config.schema import LogprobAgreement
 from megarl.data.batches import text_batch
 from megarl.data.demonstrations import Demonstration
 from megarl.data.schedule import inference_schedule
@@ -30,7 +30,7 @@ TOLERANCES: Final[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 0.05}
 _ADVICE = (
     "Large from the first token on: check the transfer (the architecture's shard maps, resharding.verify).",
     "Large on later tokens only: check attention and positions (rope_theta, rope_scaling, sliding_window).",
-    "Just above the limit: check the dtypes of both sides, or raise resharding.gate.max_mean_abs_diff.",
+    "Just above the limit: check the dtypes of both sides, or raise resharding.logprob_check.max_mean_abs_diff.",
 )
 
 
@@ -42,12 +42,14 @@ class LogprobCheck:
     """Random sequences and the actor's log-probabilities of them; the constructor waits for its forward pass."""
 
     def __init__(self, config: PPOConfig | RAFTConfig, actor: RemoteRole) -> None:
-        gate = config.resharding.gate
-        assert gate is not None
+        agreement = config.resharding.logprob_check
+        assert agreement is not None
         spec = model_spec(config.model.hf_config())
-        longest = min(gate.tokens, config.rollout.max_model_len)
-        self._limit = gate.max_mean_abs_diff or TOLERANCES[spec.dtype]
-        self._sequences = random_sequences(gate, vocab=vocab_size(config, spec), longest=longest, seed=config.run.seed)
+        longest = min(agreement.tokens, config.rollout.max_model_len)
+        self._limit = agreement.max_mean_abs_diff or TOLERANCES[spec.dtype]
+        self._sequences = random_sequences(
+            agreement, vocab=vocab_size(config, spec), longest=longest, seed=config.run.seed
+        )
         rows = [
             Demonstration(key=str(i), prompt_ids=ids[:1], response_ids=ids[1:]) for i, ids in enumerate(self._sequences)
         ]
@@ -69,10 +71,12 @@ class LogprobCheck:
         return compare_logprobs(self._logprobs, found, self._limit)
 
 
-def random_sequences(gate: LogprobGate, *, vocab: int, longest: int, seed: int) -> list[npt.NDArray[np.int32]]:
+def random_sequences(
+    agreement: LogprobAgreement, *, vocab: int, longest: int, seed: int
+) -> list[npt.NDArray[np.int32]]:
     """Returns sequences of 2 to `longest` token ids; the first has `longest`."""
     generator = np.random.default_rng(seed)
-    lengths = [longest, *generator.integers(2, longest, size=gate.sequences - 1, endpoint=True)]
+    lengths = [longest, *generator.integers(2, longest, size=agreement.sequences - 1, endpoint=True)]
     return [generator.integers(vocab, size=length, dtype=np.int32) for length in lengths]
 
 
@@ -107,7 +111,7 @@ def _message(
         first[trainer.offsets[:-1]] = True
         lines.append(
             f"Engine {index}: mean absolute difference {diff.mean():.3g} nats per token, allowed are {limit:.3g} "
-            f"(resharding.gate.max_mean_abs_diff); maximum {diff[worst]:.3g}, where the trainer has "
+            f"(resharding.logprob_check.max_mean_abs_diff); maximum {diff[worst]:.3g}, where the trainer has "
             f"{trainer.values[worst]:.4f} and the engine {engines[index].values[worst]:.4f}. The first token of each "
             f"sequence alone: {diff[first].mean():.3g}."
         )

@@ -99,8 +99,8 @@ class RolloutTrainer(Generic[C]):
 
     def begin(self, step: int) -> Metrics:
         """Moves the actor's weights into the engines, and compares the log-probabilities of both."""
-        gate = self._config.resharding.gate
-        check = None if gate is None else LogprobCheck(self._config, self.roles["actor"])
+        agreement = self._config.resharding.logprob_check
+        check = None if agreement is None else LogprobCheck(self._config, self.roles["actor"])
         self._phase("weights into the engines")
         metrics = self._colocation.sync(step).metrics()
         if check is not None:

@@ -59,7 +59,9 @@ def test_every_system_has_many_keys_without_duplicates() -> None:
         ("actor.learning_rate=1e-6", "actor.optimizer.lr"),
         ("groups.train.roles.actor.context_parallel_size=2", "nothing like it yet"),
         ("lora={r: 8}", "lora.r: remove it"),
-        ("max_turns=3", "nothing like it yet"),
+        ("max_turns=3", "environment.max_turns"),
+        ("rollout.multi_turn.tool_config_path=tools.yaml", "docs/environments.md"),
+        ("resharding.gate=null", "resharding.logprob_check"),
         ("gradient_checkpointing=true", "recompute"),
         ("actor_rollout_ref={rollout: {n: 4}, actor: {clip_ratio: 0.2}}", "rollout.n: it is data.samples_per_prompt"),
         # the configuration's own keys in other places, and slips, are answered as they are without the table

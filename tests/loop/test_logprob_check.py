@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megarl.config.schema import LogprobGate
+from megarl.config.schema import LogprobAgreement
 from megarl.loop.logprob_check import DisagreementError, compare_logprobs, random_sequences
 from megarl.types import Ragged
 
@@ -46,11 +46,11 @@ def test_nan_fails_the_check() -> None:
 
 
 def test_the_sequences_are_random_and_determined_by_the_seed() -> None:
-    gate = LogprobGate(sequences=200, tokens=8)
-    first, again = (random_sequences(gate, vocab=50, longest=8, seed=3) for _ in range(2))
+    agreement = LogprobAgreement(sequences=200, tokens=8)
+    first, again = (random_sequences(agreement, vocab=50, longest=8, seed=3) for _ in range(2))
     assert [ids.tolist() for ids in first] == [ids.tolist() for ids in again]
     assert [ids.tolist() for ids in first] != [
-        ids.tolist() for ids in random_sequences(gate, vocab=50, longest=8, seed=4)
+        ids.tolist() for ids in random_sequences(agreement, vocab=50, longest=8, seed=4)
     ]
     assert {len(ids) for ids in first} == set(range(2, 9))
     assert len(first[0]) == 8
@@ -58,7 +58,9 @@ def test_the_sequences_are_random_and_determined_by_the_seed() -> None:
 
 
 def test_the_shortest_sequence_has_one_log_probability() -> None:
-    assert [len(ids) for ids in random_sequences(LogprobGate(sequences=3, tokens=2), vocab=9, longest=2, seed=0)] == [
+    assert [
+        len(ids) for ids in random_sequences(LogprobAgreement(sequences=3, tokens=2), vocab=9, longest=2, seed=0)
+    ] == [
         2,
         2,
         2,

@@ -204,7 +204,7 @@ class Rollout(Section):
         return len(parse_devices(self.devices)) // self.tp
 
 
-class LogprobGate(Section):
+class LogprobAgreement(Section):
     """After the first sync and after a resume, trainer and engines must agree on log-probabilities."""
 
     sequences: Count = 16
@@ -225,7 +225,7 @@ class Resharding(Section):
     """Send a checksum with every message and check it."""
     transport: Literal["auto", "gloo", "shared_memory"] = "auto"
     """Transport of messages; auto takes the fastest between each two processes, the others are for device cpu."""
-    gate: LogprobGate | None = LogprobGate()
+    logprob_check: LogprobAgreement | None = LogprobAgreement()
     """The check of log-probabilities before training; null does not check."""
 
 
