@@ -13,6 +13,7 @@ import typer
 from megarl.collector import importing
 from megarl.convert.cli import app as convert
 from megarl.launch.cli import app as launchers
+from megarl.plan.cli import ConfigCommand
 from megarl.plan.cli import app as plans
 from megarl.run.status.cli import status
 from megarl.run.view.cli import view
@@ -33,6 +34,7 @@ app.add_typer(plans)
 app.add_typer(launchers)
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+_NO_EVALUATION = "write a configuration of stage eval (docs/evaluation.md), or use megarl train, which evaluates, too"
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Settings to override.")]
 
 
@@ -81,13 +83,13 @@ def new_run(
     typer.echo("\n  ".join(["Next:", *tests, f"megarl plan {config}", f"megarl train {config}"]))
 
 
-@app.command()
+@app.command(cls=ConfigCommand)
 def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Train as CONFIG describes: SFT, a reward model, PPO or RAFT; resume from the checkpoint in run.dir."""
     _train(config_path, _load(config_path, overrides))
 
 
-@app.command("profile")
+@app.command("profile", cls=ConfigCommand)
 def profile_steps(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Train a few steps of CONFIG in RUN_DIR-profile with torch's profiler, and print the longest kernels of each call.
 
@@ -109,7 +111,7 @@ def profile_steps(config_path: ConfigPath, overrides: Overrides = None) -> None:
         train.profile(_training(load(config_path, [*given, *own])))
 
 
-@app.command("eval")
+@app.command("eval", cls=ConfigCommand)
 def evaluate(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Evaluate CONFIG's model, any Hugging Face directory: answer held-out prompts, and report the scores."""
     _evaluate(config_path, _load(config_path, overrides))
@@ -169,7 +171,7 @@ def local(config_path: ConfigPath, overrides: Overrides = None) -> None:
     run(config_path, config)
 
 
-@plans.command("config")
+@plans.command("config", cls=ConfigCommand)
 def plan(
     config_path: ConfigPath,
     overrides: Overrides = None,
@@ -272,7 +274,7 @@ def _evaluate(path: Path, config: RunConfig) -> None:
 
     with _exit_codes(path):
         if not isinstance(config, EvalConfig):
-            problem = Problem(field="stage", value=config.stage, rule="the stage eval", fix="use megarl train")
+            problem = Problem(field="stage", value=config.stage, rule="the stage eval", fix=_NO_EVALUATION)
             raise ConfigError([problem])
         evaluation.evaluate(config)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from megarl.config import ConfigError, Problem
-from megarl.config.inheritance import recipes
-from megarl.config.problems import correct_path
+from megarl.config.inheritance import recipe_fix, recipes
+from megarl.config.problems import correct_model_path, correct_path
 from megarl.config.schema import RewardFunction, read_hf_config
 from megarl.preflight.user_functions import check_functions
 from megarl.rewards.adapters import likely_adapter
@@ -70,17 +70,18 @@ class NewRun:
             if file.exists():
                 yield Problem("name", self.name, f"{file} exists, and is not overwritten", "choose another name")
         if self.recipe not in recipes():
-            yield Problem("--from", self.recipe, "a recipe", f"choose one of {', '.join(recipes())}")
+            yield Problem("--from", self.recipe, "the name of a recipe", recipe_fix(self.recipe))
         try:
             read_hf_config(self.model)
         except (OSError, ValueError) as error:
             rule = f"a directory with a readable config.json ({getattr(error, 'strerror', None) or error})"
-            yield Problem("--model", self.model, rule, correct_path(self.model))
+            yield Problem("--model", self.model, rule, correct_model_path(self.model))
         try:
             row = _first_row(self.prompts)
         except (OSError, ValueError) as error:
             row = {}
-            yield Problem("--prompts", self.prompts, f"a JSONL file of prompts ({error})", correct_path(self.prompts))
+            rule = f"a JSONL file of prompts ({getattr(error, 'strerror', None) or error})"
+            yield Problem("--prompts", self.prompts, rule, correct_path(self.prompts))
 
         if self.reward:
             for problem in check_functions([self._function(_answer(row))]):

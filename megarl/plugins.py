@@ -52,7 +52,7 @@ def suggestion(name: str) -> str | None:
     if not module_name or not attribute:
         return None
     if colon != ":" or module_name != path:
-        return f"write {module_name}:{attribute}"
+        return f"write {module_name}:{'NAME' if attribute == 'py' else attribute}"
     package, dot, rest = module_name.partition(".")
     if module_name in sys.modules:
         functions = [key for key, value in vars(sys.modules[module_name]).items() if inspect.isfunction(value)]

@@ -37,6 +37,17 @@ def test_an_invalid_configuration_gives_one_message_and_exit_code_2() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [(["--num_generations", "4"], "num_generations=VALUE"), (["--learning_rate=1e-6"], "learning_rate=1e-6")],
+)
+@pytest.mark.parametrize("command", ["plan", "train", "eval"])
+def test_an_unknown_option_is_answered_with_how_a_field_is_set(command: str, options: list[str], field: str) -> None:
+    done = CliRunner().invoke(app, [command, str(DEBUG), *options], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert f"Fields of the configuration come after its file, as {field}" in done.output
+
+
 def commands(command: Any, *path: str) -> Iterator[tuple[str, ...]]:
     """The paths of a command and of all below it."""
     yield path

@@ -91,6 +91,16 @@ def test_a_reward_that_cannot_be_used_is_refused(reward: str) -> None:
     assert not Path("mine.yaml").exists()
 
 
+def test_paths_and_names_that_are_wrong_are_corrected() -> None:
+    Path("prompts.jsonl").write_text('{"prompt": "a"}')
+    wrong = ["mine", "--model", "Qwen/Qwen3-0.6B", "--prompts", "prompt.jsonl", "--from", "gropo"]
+    output = CliRunner().invoke(app, ["init", *wrong]).output
+    assert "hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B" in output
+    assert "a JSONL file of prompts (No such file or directory)" in output
+    assert "did you mean prompts.jsonl?" in output
+    assert "did you mean grpo?" in output
+
+
 def test_it_overwrites_nothing() -> None:
     Path("mine_reward.py").write_text("mine")
     assert init("mine", "--model", "model", "--prompts", "prompts.jsonl", row={"prompt": "a"}) == 2

@@ -47,6 +47,7 @@ def test_what_is_not_a_function_is_reported(name: str, rule: str) -> None:
         ("of_mind:double", "did you mean of_mine:double?"),
         (f"{HERE}:quadratik", f"did you mean {HERE}:quadratic?"),
         (f"{HERE}:NOT_A_FUNCTION", None),
+        ("./of_mine.py", "write of_mine:NAME"),
         ("nowhere_at_all:f", None),
         ("quadratic", None),
     ],

@@ -100,15 +100,17 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
         if error.strerror is None:  # from OmegaConf, for a file with a single value
             return wrong(_MAPPING, "write key: value lines")
         if path.parent == RECIPES:
-            return wrong("a file, or the name of a recipe", _other_recipe(path.stem))
+            return wrong("a file, or the name of a recipe", recipe_fix(path.stem))
         return wrong(f"the file must be readable ({error.strerror})", _other_file(path, inheritors))
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        return wrong(f"the file must be YAML: {' '.join(str(error).split())}", "correct the file")
+        tabs = path.is_file() and any(line.startswith("\t") for line in path.read_text(errors="replace").splitlines())
+        fix = "indent lines with spaces, not with tabs" if tabs else "correct the file"
+        return wrong(f"the file must be YAML: {' '.join(str(error).split())}", fix)
     if not isinstance(own, DictConfig):
         return wrong(_MAPPING, "write key: value lines")
     inherited: Any = own.pop(INHERIT_KEY, None)
     if inherited is not None and not isinstance(inherited, ListConfig):
-        return wrong(f"{INHERIT_KEY} must be a list of file names", f"write {INHERIT_KEY}: [base.yaml]")
+        return wrong(f"{INHERIT_KEY} must be a list of file names", f"write {INHERIT_KEY}: [{shown(inherited)}]")
     tree = OmegaConf.create({})
     try:
         for name in inherited or ():
@@ -129,7 +131,7 @@ def recipes() -> list[str]:
     return sorted(file.stem for file in RECIPES.glob("*.yaml"))
 
 
-def _other_recipe(name: str) -> str:
+def recipe_fix(name: str) -> str:
     """Returns the fix for a recipe that does not exist."""
     near = difflib.get_close_matches(name, recipes(), n=1)
     return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(recipes())}; a file ends with .yaml"

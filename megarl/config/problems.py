@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ _SECRET = re.compile(
     r"(^|[_-])((api|access|auth|private|secret)[_-]?key|secret|passw(or)?d|credentials?|authorization|token)$", re.I
 )
 _SPECIAL_TOKEN = re.compile(r"(^|[_-])(bos|cls|end|eos|mask|pad|sep|start|stop|think|unk)[_-]token$", re.I)
+_HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 KEY = "(key)"
 """The value of a problem with the name of a key, which is the last part of the field."""
 
@@ -71,8 +73,20 @@ def ineffective_settings(
 
 
 def correct_path(path: str) -> str:
-    """Returns the fix for a path that does not exist, with the directory of a relative one."""
+    """Returns the fix for a path that does not exist: the nearest name there, or where a relative one is looked up."""
+    parent = Path(path).parent
+    there = [file.name for file in parent.iterdir()] if parent.is_dir() else []
+    near = [] if Path(path).exists() else difflib.get_close_matches(Path(path).name, there, n=1)
+    if near:
+        return f"correct the path (did you mean {parent / near[0]}?)"
     return "correct the path" if Path(path).is_absolute() else f"correct the path (it is looked up in {Path.cwd()})"
+
+
+def correct_model_path(path: str) -> str:
+    """Returns the fix for a model's directory that does not exist; OWNER/NAME may be a model of the hub."""
+    of_hub = _HUB_MODEL.fullmatch(path) and not Path(path).parent.exists()
+    name = path if of_hub else "OWNER/NAME"
+    return f"{correct_path(path)}; a model of the hub is downloaded by: hf download {name} --local-dir {path}"
 
 
 def shown(value: object) -> str:

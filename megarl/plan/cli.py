@@ -7,7 +7,19 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
+
+
+class ConfigCommand(TyperCommand):
+    """A command with a configuration; says of an unknown option how a field is set."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for param in self.get_params(ctx) for name in param.opts}
+        for name, _, value in (arg.partition("=") for arg in args):
+            if name[2:] and name.startswith("--") and name not in known:
+                field = f"{name[2:]}={value or 'VALUE'}"
+                ctx.fail(f"No such option: {name}. Fields of the configuration come after its file, as {field}")
+        return super().parse_args(ctx, args)
 
 
 class PlanGroup(TyperGroup):

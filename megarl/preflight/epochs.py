@@ -37,7 +37,7 @@ def epoch_problems(config: RunConfig, data: Sets) -> Iterator[Problem]:
             "run.epochs", f"{epochs:g}", f"at least a step; {division} is 0", "raise it, or take smaller steps"
         )
     elif given not in (None, steps):
-        rule = f"{steps}, the steps of run.epochs = {epochs:g}: {division}"
+        rule = f"does not fit run.epochs = {epochs:g}: {division} is {steps}"
         yield Problem("run.steps", str(given), rule, "give one of the two, and set the other to null")
     else:
         resolved = with_steps(config, data)

@@ -42,8 +42,8 @@ def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
         try:
             first = asyncio.run(_first_prompt(config, sets))
         except (FailedEnvironmentError, RunError, ValueError) as error:
-            reason = "\n".join(str(error).splitlines()[-_LINES:])
-            rule = f"begins a conversation on a row of the data; it failed:\n{reason}"
+            reason = "\n      ".join(str(error).splitlines()[-_LINES:])
+            rule = f"begins a conversation on a row of the data; it failed:\n      {reason}"
             fix = "correct it; docs/environments.md describes environments"
             raise ConfigError([Problem("environment.name", config.environment.name, rule, fix)]) from error
     named = [("reward.functions", config.reward.functions, sets.train)]
@@ -98,12 +98,12 @@ def _problems(
         for index, function in enumerate(functions):
             failed = _call(scorer, index, tried, tokenizer)
             if failed is not None:
-                reason = "\n".join(failed.failure.reason.splitlines()[-_LINES:])
+                reason = "\n      ".join(failed.failure.reason.splitlines()[-_LINES:])
                 rule = f"scores a response; on each of {len(tried)} prompts it failed, first on {failed.prompt_id!r}"
                 usual = "correct the function, or what it calls; docs/rewards.md has its signature"
                 fix = adapter_fix(function, resolve(function.name)) or usual
                 field = f"{where}.{index}.name"
-                yield Problem(field=field, value=function.name, rule=f"{rule}:\n{reason}", fix=fix)
+                yield Problem(field=field, value=function.name, rule=f"{rule}:\n      {reason}", fix=fix)
     except RunError as error:
         yield Problem(field=where, value="", rule=str(error), fix="correct the module")
     finally:

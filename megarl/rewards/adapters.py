@@ -95,7 +95,9 @@ class BoundFunction:
         if isinstance(values, list | tuple) and len(values) == count:
             return [self._score(entry) for entry in values]
         what = f"a {kind} of {len(values)}" if isinstance(values, list | tuple) else f"{_shown(value)}, a {kind}"
-        return [Failure(kind=kind, reason=f"it returned {what}: it must return a list of {count} numbers")] * count
+        return [
+            Failure(kind=kind, reason=f"it returned {what}: it must return a list of {count} number{'s' * (count > 1)}")
+        ] * count
 
     def _score(self, value: Any) -> Reply:
         """Returns a finite number; a failure for anything else."""

@@ -102,8 +102,6 @@ ALGORITHMS: Cases = {
         (["algo.kl.coef=0"], "algo.kl.coef", "no effect otherwise"),
     ],
     algorithm_rules.penalty_is_one: [
-        ([*GRPO, "algo.kl.in=loss"], "algo.kl.in", "no effect with algo.kl.coef = 0"),
-        ([*GRPO, "algo.kl.estimator=k3"], "algo.kl.estimator", "no effect with algo.kl.coef = 0"),
         ([*GRPO, "algo.kl.reference_sync.every=5"], "algo.kl.reference_sync", "no effect with algo.kl.coef = 0"),
         (["algo.kl.horizon=100.0"], "algo.kl.horizon", "no effect without algo.kl.target"),
         (["algo.kl.unit=token_mean"], "algo.kl.unit", "no effect without algo.kl.target"),

@@ -60,6 +60,8 @@ def test_every_system_has_many_keys_without_duplicates() -> None:
         ("groups.train.roles.actor.context_parallel_size=2", "nothing like it yet"),
         ("lora={r: 8}", "lora.r: remove it"),
         ("max_turns=3", "environment.max_turns"),
+        ("use_vllm=true", "remove it: vLLM is the only engine"),
+        ("bf16=true", "dtype of its config.json"),
         ("rollout.multi_turn.tool_config_path=tools.yaml", "docs/environments.md"),
         ("resharding.gate=null", "resharding.logprob_check"),
         ("gradient_checkpointing=true", "recompute"),

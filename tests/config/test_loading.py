@@ -125,6 +125,23 @@ def test_a_relative_path_error_names_the_working_directory(tmp_path: Path, monke
     assert fixes["rollout.replay"].startswith("correct the path, or")
 
 
+def test_a_path_that_does_not_exist_suggests_the_nearest_one_or_the_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "rows.jsonl", "{}")
+    for path, fix in (
+        ("data/row.jsonl", "did you mean data/rows.jsonl?"),
+        ("Qwen/Qwen2.5-0.5B", "hf download Qwen/Qwen2.5-0.5B --local-dir Qwen/Qwen2.5-0.5B"),
+        ("data/rows", "hf download OWNER/NAME --local-dir data/rows"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            debug("model.random=null", f"model.path={path}", "data.random=null", f"data.prompts={path}")
+        field = "data.prompts" if path.endswith("jsonl") else "model.path"
+        assert fix in next(problem.fix for problem in caught.value.problems if problem.field == field)
+
+
 @pytest.mark.parametrize(
     ("override", "fix"),
     [

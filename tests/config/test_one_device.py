@@ -38,6 +38,13 @@ def loaded(model: Path, *overrides: str, **sections: Any) -> PPOConfig:
     return config
 
 
+def test_a_coefficient_of_0_turns_the_penalty_of_a_recipe_off(model: Path) -> None:
+    config = loaded(model, "algo.kl.coef=0")
+    assert set(config.groups["train"].roles) == {"actor"}
+    with pytest.raises(ConfigError, match=r"algo\.kl\.in = loss\n.*no effect with algo\.kl\.coef = 0"):
+        loaded(model, defaults=["dapo"], algo={"kl": {"in": "loss"}})
+
+
 def test_the_trainer_and_the_engine_share_the_cpu_where_there_is_no_gpu(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,7 +84,10 @@ def test_invalid_epochs_are_refused() -> None:
     assert (
         "divided by the 8 of a step and rounded down, is 0" in refusal("run.steps=null", "run.epochs=0.2")["run.epochs"]
     )
-    assert "4, the steps of run.epochs = 1" in refusal("run.epochs=1")["run.steps"]  # and run.steps = 3
+    assert (
+        "does not fit run.epochs = 1: 1 times 32 usable rows, divided by the 8 of a step and rounded down, is 4"
+        in refusal("run.epochs=1")["run.steps"]
+    )  # and run.steps = 3
     waits = refusal("run.steps=null", "run.epochs=1", "critic.warmup_steps=4")
     assert waits == {"critic.warmup_steps": "below run.steps = 4: the actor would not be trained"}
 

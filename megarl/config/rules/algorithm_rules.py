@@ -157,7 +157,8 @@ def penalty_is_one(algo: Algo) -> Iterator[Problem]:
     kl = algo.kl
     unused = functools.partial(ineffective_settings, "algo.kl", kl)
     if kl.coef == 0:
-        names = ("placement", "estimator", "target", "horizon", "unit", "cumulative", "importance", "reference_sync")
+        how = () if "coef" in kl.model_fields_set else ("placement", "estimator")  # 0 turns the penalty of a recipe off
+        names = (*how, "target", "horizon", "unit", "cumulative", "importance", "reference_sync")
         yield from unused(names, "with algo.kl.coef = 0", "or set the coefficient above 0")
         return
     if kl.target is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.config.problems import Problem, correct_path, shown
+from megarl.config.problems import Problem, correct_model_path, shown
 from megarl.config.rules.placement_rules import roles_of
 from megarl.config.schema import (
     PTX,
@@ -100,8 +100,7 @@ def checkpoints_are_readable(
             read_hf_config(path)
         except (OSError, ValueError) as error:
             rule = f"a directory with a readable config.json ({getattr(error, 'strerror', None) or error})"
-            fix = f"{correct_path(path)}; a model of the hub is downloaded by: hf download NAME --local-dir {path}"
-            yield Problem(field, path, rule, fix)
+            yield Problem(field, path, rule, correct_model_path(path))
 
 
 def architecture_is_known(model: Model) -> Iterator[Problem]:

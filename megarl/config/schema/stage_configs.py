@@ -46,7 +46,8 @@ class RunConfig(Section):
     cluster: Cluster = Cluster()
     """The devices of the run."""
     groups: Groups
-    """Groups of devices by name, and the roles in each; null removes an inherited group."""
+    """Groups of devices by name, and the roles in each; null removes an inherited group. A run without groups,
+    rollout.devices and cluster's devices takes one device of this machine."""
     tracking: Tracking = Tracking()
     """Where the metrics go."""
 
