@@ -29,14 +29,15 @@ def markdown() -> str:
 
 
 def _table(rows: tuple[ForeignKey, ...]) -> str:
-    heading = ["here", *SYSTEMS.values(), "remark"]
-    lines = [heading, ["---"] * len(heading), *map(_cells, rows)]
+    heading = ["here", "there", "remark"]
+    lines = [heading, ["---"] * len(heading), *(_cells(row) for row in rows if row.keys.keys() & SYSTEMS.keys())]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _cells(row: ForeignKey) -> list[str]:
     remark = row.remark or ("" if row.ours else "not there yet")
-    return [_code(row.ours), *(_code(row.keys.get(system, ())) for system in SYSTEMS), remark]
+    there = [f"{name}: {_code(row.keys[system])}" for system, name in SYSTEMS.items() if system in row.keys]
+    return [_code(row.ours), "<br>".join(there), remark]
 
 
 def _code(keys: tuple[str, ...]) -> str:
