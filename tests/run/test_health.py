@@ -124,7 +124,7 @@ def test_a_broken_run_is_found_at_its_step(name: str) -> None:
     assert begun(lines) == expected
 
 
-@pytest.mark.parametrize("name", ["grpo", "raft", "decoupled_ppo", "coupled_ppo_stale", "shuffled_scores"])
+@pytest.mark.parametrize("name", ["demo", "grpo", "raft", "decoupled_ppo", "coupled_ppo_stale", "shuffled_scores"])
 def test_a_healthy_recorded_run_has_no_finding(name: str) -> None:
     assert begun(recorded(name)) == []
 
@@ -219,6 +219,7 @@ def verdict(name: str, *, evaluated: bool = True) -> str:
 
 
 def test_verdicts_on_held_out_prompts() -> None:
+    assert verdict("demo") == "learned: held-out exact_match 0.363 ± 0.029 -> 0.828 ± 0.023"
     assert verdict("grpo") == "learned: held-out exact_match 0.364 ± 0.029 -> 0.706 ± 0.028"
     assert verdict("grpo_high_lr").startswith(
         "collapsed at step 1: held-out exact_match 0.364 ± 0.029 -> 0; policy/approxkl is 5.606, above 0.05: "
