@@ -129,7 +129,8 @@ def first_of(columns: Mapping[str, Any], *names: str) -> str:
     """Returns the first of the names that is a column; raises ValueError if none is."""
     name = next((name for name in names if name in columns), None)
     if name is None:
-        there = f"there are {listed(columns)}; columns: {{{names[-1]}: NAME}} reads another one"
+        usual = next(name for name in names if not name.endswith("_ids"))
+        there = f"there are {listed(columns)}; columns: {{{usual}: NAME}} reads another one"
         raise ValueError(f"there is no column {' or '.join(names)}; {there}")
     return name
 
