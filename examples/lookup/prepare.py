@@ -11,16 +11,16 @@ from pathlib import Path
 from examples.lookup.table import KEYS
 from examples.sort_letters.checkpoint import write_checkpoint
 
-DEMONSTRATIONS, TASKS, HELD_OUT = 4096, 4096, 256
+DEMONSTRATIONS = 4096
 ASKS_WELL, ANSWERS_WELL = 0.4, 0.6
 """Fractions of the demonstrations: others have a random key, and a random value."""
 
 
 def prepare(directory: Path, seed: int = 0) -> None:
-    """Writes a small random model, demonstrations of single turns, and held-out tasks."""
+    """Writes a small random model, and demonstrations of single turns."""
     write_checkpoint(directory / "model", seed)
-    _write(directory / "demonstrations.jsonl", _demonstrations(random.Random(seed)))
-    _write(directory / "held_out.jsonl", ({"index": TASKS + index} for index in range(HELD_OUT)))
+    with (directory / "demonstrations.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in _demonstrations(random.Random(seed)))
 
 
 def _demonstrations(chance: random.Random) -> Iterable[Mapping[str, str]]:
@@ -30,10 +30,6 @@ def _demonstrations(chance: random.Random) -> Iterable[Mapping[str, str]]:
         answer = value if chance.random() < ANSWERS_WELL else other
         yield {"prompt": f"{key}>", "response": f"?{asked}"}
         yield {"prompt": f"{key}>?{asked}<eos>={value:02}>", "response": f"{answer:02}"}
-
-
-def _write(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

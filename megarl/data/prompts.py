@@ -56,9 +56,10 @@ def random_prompts(*, count: int, min_tokens: int, max_tokens: int, vocab_size: 
     return prompts
 
 
-def task_prompts(count: int) -> list[Prompt]:
-    """Returns rows for environments that make tasks of their own: each has its `index`, from 0, and no prompt."""
-    return [Prompt(prompt_id=f"task-{index}", token_ids=(), fields={"index": index}) for index in range(count)]
+def task_prompts(count: int, first: int = 0) -> list[Prompt]:
+    """Returns rows for environments that make tasks of their own: each has its `index`, from `first`, and no prompt."""
+    indices = range(first, first + count)
+    return [Prompt(prompt_id=f"task-{index}", token_ids=(), fields={"index": index}) for index in indices]
 
 
 def sample_requests(

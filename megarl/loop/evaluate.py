@@ -185,7 +185,7 @@ def evaluate(config: EvalConfig) -> Summary:
     with closing(directory), attempt(directory):
         with EvaluationReporter(config, directory) as reporter, session:
             result = _evaluate_model(config, session, directory, data)
-            reporter.write(result, f"{config.model.path or 'a random model'} on {config.evaluation.prompts.path}")
+            reporter.write(result, f"{config.model.path or 'a random model'} on {config.evaluation.source}")
         seconds = process_age()
         summary = Summary(stage=config.stage, steps=0, seconds=seconds, evaluation=result.metrics)
         summary.write(directory.summary)

@@ -174,7 +174,7 @@ def _rollouts(config: PPOConfig | RAFTConfig, rows: Mapping[str, str], count: in
     if config.actor.ema is not None:
         yield "average", f"of the actor, decay {config.actor.ema.decay:g}"
     if config.evaluation is not None:
-        prompts = f"{config.evaluation.prompts.path}: {rows['evaluation.prompts']}"
+        prompts = f"{config.evaluation.source}: {rows['evaluation.prompts']}"
         yield "evaluation", f"{prompts}; {_when(config.evaluation.every)}"
 
 
@@ -311,7 +311,7 @@ def _supervised(
 def _evaluation(config: EvalConfig, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     evaluation = config.evaluation
     how = "the likeliest" if evaluation.greedy else f"{evaluation.samples_per_prompt} sampled"
-    yield "prompts", f"{evaluation.prompts.path}: {rows['evaluation.prompts']}; {how} for each"
+    yield "prompts", f"{evaluation.source}: {rows['evaluation.prompts']}; {how} for each"
     yield "lengths", _lengths(config.rollout)
     model = [config.reward.path or "a random reward model"] if config.has_role("reward") else []
     passes = f"; pass@k for k in {list(evaluation.pass_at)}" if evaluation.pass_at else ""

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megarl.config import EvalConfig, PPOConfig, Problem, RAFTConfig, RewardModelConfig, SFTConfig
-from megarl.config.schema import Fault, PairData, SourceFields, TextData
+from megarl.config.schema import Fault, HeldOut, PairData, SourceFields, TextData
 from megarl.data.demonstrations import Demonstration, load_demonstrations
 from megarl.data.encoding import Encoder
 from megarl.data.preferences import Preference, load_candidates, load_pairs
@@ -175,8 +175,12 @@ def _prompt_sets(config: PPOConfig | RAFTConfig | EvalConfig, reader: DataReader
     elif data is not None and data.tasks is not None:
         train = task_prompts(data.tasks)
     held_out: list[Prompt] = []
-    if config.evaluation is not None:
-        held_out = reader.read(load, "evaluation.prompts", config.evaluation.prompts, room)
+    evaluation = config.evaluation
+    if evaluation is not None and evaluation.prompts is not None:
+        held_out = reader.read(load, "evaluation.prompts", evaluation.prompts, room)
+    elif evaluation is not None and evaluation.tasks is not None:
+        trained = evaluation.first_task if isinstance(evaluation, HeldOut) else data and data.tasks
+        held_out = task_prompts(evaluation.tasks, first=trained or 0)
     texts: list[Demonstration] = []
     if isinstance(config, PPOConfig) and config.ptx is not None:
         ptx = config.ptx

@@ -136,6 +136,8 @@ RAFT: Cases = {
     ],
 }
 
+HELD_OUT_TASKS = ["evaluation={prompts: null, tasks: 4, first_task: 8}", "environment.name=guess_number"]
+
 EVAL: Cases = {
     placement_rules.roles_belong_to_the_stage: [
         (["groups.train={devices: 0, roles: {actor: {}}}"], "groups.train.roles.actor", "has the roles reward alone")
@@ -154,6 +156,11 @@ EVAL: Cases = {
         (["rollout.inference_parts=2"], "rollout.inference_parts", "does not train on rollouts"),
     ],
     data_rules.files_exist: [(["evaluation.prompts=/nowhere.jsonl"], "evaluation.prompts", "a file that exists")],
+    data_rules.one_held_out_source: [
+        (["evaluation.first_task=4"], "evaluation.first_task", "no effect without evaluation.tasks"),
+        ([*HELD_OUT_TASKS, "evaluation.first_task=null"], "evaluation.first_task", "given with evaluation.tasks"),
+        ([*HELD_OUT_TASKS, "evaluation.too_long=drop"], "evaluation.too_long", "no effect with evaluation.tasks"),
+    ],
     scoring_rules.reward_heads_have_a_source: [
         (
             ["model={path: /nowhere, random: null}", "groups.train={devices: 0, roles: {reward: {}}}"],

@@ -112,9 +112,42 @@ def tasks_have_an_environment(data: PromptData, environment: EnvironmentSettings
         yield Problem("data.random", "given", "null with an environment, which reads text", fix)
 
 
+def one_held_out_source(
+    data: PromptData | None, evaluation: Evaluation | None, environment: EnvironmentSettings | None
+) -> Iterator[Problem]:
+    """Held-out prompts are rows, or tasks of the environment that are not trained on."""
+    if evaluation is None:
+        return
+    if (evaluation.prompts is None) == (evaluation.tasks is None):
+        value = "none" if evaluation.prompts is None else "prompts and tasks"
+        fix = "give evaluation.prompts, or evaluation.tasks of an environment"
+        yield Problem("evaluation", value, "exactly one of prompts and tasks is given", fix)
+    if environment is None:
+        where = "without an environment, which would make them"
+        yield from ineffective_settings("evaluation", evaluation, ("tasks",), where, "or give environment")
+    elif evaluation.tasks is not None and data is not None and data.tasks is None:
+        fix = "give data.tasks, or evaluation.prompts: a file of rows with an index"
+        yield Problem("evaluation.tasks", str(evaluation.tasks), "follows data.tasks, which is null", fix)
+    if isinstance(evaluation, HeldOut):
+        yield from _tasks_have_a_first(evaluation)
+
+
+def _tasks_have_a_first(evaluation: HeldOut) -> Iterator[Problem]:
+    if evaluation.tasks is None:
+        where = "without evaluation.tasks"
+        yield from ineffective_settings("evaluation", evaluation, ("first_task",), where, "or give evaluation.tasks")
+        return
+    if evaluation.first_task is None:
+        rule = "given with evaluation.tasks: the training had the indices below its data.tasks"
+        fix = "set it to data.tasks of the training, or to 0 if there was none"
+        yield Problem("evaluation.first_task", "null", rule, fix)
+    names, where = ("chat_template", "too_long"), "with evaluation.tasks, and no rows that are read"
+    yield from ineffective_settings("evaluation", evaluation, names, where, "or give evaluation.prompts")
+
+
 def random_prompts_are_ids(data: PromptData, evaluation: Evaluation | None, ptx: PTX | None) -> Iterator[Problem]:
     """Random prompts and tasks are neither text nor too long; the settings may still be for other rows."""
-    if data.prompts is None and evaluation is None:
+    if data.prompts is None and (evaluation is None or evaluation.prompts is None):
         names = ("chat_template",) if ptx is not None else ("chat_template", "too_long")
         where = f"with data.{'tasks' if data.random is None else 'random'}, and no rows that are read"
         yield from ineffective_settings("data", data, names, where, "or give data.prompts")

@@ -135,8 +135,11 @@ class EnvironmentSettings(Section):
 class Evaluation(Section):
     """Held-out prompts, answered and scored, and not trained on."""
 
-    prompts: Source
+    prompts: Source | None = None
     """Rows as of data.prompts."""
+    tasks: Count | None = None
+    """Number of tasks that the environment makes: rows with an index and nothing else, in training after those of
+    data.tasks. Exactly one of prompts and tasks is given."""
     samples_per_prompt: Count = 1
     """Responses to each prompt."""
     greedy: bool = False
@@ -149,6 +152,11 @@ class Evaluation(Section):
     """Least score of a response that solves its prompt."""
     functions: tuple[RewardFunction, ...] = Field(default=(), strict=False)
     """Functions to report, each by itself, besides the reward model's score."""
+
+    @property
+    def source(self) -> str:
+        """Where the prompts are from, in words."""
+        return "tasks of the environment" if self.prompts is None else self.prompts.path
 
 
 class PeriodicEvaluation(Evaluation):
@@ -165,6 +173,8 @@ class PeriodicEvaluation(Evaluation):
 class HeldOut(Evaluation):
     """Held-out prompts, answered and scored, and how their rows are read."""
 
+    first_task: Natural | None = None
+    """Index of the first one of tasks: data.tasks of the training, for tasks that are not in it. Given with tasks."""
     chat_template: bool = False
     """Put text prompts into the tokenizer's chat template, as a user's message; chats always are."""
     chat_template_kwargs: Mapping[str, Any] = {}
