@@ -308,10 +308,9 @@ def processes(config: TrainingConfig) -> str:
 
 
 def _fields(sample: ShownSample) -> dict[str, Any]:
-    fields = asdict(sample)
-    if sample.tokens is None:
-        del fields["tokens"]
-    return fields
+    """Returns what is written of a sample: without tokens that are not kept, and what single responses do not have."""
+    optional = ("tokens", "turns", "outcome")
+    return {name: value for name, value in asdict(sample).items() if name not in optional or value is not None}
 
 
 def _entry(finding: HealthFinding) -> dict[str, str | int | None]:

@@ -16,7 +16,22 @@ from megarl.cluster.rollouts import Rollouts
 from megarl.data.stream import stable_hash
 from megarl.data.tokenizer import Tokenizer
 from megarl.run.sinks import Metrics
-from megarl.types import Prompt, Ragged, RolloutChunk, SampleInfo
+from megarl.types import ConversationOutcome, Prompt, Ragged, RolloutChunk, SampleInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownTurn:
+    """What the model wrote in a turn of a conversation, or what was given between two turns.
+
+    Args:
+        text: with special tokens, or token ids if the run has no tokenizer.
+        reward: of a turn, by the environment; None of what was given.
+    """
+
+    sampled: bool
+    text: str | tuple[int, ...]
+    tokens: int
+    reward: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +50,8 @@ class ShownSample:
         advantage: of the response; None where advantages are of tokens, and in an evaluation.
         tokens: of each response token, by name: `text`, if there is a tokenizer, and values; None where not kept. With
             given tokens also `loss_mask`, 1 where a token was sampled; the values of the others are None.
+        turns: the response of a conversation, in order.
+        outcome: how the conversation ended.
     """
 
     sample_id: str
@@ -51,6 +68,8 @@ class ShownSample:
     scores: Mapping[str, float]
     advantage: float | None
     tokens: Mapping[str, Sequence[str | float | None]] | None = None
+    turns: Sequence[ShownTurn] | None = None
+    outcome: ConversationOutcome | None = None
 
 
 TokenColumns = Callable[[int], Mapping[str, Ragged]]
@@ -104,15 +123,54 @@ def shown_samples(
                 fields=json.loads(json.dumps(dict(prompts[sample.prompt_id].fields), default=str)),
                 prompt_tokens=sample.prompt_tokens,
                 response_tokens=sample.response_tokens,
-                versions=tuple(span.version for span in chunk.versions[sample.row]),
+                versions=tuple(dict.fromkeys(span.version for span in chunk.versions[sample.row])),
                 finished=sample.finished,
                 score=float(scores[index]),
                 scores={name: float(values[index]) for name, values in by_reward.items()},
                 advantage=None if advantages is None else float(advantages[index]),
                 tokens=None if columns is None else _tokens(chunk, sample, columns(sample.chunk), tokenizer, pieces),
+                turns=None if sample.outcome is None else _turns(chunk, sample, tokenizer),
+                outcome=sample.outcome,
             )
         )
     return shown
+
+
+def _turns(chunk: RolloutChunk, sample: SampleInfo, tokenizer: Tokenizer | None) -> list[ShownTurn]:
+    """Returns the turns of a conversation's branch, and what was given between them."""
+    assert chunk.loss_mask is not None
+    assert chunk.turns is not None
+    prompt, ids = chunk.prompt_ids[sample.row], chunk.response_ids[sample.row]
+    sampled = np.flatnonzero(chunk.loss_mask[sample.row])
+    turns, place = list[ShownTurn](), 0
+
+    def add(stop: int, reward: float | None) -> None:
+        nonlocal place
+        before, piece = (ids[place - 1 : place] if place else prompt[-1:]).tolist(), ids[place:stop].tolist()
+        text = tuple(piece) if tokenizer is None else _text_after(tokenizer, before, piece)
+        turns.append(ShownTurn(sampled=reward is not None, text=text, tokens=len(piece), reward=reward))
+        place = stop
+
+    starts = [0, *chunk.turns[sample.row].tolist()]
+    for first, end, reward in zip(starts, starts[1:], _own_rewards(chunk, sample), strict=False):
+        if end > first and sampled[first] > place:
+            add(int(sampled[first]), None)
+        add(int(sampled[end - 1]) + 1 if end > first else place, reward)
+    return turns
+
+
+def _own_rewards(chunk: RolloutChunk, sample: SampleInfo) -> list[float]:
+    """Returns the rewards of a branch's turns; in the chunk, the last one has those of later branches, too."""
+    assert chunk.turn_rewards is not None
+    rewards, later = chunk.turn_rewards[sample.row].tolist(), sample.row + 1
+    if rewards and any(name.startswith(f"{sample.conversation}#") for name in chunk.sample_ids[later : later + 1]):
+        rewards[-1] -= float(chunk.turn_rewards[later].sum())
+    return [float(f"{reward:.6g}") for reward in rewards]
+
+
+def _text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
+    """Decodes ids as they read after others: some tokenizers drop the space before a first token."""
+    return tokenizer.decode([*before, *ids], special=True)[len(tokenizer.decode(before, special=True)) :]
 
 
 def _tokens(
@@ -125,10 +183,9 @@ def _tokens(
     """Returns the values of a response's tokens, with six digits; adds to `pieces`, the texts of tokens."""
     ids, tokens = chunk.response_ids[sample.row].tolist(), dict[str, Sequence[str | float | None]]()
     if tokenizer is not None:
-        before = chunk.prompt_ids[sample.row].tolist()[-1:]  # some tokenizers drop the space before a first token
-        start = len(tokenizer.decode(before, special=True))
+        before = chunk.prompt_ids[sample.row].tolist()[-1:]
         for token in set(ids) - set(pieces):
-            pieces[token] = tokenizer.decode([*before, token], special=True)[start:]
+            pieces[token] = _text_after(tokenizer, before, [token])
         tokens["text"] = [pieces[token] for token in ids]
     for name, column in {"rollout_logprobs": chunk.rollout_logprobs, **columns}.items():
         values = column[sample.row].tolist()

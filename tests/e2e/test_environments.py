@@ -27,7 +27,8 @@ stage: grpo
 run: {{dir: {directory}/run, steps: {steps}}}
 checkpoint: {{every: 1, keep: {steps}}}
 model: {{path: {directory}/model}}
-data: {{prompts: {directory}/tasks.jsonl, prompts_per_step: 3, samples_per_prompt: 4}}
+data: {{tasks: 5, prompts_per_step: 3, samples_per_prompt: 4}}
+evaluation: {{tasks: 3, samples_per_prompt: 2, pass_at: [1, 2]}}
 environment: {{name: "tests.environments.worlds:Letters", args: {{turns: 3, pause: 0.3}}, processes: 2}}
 reward:
   functions: [{{name: "tests.e2e.test_environments:written", args: {{file: {directory}/trained.jsonl}}}}]
@@ -79,7 +80,6 @@ def written(completion: Completion, file: str) -> float:
 )
 def test_a_run_is_trained_on_the_turns_that_the_engines_sampled(tmp_path: Path, mode: str) -> None:
     write_checkpoint(tmp_path / "model", 0)
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"number": number}) + "\n" for number in range(5)))
     stops = ", ".join(map(str, range(3, 13)))
     write_judge(tmp_path / "judge")
     (tmp_path / "run.yaml").write_text(CONFIG.format(directory=tmp_path, stops=stops, steps=STEPS))
@@ -94,7 +94,7 @@ def test_a_run_is_trained_on_the_turns_that_the_engines_sampled(tmp_path: Path, 
     _, *trained = lines(tmp_path / "trained.jsonl")  # without the trial call
     assert len(trained) == STEPS * 12
     sampled = tmp_path / "sampled"
-    turns = sorted((path for path in sampled.iterdir()), key=lambda path: path.name)
+    turns = sorted(path for path in sampled.iterdir() if not path.name.startswith("0%2F"))  # without evaluations
     versions = {path: np.load(path)["versions"][:, 2].tolist() for path in turns}
     assert any(len(own) > 1 for own in versions.values()) == inflight, "weights change in a turn"
     of_conversations: dict[str, set[int]] = {}
@@ -108,6 +108,8 @@ def test_a_run_is_trained_on_the_turns_that_the_engines_sampled(tmp_path: Path, 
     assert sum(step["rewards/unscored/judge_model"] for step in steps) == len(judged) - len(known)
     scored = [(step["scores/judge_model"], 12 - step["rewards/unscored/judge_model"]) for step in steps]
     assert sum(mean * count for mean, count in scored) == pytest.approx(sum(known))
+    check_evaluations(tmp_path / "run")
+    check_transcripts(tmp_path / "run")
 
 
 def check_turns(trained: Sequence[dict[str, Any]], sampled: Path) -> list[int]:
@@ -125,7 +127,8 @@ def check_turns(trained: Sequence[dict[str, Any]], sampled: Path) -> list[int]:
                 break
         else:
             pytest.fail(f"no engine sampled {row}")
-    assert sum(turns) == len(list(sampled.glob("*"))), "every turn is trained on, once"
+    recorded = [path for path in sampled.iterdir() if not path.name.startswith("0%2F")]  # without evaluations
+    assert sum(turns) == len(recorded), "every turn is trained on, once"
     return turns
 
 
@@ -179,6 +182,33 @@ def judged_by_transformers(directory: Path, response: str) -> float | None:
     answer = model.generate(ids, do_sample=False, max_new_tokens=4)[0, ids.shape[1] :]
     found = re.findall(r"\d", tokenizer.decode(answer))
     return float(found[-1]) if found else None
+
+
+def check_evaluations(run: Path) -> None:
+    """Tasks that are not trained on, counted by conversation."""
+    prompts = lines(run / "prompt_scores.jsonl")
+    assert [of["prompt_id"] for of in prompts] == ["task-5", "task-6", "task-7"] * 2
+    for line in lines(run / "evaluations.jsonl"):
+        assert (line["eval/prompts"], line["eval/samples"], line["eval/environment/failed"]) == (3, 6, 0)
+        scores = [of["scores"]["environment"] for of in prompts if of["step"] == line["step"]]
+        assert [len(of) for of in scores] == [2, 2, 2]
+        assert line["eval/environment_pass_at_1"] == pytest.approx(np.mean(np.array(scores) >= 1))
+        assert line["eval/environment_pass_at_2"] == pytest.approx(np.mean(np.max(scores, axis=1) >= 1))
+
+
+def check_transcripts(run: Path) -> None:
+    """The turns of a conversation are all of its text; their rewards are its score by the environment."""
+    talks = lines(run / "samples.jsonl")
+    assert {talk["kind"] for talk in talks} == {"train", "evaluation"}
+    for talk in talks:
+        turns = talk["turns"]
+        assert talk["text"] == f"<bos>{talk['prompt']}" + "".join(turn["text"] for turn in turns)
+        own = [turn for turn in turns if turn["sampled"]]
+        assert [turn["sampled"] for turn in turns] == [True, *[False, True] * (len(own) - 1)]
+        assert sum(turn["tokens"] for turn in own) == talk["response_tokens"]
+        assert sum(turn["reward"] for turn in own) == talk["scores"]["environment"]
+        assert all("say " in turn["text"] for turn in turns if not turn["sampled"])
+        assert talk["outcome"]["turns"] == talk["outcome"]["metrics"]["asked"] == len(own)
 
 
 def _turns(first: Path, row: dict[str, list[int]]) -> int:

@@ -14,12 +14,15 @@ import pytest
 
 from megarl.cluster.rollouts import Rollouts
 from megarl.config import load
+from megarl.data.packing import sample_infos
+from megarl.environments.conversation import Branch, Conversation, SampledTurn
+from megarl.environments.environment_process import pack_conversations
 from megarl.files import read_lines
 from megarl.run.paths import RunPaths
 from megarl.run.report import EvaluationReporter
 from megarl.run.results import ShownSample, prompt_scores, shown_samples
 from megarl.run.view.sample_index import SampleIndex
-from megarl.types import Prompt, Ragged, RolloutChunk, SampleInfo, VersionSpan
+from megarl.types import Prompt, Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan
 from tests.loop.test_model_directory import DEBUG
 
 SAMPLE = ShownSample(
@@ -189,6 +192,40 @@ def test_token_values_are_written_if_configured() -> None:
         "advantages": [1.0, None, 0.0, -1.0, None],
         "loss_mask": [1, 0, 1, 1, 0],
     }
+
+
+def test_turns_are_told_apart_with_their_rewards() -> None:
+    """Of a conversation of two branches, the second of which ends in a turn without tokens, and of one that failed."""
+    prompt = Prompt(prompt_id="p", token_ids=(2,))
+
+    def branch(*turns: tuple[Sequence[int], Sequence[int], float]) -> Branch:
+        grown = Branch(prompt=(2,))
+        for given, own, reward in turns:
+            grown.give(given)
+            span = VersionSpan(start=0, stop=len(own), version=4, engine_id=0)
+            logprobs = np.zeros(len(own), dtype=np.float32)
+            grown.add(SampledTurn(token_ids=tuple(own), logprobs=logprobs, finished=True, versions=(span,)))
+            grown.rewards[-1] = reward
+        return grown
+
+    talk = Conversation(request=SampleRequest(sample_id="1/p/0", prompt=prompt, seed=0), metrics={"asked": 2.0})
+    talk.branches = [branch(((), (1, 3), 0.5), ((5, 6), (7,), 0.25)), branch(((), (1,), -1.0), ((9,), (), 2.0))]
+    failed = Conversation(request=SampleRequest(sample_id="1/p/1", prompt=prompt, seed=0), failure="no way")
+    chunk, names = pack_conversations([talk, failed], filler=0)
+    infos = sample_infos(0, chunk, names)
+    samples = tuple(replace(info, outcome=talk.outcome if info.row < 2 else failed.outcome) for info in infos)
+    chunks: Any = [chunk]
+    drawn, score = Rollouts(samples=samples, chunks=chunks), np.ones(3, dtype=np.float32)
+    first, second, third = shown_samples(drawn, {"p": prompt}, score, {}, cast(Any, Letters()), "all")
+    turns = [[(turn.sampled, turn.text, turn.tokens, turn.reward) for turn in of.turns or ()] for of in (first, second)]
+    assert turns == [
+        [(True, " b d", 2, 0.5), (False, " fg", 2, None), (True, " h", 1, 0.25)],
+        [(True, " b", 1, -1.0), (True, "", 0, 2.0)],
+    ]
+    assert (first.versions, first.outcome) == ((4,), talk.outcome)
+    assert third.turns == []
+    assert third.outcome is not None
+    assert third.outcome.failure == "no way"
 
 
 def shown(prompt_ids: list[str], count: int) -> list[ShownSample]:

@@ -16,6 +16,7 @@ _SCRIPTS: Final = (
     "overview.js",
     "curves.js",
     "tokens.js",
+    "transcripts.js",
     "samples.js",
     "held_out.js",
     "timeline.js",

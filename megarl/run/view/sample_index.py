@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -12,16 +13,34 @@ from megarl.run.paths import RunPaths
 
 _TITLE = 120
 """Characters of a prompt that are kept."""
+_BRANCH = re.compile(r"#\d+$")
+"""Ends the sample id of a conversation's branch but the first."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SampleGroup:
-    """The samples of a prompt in a step: where their lines begin, and their numbers."""
+    """The samples of a prompt in a step: where their lines begin, and their numbers.
+
+    The branches of a conversation are one sample: with the tokens of all, and the end of the last one.
+    """
 
     starts: list[int] = field(default_factory=list[int])
     scores: list[float] = field(default_factory=list[float])
     tokens: list[int] = field(default_factory=list[int])
-    cut_off: int = 0
+    cut_off: list[bool] = field(default_factory=list[bool])
+
+    def add(self, start: int, line: Mapping[str, Any]) -> None:
+        """Adds a line of the file, which begins at `start`."""
+        self.starts.append(start)
+        tokens, cut_off = line.get("response_tokens") or 0, not line.get("finished", True)
+        if self.cut_off and _BRANCH.search(str(line.get("sample_id"))):
+            self.tokens[-1] += tokens
+            self.cut_off[-1] = cut_off
+            return
+        self.tokens.append(tokens)
+        self.cut_off.append(cut_off)
+        if line.get("score") is not None:
+            self.scores.append(line["score"])
 
 
 class SampleIndex:
@@ -44,19 +63,13 @@ class SampleIndex:
                 continue
             prompt, kind = str(line["prompt_id"]), str(line.get("kind"))
             groups = self._groups.setdefault((kind, line["step"]), {})
-            group = groups.setdefault(prompt, SampleGroup())
-            group.starts.append(start)
-            if line.get("score") is not None:
-                group.scores.append(line["score"])
-            if line.get("response_tokens") is not None:
-                group.tokens.append(line["response_tokens"])
-            group.cut_off += not line.get("finished", True)
+            groups.setdefault(prompt, SampleGroup()).add(start, line)
             self.titles.setdefault((kind, prompt), str(line.get("prompt", ""))[:_TITLE])
 
     def steps(self, kind: str) -> list[tuple[int, int]]:
         """Returns the steps that have samples of a kind, each with their number."""
         found = sorted((step, groups) for (of, step), groups in self._groups.items() if of == kind)
-        return [(step, sum(len(group.starts) for group in groups.values())) for step, groups in found]
+        return [(step, sum(len(group.cut_off) for group in groups.values())) for step, groups in found]
 
     def groups(self, kind: str, step: int) -> list[dict[str, Any]]:
         """Returns the numbers of each prompt's samples in a step."""
@@ -68,11 +81,11 @@ class SampleIndex:
             "step": step,
             "prompt_id": prompt,
             "title": self.titles[kind, prompt],
-            "samples": len(group.starts),
+            "samples": len(group.cut_off),
             "score": fmean(group.scores) if group.scores else None,
             "spread": max(group.scores) - min(group.scores) if group.scores else None,
-            "tokens": fmean(group.tokens) if group.tokens else None,
-            "cut_off": group.cut_off,
+            "tokens": fmean(group.tokens),
+            "cut_off": sum(group.cut_off),
         }
 
     def samples(self, kind: str, step: int, prompt: str) -> list[dict[str, Any]]:

@@ -15,12 +15,12 @@ from tests.debian import program
 from tests.needs import lacking
 from tests.run.status.directories import MadeRun
 from tests.run.view.chromium import PROGRAM, Chromium
-from tests.run.view.viewed_run import SCRIPT, add_lines, sample, step_samples, viewed_run
+from tests.run.view.viewed_run import SCRIPT, add_lines, conversations, sample, step_samples, viewed_run
 
 pytestmark = pytest.mark.process
 
 RESPONSES = "[...document.querySelectorAll('.response .text')].map((text) => text.textContent)"
-CHOSEN = "document.querySelector('.list [aria-selected=true] .name')?.textContent || ''"
+CHOSEN = "(document.querySelector('.list [aria-selected=true] .name')?.textContent || '')"
 STEP = "document.querySelector('.stepper b')?.textContent"
 
 
@@ -58,7 +58,7 @@ def test_the_page_shows_a_run_while_it_trains(page: Chromium, tmp_path: Path) ->
             page.until("document.querySelector('.chart .values').textContent === '0.75'")
             page.press("2")
             page.until(f"{STEP} === 'step 20'")
-            add_lines(run.path / "samples.jsonl", step_samples(21))
+            add_lines(run.path / "samples.jsonl", [*step_samples(21), *conversations(21)])
             run.step(22, ago=0)
             page.until(f"{STEP} === 'step 21'")
             look_at_samples(page, last=21)
@@ -134,6 +134,11 @@ def look_at_samples(page: Chromium, last: int) -> None:
     page.press("ArrowLeft")
     page.until(f"{RESPONSES}[0] === 'wörd {last - 1}'")
     look_at_tokens(page)
+    page.press("ArrowRight")
+    page.until("document.querySelectorAll('.list li').length === 3")
+    page.press("j")
+    page.until(f"{CHOSEN}.startsWith('say talk')")
+    look_at_a_conversation(page)
     page.press("/")
     for letter in "DER":  # in no text
         page.press(letter)
@@ -166,6 +171,34 @@ def look_at_tokens(page: Chromium) -> None:
     page.press("ArrowRight")
     assert "log-probability, enginenone" in page.evaluate("document.querySelector('.keys .tip').textContent"), "given"
     assert page.evaluate("document.querySelectorAll('.tokens .masked').length") == 2
+    page.evaluate("document.activeElement.blur()")
+
+
+def look_at_a_conversation(page: Chromium) -> None:
+    """Turns of the model and of the environment with their rewards, in two branches, and how conversations ended."""
+    by = "[...document.querySelectorAll('.turn .by')].map((turn) => turn.textContent)"
+    assert page.until(f"{by}.length && {by}") == [
+        "model3 tokensreward 0.25",
+        "environment2 tokensnot learned from",
+        "model2 tokensreward 0.5",
+        "model0 tokensreward 0",
+    ]
+    assert page.evaluate("document.querySelectorAll('.response').length") == 2, "branches are one conversation"
+    assert page.evaluate("document.querySelector('.response details').textContent") == "prompt, 3 tokensrewritten"
+    facts = page.evaluate("[...document.querySelectorAll('.response > .facts')].map((facts) => facts.textContent)")
+    assert "3 turns8 tokensended by a limitasked 2" in facts[0]
+    assert "failed" in facts[1]
+    assert SCRIPT in page.evaluate("document.querySelector('.response > .bad').textContent")
+    for key, at in (("n", 0), ("n", 1), ("p", 0)):
+        page.press(key)
+        assert page.evaluate("[...document.querySelectorAll('.turn')].indexOf(document.activeElement)") == at
+    given = "getComputedStyle(document.querySelector('.turn.environment')).backgroundColor"
+    assert page.evaluate("getComputedStyle(document.activeElement).backgroundColor") != page.evaluate(given)
+    choice = "document.querySelector('[aria-label=\"Colour of tokens\"]')"
+    page.evaluate(f"{choice}.value = 'rollout'; {choice}.dispatchEvent(new Event('change'))")
+    page.until("document.querySelector('.tokens .turn')")
+    tokens = "[...document.querySelectorAll('.tokens .turn')].map((turn) => turn.querySelectorAll('.token').length)"
+    assert page.evaluate(tokens) == [3, 2]
     page.evaluate("document.activeElement.blur()")
 
 

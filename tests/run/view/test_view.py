@@ -13,7 +13,16 @@ from megarl.files import truncate_lines
 from megarl.run.view.run_view import RunView, open_runs
 from tests.loop.test_model_directory import DEBUG
 from tests.run.status.directories import NOW, MadeRun
-from tests.run.view.viewed_run import SCRIPT, add_lines, sample, span, step_samples, trace_lines, viewed_run
+from tests.run.view.viewed_run import (
+    SCRIPT,
+    add_lines,
+    conversations,
+    sample,
+    span,
+    step_samples,
+    trace_lines,
+    viewed_run,
+)
 
 
 @pytest.fixture
@@ -81,6 +90,14 @@ def test_groups_aggregate_their_samples(view: RunView) -> None:
     assert (second["score"], second["spread"], second["samples"]) == (0.5, 0.0, 2)
     assert ask(view, "group", kind="train", step=7, prompt="p1") == step_samples(7)[:2]
     assert ask(view, "steps")["evaluation"] == [(0, 1), (20, 1)]
+
+
+def test_branches_are_one_sample(view: RunView, run: MadeRun) -> None:
+    """By hand: one conversation has branches of 4 and 4 tokens, the last of which was cut off; the other one has 5."""
+    add_lines(run.path / "samples.jsonl", conversations(20))
+    talks = ask(view, "groups", kind="train", step=20)[-1]
+    assert (talks["samples"], talks["score"], talks["tokens"], talks["cut_off"]) == (2, 0.75, 6.5, 1)
+    assert ask(view, "steps")["train"][-1] == (20, 6)
 
 
 def test_held_out_prompts_have_ids_of_their_own(view: RunView, run: MadeRun) -> None:

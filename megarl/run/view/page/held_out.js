@@ -30,26 +30,24 @@ const heldOutView = {
     }, (prompt) => { this.prompt = prompt; this.show(prompt, detail); });
     const better = prompts.filter((prompt) => change(prompt, this.reward) > 0).length, worse = prompts.filter((prompt) => change(prompt, this.reward) < 0).length;
     panel.replaceChildren(el("div", { class: "toolbar" }, chooseRun, rewards.length > 1 ? reward : null, sort, el("span", { class: "muted" }, `${prompts.length} prompts with answers: ${better} better, ${worse} worse than at first`)), el("div", { class: "split" }, this.pick.list, detail),
-      el("p", { class: "keys" }, el("kbd", {}, "j"), " ", el("kbd", {}, "k"), " prompts. Marked: what differs from the answer before."));
+      el("p", { class: "keys" }, el("kbd", {}, "j"), " ", el("kbd", {}, "k"), " prompts, ", el("kbd", {}, "n"), " ", el("kbd", {}, "p"), " turns of conversations. Marked: what differs from the answer before."));
     const again = this.prompt ? [...prompts].sort(order).findIndex(({ prompt_id }) => prompt_id === this.prompt.prompt_id) : 0;
     this.pick.select(Math.max(0, again), true);
   },
   async show(prompt, detail) {
     const answers = await Promise.all(prompt.steps.map((step) => ask("group", { run: this.run, kind: "evaluation", step, prompt: prompt.prompt_id })));
     if (prompt !== this.prompt) return;
-    const there = prompt.steps.map((step, i) => ({ step, samples: answers[i] })).filter(({ samples }) => samples?.length);
+    const there = prompt.steps.map((step, i) => ({ step, samples: withBranches(answers[i] || []) })).filter(({ samples }) => samples.length);
     if (!there.length) {
       detail.replaceChildren(empty("The answers are not in this export."));
       return;
     }
     const when = (step) => (step ? `after step ${step}` : "before training"), single = there.every(({ samples }) => samples.length === 1);
-    const cards = there.map(({ step, samples }, i) => samples.map((sample, place) => {
-      const before = i ? there[i - 1].samples[place] : null;
-      return responseCard(sample, { best: 0, worst: 0, reward: this.reward, label: single ? when(step) : "", marks: before ? differing(asText(before.response), asText(sample.response)) : [] });
-    }));
+    const [first] = there[0].samples[0];
+    const cards = there.map(({ step, samples }, i) => samples.map((branches, place) =>
+      responseCard(branches, { asked: asText(first.prompt), best: 0, worst: 0, reward: this.reward, label: single ? when(step) : "", before: i ? there[i - 1].samples[place] : null })));
     const byStep = there.flatMap(({ step }, i) => [el("h2", {}, when(step)), el("div", { class: "responses" }, cards[i])]);
-    if (!there[0]?.samples.length) return;
-    detail.replaceChildren(promptBox(there[0].samples[0], ""), ...(single ? [el("div", { class: "responses" }, cards)] : byStep));
+    detail.replaceChildren(promptBox(first, ""), ...(single ? [el("div", { class: "responses" }, cards)] : byStep));
   },
   async update() {
     const prompts = await ask("prompts", { run: this.run });
@@ -58,6 +56,7 @@ const heldOutView = {
   key(key) {
     if (key === "j" || key === "ArrowDown") this.pick?.move(1);
     else if (key === "k" || key === "ArrowUp") this.pick?.move(-1);
+    else if (key === "n" || key === "p") moveTurn(key === "n" ? 1 : -1);
     else return false;
     return true;
   },

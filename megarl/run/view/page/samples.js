@@ -33,7 +33,7 @@ const samplesView = {
     this.split = el("div", { class: "split" });
     panel.replaceChildren(el("div", { class: "toolbar" }, runChoice(this.run, (run) => { this.run = run; this.step = null; this.draw(panel); }), kinds.length > 1 ? segments("Kind", kinds, this.kind, (kind) => { this.kind = kind; this.step = null; this.draw(panel); }) : null,
       el("div", { class: "stepper" }, back, this.slider, on, this.label), sort, inGroup, this.tones, el("span", { class: "muted" }, this.partly)), el("div", { class: "toolbar" }, this.search, el("label", {}, everywhere, "in all steps")), this.split,
-      el("p", { class: "keys" }, el("kbd", {}, "j"), " ", el("kbd", {}, "k"), " prompts, ", el("kbd", {}, "←"), " ", el("kbd", {}, "→"), " steps, ", el("kbd", {}, "/"), " search"));
+      el("p", { class: "keys" }, el("kbd", {}, "j"), " ", el("kbd", {}, "k"), " prompts, ", el("kbd", {}, "←"), " ", el("kbd", {}, "→"), " steps, ", el("kbd", {}, "n"), " ", el("kbd", {}, "p"), " turns of conversations, ", el("kbd", {}, "/"), " search"));
     await this.fill();
   },
   /** Returns the steps whose samples can be asked for. */
@@ -68,22 +68,22 @@ const samplesView = {
     this.detail = el("div", { "aria-live": "polite" });
     this.pick = pickList("Prompts", items, (group) => [el("div", { class: "name" }, shown(group.title)),
       el("div", { class: "facts number" }, several ? el("span", {}, `step ${group.step}`) : null, el("span", {}, `score ${score(group.score)}`), group.samples > 1 && group.spread !== null ? el("span", {}, `spread ${score(group.spread)}`) : null,
-        group.tokens === null ? null : el("span", {}, `${score(group.tokens)} tokens`), group.cut_off ? el("span", { class: "warn" }, `${group.cut_off} cut off`) : null)], (group) => { this.group = group; this.show(); });
+        el("span", {}, `${score(group.tokens)} tokens`), group.cut_off ? el("span", { class: "warn" }, `${group.cut_off} cut off`) : null)], (group) => { this.group = group; this.show(); });
     this.split.replaceChildren(this.pick.list, this.detail);
     const again = this.group ? items.findIndex((group) => group.prompt_id === this.group.prompt_id) : 0;
     this.pick.select(Math.max(0, again), true);
   },
   async show() {
-    const group = this.group, samples = [...await this.samples(group)], text = this.text.trim();
+    const group = this.group, samples = await this.samples(group), text = this.text.trim(), responses = withBranches(samples);
     if (group !== this.group || !samples.length) return; // the file may have been read in the middle of a step
-    if (this.inGroup === "score") samples.sort((a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity));
+    if (this.inGroup === "score") responses.sort(([a], [b]) => (b.score ?? -Infinity) - (a.score ?? -Infinity));
     const scores = samples.map((sample) => sample.score).filter((value) => value !== null), best = Math.max(...scores), worst = Math.min(...scores);
     const tones = tokenTones(samples);
     this.tones.hidden = !tones.length;
     if (!tones.some(([name]) => name === this.tone)) this.tone = "";
     this.tones.replaceChildren(el("option", { value: "" }, "Tokens without colour"), ...tones.map(([name, { title }]) => el("option", { value: name, selected: name === this.tone }, `Tokens by ${title}`)));
     const coloring = this.tone ? tokenColoring(samples, this.tone) : null;
-    this.detail.replaceChildren(promptBox(samples[0], text), coloring ? coloring.legend : "", el("div", { class: "responses" }, samples.map((sample) => responseCard(sample, { text, best, worst, coloring }))));
+    this.detail.replaceChildren(promptBox(samples[0], text), coloring ? coloring.legend : "", el("div", { class: "responses" }, responses.map((branches) => responseCard(branches, { asked: asText(samples[0].prompt), text, best, worst, coloring }))));
   },
   go(place) { this.step = this.steps[Math.max(0, Math.min(this.steps.length - 1, place))]; this.slider.value = this.steps.indexOf(this.step); this.fill(); },
   move(by) {
@@ -104,6 +104,7 @@ const samplesView = {
     else if (key === "k" || key === "ArrowUp") this.pick?.move(-1);
     else if (key === "ArrowLeft" || key === "h") this.steps?.length && this.move(-1);
     else if (key === "ArrowRight" || key === "l") this.steps?.length && this.move(1);
+    else if (key === "n" || key === "p") moveTurn(key === "n" ? 1 : -1);
     else if (key === "/") this.search?.focus();
     else return false;
     return true;
@@ -117,18 +118,26 @@ function promptBox(sample, text) {
     fields.length ? el("dl", { class: "fields" }, fields.map(([name, value]) => [el("dt", {}, name), el("dd", {}, shown(asText(value)))])) : null);
 }
 
-/** Returns a response; `best` and `worst` are scores of its group, `label` says when it was given, `reward` whose score is shown. */
-function responseCard(sample, { text, best, worst, marks, label, reward, coloring }) {
+/**
+ * Returns a response, or the branches of a conversation; `best` and `worst` are scores of its group, `asked` is the prompt above it, `label` says when it was given,
+ * `reward` whose score is shown, `before` are the branches of an earlier one: what differs is marked.
+ */
+function responseCard(branches, { asked, text, best, worst, before, label, reward, coloring }) {
+  const sample = branches[branches.length - 1], { outcome } = sample;
   const main = reward in (sample.scores || {}) ? sample.scores[reward] : sample.score;
   const response = asText(sample.response), scores = Object.entries(sample.scores || {});
   const tone = sample.score === null ? "bad" : best > worst ? (sample.score === best ? "good" : sample.score === worst ? "warn" : "") : "";
-  const versions = sample.versions || [];
+  const versions = [...new Set(branches.flatMap((branch) => branch.versions || []))];
+  const written = () => (response ? shown(response, before ? differing(asText(before[0].response), response) : found(response, text || "")) : el("span", { class: "muted" }, "(empty)"));
   return el("article", { class: "panel response" },
     el("div", { class: "top" }, el("span", { class: `score ${tone}` }, main === null ? "unscored" : score(main)), label ? el("span", { class: "muted" }, label) : null,
       sample.advantage === null || sample.advantage === undefined ? null : el("span", { class: `number ${sample.advantage > 0 ? "good" : sample.advantage < 0 ? "bad" : "muted"}` }, `advantage ${signed(sample.advantage)}`)),
-    coloring && sample.tokens ? coloring.draw(sample) : el("pre", { class: "text" }, response ? shown(response, marks || found(response, text || "")) : el("span", { class: "muted" }, "(empty)")),
+    outcome?.failure ? el("pre", { class: "text bad" }, shown(outcome.failure)) : null,
+    sample.turns ? transcript(branches, { asked, text, before, coloring }) : coloring && sample.tokens ? coloring.draw(sample) : el("pre", { class: "text" }, written()),
     el("div", { class: "facts" }, scores.map(([name, value]) => el("span", {}, `${name} ${score(value)}`)),
-      sample.response_tokens === undefined ? null : el("span", {}, `${sample.response_tokens} tokens`),
-      el("span", { class: sample.finished ? "" : "warn" }, sample.finished ? "ended by the model" : "cut off at the length limit"),
+      outcome ? el("span", {}, counted(outcome.turns, "turn")) : null,
+      sample.response_tokens === undefined ? null : el("span", {}, counted(branches.reduce((sum, branch) => sum + branch.response_tokens, 0), "token")),
+      howEnded(sample),
+      outcome ? Object.entries(outcome.metrics).map(([name, value]) => el("span", {}, shown(`${name} ${number(value)}`))) : null,
       versions.length ? el("span", { title: "Versions of the weights that generated it" }, `weights ${versions.length > 1 ? `${versions[0]}–${versions[versions.length - 1]}` : versions[0]}`) : null));
 }

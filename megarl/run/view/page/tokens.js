@@ -62,14 +62,15 @@ function tokenColoring(samples, name) {
         tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - tip.offsetWidth - 8))}px`;
         tip.style.top = `${box.bottom + tip.offsetHeight + 6 < innerHeight ? box.bottom + 6 : box.top - tip.offsetHeight - 6}px`;
       };
-      return el("pre", { class: "text tokens", tabindex: 0, "aria-label": "Response, token by token", onpointerleave: leave, onblur: leave, onpointerover: (event) => { const token = event.target.closest("[data-at]"); if (token) point(Number(token.dataset.at)); },
+      const [tag, classes, content] = sample.turns ? ["div", "tokens", turnNodes(sample, (turn, _, first) => nodes.slice(first, first + turn.tokens))] : ["pre", "text tokens", nodes];
+      return el(tag, { class: classes, tabindex: 0, "aria-label": "Response, token by token", onpointerleave: leave, onblur: leave, onpointerover: (event) => { const token = event.target.closest("[data-at]"); if (token) point(Number(token.dataset.at)); },
         onkeydown: (event) => {
           const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
           if (!by) return;
           point(at + by);
           event.stopPropagation();
           event.preventDefault();
-        } }, nodes);
+        } }, content);
     },
   };
 }
