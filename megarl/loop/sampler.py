@@ -245,7 +245,8 @@ def _select_scores(rounds: Sequence[Sampled], rows: Sequence[int]) -> Scoring:
 
 
 def sample_metrics(samples: Sequence[SampleInfo], max_new_tokens: int) -> dict[str, float]:
-    """Returns metrics of the lengths and the ends of a step's rollouts."""
+    """Returns metrics of the lengths and the ends of a step's rollouts; branches count as one."""
+    samples = Branches.of(samples).whole(samples)
     finished = float(np.mean([sample.finished for sample in samples]))
     lengths = {
         "response_length": np.array([sample.response_tokens for sample in samples]),

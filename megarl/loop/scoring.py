@@ -217,8 +217,16 @@ class Branches:
         return np.flatnonzero(self.conversation == conversation).tolist()
 
     def whole(self, samples: Sequence[SampleInfo]) -> list[SampleInfo]:
-        """Returns the last sample of each conversation."""
-        return [samples[int(index)] for index in self.last]
+        """Returns the last sample of each conversation, with the first one's prompt and the sampled tokens of all."""
+        prompts, tokens = dict[int, int](), [0] * len(self.last)
+        for number, sample in zip(self.conversation.tolist(), samples, strict=True):
+            prompts.setdefault(number, sample.prompt_tokens)
+            tokens[number] += sample.response_tokens
+        last: list[int] = self.last.tolist()
+        return [
+            replace(samples[row], prompt_tokens=prompts[number], response_tokens=tokens[number])
+            for number, row in enumerate(last)
+        ]
 
 
 def gather_rows(columns: Mapping[int, Values]) -> Values:
@@ -327,11 +335,11 @@ def score_batch(
     sequence_advantages = None
     if not algo.of_tokens:
         tensor = torch.as_tensor(scores)
-        lengths = np.bincount(branches.conversation, [sample.response_tokens for sample in samples])
+        lengths = np.array([sample.response_tokens for sample in branches.whole(samples)], dtype=np.int64)
         compared = Samples(
             scores=tensor,
             groups=torch.as_tensor(groups[branches.last]),
-            lengths=torch.as_tensor(lengths.astype(np.int64)),
+            lengths=torch.as_tensor(lengths),
             finished=torch.as_tensor(finished),
             scored=tensor.isfinite(),
             components=torch.as_tensor(components),

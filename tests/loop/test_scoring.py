@@ -290,7 +290,7 @@ def test_lengths_and_endings_cover_the_step() -> None:
 
 def test_branches_count_as_one_sample() -> None:
     def info(row: int, name: str, prompt: str, tokens: int, *, finished: bool = True) -> SampleInfo:
-        lengths = {"prompt_tokens": 1, "response_tokens": tokens}
+        lengths = {"prompt_tokens": 7 if "#" in name else 1, "response_tokens": tokens}
         return SampleInfo(sample_id=name, prompt_id=prompt, chunk=0, row=row, finished=finished, **lengths)
 
     whole = [info(0, "1/p/0", "p", 5), info(1, "1/p/1", "p", 2), info(2, "1/q/0", "q", 9), info(3, "1/q/1", "q", 4)]
@@ -319,6 +319,7 @@ def test_branches_count_as_one_sample() -> None:
         assert found.samples.actor_mask.tolist() == expected.samples.actor_mask[of].tolist()
         assert found.totals.tolist() == expected.totals[of].tolist()
         assert found.metrics == expected.metrics
+    assert sample_metrics(branched, 9) == sample_metrics(whole, 9)
     keep = sample_filter(reward_weights(Reward()), Algo.model_validate({"filter": "nonzero_std"}))
     of_equal = np.float32([1, 1, 3, 5])
     assert keep({"reward_model": of_equal[of]}, branched).tolist() == [False] * 3 + [True] * 4

@@ -13,13 +13,13 @@ function withBranches(samples) {
 const counted = (count, name) => `${count} ${name}${count === 1 ? "" : "s"}`;
 
 /** Returns the turns of a branch; `content` returns the nodes of a turn, by its place and the place of its first token. */
-function turnNodes({ turns }, content) {
+function turnNodes({ kind, turns }, content) {
   let start = 0;
   return turns.map((turn, place) => {
     const by = turn.sampled ? "model" : "environment", first = start;
     start += turn.tokens;
     return el("section", { class: `turn ${by}`, tabindex: -1, "aria-label": by },
-      el("div", { class: "by number" }, el("b", {}, by), el("span", {}, counted(turn.tokens, "token")), turn.sampled ? el("span", { class: turn.reward > 0 ? "good" : turn.reward < 0 ? "bad" : "" }, `reward ${score(turn.reward)}`) : el("span", {}, "not learned from")),
+      el("div", { class: "by number" }, el("b", {}, by), el("span", {}, counted(turn.tokens, "token")), turn.sampled ? el("span", { class: turn.reward > 0 ? "good" : turn.reward < 0 ? "bad" : "" }, `reward ${score(turn.reward)}`) : kind === "train" ? el("span", {}, "not learned from") : null),
       el("pre", { class: "text" }, content(turn, place, first)));
   });
 }
