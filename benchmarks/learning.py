@@ -1,8 +1,9 @@
-"""What every algorithm makes of the demo's task: three seeds, one fine-tuned model, one reward model.
+"""What every algorithm makes of the demo's task, and GRPO of one with a tool: three seeds of one fine-tuned model.
 
     python -m benchmarks.learning                              what is done and what is missing
     python -m benchmarks.learning --algorithm grpo --seed 0    one cell
     python -m benchmarks.learning --algorithm decoupled_ppo --staleness 2 --seed 0
+    python -m benchmarks.learning --algorithm lookup --seed 0
     python -m benchmarks.learning --next                       the first that is missing
     python -m benchmarks.learning --all                        all that are missing, one after the other
     python -m benchmarks.learning --report                     docs/learning.md and its picture, from the cells
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from examples.lookup.prepare import prepare
 from examples.sort_letters.checkpoint import write_checkpoint
 from examples.sort_letters.data import write_data
 from examples.sort_letters.results import TRUE_SCORE, read_lines
@@ -57,6 +59,10 @@ STALE: Final = {"decoupled_ppo": "decoupled PPO", "coupled_ppo": "coupled PPO"}
 """Those on samples of older weights, likewise."""
 CONTROL: Final = {"control": "GRPO, shuffled rewards"}
 """What must not learn, likewise."""
+CONVERSATIONS: Final = {"lookup": "GRPO, with a tool"}
+"""Those on a task of several turns, likewise."""
+CONVERSATION_CONTROL: Final = {"lookup_control": "GRPO with a tool, shuffled rewards"}
+"""What must not learn there, likewise."""
 STALENESS: Final = (0, 1, 2, 4, 8)
 """How many versions old these samples are."""
 Row = tuple[str, int | None]
@@ -64,6 +70,7 @@ Row = tuple[str, int | None]
 ROWS: Final[Mapping[Row, str]] = {
     **{(name, None): title for name, title in {**ALGORITHMS, **CONTROL}.items()},
     **{(name, age): f"{title}, {age} old" for name, title in STALE.items() for age in STALENESS},
+    **{(name, None): title for name, title in {**CONVERSATIONS, **CONVERSATION_CONTROL}.items()},
 }
 """Titles of the rows of the tables."""
 SEEDS: Final = (0, 1, 2)
@@ -99,6 +106,10 @@ class Cell:
     @property
     def result(self) -> Path:
         return RESULTS / f"{self.name}.json"
+
+    @property
+    def converses(self) -> bool:
+        return self.algorithm in {**CONVERSATIONS, **CONVERSATION_CONTROL}
 
     @property
     def overrides(self) -> list[str]:
@@ -140,7 +151,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithm", choices=[*ALGORITHMS, *CONTROL, *STALE])
+    parser.add_argument("--algorithm", choices=sorted({name for name, _ in ROWS}))
     parser.add_argument("--staleness", type=int, choices=STALENESS, help="of decoupled_ppo and coupled_ppo")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--next", action="store_true", help="the first cell that is missing")
@@ -157,7 +168,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def work(cell: Cell) -> None:
     """Makes a cell's result; an interrupted run of the same settings goes on."""
-    share()
+    share_conversations() if cell.converses else share()
     marker = cell.run_dir / "settings"
     if marker.exists() and marker.read_text(encoding="utf-8") != cell.settings():
         shutil.rmtree(cell.run_dir)
@@ -171,7 +182,7 @@ def work(cell: Cell) -> None:
         **({} if cell.staleness is None else {"staleness": cell.staleness}),
         "settings": cell.settings(),
         "last_invocation_seconds": round(time.perf_counter() - start),
-        **measured(cell.run_dir / "run"),
+        **measured(cell.run_dir / "run", "environment" if cell.converses else TRUE_SCORE),
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
     cell.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -203,6 +214,18 @@ def share() -> None:
         train(Path("configs/demo") / f"{stage}.yaml", *overrides)
 
 
+def share_conversations() -> None:
+    """Makes the fine-tuned model of the task with a tool, where it is not there."""
+    directory = DIRECTORY / "lookup"
+    if (directory / "sft" / "export").exists():
+        return
+    if not (directory / "sft").exists():
+        prepare(directory, SHARED_SEED)
+    paths = {"run.dir": "sft", "model.path": "model", "data.train": "demonstrations.jsonl"}
+    overrides = [f"{field}={directory / name}" for field, name in paths.items()]
+    train(Path("examples/lookup/sft.yaml"), *overrides, f"run.seed={SHARED_SEED}")
+
+
 def train(config: Path, *overrides: str) -> None:
     """`megarl train` to its end; where it fails, it has said why, and this ends too."""
     status = subprocess.run([sys.executable, "-m", "megarl", "train", str(config), *overrides], check=False).returncode
@@ -210,7 +233,7 @@ def train(config: Path, *overrides: str) -> None:
         sys.exit(status)
 
 
-def measured(run_dir: Path) -> dict[str, Any]:
+def measured(run_dir: Path, true_score: str) -> dict[str, Any]:
     """What a run came to: its evaluations, and by step the score of the reward model and the divergence."""
     steps = read_lines(run_dir / "metrics.jsonl")
     return {
@@ -218,9 +241,9 @@ def measured(run_dir: Path) -> dict[str, Any]:
             {
                 "step": row["step"],
                 "samples": row["eval/samples"],
-                "true_score": round(row[f"eval/{TRUE_SCORE}"], 4),
-                "half_width": round(row[f"eval/{TRUE_SCORE}_ci95"], 4),
-                "reward_model_score": round(row["eval/score"], 4),
+                "true_score": round(row[f"eval/{true_score}"], 4),
+                "half_width": round(row[f"eval/{true_score}_ci95"], 4),
+                **({"reward_model_score": round(row["eval/score"], 4)} if "eval/score" in row else {}),
             }
             for row in read_lines(run_dir / "evaluations.jsonl")
         ],
@@ -265,7 +288,7 @@ class Summary:
 
 def summed_up(name: str, results: Sequence[Mapping[str, Any]]) -> Summary:
     """One line of the table."""
-    starts, ends = ([r["evaluations"][i]["true_score"] for r in results] for i in (0, -1))
+    starts, ends = zip(*([e["true_score"] for e in _ends(result)] for result in results), strict=True)
     kl = [r["kl"][-1] for r in results if r["kl"]]
     return Summary(
         name=name,
@@ -315,7 +338,7 @@ Start and end are means over the seeds; a single true score has a 95% interval o
 learning if every seed gains, and if the mean gain exceeds both the spread of the seeds' end scores and the width of
 that interval. KL is the divergence from the fine-tuned model at the last step, in nats per response. The picture has
 the 95% interval of each line. Its dashed line is the control, GRPO with the rewards shuffled among the responses, which
-must not learn.
+must not learn. The last panel has [another task](#in-conversations), of several turns, and its own control.
 
 """
 STALE_SAMPLES: Final = """
@@ -327,6 +350,34 @@ clipped around the policy before the update, and weighted by its ratio to the po
 is clipped around the policy that sampled, without weights.
 
 """
+CONVERSATION_ROWS: Final = """
+## In conversations
+
+The task of [examples/lookup](environments.md#an-example) takes several turns: a table is known to the environment
+alone, so that a right answer needs a question first. The model is fine-tuned on demonstrations that often ask for a
+wrong key and often answer wrongly. The true score, which is also the reward in training, is the share of 512 held-out
+tasks with a right answer. Seconds are of the whole command with its evaluations, on two CPU cores with other work.
+
+"""
+
+
+def seeds_table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: a line per run of the conversations."""
+    head = "\n| | seed | before | after | seconds |\n| --- | --- | --- | --- | --- |\n"
+    titles = {**CONVERSATIONS, **CONVERSATION_CONTROL}
+
+    def ends(result: Mapping[str, Any]) -> str:
+        return " | ".join(f"{e['true_score']:.3f} ± {e['half_width']:.3f}" for e in _ends(result))
+
+    return head + "".join(
+        f"| {titles[result['algorithm']]} | {result['seed']} | {ends(result)} | {result['last_invocation_seconds']} |\n"
+        for result in results
+    )
+
+
+def _ends(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The first and the last evaluation of a run."""
+    return [result["evaluations"][0], result["evaluations"][-1]]
 
 
 def report() -> None:
@@ -341,12 +392,15 @@ def report() -> None:
         if (seeds := sorted(set(SEEDS) - {result["seed"] for result in results[row]}))
     ]
     still = f"\nNot run yet: {', '.join(missing)}.\n" if missing else ""
-    judged = [s for (name, _), s in summaries.items() if name not in CONTROL]
+    controls = {**CONTROL, **CONVERSATION_CONTROL}
+    judged = [s for (name, _), s in summaries.items() if name not in controls]
     failed = [s.name for s in judged if s.seeds == len(SEEDS) and not s.learns]
     verdict = f"\nNot beyond the margin: {', '.join(failed)}.\n" if failed else ""
-    kinds = ({**ALGORITHMS, **CONTROL}, STALE)
+    kinds = ({**ALGORITHMS, **CONTROL}, STALE, {**CONVERSATIONS, **CONVERSATION_CONTROL})
     tables = [table([s for (name, _), s in summaries.items() if name in kind]) for kind in kinds]
-    PAGE.write_text(INTRODUCTION + tables[0] + STALE_SAMPLES + tables[1] + verdict + still, encoding="utf-8")
+    seeds = seeds_table([result for (name, _), own in done.items() if name in kinds[2] for result in own])
+    parts = (INTRODUCTION, tables[0], STALE_SAMPLES, tables[1], CONVERSATION_ROWS, tables[2], seeds, verdict, still)
+    PAGE.write_text("".join(parts), encoding="utf-8")
     print(f"{PAGE} and {PICTURE} have {sum(map(len, done.values()))} of {len(CELLS)} cells")
 
 
@@ -356,15 +410,19 @@ def _results(algorithm: str, staleness: int | None) -> list[dict[str, Any]]:
 
 
 def draw(results: Mapping[Row, Sequence[Mapping[str, Any]]]) -> None:
-    """One panel per algorithm: a line per seed, or per age of the samples the mean of the seeds; the control in all."""
+    """One panel per algorithm: a line per seed, or per age of the samples the mean of the seeds; its control in all."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    panels = figure.subplots(2, 5, sharex=True, sharey=True)
-    for axes, (name, title) in zip(panels.flat, [*ALGORITHMS.items(), *STALE.items()], strict=True):
+    figure = Figure(figsize=(14, 5), layout="constrained")
+    panels = figure.subplots(2, 6, sharex=True, sharey=True)
+    titles = {**ALGORITHMS, **STALE, **CONVERSATIONS}
+    for axes in panels.flat[len(titles) :]:
+        axes.set_visible(False)
+    for axes, (name, title) in zip(panels.flat, titles.items(), strict=False):
+        controls = CONVERSATION_CONTROL if name in CONVERSATIONS else CONTROL
         for (algorithm, age), own in results.items():
-            if algorithm in CONTROL:
+            if algorithm in controls:
                 _line(axes, own, "shuffled rewards", color="0.5", linestyle="--")
             elif algorithm == name:
                 lines = {f"{age} old": own} if name in STALE else {f"seed {result['seed']}": [result] for result in own}
@@ -372,7 +430,7 @@ def draw(results: Mapping[Row, Sequence[Mapping[str, Any]]]) -> None:
                     _line(axes, averaged, label, marker=".")
         axes.set(title=title, ylim=(0, 1))
         axes.grid(alpha=0.2)
-        if axes.lines and name in ("ppo", *STALE):
+        if axes.lines and name in ("ppo", *STALE, *CONVERSATIONS):
             axes.legend(fontsize="x-small", ncols=2 if name in STALE else 1)
     figure.supxlabel("step", fontsize="medium")
     figure.supylabel("true score on held-out prompts, with 95% intervals", fontsize="medium")

@@ -38,8 +38,8 @@ def test_configurations_are_valid_except_for_models_and_data_made_later(algorith
 
 
 def test_the_planned_runs_are_all_seeds_algorithms_controls_and_staleness_settings() -> None:
-    assert len(CELLS) == len({cell.result for cell in CELLS}) == 3 * (8 + 1 + 2 * 5)
-    assert [cell.seed for cell in CELLS[:19]] == [0] * 19
+    assert len(CELLS) == len({cell.result for cell in CELLS}) == 3 * (8 + 1 + 2 * 5 + 2)
+    assert [cell.seed for cell in CELLS[:21]] == [0] * 21
 
 
 def test_staleness_is_a_separate_setting() -> None:
@@ -78,17 +78,22 @@ def test_the_page_lists_missing_results_and_failed_learning(tmp_path: Path, monk
         ("raft", None, 0.31),
         ("control", None, 0.3),
         ("decoupled_ppo", 4, 0.7),
+        ("lookup", None, 0.9),
+        ("lookup_control", None, 0.2),
     ):
         for seed in (0, 1, 2):
             cell = Cell(algorithm=algorithm, seed=seed, staleness=staleness)
-            stored = {**result(0.3, end), "seed": seed, "settings": cell.settings()}
+            own = {"algorithm": algorithm, "seed": seed, "settings": cell.settings(), "last_invocation_seconds": 90}
+            stored = {**result(0.3, end), **own}
             cell.result.write_text(json.dumps(stored))
     stale = Cell(algorithm="grpo", seed=0)
     stale.result.write_text(json.dumps({**result(0.3, 0.9), "settings": "of another file"}))
     monkeypatch.setattr(learning, "draw", lambda _: None)
     report()
     page = (tmp_path / "page").read_text()
-    assert "Not beyond the margin: RAFT." in page
+    assert "Not beyond the margin: RAFT.\n" in page
+    assert "| GRPO, with a tool | 3 |" in page.split("## In conversations")[1]
+    assert "| GRPO, with a tool | 2 | 0.300 ± 0.030 | 0.900 ± 0.030 | 90 |" in page
     tables = page.split("## On samples of older weights")
     assert "| PPO | 3 |" in tables[0]
     assert "| decoupled PPO, 4 old | 3 |" in tables[1]
