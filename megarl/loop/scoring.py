@@ -143,7 +143,7 @@ class Scorer:
             truncation = self._engines.truncate(rollouts, self._truncate_at.token, self._truncate_at.after)
             yield truncation
             rollouts = truncation.result()
-        model = dense = functions_call = judged = None
+        model = dense = None
         branches = Branches.of(rollouts.samples)
         if self.model is not None:
             budget = self._config.role("reward").tokens_per_micro_batch
@@ -153,13 +153,11 @@ class Scorer:
                 model = dense = self.model.dispatch_by_chunk(MegatronWorker.token_scores, request)
             else:
                 model = self.model.dispatch(MegatronWorker.scores, request)
-        whole = replace(rollouts, samples=tuple(branches.whole(rollouts.samples)))
-        if functions:
-            assert self._rules is not None
-            functions_call = self._rules.score(functions, whole, prompts)
-        if self._judge is not None:
-            judged = yield from self._judge.score(whole, prompts)
-        rules = [call for call in (judged, functions_call) if call is not None]
+        rules: list[Call[ScoredRows]] = []
+        if self._rules is not None:
+            whole = replace(rollouts, samples=tuple(branches.whole(rollouts.samples)))
+            rules += [self._rules.score(functions, whole, prompts)] if functions else []
+            rules += [] if self._judge is None else [(yield from self._judge.score(whole, prompts))]
         calls = [*rules, *([] if model is None else [model])]
         return Scoring(
             samples=rollouts.samples,

@@ -13,7 +13,7 @@ from megarl.environments.environment import Action, Environment, EnvironmentTask
 
 
 class Letters(Environment):
-    """Asks for letters, one a turn, as texts that follow as they are."""
+    """Asks for letters, one a turn, as texts that follow as they are; waits up to `pause` seconds after each turn."""
 
     def __init__(self, turns: int = 3, pause: float = 0.0) -> None:
         self._turns, self._pause = turns, pause
@@ -24,7 +24,7 @@ class Letters(Environment):
         return self._question()
 
     async def step(self, action: Action) -> Observation:
-        await asyncio.sleep(self._pause)
+        await asyncio.sleep(self._pause * self._random.random())
         self._asked += 1
         right = action.content.strip() == self._letter
         done = self._asked == self._turns

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,9 @@ from megarl.config.schema import EnvironmentSettings
 from megarl.environments.chat import TemplateRenderer
 from megarl.environments.chat_session import TurnLimits
 from megarl.environments.environment import FailedEnvironmentError, Observation
+from megarl.environments.environment_calls import LostEnvironmentError
 from megarl.environments.environment_child import Reply
-from megarl.environments.environment_process import EnvironmentProcess, LostEnvironmentError
+from megarl.environments.environment_process import EnvironmentProcess
 from megarl.plan.simulation import SimulatedTime
 from megarl.types import WorkItem
 from tests.environments.test_environment_process import Characters
@@ -67,11 +69,8 @@ class Loop(asyncio.BaseEventLoop):
         """Has nothing to close."""
 
 
-class Child:
-    """Environments that say a text after each turn; some fail once, some are lost with their process."""
-
-    running = False
-    """So that no method is called at the end."""
+class Children:
+    """The process of all environments, which say a text after each turn; some fail once, some are lost with it."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
@@ -79,8 +78,14 @@ class Child:
         self._said: dict[int, int] = {}
         self._failed: set[int] = set()
 
+    @asynccontextmanager
+    async def place(self, _child: object) -> AsyncGenerator[Children]:
+        yield self
+
     async def call(self, conversation: int, method: str, *args: Any) -> Reply:
         chance = self._chance
+        if method == "close":
+            return Reply(observation=Observation(messages=""), tools=())
         await asyncio.sleep(chance.choice([0.0, 0.1, 1.0, 5.0, 20.0]) * chance.random())
         if method == "reset":
             self._seeds[conversation], self._said[conversation] = args[1], 0
@@ -168,7 +173,7 @@ def _process(clock: SimulatedTime, chance: random.Random) -> EnvironmentProcess:
     settings = EnvironmentSettings(name="simulated", concurrency=CONCURRENCY)
     process: Any = EnvironmentProcess(settings, "", {}, TurnLimits(context=999, turn=7, turns=9))
     process._loop.close()
-    process._loop, process._child = Loop(clock), Child(chance)
+    process._loop, process._children = Loop(clock), Children(chance)
     tokenizer: Any = Characters()
     process._tokenizer, process._renderer = tokenizer, TemplateRenderer(tokenizer, {})
     return process

@@ -113,7 +113,7 @@ def test_scores_are_in_sample_order() -> None:
         }
     )
     scorer._rules = rules
-    found = scorer._gather(model, answered(), Branches.of(SAMPLES))
+    found = scorer._gather(model, [answered()], Branches.of(SAMPLES))
     assert {name: values.tolist() for name, values in found.items()} == {
         "reward_model": pytest.approx([-0.5, 0, 0.5, 1, NONE], nan_ok=True),
         "f": pytest.approx([10, 20, 30, 40, NONE], nan_ok=True),

@@ -37,12 +37,14 @@ PICKLES = re.compile(r"\b(pickle\.(loads?|Unpickler)|torch\.load|np\.load)\b")
 READERS = {
     "convert/inspecting.py": "weights_only=not allow_pickle",
     "convert/stored.py": "class _ArchiveUnpickler(pickle.Unpickler)",
+    "environments/environment_calls.py": 'ChildProcess("megarl.environments.environment_child"',
     "rollout/completions.py": "np.load(path) as",
     "rollout/replay.py": "np.load(path) as",
     "weights/dcp_metadata.py": "class _MetadataUnpickler(pickle.Unpickler)",
 }
 """The files that read pickles or what may hold them, and why nothing in them runs: the two unpicklers know the classes
-of tensors alone, and numpy loads no pickle by default."""
+of tensors alone, numpy loads no pickle by default, and the calls of environments are answered by the run's own child,
+with the user's code."""
 
 
 def test_no_code_is_loaded_without_a_flag() -> None:
