@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from examples.sort_letters.checkpoint import write_checkpoint
+from megarl.cluster.trainers import check_gpus
 from megarl.config import ConfigError, load
 from megarl.plan.run_plan import plan_lines
 from megarl.preflight.check import check
@@ -103,3 +104,10 @@ def test_the_layers_of_a_run_on_gpus_are_named() -> None:
     assert "products of float32" in said("sft", "cluster.device=cuda")["layers"]
     assert said("sft", "cluster.device=cuda", half)["layers"] == "Transformer Engine's, where it is installed"
     assert said("sft", "cluster.device=cuda", half, "model.layers=local")["layers"] == "Megatron's own"
+
+
+def test_a_run_on_several_nodes_is_planned_without_the_address_of_their_cluster() -> None:
+    given = ["cluster.device=cuda", "cluster.nodes=2", "cluster.devices_per_node=2"]
+    assert "on each of 2 nodes, as configured: the cluster was not looked at" in said("grpo", *given)["devices"]
+    with pytest.raises(ConfigError, match="several nodes of GPUs"):
+        check_gpus(load(DEBUG / "grpo.yaml", given))
