@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 import tomllib
@@ -23,7 +24,7 @@ from typing import Any
 import httpx
 import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 
-POLL_S = 0.5
+POLL_S, TIMEOUT_S = 0.5, 60.0
 
 
 class Player:
@@ -40,8 +41,10 @@ class Player:
         except Exception as error:
             result = {"failed": f"{type(error).__name__}: {error}"}
         with suppress(httpx.TransportError):  # the run has ended
-            async with httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"}) as client:
-                await client.post(f"{url}/reward", json={**result, "done": True})
+            async with httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"}, timeout=TIMEOUT_S) as client:
+                posted = await client.post(f"{url}/reward", json={**result, "done": True})
+            if posted.is_error:
+                print(f"the session {url} refused {result}: {posted.text}", flush=True)
 
     async def _reward(self, index: int, url: str, key: str, model: str) -> float:
         variable = f"MEGARL_API_KEY_{url.rpartition('/')[2]}"
@@ -58,6 +61,8 @@ class Player:
         rewards = [trace.reward for trace in episode.traces if trace.agent.trainable]
         if len(rewards) != 1:
             raise RuntimeError(f"{len(rewards)} agents of the environment are trained, and a session has one reward")
+        if not math.isfinite(rewards[0]):
+            raise RuntimeError(f"the reward is {rewards[0]}")
         return float(rewards[0])
 
     def _task(self, index: int) -> Any:
@@ -71,12 +76,14 @@ async def serve(player: Player, file: Path, rollouts: int) -> None:
     """Plays the tasks of a run until its gateway is gone."""
     access = json.loads(file.read_text())
     playing: set[asyncio.Task[None]] = set()
-    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {access['key']}"}) as client:
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {access['key']}"}, timeout=TIMEOUT_S) as client:
         while file.exists():
             taken = None
             if len(playing) < rollouts:
                 try:
                     taken = await client.post(f"{access['url']}/tasks/next")
+                except httpx.TimeoutException:
+                    continue
                 except httpx.TransportError:
                     return
             if taken is None or taken.status_code == 204:

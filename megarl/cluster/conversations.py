@@ -138,7 +138,8 @@ def _gateway_place(config: PPOConfig | RAFTConfig | EvalConfig, index: int) -> G
     rollout = config.rollout
     sampling = Sampling(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
     functions = config.evaluation.functions if isinstance(config, EvalConfig) else config.reward.functions
-    rewarded = bool(functions) or any("reward" in group.roles for group in config.groups.values())
+    judged = config.reward.judge_model is not None
+    rewarded = bool(functions) or judged or any("reward" in group.roles for group in config.groups.values())
     return GatewayPlace(file=f"{config.run.dir}/gateway-{index}.json", sampling=sampling, rewarded=rewarded)
 
 

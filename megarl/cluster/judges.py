@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from megarl.cluster.calls import Call, Routine
 from megarl.cluster.engines import RolloutGroup
-from megarl.cluster.rollouts import PendingRollouts, Rollouts
+from megarl.cluster.rollouts import Rollouts
 from megarl.cluster.scorers import RuleScorers, ScoredRows
 from megarl.cluster.session import Session
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import JudgeModel
-from megarl.data.stream import stable_hash
 from megarl.models import model_spec
 from megarl.types import Prompt, SampleRequest
 from megarl.weights.hf_files import read_config
@@ -37,8 +40,14 @@ class Judge:
         """Lets the engines end by themselves; returns at once."""
         return self._engines.close()
 
-    def score(self, rollouts: Rollouts, prompts: Mapping[str, Prompt]) -> Routine[Call[ScoredRows]]:
-        """Asks for the score of every sample, and begins to read the answers; `prompts` are by prompt id."""
+    def score(
+        self, rollouts: Rollouts, prompts: Mapping[str, Prompt]
+    ) -> Routine[tuple[Call[ScoredRows], Sequence[Call[Any]]]]:
+        """Asks for the score of every sample; returns the call that reads the answers, and those before it.
+
+        Args:
+            prompts: by prompt id.
+        """
         asking = self._scorers.questions(rollouts, prompts)
         yield asking
         questions = [question for part in asking.wait() for question in part]
@@ -46,17 +55,17 @@ class Judge:
             SampleRequest(
                 sample_id=f"judge/{number}",
                 prompt=Prompt(prompt_id=question.prompt_id, token_ids=question.token_ids),
-                seed=stable_hash(*question.token_ids),
+                seed=zlib.crc32(np.array(question.token_ids, np.int32).tobytes()),
                 temperature=self._settings.temperature,
             )
             for number, question in enumerate(questions)
             if question.problem is None
         ]
-        answers: PendingRollouts | None = None
-        if requests:
-            answers = self._engines.generate(requests, _CHUNKS_PER_ENGINE * len(self._engines.processes))
-            yield answers
-        return self._scorers.read(questions, None if answers is None else answers.result())
+        if not requests:
+            return self._scorers.read(questions, None), [asking]
+        answers = self._engines.generate(requests, _CHUNKS_PER_ENGINE * len(self._engines.processes))
+        yield answers
+        return self._scorers.read(questions, answers.result()), [asking, *answers.answers.values()]
 
 
 def launch_judge(

@@ -26,7 +26,7 @@ def load_environment(config: EnvironmentSettings) -> Callable[[], Environment]:
     """Returns what makes the environment of a conversation; raises ValueError with the broken rule."""
     name = config.name
     if ":" not in name and name not in ENVIRONMENTS:
-        raise ValueError(f"one of {', '.join(ENVIRONMENTS)}, or a class, written as package.module:Class")
+        raise ValueError(f"one of {', '.join(ENVIRONMENTS)}, gateway, or a class, written as package.module:Class")
     cls = ENVIRONMENTS[name] if name in ENVIRONMENTS else plugins.resolve_class(name, Environment)
     plugins.check_options(cls, config.args, name=name, positional=0)
     return lambda: cls(**config.args)

@@ -22,7 +22,22 @@ _X86_64 = 0xC000003E
 _OTHER_ABI = 0x40000000
 """From here on: the numbers of x32."""
 _CLONE, _KILL, _CLONE3 = 56, 62, 435
-_REFUSED = (41, 57, 58, 425)  # socket, fork, vfork, io_uring_setup, which can open sockets
+_REFUSED = {
+    "socket": 41,
+    "fork": 57,
+    "vfork": 58,
+    "ptrace": 101,
+    "rt_sigqueueinfo": 129,
+    "tkill": 200,
+    "rt_tgsigqueueinfo": 297,
+    "process_vm_readv": 310,
+    "process_vm_writev": 311,
+    "pidfd_send_signal": 424,
+    "io_uring_setup": 425,  # can open sockets
+    "pidfd_open": 434,
+    "pidfd_getfd": 438,
+}
+_TGKILL, _PRLIMIT, _PRCTL = 234, 302, 157
 _CLONE_THREAD = 0x10000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of BPF
 _ALLOW, _FAIL, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
@@ -42,11 +57,15 @@ def system_call_filter(pid: int) -> bytes:
         (_EQUAL, 0, 1, _CLONE3),
         (_RETURN, 0, 0, _FAIL | ENOSYS),  # the C library then takes clone, whose flags can be read here
     ]
-    for number in _REFUSED:
+    for number in _REFUSED.values():
         rules += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, refused)]
-    for number, test, value in ((_CLONE, _ANY_BIT, _CLONE_THREAD), (_KILL, _EQUAL, pid)):
+    # What the first argument must be, or must not be: an id of this process (prlimit's 0 is, too), or an option.
+    needed = ((_CLONE, _ANY_BIT, _CLONE_THREAD), (_KILL, _EQUAL, pid), (_TGKILL, _EQUAL, pid), (_PRLIMIT, _EQUAL, 0))
+    for number, test, value in needed:
         rules += [(_EQUAL, 0, 3, number), (_LOAD, 0, 0, _FIRST_ARGUMENT), (test, 1, 0, value), (_RETURN, 0, 0, refused)]
         rules += [(_LOAD, 0, 0, _NUMBER)]
+    rules += [(_EQUAL, 0, 3, _PRCTL), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, _PR_SET_PDEATHSIG)]
+    rules += [(_RETURN, 0, 0, refused)]
     rules += [(_RETURN, 0, 0, _ALLOW)]
     return b"".join(struct.pack("HBBI", *rule) for rule in rules)
 

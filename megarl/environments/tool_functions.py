@@ -6,6 +6,7 @@ import ast
 import math
 import operator
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -91,7 +92,7 @@ def python(code: str) -> str:
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=directory,
-            env={"PATH": os.defpath, "HOME": directory, **threads},  # nothing of this process, such as keys
+            env={"PATH": os.defpath, "HOME": directory, **threads},
             start_new_session=True,
         )
         try:
@@ -112,6 +113,8 @@ def python(code: str) -> str:
 @cache
 def check_python() -> None:
     """Raises ValueError where programs cannot be run under limits."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        raise ValueError("the tool python needs Linux on x86-64, whose system calls it filters")
     try:
         python("")
     except RuntimeError as error:

@@ -138,7 +138,7 @@ class Scorer:
     def score(
         self, rollouts: Rollouts, prompts: Mapping[str, Prompt], functions: Sequence[RewardFunction]
     ) -> Routine[Scoring]:
-        """Starts to score rollouts, after responses have been truncated; `prompts` are by prompt id."""
+        """Starts to score truncated rollouts, or waits for the judge; `prompts` are by prompt id."""
         if self._truncate_at is not None:
             truncation = self._engines.truncate(rollouts, self._truncate_at.token, self._truncate_at.after)
             yield truncation
@@ -153,12 +153,14 @@ class Scorer:
                 model = dense = self.model.dispatch_by_chunk(MegatronWorker.token_scores, request)
             else:
                 model = self.model.dispatch(MegatronWorker.scores, request)
-        rules: list[Call[ScoredRows]] = []
+        rules, calls = list[Call[ScoredRows]](), list[Call[Any]]()
         if self._rules is not None:
             whole = replace(rollouts, samples=tuple(branches.whole(rollouts.samples)))
             rules += [self._rules.score(functions, whole, prompts)] if functions else []
-            rules += [] if self._judge is None else [(yield from self._judge.score(whole, prompts))]
-        calls = [*rules, *([] if model is None else [model])]
+            if self._judge is not None:
+                judged, calls = yield from self._judge.score(whole, prompts)
+                rules.append(judged)
+        calls = [*calls, *rules, *([] if model is None else [model])]
         return Scoring(
             samples=rollouts.samples,
             wait=lambda: self._gather(model, rules, branches) | self._of_environment(rollouts),
@@ -182,9 +184,7 @@ class Scorer:
         if model is not None:
             raw = gather_rows(gather_by_chunk(model))[branches.last][branches.conversation]
             scores[REWARD_MODEL] = self._scale.apply(torch.as_tensor(np.where(np.isfinite(raw), raw, np.nan))).numpy()
-        for call in rules:
-            assert self._rules is not None
-            columns = self._rules.gather(call)
+        for columns in (self._rules.gather(call) for call in rules if self._rules is not None):
             for name in next(iter(columns.values())):
                 column = gather_rows({chunk: of_chunk[name] for chunk, of_chunk in columns.items()})
                 scores[name] = column[branches.conversation]

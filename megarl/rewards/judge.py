@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -60,8 +62,9 @@ class JudgePrompts:
 
     def ask(self, completion: Completion) -> tuple[tuple[int, ...], str | None]:
         """Returns a question's token ids, and what is wrong with it."""
-        text, settings = question(self._settings.template, completion), self._settings
+        settings = self._settings
         try:
+            text = question(settings.template, completion)
             chat = self._tokenizer.has_chat_template
             ids = self._tokenizer.chat([{"role": "user", "content": text}]) if chat else self._tokenizer.encode(text)
         except ValueError as error:
@@ -151,10 +154,10 @@ class JudgeEndpoint:
 def read_score(text: str, pattern: str) -> float:
     """Returns the number in the group of a pattern's last match; raises ValueError with the text if there is none."""
     found = re.findall(pattern, text, re.DOTALL)
-    try:
-        return float(found[-1])
-    except (IndexError, ValueError):
-        raise ValueError(f"the judge's answer has no number where {pattern!r} matches: {text[-500:]!r}") from None
+    with suppress(IndexError, ValueError):
+        if math.isfinite(score := float(found[-1])):
+            return score
+    raise ValueError(f"the judge's answer has no number where {pattern!r} matches: {text[-500:]!r}")
 
 
 def _text(reply: Response, said: str) -> str:

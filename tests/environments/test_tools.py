@@ -174,7 +174,7 @@ def test_python_runs_with_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BEGINS_A_DAEMON = """
-import os, subprocess, sys, threading, time
+import ctypes, os, resource, subprocess, sys, threading, time
 
 def begins(way, *args):
     try:
@@ -188,6 +188,11 @@ begins(os.fork)
 begins(os.posix_spawn, program[0], program, {})
 begins(subprocess.Popen, program)
 begins(os.kill, os.getppid(), 9)
+begins(os.pidfd_open, os.getppid())
+begins(resource.prlimit, os.getppid(), resource.RLIMIT_CPU, (0, 0))
+libc = ctypes.CDLL(None, use_errno=True)
+for call in ((200, os.getppid(), 9), (234, os.getppid(), os.getppid(), 9), (101, 16, os.getppid()), (157, 1, 0)):
+    print(call[0], libc.syscall(*call), ctypes.get_errno())
 thread = threading.Thread(target=print, args=("threads work",))
 thread.start()
 thread.join()
@@ -196,7 +201,8 @@ thread.join()
 
 @pytest.mark.process
 def test_python_leaves_nothing_running_whatever_the_program_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = [f"{way} Operation not permitted" for way in ("fork", "posix_spawn", "Popen", "kill")]
+    refused = [f"{way} Operation not permitted" for way in ("fork", "posix_spawn", "Popen", "kill", "pidfd_open")]
+    refused += ["prlimit Operation not permitted", "200 -1 1", "234 -1 1", "101 -1 1", "157 -1 1"]
     assert python(BEGINS_A_DAEMON).splitlines() == [*refused, "threads work"]
     with pytest.raises(RuntimeError, match="PermissionError"):
         python("import socket; socket.create_connection(('127.0.0.1', 9))")

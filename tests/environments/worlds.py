@@ -19,12 +19,12 @@ class Letters(Environment):
         self._turns, self._pause = turns, pause
 
     def reset(self, task: EnvironmentTask, seed: int) -> str:
-        self._random = random.Random(seed)
+        self._random, self._pauses = random.Random(seed), random.Random(seed + 1)
         self._asked = 0
         return self._question()
 
     async def step(self, action: Action) -> Observation:
-        await asyncio.sleep(self._pause * self._random.random())
+        await asyncio.sleep(self._pause * self._pauses.random())
         self._asked += 1
         right = action.content.strip() == self._letter
         done = self._asked == self._turns

@@ -32,15 +32,16 @@ def export_samples(runs: Mapping[str, Path], path: Path) -> None:
     from pyarrow.parquet import ParquetWriter
 
     # Rewards and token values may come later in a run, so the columns are known at its end.
-    found = [pa.table(_columns(rows)).schema for rows in _groups(runs)]
+    groups = [(len(rows), pa.table(_columns(rows)).schema) for rows in _groups(runs)]
+    found = [schema for _, schema in groups]
     if not found:
         raise StatusError(
             f"{', '.join(map(str, runs.values()))}: no samples: tracking.samples is 0, or none is there yet"
         )
     schema = pa.unify_schemas(found, promote_options="permissive")
     with write_errors(path), ParquetWriter(str(path), schema, compression="zstd") as writer:
-        for rows in _groups(runs):
-            writer.write_table(pa.Table.from_pylist(rows, schema))
+        for (count, _), rows in zip(groups, _groups(runs), strict=False):  # a live run has more by now
+            writer.write_table(pa.Table.from_pylist(rows[:count], schema))
 
 
 def _groups(runs: Mapping[str, Path]) -> Iterator[list[dict[str, Any]]]:
