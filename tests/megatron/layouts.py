@@ -32,8 +32,8 @@ LEFT_OUT = {1, 8}
 """Samples that actor and critic learn nothing from."""
 TEMPERATURE, KL_COEF = 0.9, 0.3
 SETTINGS = Optimizer(lr=0.5, eps=1.0, weight_decay=0.0, clip_grad=1.0)
-"""With an eps far above every gradient Adam's step is in proportion to it, and so is its error. At a rate of 1 the ratios
-of the second step have a variance of 96, and some processors round them by more than 1e-5."""
+"""With an eps far above every gradient Adam's step is in proportion to it, and so is its error. At a rate of 1 the
+ratios of the second step have a variance of 96, and some processors round them by more than 1e-5."""
 
 
 @dataclass(frozen=True, kw_only=True)
