@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any, Final
 
 from megarl.config.schema import EnvironmentSettings
@@ -26,6 +26,8 @@ _READ_S = 0.5
 _LOAD_S = 300.0
 """For a child that replaces another one to load the environment."""
 _GROUPS = 8
+_RETIRED = 8
+"""Processes that take no further conversations; with more of them, a call that took too long stays in its thread."""
 _LENGTH: Final = struct.Struct("!i")
 """Of a message, before it, as multiprocessing's connections write it."""
 
@@ -51,7 +53,7 @@ class EnvironmentChildren:
     begin anew in groups, each in a process of its own, until the cause is alone. Methods are called in one event loop.
 
     Attributes:
-        living: processes that have been started.
+        living: processes that start or run.
         apart: for the processes of groups in progress.
     """
 
@@ -97,20 +99,22 @@ class EnvironmentChild:
         self._children, self._limit_s = children, children.settings.time_limit
         self._process = ChildProcess("megarl.environments.environment_child", children.settings, "environments")
         self.shared, self.conversations = shared, 0
-        self._permit = None if shared else children.apart
-        self._starting: asyncio.Task[None] | None = None
+        self._permit = nullcontext() if shared else children.apart
+        self._living: asyncio.Task[None] | None = None
+        self._loaded: asyncio.Future[None]
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[bytes]] = {}
         self._problem: str | None = None
         self._ended = False
         self._writer: asyncio.StreamWriter
-        self._receiving: asyncio.Task[None] | None = None
 
     async def start(self, seconds: float) -> None:
         """Starts the process if that has not been done; a RunError if the environment is not loaded in time."""
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._start(seconds))
-        await asyncio.shield(self._starting)
+        if self._living is None:
+            self._loaded = asyncio.get_running_loop().create_future()
+            self._living = asyncio.create_task(self._live(seconds))
+            self._children.living.add(self)
+        await asyncio.shield(self._loaded)
 
     async def call(self, conversation: int, method: Method, *args: Any) -> Reply:
         """Calls a method of a conversation's environment.
@@ -133,47 +137,53 @@ class EnvironmentChild:
             patience.cancel()
             del self._calls[number]
         if isinstance(reply, CallFailure):
-            self.shared = self.shared and not reply.late
+            if reply.late and sum(not child.shared for child in self._children.living) < _RETIRED:
+                self.shared = False
             raise FailedEnvironmentError(reply.reason)
         return reply
 
     def end(self) -> None:
-        """Ends the process; returns at once."""
-        if self._receiving is not None:
+        """Ends a process that runs; returns at once."""
+        if self._loaded.done() and self._loaded.exception() is None:
             self._writer.transport.abort()
 
     async def close(self) -> None:
         """Ends the process; calls in progress never return."""
-        if self._receiving is not None:
-            self._receiving.cancel()
-        self.end()
-        await asyncio.to_thread(self._process.close)
+        assert self._living is not None
+        self._living.cancel()
+        await asyncio.wait((self._living,))
 
-    async def _start(self, seconds: float) -> None:
-        if self._permit is not None:
-            await self._permit.acquire()
-        self._children.living.add(self)
-        # In a thread that stays: a child ends with the thread that has started it.
-        connection = await asyncio.to_thread(self._process.start, time.monotonic() + seconds)
-        ours = socket.socket(fileno=os.dup(connection.fileno()))
-        reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._receiving = asyncio.create_task(self._receive(reader))
+    async def _live(self, seconds: float) -> None:
+        """Starts the process, hands out answers until it ends, and fails the calls in progress."""
+        status = ""
+        try:
+            async with self._permit:
+                try:
+                    # In a thread that stays: a child ends with the thread that has started it.
+                    connection = await asyncio.to_thread(self._process.start, time.monotonic() + seconds)
+                    ours = socket.socket(fileno=os.dup(connection.fileno()))
+                    reader, self._writer = await asyncio.open_connection(sock=ours)
+                    self._loaded.set_result(None)
+                    await self._receive(reader)
+                finally:
+                    self.shared, self._ended = False, True
+                    self.end()
+                    status = await asyncio.to_thread(self._process.close)
+        except Exception as error:  # it cannot be started
+            self._loaded.set_exception(error)
+        finally:
+            self._children.living.discard(self)
+        self._fail_calls(status)
 
     async def _receive(self, reader: asyncio.StreamReader) -> None:
-        """Hands out answers until the process ends; then the calls in progress fail."""
-        try:
+        with suppress(Exception):  # it has ended, or sent what is no answer
             while True:
                 (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
                 number, reply = pickle.loads(await reader.readexactly(length))
                 if (answer := self._calls.get(number)) is not None and not answer.done():
                     answer.set_result(reply)
-        except Exception:  # it has ended, or sent what is no answer
-            self.shared, self._ended = False, True
-        self._writer.transport.abort()
-        status = await asyncio.to_thread(self._process.close)
-        self._children.living.discard(self)
-        if self._permit is not None:
-            self._permit.release()
+
+    def _fail_calls(self, status: str) -> None:
         reason = self._problem or f"its process ended with {status}"
         lost = [answer for answer in self._calls.values() if not answer.done()]
         if lost:

@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -44,6 +45,7 @@ class ChildProcess:
     def __init__(self, module: str, setup: object, name: str) -> None:
         self._module, self._setup, self._name = module, setup, name
         self._child: tuple[subprocess.Popen[bytes], Connection[Any, Any]] | None = None
+        self._changing = threading.Lock()  # the child may be closed while another thread starts it
         self.loaded: Any = None
 
     def start(self, deadline: float = math.inf) -> Connection[Any, Any]:
@@ -54,12 +56,14 @@ class ChildProcess:
         """
         if self._child is not None and self._child[1].poll():  # no message is expected: it has closed the connection
             self.close()
-        if self._child is None:
-            self._child = self._launch()
-            if problem := self._load(self._child[1], deadline):
-                self.close()
-                raise RunError(f"{self._name}: their process cannot start: {problem}")
-        return self._child[1]
+        if self._child is not None:
+            return self._child[1]
+        with self._changing:
+            _, connection = self._child = self._launch()
+        if problem := self._load(connection, deadline):
+            self.close()
+            raise RunError(f"{self._name}: their process cannot start: {problem}")
+        return connection
 
     def send(self, message: object, seconds: float) -> None:
         """Sends a message to a child that runs; an OSError if the child does not take it in time, or has ended.
@@ -80,9 +84,11 @@ class ChildProcess:
 
     def close(self) -> str:
         """Ends the child and the programs that it has started; returns how the child ended."""
-        if self._child is None:
+        with self._changing:
+            child, self._child = self._child, None
+        if child is None:
             return ""
-        (process, connection), self._child = self._child, None
+        process, connection = child
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # before the wait, after which its id may be reused
         with connection:  # another thread that reads it is told of the end before its descriptor is free

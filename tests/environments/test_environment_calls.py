@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,3 +67,25 @@ def test_who_blocks_the_process_is_found_and_others_come_to_an_end(monkeypatch: 
     assert time.monotonic() - begun < 60
     assert [outcome.failure is None for outcome in outcomes(infos)] == [True, True, False, True]
     assert "a method blocks it" in str(outcomes(infos)[2].failure)
+
+
+def test_a_child_that_starts_is_ended_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "sleeping.py").write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path(__file__).with_suffix('.pid').write_text(f'{os.getpid()} ')\n"
+        "time.sleep(600)\n"
+    )
+
+    async def close() -> int:
+        children = EnvironmentChildren(EnvironmentSettings(name="sleeping:Never"))
+        starting = asyncio.create_task(children.start())
+        while not (told := tmp_path / "sleeping.pid").exists() or not told.read_text():
+            await asyncio.sleep(0.05)
+        await asyncio.wait_for(children.close(), 30)
+        assert not children.living
+        starting.cancel()
+        return int(told.read_text())
+
+    pid = asyncio.run(close())
+    assert comes_true(lambda: not alive(pid))

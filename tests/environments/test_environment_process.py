@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, cast
@@ -19,6 +19,8 @@ from megarl.config.schema import EnvironmentSettings
 from megarl.environments import environment_calls, environment_process
 from megarl.environments.builtin import load_environment
 from megarl.environments.chat_session import TurnLimits
+from megarl.environments.environment import EnvironmentTask, FailedEnvironmentError
+from megarl.environments.environment_calls import EnvironmentChild, EnvironmentChildren
 from megarl.environments.environment_child import EnvironmentHost
 from megarl.environments.environment_process import EnvironmentProcess
 from megarl.errors import RunError
@@ -177,6 +179,39 @@ def test_the_cause_of_a_crash_is_found_among_many(children: list[ThreadChild]) -
     failed = [index for index, outcome in enumerate(outcomes(infos)) if outcome.failure is not None]
     assert failed == [37]
     assert started(children) <= 1 + 8 + 8 + 8 + 2
+
+
+def test_processes_that_take_no_further_conversations_are_few(children: list[ThreadChild]) -> None:
+    async def live() -> int:
+        own = EnvironmentChildren(EnvironmentSettings(name="tests.environments.worlds:Faulty", time_limit=0.01))
+        await own.start()
+        async with AsyncExitStack() as held:
+            for number in range(12):
+                child = await held.enter_async_context(own.place())
+                await child.call(number, "reset", EnvironmentTask(prompt_id="0", fields={"way": "hangs"}), 0)
+                with pytest.raises(FailedEnvironmentError, match="took longer"):
+                    await child.call(number, "step", None)
+            return len(own.living)
+
+    assert asyncio.run(live()) == started(children) == 1 + 8
+
+
+def test_a_process_that_cannot_start_is_forgotten(children: list[ThreadChild], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: ThreadChild, deadline: float) -> None:
+        raise OSError("too many open files")
+
+    async def live() -> None:
+        own = EnvironmentChildren(EnvironmentSettings(name="tests.environments.worlds:Faulty"))
+        monkeypatch.setattr(ThreadChild, "start", fail)
+        groups = [EnvironmentChild(own, shared=False) for _ in range(12)]
+        for child in [None, *groups, None]:
+            with pytest.raises(OSError, match="too many"):
+                async with asyncio.timeout(5), own.place(child):
+                    pass
+        assert not own.living
+
+    asyncio.run(live())
+    assert len(children) == 2 + 12
 
 
 @pytest.mark.process
