@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -13,6 +14,7 @@ from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megarl.collector import importing
 from tests.leftovers import track_own_resources
 
 DIED = (False, "its process died")
@@ -139,12 +141,13 @@ def free_port() -> int:
 def _serve(rank: int, device: str, pipe: Connection) -> None:
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCH_COMPILE_DISABLE="1")
     track_own_resources()
-    import torch
+    with importing():
+        import torch
 
-    torch.set_num_threads(1)
-    from megarl.megatron.platform import start_platform
+        from megarl.megatron.platform import start_platform
 
-    platform = start_platform(device)
+        torch.set_num_threads(1)
+        platform = start_platform(device)
     pipe.send("started")
     while True:
         try:
@@ -170,3 +173,4 @@ def _run(rank: int, platform: Any, job: Job) -> Any:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # groups in reference cycles: each has a thread that polls
