@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,8 @@ def compiled_at_first_call() -> Iterator[None]:
     """Defers the compilation of functions that torch.compile wraps in the block to their first call.
 
     torch.compile imports the compiler, which takes longer than all of megatron-core. Megatron-core (0.16.1) and vLLM
-    (0.32) wrap functions at import that few runs call.
+    (0.32) wrap functions at import that few runs call. With TORCH_COMPILE_DISABLE=1, where torch compiles nothing, the
+    compiler is not imported at all.
     """
     import torch
 
@@ -45,7 +47,7 @@ def _deferred(compile_: Callable[..., Any], function: Callable[..., Any] | None 
 
     @functools.cache
     def compiled() -> Callable[..., Any]:
-        return compile_(function, **options)
+        return function if os.environ.get("TORCH_COMPILE_DISABLE") == "1" else compile_(function, **options)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

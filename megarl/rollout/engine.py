@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
+from megarl.collector import collections_skipped
 from megarl.models import model_spec
 from megarl.remote import remote
 from megarl.rollout.completions import (
@@ -294,12 +294,15 @@ class RolloutEngine:
 
     @remote(phase="start")
     def close(self) -> None:
-        """Ends the worker processes and removes the engine's files; it cannot be used again."""
+        """Ends the worker processes and removes the engine's files; it cannot be used again.
+
+        The memory of this process is freed when it ends, or by the garbage collector.
+        """
         if self._llm is not None:
-            self._llm.engine_core.shutdown()
-            self._llm.renderer.shutdown()
+            with collections_skipped():
+                self._llm.engine_core.shutdown()
+                self._llm.renderer.shutdown()
             self._llm = self._requests = None
-            gc.collect()
         if self._scratch is not None:
             self._scratch.cleanup()
 

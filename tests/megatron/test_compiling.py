@@ -12,12 +12,29 @@ import torch
 
 from megarl.lazy_compiling import compiled_at_first_call
 
+_OPTIMIZE = """
+import torch
+from megarl.megatron.platform import start_platform
+start_platform("cpu")
+parameter = torch.nn.Parameter(torch.ones(1))
+adam = torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.0)
+adam.zero_grad()
+parameter.grad = torch.ones(1)
+adam.step()
+adam.load_state_dict(adam.state_dict())
+assert abs(parameter.item() - 0.9) < 1e-6 and torch.is_grad_enabled()
+"""
+
 
 @pytest.mark.process
-@pytest.mark.parametrize("modules", ["megarl.megatron.losses", "megarl.megatron.worker, megarl.megatron.model_engine"])
-def test_megatron_core_is_imported_without_the_compiler_wandb_and_its_warnings(modules: str) -> None:
+@pytest.mark.parametrize(
+    "program",
+    ["import megarl.megatron.losses", f"import megarl.megatron.worker, megarl.megatron.model_engine\n{_OPTIMIZE}"],
+    ids=["loss", "trainer"],
+)
+def test_megatron_core_trains_without_the_compiler_wandb_and_its_warnings(program: str) -> None:
     looked_for = "'megatron.core', 'torch._dynamo', 'torch._inductor.compile_fx', 'wandb'"
-    program = f"import sys, {modules}; print([name for name in ({looked_for}) if name in sys.modules])"
+    program = f"{program}\nimport sys; print([name for name in ({looked_for}) if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], check=False, timeout=240, capture_output=True, text=True)
     assert (done.stdout.strip(), done.stderr) == ("['megatron.core']", "")
 
@@ -30,6 +47,7 @@ def test_a_function_is_compiled_once_with_its_options_at_its_first_call(monkeypa
         return lambda *args, **kwargs: ("compiled", function(*args, **kwargs))
 
     monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
     with compiled_at_first_call():
 
         @torch.compile
@@ -46,3 +64,11 @@ def test_a_function_is_compiled_once_with_its_options_at_its_first_call(monkeypa
     assert power(2, exponent=3) == ("compiled", 8)
     assert compiled == [{}, {"dynamic": True}]
     assert power.__name__ == "power"
+
+
+def test_where_torch_compiles_nothing_a_function_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("compiled"))
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    with compiled_at_first_call():
+        double: Callable[[int], int] = torch.compile(lambda x: 2 * x, dynamic=True)
+    assert double(3) == 6

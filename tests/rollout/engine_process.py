@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import traceback
@@ -104,6 +105,8 @@ def _serve(pipe: Connection, temporary: Path) -> None:
             if kind == "start":
                 if engine is not None:
                     engine.close()
+                    engine = None
+                    gc.collect()  # which frees its memory
                 engine = RolloutEngine(**payload)
                 pipe.send((True, engine.start()))
             else:
