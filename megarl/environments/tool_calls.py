@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from megarl.data.tokenizer import Message
 from megarl.environments.environment import ToolCall
+
+T = TypeVar("T")
 
 Schemas = Sequence[Mapping[str, Any]]
 """Descriptions of tools, as chat templates get them."""
@@ -55,7 +57,7 @@ def read_bare_json(text: str, tools: Schemas) -> tuple[str, tuple[ToolCall, ...]
             value, end = json.JSONDecoder().raw_decode(rest)
             calls.append(_call(value, "parameters", len(calls)))
             rest = rest[end:].lstrip().removeprefix(";").lstrip()
-    except (_UnreadableError, ValueError) as error:
+    except (_UnreadableError, ValueError, RecursionError) as error:
         return text, (_broken(str(error), rest, 0),)
     return "", tuple(calls)
 
@@ -178,7 +180,7 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
     if schema.get("type", "string") == "string" and "anyOf" not in schema:
         return text
     try:
-        return _PYTHON[text] if text in _PYTHON else json.loads(text)
+        return _PYTHON[text] if text in _PYTHON else _writable(json.loads(text))
     except (ValueError, RecursionError):
         return text
 
@@ -188,7 +190,17 @@ def _call(value: Any, key: str, index: int) -> ToolCall:
     name, arguments = call.get("name"), call.get(key, {})
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise _UnreadableError(f'it is not {{"name": ..., "{key}": {{...}}}}')
+    try:
+        _writable([name, arguments])
+    except (ValueError, RecursionError) as error:
+        raise _UnreadableError(str(error)) from error
     return ToolCall(name=name, arguments=cast(dict[str, Any], arguments), call_id=f"call_{index}")
+
+
+def _writable(value: T) -> T:
+    """Returns a value of JSON; raises ValueError for NaN and halves of characters, which templates cannot write."""
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value
 
 
 def _broken(reason: str, text: str, index: int) -> ToolCall:

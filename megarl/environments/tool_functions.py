@@ -20,6 +20,7 @@ from megarl.rewards.child_process import how_ended
 _LONGEST_EXPRESSION = 1000
 _LARGEST_BITS = 4096
 """Of an integer power."""
+_MOST_DIGITS = 1000
 _SECONDS = 10
 _MEMORY = 1 << 30
 _FILE = 16 << 20
@@ -39,7 +40,7 @@ _BINARY: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
 _UNARY: Final[Mapping[type[ast.unaryop], Callable[[Any], Any]]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
     name: getattr(math, name) for name in ("ceil", "cos", "exp", "floor", "log", "sin", "sqrt", "tan")
-} | {"abs": abs, "max": max, "min": min, "round": round}
+} | {"abs": abs, "max": max, "min": min, "round": lambda number, *digits: _rounded(number, *digits)}
 _CONSTANTS: Final = {"e": math.e, "pi": math.pi}
 
 
@@ -75,6 +76,12 @@ def _power(base: Any, exponent: Any) -> Any:
     if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > _LARGEST_BITS:
         raise ValueError("the power is too large")
     return base**exponent
+
+
+def _rounded(number: Any, *digits: Any) -> Any:
+    if any(abs(places) > _MOST_DIGITS for places in digits):
+        raise ValueError(f"round takes at most {_MOST_DIGITS} digits")
+    return round(number, *digits)
 
 
 def python(code: str) -> str:

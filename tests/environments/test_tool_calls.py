@@ -97,6 +97,9 @@ def test_bare_json(text: str, content: str, calls: list[ToolCall]) -> None:
         (read_bare_json, '{"name": "f", "parameters": {"a": 1}'),
         (read_bare_json, "<|python_tag|>print(1)"),
         (read_bare_json, '{"name": "f", "parameters": {}} and more'),
+        (read_bare_json, '{"name": "f", "parameters": ' + "[" * 100_000),
+        (read_json_blocks, '<tool_call>\n{"name": "f", "arguments": {"a": NaN}}\n</tool_call>'),
+        (read_json_blocks, '<tool_call>\n{"name": "f", "arguments": {"half": "\\ud83d"}}\n</tool_call>'),
     ],
 )
 def test_a_call_that_cannot_be_read_is_told_and_stays_in_the_content(read: tool_calls.Reader, text: str) -> None:

@@ -137,7 +137,14 @@ def test_a_subclass_has_its_methods_as_tools_and_scores_the_answer() -> None:
 
 @pytest.mark.parametrize(
     ("expression", "value"),
-    [("2 + 3 * 4", "14"), ("-2 ** 2", "-4"), ("(1 + 2) / 4", "0.75"), ("7 // 2 + 7 % 2", "4"), ("sqrt(16)", "4.0")],
+    [
+        ("2 + 3 * 4", "14"),
+        ("-2 ** 2", "-4"),
+        ("(1 + 2) / 4", "0.75"),
+        ("7 // 2 + 7 % 2", "4"),
+        ("sqrt(16)", "4.0"),
+        ("round(25, -1)", "20"),
+    ],
 )
 def test_the_calculator_computes(expression: str, value: str) -> None:
     assert calculator(expression) == value
@@ -145,7 +152,18 @@ def test_the_calculator_computes(expression: str, value: str) -> None:
 
 @pytest.mark.parametrize(
     "expression",
-    ["9 ** 9 ** 9", "__import__('os')", "(1).real", "[1][0]", "(lambda: 1)()", "x", "'a' * 9", "1 +", "(" * 999],
+    [
+        "9 ** 9 ** 9",
+        "__import__('os')",
+        "(1).real",
+        "[1][0]",
+        "(lambda: 1)()",
+        "x",
+        "'a' * 9",
+        "1 +",
+        "(" * 999,
+        "round(5, -10 ** 9)",
+    ],
 )
 def test_the_calculator_refuses_what_is_not_arithmetic(expression: str) -> None:
     with pytest.raises((ValueError, SyntaxError, MemoryError)):
