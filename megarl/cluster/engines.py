@@ -328,8 +328,9 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         print(f"{first} It is replaced; its responses in progress are generated again.", file=sys.stderr, flush=True)
 
     def pick(self, rollouts: Rollouts, samples: Sequence[SampleInfo], chunks: int) -> PendingPick:
-        """Copies some of the samples, in the given order, into at most `chunks` new chunks; returns at once."""
-        parts = dict(enumerate(split(samples, chunks)))
+        """Copies samples, in their order, into at most `chunks` new chunks, branches together; returns at once."""
+        talks = [list(own) for _, own in itertools.groupby(samples, key=lambda sample: sample.conversation)]
+        parts = {new: list(itertools.chain(*own)) for new, own in enumerate(split(talks, chunks))}
         rows = {new: [(sample.chunk, sample.row) for sample in part] for new, part in parts.items()}
 
         def request(own: Sequence[int]) -> PickRequest:

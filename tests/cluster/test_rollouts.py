@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,6 +113,10 @@ def test_samples_of_two_rounds_are_selected_without_sending_tokens_to_the_driver
     for info, old in zip(picked.samples, kept, strict=True):
         assert picked.chunks[info.chunk].sample_ids[info.row] == info.sample_id
         assert len(picked.chunks[info.chunk].response_ids[info.row]) == info.response_tokens == old.response_tokens
+    names = ["a", "a#1", "a#2", "b", "c", "c#1"]
+    branches = [replace(sample, sample_id=name) for sample, name in zip(joined.samples, names, strict=False)]
+    picked = finished(two, two.pick(joined, branches, 6))
+    assert [info.chunk for info in picked.samples] == [0, 0, 0, 1, 2, 2], "the branches of a conversation stay together"
 
 
 def test_a_scorer_gets_truncated_responses(two: RolloutGroup) -> None:
