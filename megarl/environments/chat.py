@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, Protocol
 
 from megarl.data.tokenizer import Message, Tokenizer
 from megarl.environments.environment import Action, ToolCall
-from megarl.environments.local_templates import shortened, writes_locally
+from megarl.environments.local_templates import shortened, shortened_to_query, writes_locally
 from megarl.environments.tool_calls import Schemas, find_reader
 
 
@@ -58,7 +58,8 @@ class TemplateRenderer:
     What the model has read is what the template writes for the chat before the turn. If what it writes for the whole
     chat begins with this and the turn, token for token of the text as sampled, then the rest follows the turn, and is
     what the model has to read next. By induction the ids are then the template's text of the whole chat. Where the
-    template is proved to write each message by itself, a shorter chat shows the same.
+    template is proved to write each message by itself, or by whether one of the user follows, a shorter chat shows the
+    same.
 
     A template may write a turn in another way than it was sampled: without thoughts, without white space at its end,
     with other JSON. With the history `sampled`, the ids are kept all the same, if what follows the turn does not depend
@@ -82,6 +83,7 @@ class TemplateRenderer:
         self._anchor = tokenizer.decode([tokenizer.end_token_id], special=True)
         fixed = tokenizer.has_chat_template and "chat_template" not in arguments
         self._local = fixed and writes_locally(tokenizer.hf.chat_template)
+        self._after_query = fixed and writes_locally(tokenizer.hf.chat_template, after_query=True)
         self._reader = find_reader(self._written)
         start = self._written([_USER], ()) or ""
         self._opens_thoughts = start.rstrip().endswith("<think>")
@@ -132,7 +134,10 @@ class TemplateRenderer:
         self, before: Sequence[Message], action: Action, messages: Sequence[Message], tools: Schemas
     ) -> str | None:
         """Returns the text that follows a turn, if that is proved."""
-        before = shortened(before) if self._local else before
+        if self._local:
+            before = shortened(before)
+        elif self._after_query:
+            before = shortened_to_query(before, messages)
         whole, read = self._written([*before, action.message, *messages], tools), self._written(before, tools)
         if whole is None or read is None:
             return None

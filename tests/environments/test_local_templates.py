@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from megarl.environments.local_templates import writes_locally
 from tests.environments.families import FAMILIES, end_ids, tokenizer
 
 LOCAL = ("qwen2.5", "qwen3-2507", "hermes", "llama3", "phi3", "mistral")
+AFTER_QUERY = ("qwen3", "glm4.5")
 BODY = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
@@ -76,6 +79,84 @@ def test_local(template: str) -> None:
 )
 def test_not_proved(template: object) -> None:
     assert not writes_locally(template)
+
+
+QWEN3, GLM = (str(tokenizer(name).hf.chat_template) for name in AFTER_QUERY)
+
+
+def test_the_families_whose_templates_look_for_the_last_message_of_the_user() -> None:
+    found = [name for name in FAMILIES if writes_locally(tokenizer(name).hf.chat_template, after_query=True)]
+    assert tuple(found) == AFTER_QUERY
+
+
+@pytest.mark.parametrize(
+    ("template", "old", "new"),
+    [
+        (QWEN3, "loop.index0 > ns.last_query_index", "loop.index0 >= ns.last_query_index"),
+        (QWEN3, "loop.index0 > ns.last_query_index", "loop.index0 - 1 > ns.last_query_index"),
+        (QWEN3, "loop.index0 > ns.last_query_index", "ns.multi_step_tool"),
+        (QWEN3, 'message.role == "user" and message.content', 'message.role == "tool" and message.content'),
+        (QWEN3, "{%- for message in messages %}", "{%- set ns.last_query_index = 3 %}{%- for message in messages %}"),
+        (QWEN3, "{%- if (loop.first and content)", "{%- if loop.index0 > ns.last_query_index and (content)"),
+        (QWEN3, "{%- set index =", "{{ message.role }}{%- set index ="),
+        (GLM, "loop.index0 > ns.last_user_index", "loop.index0 > ns.last_user_index > 1"),
+        (GLM, "namespace(last_user_index=-1)", "namespace(last_user_index=1)"),
+        (GLM, "{% set ns.last_user_index = loop.index0 -%}", "{% set ns.last_user_index = loop.index -%}"),
+    ],
+)
+def test_not_proved_with_another_rule(template: str, old: str, new: str) -> None:
+    assert template.count(old) == 1
+    assert not writes_locally(template.replace(old, new), after_query=True)
+
+
+@pytest.mark.parametrize("history", ["template", "sampled"])
+@pytest.mark.parametrize("name", AFTER_QUERY)
+def test_a_chat_without_what_is_before_the_last_message_of_the_user_shows_the_same(name: str, history: Any) -> None:
+    chance, continued = random.Random(name), Counter[bool]()
+    short, whole = (TemplateRenderer(tokenizer(name), {}, ends=end_ids(name), history=history) for _ in range(2))
+    whole._after_query = False
+    assert short._after_query
+    for _ in range(400):
+        before = [message(chance) for _ in range(chance.randrange(3, 14))]
+        for index, each in enumerate(before):
+            if each["role"] == "assistant" and chance.random() < 0.5:
+                before[index] = {**each, "reasoning_content": "why"}
+            elif each["role"] == "user" and chance.random() < 0.2:
+                before[index] = {**each, "content": "<tool_response>\nno question\n</tool_response>"}
+        after = [message(chance) for _ in range(chance.randrange(1, 3))]
+        family, thinks = FAMILIES[name], chance.random() < 0.3
+        assert family.thought is not None
+        said = family.thought("why", "yes") if thinks else family.said("yes")
+        turn = [*tokenizer(name).continuation(said), chance.choice(end_ids(name))]
+        action = short.read(turn, True, prompt=(), tools=())
+        given = [renderer.follow(before, action, after, prompt=(), tools=()) for renderer in (short, whole)]
+        assert given[0] == given[1], (before, said, after)
+        continued[given[0] is not None] += 1
+    assert min(continued.values()) > 30
+
+
+@pytest.mark.parametrize("given", ["user", "tool"])
+@pytest.mark.parametrize("name", [*LOCAL, *AFTER_QUERY])
+def test_what_is_rendered_does_not_grow_with_the_number_of_turns(
+    name: str, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer = TemplateRenderer(tokenizer(name), {}, ends=end_ids(name), history="sampled")
+    written, lengths = tokenizer(name).written, list[int]()
+
+    def write(chat: Sequence[Message], *args: Any) -> str:
+        lengths.append(len(chat))
+        return written(chat, *args)
+
+    monkeypatch.setattr(tokenizer(name), "written", write)
+    chat: list[Message] = [{"role": "user", "content": "one"}]
+    turn = [*tokenizer(name).continuation(FAMILIES[name].said("yes")), end_ids(name)[0]]
+    for _ in range(20):
+        action = renderer.read(turn, True, prompt=(), tools=())
+        after = {"role": given, "content": "two"}
+        renderer.follow(chat, action, [after], prompt=(), tools=())
+        chat += [action.message, after]
+    assert len(chat) > 40
+    assert max(lengths) <= 8
 
 
 @pytest.mark.parametrize("history", ["template", "sampled"])
