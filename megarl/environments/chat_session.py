@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import hashlib
 from collections import Counter
@@ -70,7 +69,7 @@ class ChatSession:
     def __init__(self, conversation: Conversation, renderer: ChatRenderer, sample: Sample, limits: TurnLimits) -> None:
         self.conversation = conversation
         self._renderer, self._sample, self._limits = renderer, sample, limits
-        self._chats: list[_Chat] = []
+        self._chats: list[_Chat] = []  # the newest first
         self._turns = 0
         self._last: Branch | None = None  # of the last turn
         self._asked: Counter[str] = Counter()  # turns after the same ids
@@ -126,7 +125,7 @@ class ChatSession:
         ids = tuple(self._renderer.begin(prompt, ()) if isinstance(prompt, str) else prompt)
         if not ids:
             raise ValueError("the prompt has no token")
-        for known in reversed(self._chats):
+        for known in self._chats:
             own = known.branch.ids
             if not known.busy and ids[: len(own)] == own:
                 known.branch.give(ids[len(own) :])
@@ -156,15 +155,15 @@ class ChatSession:
                     max_new_tokens=room,
                 )
             )
-        except asyncio.CancelledError:
+            if self.closed:
+                self._drop_unanswered(chat)
+                return None
+            chat.action = self._renderer.read(sampled.token_ids, sampled.finished, prompt=prompt, tools=chat.tools)
+        except BaseException:  # it was cancelled, or the turn cannot be read: a session may go on without it
             self._drop_unanswered(chat)
             raise
         finally:
             chat.busy = False
-        if self.closed:
-            self._drop_unanswered(chat)
-            return None
-        chat.action = self._renderer.read(sampled.token_ids, sampled.finished, prompt=prompt, tools=chat.tools)
         chat.branch.add(sampled)
         self._last = chat.branch
         branches = self.conversation.branches  # the last one is that of the last turn
@@ -200,11 +199,17 @@ class ChatSession:
     ) -> tuple[_Chat, list[Message]]:
         """Returns the chat that the messages continue, with the ids of what follows its last turn, or a new one.
 
+        Of chats that the messages begin with, the longest are asked whether they go on: a template that has rewritten
+        a turn would else be asked again for each earlier branch.
+
         The messages come with it, those of the model as the model wrote them.
         """
-        for chat in reversed(self._chats):
+        longest = 0
+        for chat in sorted(self._chats, key=lambda chat: -len(chat.messages)):
             if chat.busy or chat.action is None or not chat.action.finished:
                 continue
+            if len(chat.messages) < longest:
+                break
             if isinstance(messages, str):
                 known, rest = [], messages
             elif (
@@ -212,10 +217,11 @@ class ChatSession:
                 and chat.tools == tools
                 and (known := _known(chat.messages, chat.action, messages)) is not None
             ):
-                rest = messages[len(known) :]
+                rest, longest = messages[len(known) :], len(chat.messages)
             else:
                 continue
-            prompt = chat.branch.ids[: len(chat.branch.ids) - len(chat.action.token_ids)]
+            ids = chat.branch.ids
+            prompt = ids[: len(ids) - len(chat.action.token_ids)]
             given = self._renderer.follow(chat.messages, chat.action, rest, prompt=prompt, tools=tools)
             if given is not None:
                 chat.branch.give(given)
@@ -226,7 +232,7 @@ class ChatSession:
 
     def _new(self, prompt: tuple[int, ...]) -> _Chat:
         chat = _Chat(branch=Branch(prompt=prompt))
-        self._chats.append(chat)
+        self._chats.insert(0, chat)
         self.conversation.branches.append(chat.branch)
         return chat
 

@@ -228,8 +228,12 @@ class EnvironmentProcess:
     async def _turns_of(self, session: ChatSession, call: Callable[..., Awaitable[Reply]], reply: Reply) -> None:
         """Takes turns until the environment or a limit ends the conversation."""
         chat: list[Message] = []
+        texts = False
         while not (reply.observation.done or reply.observation.truncated):
             given = reply.observation.messages
+            if texts and not isinstance(given, str):
+                raise FailedEnvironmentError("step returned messages after a text, which no chat has: return texts")
+            texts = isinstance(given, str)
             chat = chat if isinstance(given, str) else [*chat, *given]
             action = await session.turn(given if isinstance(given, str) else chat, reply.tools)
             if action is None:

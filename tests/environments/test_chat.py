@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from megarl.environments.chat import TemplateRenderer
 from megarl.environments.chat_session import ChatSession, TurnLimits
 from megarl.environments.conversation import Conversation, SampledTurn
-from megarl.environments.environment import Action
+from megarl.environments.environment import Action, FailedEnvironmentError, Observation
+from megarl.environments.environment_child import Reply
+from megarl.environments.environment_process import EnvironmentProcess
 from megarl.types import Prompt, SampleRequest
 from tests.environments.families import FAMILIES, end_ids, tokenizer
 
@@ -255,6 +257,61 @@ def test_other_tools_begin_a_branch() -> None:
     assert [len(branch.turns) for branch in conversation.branches] == [2, 1, 1]
     for branch, (length, tools) in zip(conversation.branches, ((1, [TOOL]), (5, [TOOL, TOOL]), (7, [])), strict=True):
         assert tokens.decode(branch.prompt, special=True) == rendered("qwen2.5", chat[:length], tools)
+
+
+def session_of(name: str, said: str, renderer: Any = None) -> ChatSession:
+    """A session whose model always says the same."""
+    ids = (*tokenizer(name).continuation(said), tokenizer(name).end_token_id)
+
+    async def sample(request: SampleRequest) -> SampledTurn:
+        return SampledTurn(token_ids=ids, logprobs=np.zeros(len(ids), np.float32), finished=True, versions=())
+
+    request = SampleRequest(sample_id="a", prompt=Prompt(prompt_id="a", token_ids=()), seed=1)
+    limits = TurnLimits(context=1 << 20, turn=1 << 20, turns=100)
+    return ChatSession(Conversation(request=request), renderer or renderer_of(name), sample, limits)
+
+
+def test_a_turn_that_cannot_be_read_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session may ask again: what was given before the turn is there once."""
+    renderer, tokens = renderer_of("qwen2.5"), tokenizer("qwen2.5")
+    session = session_of("qwen2.5", "ok", renderer)
+    action = asyncio.run(session.turn([ASKED]))
+    assert action is not None
+    chat = [ASKED, action.message, ASKED]
+    with monkeypatch.context() as broken:
+        broken.setattr(renderer, "read", lambda *_, **__: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            asyncio.run(session.turn(chat))
+    asyncio.run(session.turn(chat))
+    (branch,) = session.conversation.branches
+    whole = rendered("qwen2.5", chat) + "ok" + FAMILIES["qwen2.5"].ends[0]
+    assert tokens.decode(branch.ids, special=True) == whole
+
+
+def test_turns_after_many_branches_cost_what_they_do_after_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a template that drops thoughts: only the branch with the longest chat is compared with the new one."""
+    renderer, chat, followed = renderer_of("deepseek-r1"), [ASKED], list[int]()
+    session, follow = session_of("deepseek-r1", "hm\n</think>\n\nok", renderer), renderer.follow
+    monkeypatch.setattr(renderer, "follow", lambda *args, **more: (followed.append(1), follow(*args, **more))[1])
+    for _ in range(10):
+        action = asyncio.run(session.turn(chat))
+        assert action is not None
+        chat = [*chat, action.message, ASKED]
+    assert len(session.conversation.branches) == 10
+    assert len(followed) == 9
+
+
+def test_messages_cannot_follow_a_text() -> None:
+    session = session_of("qwen2.5", "ok")
+    replies = iter(Reply(observation=Observation(messages=given), tools=()) for given in ("b", [ASKED]))
+
+    async def call(method: str, action: Action) -> Reply:
+        return next(replies)
+
+    first = Reply(observation=Observation(messages=[ASKED]), tools=())
+    process: Any = None
+    with pytest.raises(FailedEnvironmentError, match="messages after a text"):
+        asyncio.run(EnvironmentProcess._turns_of(process, session, call, first))
 
 
 # ---- random chats ----
