@@ -89,7 +89,7 @@ def _render(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for family in ("qwen2.5", "qwen3-2507", "qwen3", "llama3"):
+    for family in ("qwen2.5", "qwen3-2507", "qwen3", "glm4.5", "llama3"):
         _render(family)
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(_measure(Path(directory)))

@@ -238,6 +238,12 @@ class ConversationOutcome:
     metrics: Mapping[str, float]
 
 
+def conversation_of(sample_id: str) -> str:
+    """Returns the sample id of the first branch of a sample's conversation."""
+    head, mark, branch = sample_id.rpartition("#")
+    return head if mark and branch.isdigit() else sample_id
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampleInfo:
     """A sample as the driver knows it: ids, lengths and its place in a chunk, never tokens.
@@ -266,8 +272,7 @@ class SampleInfo:
     @property
     def conversation(self) -> str:
         """The sample id of the first branch."""
-        head, mark, branch = self.sample_id.rpartition("#")
-        return head if mark and branch.isdigit() else self.sample_id
+        return conversation_of(self.sample_id)
 
     @property
     def tokens(self) -> int:

@@ -101,14 +101,21 @@ def correction_metrics(
     return metrics
 
 
-def policy_drift(old_logprobs: Tensor, kl: Tensor | None, response_mask: Tensor) -> Means:
+def policy_drift(
+    old_logprobs: Tensor, kl: Tensor | None, response_mask: Tensor, lengths: Tensor | None = None
+) -> Means:
     """Divergence and entropy of whole responses, in the definitions of lm-human-preferences.
 
     Args:
         kl: [B, R] nats, from the reference; None on all ranks without one.
+        lengths: [B] int64, response tokens of all branches of a row's conversation, which count as one response; None
+            without branches.
     """
-    tokens = response_mask.sum()
-    sequences = torch.full_like(tokens, len(response_mask))
+    tokens, own = response_mask.sum(), response_mask.sum(-1)
+    shares = torch.ones_like(own, dtype=torch.float64)
+    if lengths is not None:
+        shares = torch.where(lengths > 0, own / lengths.clamp(min=1).double(), shares)
+    sequences = shares.sum()
     means = {"objective/entropy": (on_mask(-old_logprobs, response_mask).double().sum(), sequences)}
     if kl is None:
         return means
@@ -116,7 +123,7 @@ def policy_drift(old_logprobs: Tensor, kl: Tensor | None, response_mask: Tensor)
     of_kl = {
         "objective/kl": (total, sequences),
         "objective/kl_per_token": (total, tokens),
-        "objective/kl_token_mean": (row_mean(kl.double(), response_mask).sum(), sequences),
+        "objective/kl_token_mean": ((row_mean(kl.double(), response_mask).squeeze(-1) * shares).sum(), sequences),
     }
     return {**of_kl, **means}
 
@@ -125,6 +132,7 @@ def objective_metrics(scores: Tensor, penalties: Tensor, response_mask: Tensor, 
     """Means over sequences, in the definitions of lm-human-preferences; empty where no rank has rows.
 
     Args:
+        scores: [N], of conversations, which may have several rows.
         penalties: [B, R], the rewards without the score.
     """
     sequences, non_score, score = reduced_sums(

@@ -135,7 +135,7 @@ def experience_metrics(
     scored, mask = batch.scored, batch.scored_mask
     of_tokens = batch.dense is not None or batch.turn_rewards is not None
     scores = (advantages.rewards - advantages.penalties).sum(-1) if of_tokens else batch.scores
-    columns = (scores[scored], advantages.penalties[scored], batch.mask[scored])
+    columns = (scores[scored & batch.first], advantages.penalties[scored], batch.mask[scored])
     metrics = {**objective_metrics(*columns, reduce=reduce), "objective/kl_coef": context.kl_coef}
     if values is not None and advantages.returns is not None:
         metrics |= value_metrics(advantages.returns, values, mask, reduce=reduce)
@@ -169,7 +169,7 @@ def old_logprob_metrics(
     """The metrics of the old log-probabilities, of the actor (``recomputed``) or of the engines in their place."""
     scored, old = batch.scored, (batch.old, batch.rollout, batch.mask)
     kl = None if batch.ref is None else k1(batch.old, batch.ref)[scored]
-    means = dict(policy_drift(batch.old[scored], kl, batch.mask[scored]))
+    means = dict(policy_drift(batch.old[scored], kl, batch.mask[scored], batch.lengths[scored]))
     if recomputed:
         means |= mismatch(*old)
     if context.max_staleness:

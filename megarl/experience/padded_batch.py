@@ -17,7 +17,7 @@ from torch import Tensor
 from megarl.algos.normalization import Groups
 from megarl.data.packing import Chunks, V_co
 from megarl.experience.records import SampleScores, StepContext
-from megarl.types import Ragged, RolloutChunk
+from megarl.types import Ragged, RolloutChunk, conversation_of
 
 
 def response_mask(lengths: Sequence[int] | Tensor, device: torch.device | str = "cpu") -> Tensor:
@@ -75,6 +75,8 @@ class PaddedBatch:
 
     Args:
         mask: [B, R] bool, the response tokens.
+        first: [B] bool, not a further branch of a conversation.
+        lengths: [B] int64, the response tokens of all branches of a row's conversation.
         scored: [B] bool.
         actor_rows: [B] bool, the scored samples that the actor learns from.
         groups: the prompt of each row.
@@ -90,6 +92,8 @@ class PaddedBatch:
     """
 
     mask: Tensor
+    first: Tensor
+    lengths: Tensor
     scored: Tensor
     actor_rows: Tensor
     groups: Groups
@@ -113,6 +117,10 @@ def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, context: Ste
     """Pads the rows of all chunks, in their order; a rank without chunks gets the same columns without rows."""
     lengths = [int(n) for chunk in chunks.values() for n in chunk.rollout_logprobs.lengths]
     mask = response_mask(lengths)
+    names = [conversation_of(name) for chunk in chunks.values() for name in chunk.sample_ids]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    of_rows = torch.tensor([numbers[name] for name in names], dtype=torch.int64)
+    whole = torch.zeros(len(numbers), dtype=torch.int64).index_add(0, of_rows, mask.sum(-1))
 
     def padded(column: Chunks[Ragged] | None) -> Tensor | None:
         return None if column is None else align(_concatenate([column[i].values for i in chunks], np.float32), mask)
@@ -126,6 +134,8 @@ def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, context: Ste
     old = padded(columns.old_logprobs)
     return PaddedBatch(
         mask=mask,
+        first=of_rows.diff(prepend=torch.tensor([-1])) > 0,
+        lengths=whole[of_rows],
         scored=scored,
         actor_rows=scored & _concatenate([samples.actor_mask], np.bool_),
         groups=Groups(index=_concatenate([samples.groups], np.int64), count=context.groups),

@@ -173,7 +173,8 @@ class PolicyLoss:
         mask, rollout = columns.mask, columns("rollout_logprobs")
         scored = (columns.mask_of("scored_mask") | ~mask).all(-1)
         kl = k1(old, columns("ref_logprobs"))[scored] if self._algo.kl.coef > 0 else None
-        means = {**policy_drift(old[scored], kl, mask[scored]), **mismatch(old, rollout, mask)}
+        lengths = columns.whole[scored].sum(-1)
+        means = {**policy_drift(old[scored], kl, mask[scored], lengths), **mismatch(old, rollout, mask)}
         if self._oldest:
             means |= gaps_by_age(old, rollout, mask, columns("ages"), oldest=self._oldest)
         return means

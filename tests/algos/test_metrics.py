@@ -67,6 +67,26 @@ def test_objective_metrics_are_summed_over_ranks() -> None:
     assert whole["objective/rlhf_reward"] == pytest.approx(scores.mean().item() - 0.1 * whole["objective/kl"])
 
 
+def test_the_branches_of_a_conversation_are_one_response() -> None:
+    """Rows 0 and 2 are of one; ranks may have one of them each."""
+    old, kl, tokens = numbers(*MASK.shape, seed=1), numbers(*MASK.shape, seed=2), MASK.sum(-1)
+    lengths = torch.where(torch.tensor([True, False, True, False]), tokens[0] + tokens[2], tokens)
+
+    def measure(rows: slice, reduce: Reduce) -> dict[str, float]:
+        return averaged(policy_drift(old[rows], kl[rows], MASK[rows], lengths[rows]), reduce)
+
+    whole = measure(slice(0, 4), local)
+    for ranks in SPLITS:
+        for metrics in on_ranks(measure, [(rows,) for rows in ranks]):
+            assert metrics == pytest.approx(whole)
+    talks = [[0, 2], [1], [3]]
+    means = [kl[talk][MASK[talk]].mean().item() if MASK[talk].any() else 0.0 for talk in talks]
+    assert whole["objective/kl"] == pytest.approx(kl[MASK].sum().item() / 3)
+    assert whole["objective/entropy"] == pytest.approx(-old[MASK].sum().item() / 3)
+    assert whole["objective/kl_token_mean"] == pytest.approx(statistics.mean(means))
+    assert whole["objective/kl_per_token"] == pytest.approx(kl[MASK].mean().item())
+
+
 def test_value_metrics_are_over_all_ranks() -> None:
     returns, values = numbers(*MASK.shape, seed=0), numbers(*MASK.shape, seed=1)
 

@@ -265,6 +265,30 @@ def test_given_tokens_change_nothing_in_the_experience(differences: bool) -> Non
         assert chunk.loss_mask is None
 
 
+@pytest.mark.parametrize("turns", [False, True])
+def test_the_branches_of_a_conversation_are_one_response(turns: bool) -> None:
+    """The first two rows of each chunk are; with rewards of turns, the first one has those of the second."""
+    talks = [replace(chunk, sample_ids=(f"{i}", f"{i}#1", f"{i}/other")) for i, chunk in enumerate(CHUNKS)]
+    scores = {i: own[[1, 1, 2]] for i, own in SCORES.items()}
+    if turns:
+        ends = [[[len(row)] for row in chunk.rollout_logprobs] for chunk in CHUNKS]
+        told = Ragged.from_rows([[3.0], [1.0], [0.0]], np.float32)
+        talks = [
+            replace(talk, turns=Ragged.from_rows(own, np.int32), turn_rewards=told)
+            for talk, own in zip(talks, ends, strict=True)
+        ]
+    terms = replace(TERMS, turn_rewards=2.0 if turns else None)
+    metrics = build(IN_REWARD, columns_of(scores, old=OLD, ref=REF, values=VALUES), terms, rollouts=talks)[1].metrics
+    of_talks = [gap(i, 2) for i in range(4)] + [np.concatenate([gap(i, 0), gap(i, 1)]) for i in range(4)]
+    expected = [score for i in range(4) for score in (SCORES[i][1] + 6.0 * turns, SCORES[i][2])]
+    assert metrics["objective/score"] == pytest.approx(np.mean(expected), rel=1e-5)
+    assert metrics["objective/kl"] == pytest.approx(np.mean([own.sum() for own in of_talks]), rel=1e-5)
+    assert metrics["objective/kl_token_mean"] == pytest.approx(np.mean([own.mean() for own in of_talks]), rel=1e-5)
+    assert metrics["objective/entropy"] == pytest.approx(-flat(OLD).sum() / 8, rel=1e-5)
+    penalty = -0.5 * sum(own.sum() for own in of_talks) / 8
+    assert metrics["objective/non_score_reward"] == pytest.approx(penalty, rel=1e-5)
+
+
 def test_a_sample_without_a_score_is_excluded_from_statistics_and_training() -> None:
     """As if it were absent."""
     scores = {i: own.copy() for i, own in SCORES.items()}
