@@ -108,11 +108,13 @@ class GatewaySession:
             raise GatewayError(_NO_ROOM)
         self._sampling += 1
         try:
-            found = await asyncio.gather(*(self._turn(ask) for _ in range(ask.count)))
+            found = await asyncio.gather(*(self._turn(ask) for _ in range(ask.count)), return_exceptions=True)
         finally:
             self._sampling -= 1
         answers: list[GatewayAnswer] = []
         for turn in found:
+            if isinstance(turn, BaseException):
+                raise turn
             if turn is None:
                 if self._chat.closed:
                     raise GatewayError("the session has ended", 401)

@@ -71,7 +71,7 @@ def shortened_to_query(chat: Sequence[Message], following: Sequence[Message]) ->
     before it. Where it may be the answer of a tool, all messages stay.
     """
     query = next((index for index in reversed(range(len(chat))) if chat[index]["role"] == "user"), None)
-    if len(chat) < 5 or query is None or "<tool_response>" in str(chat[query]["content"]):
+    if len(chat) < 5 or query is None or "<tool_response>" in str(chat[query].get("content")):
         return chat
     first = len(chat) - 2
     if any(message["role"] == "user" for message in following):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -76,8 +77,8 @@ class ReasoningGym(Environment):
     """
 
     def __init__(self, task: str, seed: int = 0, options: Mapping[str, Any] | None = None) -> None:
-        given = tuple(sorted((options or {}).items()))
-        self._tasks, self._entry = _reasoning_tasks(task, seed, given), dict[str, Any]()
+        self._tasks = _reasoning_tasks(task, seed, json.dumps(options or {}, sort_keys=True))
+        self._entry = dict[str, Any]()
 
     def reset(self, task: EnvironmentTask, seed: int) -> Sequence[Message]:
         self._entry = self._tasks[int(_column(task, "index"))]
@@ -95,14 +96,14 @@ _TASKS = 1 << 30
 
 
 @cache
-def _reasoning_tasks(name: str, seed: int, options: tuple[tuple[str, Any], ...]) -> Any:
+def _reasoning_tasks(name: str, seed: int, options: str) -> Any:
     try:
         package = importlib.import_module("reasoning_gym")
     except ModuleNotFoundError as error:
         if error.name != "reasoning_gym":
             raise
         raise ValueError("needs the package reasoning-gym: pip install 'megarl-trainer[reasoning-gym]'") from None
-    return package.create_dataset(name, seed=seed, **{"size": _TASKS, **dict(options)})
+    return package.create_dataset(name, seed=seed, **{"size": _TASKS, **json.loads(options)})
 
 
 def _column(task: EnvironmentTask, name: str) -> Any:

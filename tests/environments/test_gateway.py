@@ -223,6 +223,30 @@ def test_a_turn_that_nobody_waits_for_is_no_part_of_the_conversation(tokenizer: 
     asyncio.run(run())
 
 
+def test_one_of_several_turns_that_fails_waits_for_the_others(tokenizer: Path, tmp_path: Path) -> None:
+    """None is left with an engine when the session ends."""
+
+    async def run() -> None:
+        asked = iter(range(2))
+        sampling = set[int]()
+
+        async def answer(prompt: str) -> str:
+            if (number := next(asked)) == 0:
+                raise ValueError("broken")
+            sampling.add(number)
+            await asyncio.sleep(0.2)
+            sampling.remove(number)
+            return "yes"
+
+        async with gateway_world(tokenizer, answer, tmp_path) as world:
+            session = await world.session()
+            assert (await session.post(CHAT, {**HELLO, "n": 2}))[0] == 400
+            assert not sampling
+            assert session.conversation.turns == 1
+
+    asyncio.run(run())
+
+
 def test_broken_calls_and_lost_thoughts_continue_the_branch(tokenizer: Path, tmp_path: Path) -> None:
     """A client does not see that a call is broken, and sends no thoughts back."""
 

@@ -63,8 +63,8 @@ def test_what_is_no_number_is_a_guess() -> None:
 
 def test_tasks_of_reasoning_gym_are_made_by_their_index(monkeypatch: pytest.MonkeyPatch) -> None:
     class Sums:
-        def __init__(self, seed: int, size: int, terms: int) -> None:
-            self._seed, self._terms = seed, terms
+        def __init__(self, seed: int, size: int, terms: list[int]) -> None:
+            self._seed, self._terms = seed, sum(terms)
             assert size > 10**6
 
         def __getitem__(self, index: int) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def test_tasks_of_reasoning_gym_are_made_by_their_index(monkeypatch: pytest.Monk
     package = ModuleType("reasoning_gym")
     package.create_dataset = lambda name, **options: {"sums": Sums}[name](**options)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "reasoning_gym", package)
-    environment = ReasoningGym("sums", seed=5, options={"terms": 7})
+    environment = ReasoningGym("sums", seed=5, options={"terms": [3, 4]})
     task = EnvironmentTask(prompt_id="0", messages=[{"role": "system", "content": "be brief"}], fields={"index": 30})
     assert environment.reset(task, 0) == [*task.messages, {"role": "user", "content": "30 + 5 + 7?"}]
     rewards = [
