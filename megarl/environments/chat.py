@@ -58,8 +58,7 @@ class TemplateRenderer:
     What the model has read is what the template writes for the chat before the turn. If what it writes for the whole
     chat begins with this and the turn, token for token of the text as sampled, then the rest follows the turn, and is
     what the model has to read next. By induction the ids are then the template's text of the whole chat. Where the
-    template is proved to write each message by itself, or by whether one of the user follows, a shorter chat shows the
-    same.
+    template is proved to write each message by itself, a shorter chat shows the same.
 
     A template may write a turn in another way than it was sampled: without thoughts, without white space at its end,
     with other JSON. With the history `sampled`, the ids are kept all the same, if what follows the turn does not depend
