@@ -94,7 +94,7 @@ def config(
     """The configuration of a run: GRPO with a reference, or PPO with a critic too.
 
     Args:
-        verify: the sync has checksums, which the host computes.
+        verify: the sync has checksums.
         rollout: settings of the engine.
     """
     role = {"tokens_per_micro_batch": size.micro_batch, "offload": rollout.get("sleep", False)}

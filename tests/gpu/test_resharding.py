@@ -8,7 +8,16 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from megarl.resharding.buckets import Checksum, bucket_views, pack, payload, recv_buffer_bytes, recv_views, unpack
+from megarl.resharding.buckets import (
+    Checksum,
+    bucket_views,
+    pack,
+    payload,
+    recv_buffer_bytes,
+    recv_views,
+    row_sums,
+    unpack,
+)
 from megarl.resharding.memory import DeviceRecvBuffer, PeerMappings
 from megarl.resharding.spec import plan_recv_buffers
 from megarl.resharding.sync_barrier import SyncStats
@@ -29,22 +38,24 @@ def test_copies_and_checksums_equal_the_cpus(cuda: str, dtype: str) -> None:
         on_gpu = {name: tensor.to(cuda) for name, tensor in on_cpu.items()}
         for message in sender.messages:
             buffer = recv_buffers[message.receiver]
-            sums, memories = [], []
+            memories: list[torch.Tensor] = []
             for params, device in ((on_cpu, "cpu"), (on_gpu, cuda)):
                 frame = torch.zeros(message.nbytes, dtype=torch.uint8, device=device)
                 memory = torch.zeros(recv_buffer_bytes(buffer), dtype=torch.uint8, device=device)
                 targets = recv_views(
                     message, buffer.buckets[message.bucket], bucket_views(memory, buffer, message.bucket)
                 )
+                sums: set[int] = set()
                 for places in (payload(message, frame), targets):
                     checksum = Checksum(message, SyncStats(version=1))
                     pack(message, params, places, checksum)
-                    sums.append(checksum.value)
+                    sums.add(checksum.value)
+                assert len(sums) == 1, f"sender {rank}, message {message.bucket} to {message.receiver}"
+                assert torch.equal(row_sums(memory).cpu(), row_sums(memory.cpu()))
                 memories += [frame.cpu(), memory.cpu()]
                 memory.zero_()
                 unpack(message, frame, targets)
                 memories.append(memory.cpu())
-            assert len(set(sums)) == 1, f"sender {rank}, message {message.bucket} to {message.receiver}"
             assert all(torch.equal(a, b) for a, b in zip(memories[:3], memories[3:], strict=True))
             messages += 1
     assert messages > 0

@@ -16,6 +16,7 @@ from megarl.resharding.buckets import (
     payload,
     recv_buffer_bytes,
     recv_views,
+    row_sums,
     unpack,
 )
 from megarl.resharding.spec import RecvBufferPlan
@@ -143,3 +144,53 @@ def test_checksum_detects_a_different_message(other: dict[str, int]) -> None:
     wrong = dict(other)
     version = wrong.pop("version", 7)
     assert checksum_of(MESSAGE._replace(**wrong), values, version) != checksum_of(MESSAGE, values)
+
+
+WORDS = 2 * 1024 + 5
+
+
+def test_row_sums_equal_those_of_integers() -> None:
+    """On whatever bytes content begins."""
+    content = torch.randint(256, (4 * WORDS + 6,), dtype=torch.uint8)[3:]
+    words = np.frombuffer(content.numpy().tobytes() + b"\0", np.int32).tolist()
+    weights = buckets._row_weights(content.device).tolist()
+    rows = [words[start : start + 1024] for start in (0, 1024, 2048)]
+    sums = [sum(word * weight for word, weight in zip(row, weights, strict=False)) for row in rows]
+    assert [value % 2**64 for value in row_sums(content).tolist()] == [value % 2**64 for value in sums]
+    assert torch.equal(row_sums(content[:-3]), row_sums(content[:-3].clone()))
+
+
+def test_weights_of_rows_tell_exchanged_words_apart() -> None:
+    weights = buckets._row_weights(torch.device("cpu"))
+    assert bool((weights % 2 == 1).all())
+    assert len(set((weights % 2**33).tolist())) == 1024
+
+
+words = st.integers(0, WORDS - 1)
+
+
+@given(st.integers(0, 3), st.integers(0, 8 * 4 * WORDS - 1), words, words, st.integers(1, 64), st.integers(0, 2**32))
+def test_row_sums_detect_changes(kind: int, bit: int, one: int, other: int, count: int, seed: int) -> None:
+    """A flipped bit, exchanged words, exchanged blocks, and everything moved on by some words."""
+    before = torch.randint(-(2**31), 2**31, (WORDS,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    after = before.clone()
+    if kind == 0:
+        after.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+    elif kind == 1:
+        after[one], after[other] = before[other], before[one]
+    elif kind == 2:
+        (low, high), size = sorted((one, other)), min(count, abs(one - other), WORDS - max(one, other))
+        after[low : low + size], after[high : high + size] = before[high : high + size], before[low : low + size]
+    else:
+        after = before.roll(count)
+    same = torch.equal(before, after)
+    assert torch.equal(row_sums(before.view(torch.uint8)), row_sums(after.view(torch.uint8))) == same
+
+
+def test_row_sums_detect_many_changed_signs() -> None:
+    """The highest bits, whose changes cancel in a sum without weights, or of 32 bits."""
+    before = torch.ones(1024)
+    for changed in (slice(0, 2), slice(0, 1024), slice(0, 1024, 2)):
+        after = before.clone()
+        after[changed] *= -1
+        assert not torch.equal(row_sums(before.view(torch.uint8)), row_sums(after.view(torch.uint8)))
