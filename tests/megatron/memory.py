@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megarl.config.schema import Optimizer
-from megarl.preflight.memory_plan import RoleMemory
+from megarl.preflight.role_memory import RoleMemory
 from megarl.role_specs import RoleSpec, TextSpec, TrainingSpec
 from megarl.types import Layout, PackRow, Ragged, RankSchedule, TextChunk
 

@@ -149,6 +149,17 @@ def test_recomputation_reduces_memory(tmp_path: Path) -> None:
     assert small == pytest.approx(none / 4, rel=1e-3)
 
 
+def test_norms_of_transformer_engine_keep_less(tmp_path: Path) -> None:
+    """Of each norm, the input and the output in 16 bits; Megatron's RMSNorm also keeps a quotient in float32."""
+    path = written(tmp_path)
+    own, fused = (
+        phases(path, f"model.layers={kind}")["update"].activations for kind in ("local", "transformer_engine")
+    )
+    norm, fused_norm = 256 * (2 + 4 + 2) + 4, 256 * (2 + 2) + 8
+    assert own - fused == 4096 * (2 * 4 + 1) * (norm - fused_norm)
+    assert phases(path)["update"].activations == own, "auto may find none, and is planned as Megatron's own"
+
+
 def test_packs_are_no_longer_than_the_tokens_of_a_step(tmp_path: Path) -> None:
     path = written(tmp_path)
     whole, two = (phases(path, f"data.prompts_per_step={count}", "data.samples_per_prompt=2") for count in (4, 1))

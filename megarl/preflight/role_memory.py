@@ -1,0 +1,172 @@
+"""The memory of a role on a rank, bytes.
+
+Parameters and optimizer state are exact. Activations are those that the backward pass of Megatron's local layers keeps
+(megarl/megatron/model.py), for packs as long as they may become, whose tokens are all of responses.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from megarl.models import ModelSpec
+from megarl.role_specs import RoleSpec
+from megarl.types import HEADS, Layout, RankCoords
+from megarl.weights.shard_map import ITEM_BYTES
+
+_CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at once (``megatron.logprobs``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleMemory:
+    """A role on a rank; ``pack`` and ``update_pack`` are the longest packs of inference and of an optimizer step."""
+
+    spec: RoleSpec
+    model: ModelSpec
+    layout: Layout
+    stage: int
+    device: str
+    pack: int
+    update_pack: int
+    micro_batches: int
+
+    @cached_property
+    def _numels(self) -> dict[str, int]:
+        coords = RankCoords(tp=0, dp=0, pp=self.stage)
+        params = self.model.megatron_map(self.layout, self.layout.rank(coords), HEADS[self.spec.name]).params
+        return {name: math.prod(info.shape) for name, info in params.items()}
+
+    @property
+    def parameters(self) -> int:
+        return sum(self._numels.values()) * self._item
+
+    @property
+    def gradients(self) -> int:
+        return 4 * sum(self._numels.values())
+
+    @property
+    def optimizer(self) -> int:
+        training = self.spec.training
+        if training is None:
+            return 0
+        columns = 2 + (self._item < 4) + (training.ema_decay is not None)  # moments, float32 weights, average
+        return 4 * columns * sum(self._shards.values())
+
+    @property
+    def stepping(self) -> int:
+        """Of torch's Adam: one term of all weights at once on CUDA, two of each in turn on a CPU."""
+        return 4 * sum(self._shards.values()) if self.device == "cuda" else 8 * max(self._shards.values())
+
+    @property
+    def _shards(self) -> dict[str, int]:
+        """Elements of each parameter that this rank's optimizer has."""
+        dp, ep = self.layout.dp, self.layout.ep
+        return {name: -(-n // (dp // ep if "mlp.experts." in name else dp)) for name, n in self._numels.items()}
+
+    @property
+    def state(self) -> int:
+        """What the role has on its device while it is not offloaded."""
+        return self.parameters + self.optimizer
+
+    @property
+    def snapshot(self) -> int:
+        """Returns what this rank writes of a checkpoint: replicas share the parameters, and have parts of the rest."""
+        return self.parameters // self.layout.dp + self.optimizer
+
+    def inference(self) -> tuple[int, int]:
+        """Returns the activations of a forward pass, which hold one layer at a time, and the logits."""
+        dims, tp = self.model.dims, self.layout.tp
+        attention = (4 * dims.heads + 6 * dims.kv_heads) * dims.head_dim / tp
+        mlp = 5 * dims.ffn * self._experts / tp
+        elements = 3 * dims.hidden + max(attention, mlp)
+        return int(self.pack * elements * self._item), self._logits(self.pack)
+
+    def update(self) -> tuple[int, int]:
+        """Returns the activations that a backward pass keeps, and the logits with the head's gradients."""
+        layers = [len(self.model.layers(self.layout, self.stage, chunk)) for chunk in range(self.layout.vpp)]
+        kept, whole = self._kept_by_layer(), self._layer()
+        layers_bytes = kept * max(layers) * self._in_flight()
+        logits = self._logits(self.update_pack)
+        hidden = self.model.dims.hidden * self._item * self._split
+        ends = (3 * hidden + self._norm(self.model.dims.hidden) * self._split) if self._last else hidden
+        if self._last and HEADS[self.spec.name] == "lm":
+            vocab = self._vocab_rows * self.model.dims.hidden
+            logits += vocab * (4 + self._item) + self.update_pack * self.model.dims.hidden * self._item
+        # A layer is computed again when the logits are gone.
+        again = max(0.0, self.update_pack * whole - logits) if self.spec.recompute == "full" else 0.0
+        return int(self.update_pack * (layers_bytes + ends) + again), logits
+
+    def _in_flight(self) -> int:
+        """Returns the micro-batches, or those of chunks, whose activations a stage holds at once."""
+        pp, vpp = self.layout.pp, self.layout.vpp
+        if vpp == 1:
+            return min(pp - self.stage, self.micro_batches)
+        return min(2 * (pp - self.stage - 1) + (vpp - 1) * pp + 1, self.micro_batches * vpp)
+
+    def _kept_by_layer(self) -> float:
+        """Returns the bytes of a token that a layer keeps for its backward pass."""
+        hidden = self.model.dims.hidden * self._item * self._split
+        return hidden if self.spec.recompute == "full" else self._layer()
+
+    def _layer(self) -> float:
+        dims, tp, item = self.model.dims, self.layout.tp, self._item
+        norms = 2 * self._norm(dims.hidden) * self._split
+        rope = 4 * dims.head_dim * item if self.model.rope is not None else 0
+        qkv = (dims.heads + 2 * dims.kv_heads) * dims.head_dim * item / tp
+        one = dims.heads * dims.head_dim * item / tp  # queries, or the attention's output
+        kv = 2 * dims.kv_heads * dims.head_dim * item / tp
+        if self.spec.recompute == "selective":
+            attention = one + kv / 2 + qkv + one  # values are a part of what is projected
+        elif self.device == "cuda" and item < 4:
+            attention = one + kv / 2 + qkv + one + 4 * dims.heads / tp
+        else:
+            attention = 3 * one + kv + 4 * dims.heads / tp  # in rectangles
+        if self.model.table.megatron.get("qk_layernorm"):
+            heads = (dims.heads + dims.kv_heads) / tp
+            attention += (qkv + one if item == 4 else 4 * (one + kv / 2) / item) + one + kv / 2 + 4 * heads
+        return norms + rope + attention + self._mlp()
+
+    def _norm(self, size: int) -> float:
+        """Returns the bytes of a norm and of its output: RMSNorm keeps its input and the quotient, LayerNorm one.
+
+        So do Transformer Engine's norms (pytorch/module/layernorm_linear.py, 2.8 to 2.20), which was never measured.
+        """
+        if self.model.table.megatron["normalization"] == "LayerNorm" or self.spec.layers == "transformer_engine":
+            return 2 * size * self._item + 8
+        return size * (4 + 2 * self._item) + 4
+
+    def _mlp(self) -> float:
+        dims, tp = self.model.dims, self.layout.tp
+        ffn = dims.ffn * self._item / tp
+        if dims.experts:
+            return self._experts * (6 * ffn + dims.hidden * self._item) + 16 * dims.experts
+        return (5 if self.model.table.megatron["gated_linear_unit"] else 2) * ffn
+
+    def _logits(self, tokens: int) -> int:
+        if not self._last or HEADS[self.spec.name] != "lm":
+            return 0
+        return 8 * min(_CHUNK_TOKENS, tokens) * self._vocab_rows
+
+    @property
+    def _item(self) -> int:
+        return ITEM_BYTES[self.model.dtype]
+
+    @property
+    def _split(self) -> float:
+        """The part of the tokens that this rank has between the tensor-parallel regions."""
+        return 1 / self.layout.tp if self.layout.sequence_parallel else 1.0
+
+    @property
+    def _experts(self) -> int:
+        """Experts of a token, if tokens are spread evenly."""
+        return self.model.table.megatron.get("moe_router_topk", 1)
+
+    @property
+    def _last(self) -> bool:
+        return self.stage == self.layout.pp - 1
+
+    @property
+    def _vocab_rows(self) -> int:
+        return self.model.dims.padded_vocab("megatron", self.layout.tp) // self.layout.tp
