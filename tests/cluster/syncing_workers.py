@@ -51,13 +51,15 @@ class Engine:
         self._fault = Path(model_dir) / str(engine_id)
         self._values: dict[str, set[float]] = {}
         self._loads = 0
+        self._armed = False
         self._receiver: Receiver
 
     def start(self) -> int:
         return 1
 
     def step(self) -> bool:
-        self._strike("step")
+        if self._armed:
+            self._strike("step")
         return False
 
     def connect(self, request: ConnectRequest) -> None:
@@ -73,7 +75,8 @@ class Engine:
         return [stats]
 
     def values(self) -> set[float]:
-        """All values of all parameters, but for the zeros of padding."""
+        """All values of all parameters, but for the zeros of padding; a fault in a step happens in the one after it."""
+        self._armed = self._fault.exists()
         return set[float]().union(*self._values.values()) - {0.0}
 
     def _load(self, params: Mapping[str, torch.Tensor], box: Any) -> None:

@@ -29,7 +29,7 @@ from tests.e2e.test_endings import process_that_prints_to
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
-SYNC_LIMIT_S = 8.0
+SYNC_LIMIT_S = 12.0
 VALUES = RemoteMethod[Any, [], set[float]](Engine.values, "start")
 
 
