@@ -59,7 +59,7 @@ help:
 	@echo 'mermaid  install the parser of diagrams into $(MERMAID)/node_modules, for the tests'
 	@echo 'demo   train a small model in three stages on virtual CPU devices, about 12 minutes; SEED=1 is another one'
 	@echo 'demo-control  the PPO stage of the last demo again, with shuffled rewards'
-	@echo 'learning  every algorithm on the task of the demo, and GRPO on one with a tool, three seeds each, some four hours; goes on where it was'
+	@echo 'learning  every algorithm on the task of the demo, and GRPO over several turns, three seeds each, some four hours; goes on where it was'
 	@echo 'unit   the tests that start no process, about a minute'
 	@echo 'test   lint, types and all tests that need no GPU'
 	@echo 'matrix every layout of the debug run on one recorded batch, every recipe, and every family in live engines, about 20 minutes'

@@ -1,10 +1,8 @@
-"""What every algorithm makes of the demo's task, and GRPO of one with a tool: three seeds of one fine-tuned model.
+"""What every algorithm makes of the demo's task, and GRPO of one of several turns: three seeds of one fine-tuned model.
 
     python -m benchmarks.learning                              what is done and what is missing
     python -m benchmarks.learning --algorithm grpo --seed 0    one cell
     python -m benchmarks.learning --algorithm decoupled_ppo --staleness 2 --seed 0
-    python -m benchmarks.learning --algorithm lookup --seed 0
-    python -m benchmarks.learning --next                       the first that is missing
     python -m benchmarks.learning --all                        all that are missing, one after the other
     python -m benchmarks.learning --report                     docs/learning.md and its picture, from the cells
 
@@ -25,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -53,24 +51,22 @@ ALGORITHMS: Final = {
     "dapo": "DAPO",
     "gspo": "GSPO",
     "raft": "RAFT",
+    "control": "GRPO, shuffled rewards",
 }
 """By the names of their files."""
 STALE: Final = {"decoupled_ppo": "decoupled PPO", "coupled_ppo": "coupled PPO"}
 """Those on samples of older weights, likewise."""
-CONTROL: Final = {"control": "GRPO, shuffled rewards"}
-"""What must not learn, likewise."""
-CONVERSATIONS: Final = {"lookup": "GRPO, with a tool"}
+CONVERSATIONS: Final = {"lookup": "GRPO over several turns", "lookup_control": "the same, shuffled rewards"}
 """Those on a task of several turns, likewise."""
-CONVERSATION_CONTROL: Final = {"lookup_control": "GRPO with a tool, shuffled rewards"}
-"""What must not learn there, likewise."""
+CONTROLS: Final = ("control", "lookup_control")
+"""What must not learn."""
 STALENESS: Final = (0, 1, 2, 4, 8)
 """How many versions old these samples are."""
 Row = tuple[str, int | None]
 """An algorithm, and the age of its samples."""
 ROWS: Final[Mapping[Row, str]] = {
-    **{(name, None): title for name, title in {**ALGORITHMS, **CONTROL}.items()},
+    **{(name, None): title for name, title in {**ALGORITHMS, **CONVERSATIONS}.items()},
     **{(name, age): f"{title}, {age} old" for name, title in STALE.items() for age in STALENESS},
-    **{(name, None): title for name, title in {**CONVERSATIONS, **CONVERSATION_CONTROL}.items()},
 }
 """Titles of the rows of the tables."""
 SEEDS: Final = (0, 1, 2)
@@ -80,11 +76,7 @@ SHARED_SEED: Final = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One algorithm with one seed.
-
-    Args:
-        staleness: how many versions old all samples are.
-    """
+    """One algorithm with one seed; its samples are `staleness` versions old."""
 
     algorithm: str
     seed: int
@@ -100,16 +92,8 @@ class Cell:
         return CONFIGS / f"{self.algorithm}.yaml"
 
     @property
-    def run_dir(self) -> Path:
-        return DIRECTORY / "cells" / self.name
-
-    @property
     def result(self) -> Path:
         return RESULTS / f"{self.name}.json"
-
-    @property
-    def converses(self) -> bool:
-        return self.algorithm in {**CONVERSATIONS, **CONVERSATION_CONTROL}
 
     @property
     def overrides(self) -> list[str]:
@@ -133,34 +117,26 @@ CELLS: Final = tuple(Cell(algorithm=name, seed=seed, staleness=age) for seed in 
 
 
 def main(arguments: Sequence[str]) -> None:
-    options = _options(arguments)
-    if options.report:
-        report()
-    elif options.next or options.all:
-        missing = [cell for cell in CELLS if cell.read() is None]
-        for cell in missing if options.all else missing[:1]:
-            work(cell)
-        if not missing:
-            print("every cell is done: --report writes the page")
-    elif options.algorithm is not None:
-        work(Cell(algorithm=options.algorithm, seed=options.seed, staleness=options.staleness))
-    else:
-        for cell in CELLS:
-            print(f"{cell.name:20} {'missing' if cell.read() is None else 'done'}")
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", choices=sorted({name for name, _ in ROWS}))
     parser.add_argument("--staleness", type=int, choices=STALENESS, help="of decoupled_ppo and coupled_ppo")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--next", action="store_true", help="the first cell that is missing")
     parser.add_argument("--all", action="store_true", help="all that are missing, one after the other")
     parser.add_argument("--report", action="store_true", help="write the page and its picture")
     options = parser.parse_args(arguments)
     if (options.algorithm in STALE) == (options.staleness is None):
         parser.error(f"--staleness belongs to {' and '.join(STALE)}, which need it")
-    return options
+    if options.report:
+        report()
+    elif options.algorithm is not None:
+        work(Cell(algorithm=options.algorithm, seed=options.seed, staleness=options.staleness))
+    else:
+        for cell in CELLS:
+            missing = cell.read() is None
+            if options.all and missing:
+                work(cell)
+            elif not options.all:
+                print(f"{cell.name:20} {'missing' if missing else 'done'}")
 
 
 # ---- running
@@ -168,27 +144,26 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def work(cell: Cell) -> None:
     """Makes a cell's result; an interrupted run of the same settings goes on."""
-    share_conversations() if cell.converses else share()
-    marker = cell.run_dir / "settings"
+    converses = cell.algorithm in CONVERSATIONS
+    share_conversations() if converses else share()
+    directory = DIRECTORY / "cells" / cell.name
+    marker, run_dir = directory / "settings", directory / "run"
     if marker.exists() and marker.read_text(encoding="utf-8") != cell.settings():
-        shutil.rmtree(cell.run_dir)
-    (cell.run_dir).mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True, exist_ok=True)
     marker.write_text(cell.settings(), encoding="utf-8")
     start = time.perf_counter()
-    train(cell.config, f"run.dir={cell.run_dir / 'run'}", f"run.seed={cell.seed}", *cell.overrides)
+    train(cell.config, f"run.dir={run_dir}", f"run.seed={cell.seed}", *cell.overrides)
     result = {
         "algorithm": cell.algorithm,
         "seed": cell.seed,
         **({} if cell.staleness is None else {"staleness": cell.staleness}),
         "settings": cell.settings(),
         "last_invocation_seconds": round(time.perf_counter() - start),
-        **measured(cell.run_dir / "run", "environment" if cell.converses else TRUE_SCORE),
+        **measured(run_dir, "environment" if converses else TRUE_SCORE),
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
     cell.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(
-        f"{cell.result}: {result['evaluations'][0]['true_score']:.3f} -> {result['evaluations'][-1]['true_score']:.3f}"
-    )
+    print(f"{cell.result}: {result['verdict']}")
 
 
 def share() -> None:
@@ -197,33 +172,29 @@ def share() -> None:
         write_checkpoint(DIRECTORY / "model", SHARED_SEED)
         write_data(DIRECTORY / "made", SHARED_SEED)
         (DIRECTORY / "made").rename(DIRECTORY / "data")
-    for stage, start in (("sft", "model"), ("reward_model", "sft/export")):
-        if (DIRECTORY / stage / "export").exists():
-            continue
-        kind = "demonstrations" if stage == "sft" else "pairs"
-        overrides = [
-            f"run.dir={DIRECTORY / stage}",
-            f"run.seed={SHARED_SEED}",
-            f"model.path={DIRECTORY / start}",
-            f"data.train={DIRECTORY / 'data' / kind}_train.jsonl",
-            f"data.evaluation={DIRECTORY / 'data' / kind}_held_out.jsonl",
-            "checkpoint.every=100",
-        ]
+    for stage, start, kind in (("sft", "model", "demonstrations"), ("reward_model", "sft/export", "pairs")):
+        paths = {"model.path": start, "data.train": f"data/{kind}_train.jsonl"}
+        paths["data.evaluation"] = f"data/{kind}_held_out.jsonl"
         if stage == "reward_model":
-            overrides.append(f"normalisation.prompts={DIRECTORY / 'data'}/prompts_train.jsonl")
-        train(Path("configs/demo") / f"{stage}.yaml", *overrides)
+            paths["normalisation.prompts"] = "data/prompts_train.jsonl"
+        train_shared(Path("configs/demo") / f"{stage}.yaml", DIRECTORY / stage, paths, "checkpoint.every=100")
 
 
 def share_conversations() -> None:
-    """Makes the fine-tuned model of the task with a tool, where it is not there."""
-    directory = DIRECTORY / "lookup"
-    if (directory / "sft" / "export").exists():
-        return
-    if not (directory / "sft").exists():
-        prepare(directory, SHARED_SEED)
-    paths = {"run.dir": "sft", "model.path": "model", "data.train": "demonstrations.jsonl"}
-    overrides = [f"{field}={directory / name}" for field, name in paths.items()]
-    train(Path("examples/lookup/sft.yaml"), *overrides, f"run.seed={SHARED_SEED}")
+    """Makes the fine-tuned model of the task of several turns, where it is not there."""
+    run_dir = DIRECTORY / "lookup" / "sft"
+    if not run_dir.exists():
+        prepare(run_dir.parent, SHARED_SEED)
+    paths = {"model.path": "model", "data.train": "demonstrations.jsonl"}
+    train_shared(Path("examples/lookup/sft.yaml"), run_dir, paths)
+
+
+def train_shared(config: Path, run_dir: Path, paths: Mapping[str, str], *overrides: str) -> None:
+    """`megarl train` of a model that several cells start from, unless it is there; `paths` are beside its directory."""
+    if not (run_dir / "export").exists():
+        fields = {"run.dir": run_dir, **{field: run_dir.parent / path for field, path in paths.items()}}
+        set_fields = (f"{field}={value}" for field, value in fields.items())
+        train(config, *set_fields, f"run.seed={SHARED_SEED}", *overrides)
 
 
 def train(config: Path, *overrides: str) -> None:
@@ -234,9 +205,12 @@ def train(config: Path, *overrides: str) -> None:
 
 
 def measured(run_dir: Path, true_score: str) -> dict[str, Any]:
-    """What a run came to: its evaluations, and by step the score of the reward model and the divergence."""
+    """What a run came to: evaluations, verdict, findings, and by step the score in training and the divergence."""
     steps = read_lines(run_dir / "metrics.jsonl")
+    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     return {
+        "verdict": summary["verdict"],
+        "findings": summary.get("findings", []),
         "evaluations": [
             {
                 "step": row["step"],
@@ -258,65 +232,40 @@ def measured(run_dir: Path, true_score: str) -> dict[str, Any]:
 # ---- the page
 
 
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """What an algorithm came to over its seeds: true scores, mean over the seeds.
-
-    Args:
-        seeds: that are done.
-        spread: the largest end of a seed less the smallest.
-        half_width: of the 95% interval of a single seed's end.
-        kl: from the fine-tuned model at the end, nats per response; None where it was not measured.
-    """
-
-    name: str
-    seeds: int
-    steps: int
-    samples: int
-    start: float
-    end: float
-    smallest_gain: float
-    spread: float
-    half_width: float
-    kl: float | None
-
-    @property
-    def learns(self) -> bool:
-        """Every seed gains, and the mean gain is beyond the spread of the seeds and the error of an evaluation."""
-        return self.smallest_gain > 0 and self.end - self.start > max(self.spread, 2 * self.half_width)
+Results = Sequence[Mapping[str, Any]]
+"""Of the seeds of a row, or of several rows."""
 
 
-def summed_up(name: str, results: Sequence[Mapping[str, Any]]) -> Summary:
-    """One line of the table."""
-    starts, ends = zip(*([e["true_score"] for e in _ends(result)] for result in results), strict=True)
-    kl = [r["kl"][-1] for r in results if r["kl"]]
-    return Summary(
-        name=name,
-        seeds=len(results),
-        steps=results[0]["steps"],
-        samples=results[0]["samples"],
-        start=statistics.fmean(starts),
-        end=statistics.fmean(ends),
-        smallest_gain=min(end - start for start, end in zip(starts, ends, strict=True)),
-        spread=max(ends) - min(ends),
-        half_width=max(r["evaluations"][-1]["half_width"] for r in results),
-        kl=statistics.fmean(kl) if kl else None,
-    )
+def learns(results: Results) -> bool:
+    """Every seed gains, and the mean gain is beyond the spread of the seeds and the error of an evaluation."""
+    starts, ends = true_scores(results)
+    half_width = max(result["evaluations"][-1]["half_width"] for result in results)
+    gains = [end - start for start, end in zip(starts, ends, strict=True)]
+    return min(gains) > 0 and statistics.fmean(gains) > max(max(ends) - min(ends), 2 * half_width)
 
 
-def table(summaries: Sequence[Summary]) -> str:
-    """Markdown."""
+def true_scores(results: Results) -> tuple[list[float], list[float]]:
+    """Those of the first and of the last evaluations."""
+    starts, ends = ([result["evaluations"][which]["true_score"] for result in results] for which in (0, -1))
+    return starts, ends
+
+
+def table(rows: Mapping[Row, Results], names: Collection[str]) -> str:
+    """Markdown: a line per row of some algorithms."""
     head = "| algorithm | seeds | steps | samples | start | end | gain | spread of the ends | KL | learns |\n"
     rule = "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
-    return head + rule + "".join(_row(summary) for summary in summaries)
+    return head + rule + "".join(_row(ROWS[row], results) for row, results in rows.items() if row[0] in names)
 
 
-def _row(s: Summary) -> str:
-    kl = "-" if s.kl is None else f"{s.kl:.2f}"
-    spread = "-" if s.seeds == 1 else f"{s.spread:.3f}"
-    learns = "open" if s.seeds < len(SEEDS) else "yes" if s.learns else "**no**"
-    numbers = f"{s.start:.3f} | {s.end:.3f} | {s.end - s.start:+.3f} | {spread} | {kl}"
-    return f"| {s.name} | {s.seeds} | {s.steps} | {s.samples:,} | {numbers} | {learns} |\n"
+def _row(title: str, results: Results) -> str:
+    starts, ends = true_scores(results)
+    start, end = statistics.fmean(starts), statistics.fmean(ends)
+    spread = "-" if len(ends) == 1 else f"{max(ends) - min(ends):.3f}"
+    measured = [result["kl"][-1] for result in results if result["kl"]]
+    kl = f"{statistics.fmean(measured):.2f}" if measured else "-"
+    verdict = "open" if len(results) < len(SEEDS) else "yes" if learns(results) else "**no**"
+    numbers = f"{start:.3f} | {end:.3f} | {end - start:+.3f} | {spread} | {kl} | {verdict}"
+    return f"| {title} | {len(results)} | {results[0]['steps']} | {results[0]['samples']:,} | {numbers} |\n"
 
 
 INTRODUCTION: Final = """# Does it learn?
@@ -361,68 +310,64 @@ tasks with a right answer. Seconds are of the whole command with its evaluations
 """
 
 
-def seeds_table(results: Sequence[Mapping[str, Any]]) -> str:
+def seeds_table(results: Results) -> str:
     """Markdown: a line per run of the conversations."""
-    head = "\n| | seed | before | after | seconds |\n| --- | --- | --- | --- | --- |\n"
-    titles = {**CONVERSATIONS, **CONVERSATION_CONTROL}
-
-    def ends(result: Mapping[str, Any]) -> str:
-        return " | ".join(f"{e['true_score']:.3f} ± {e['half_width']:.3f}" for e in _ends(result))
-
-    return head + "".join(
-        f"| {titles[result['algorithm']]} | {result['seed']} | {ends(result)} | {result['last_invocation_seconds']} |\n"
-        for result in results
-    )
+    lines = ["\n| | seed | before | after | seconds |\n| --- | --- | --- | --- | --- |\n"]
+    for result in results:
+        first, *_, last = (f"{each['true_score']:.3f} ± {each['half_width']:.3f}" for each in result["evaluations"])
+        title, seconds = CONVERSATIONS[result["algorithm"]], result["last_invocation_seconds"]
+        lines.append(f"| {title} | {result['seed']} | {first} | {last} | {seconds} |\n")
+    return "".join(lines)
 
 
-def _ends(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The first and the last evaluation of a run."""
-    return [result["evaluations"][0], result["evaluations"][-1]]
+def findings(results: Mapping[Cell, Mapping[str, Any]]) -> str:
+    """Markdown: what the health checks found in the runs that must learn; older results have not kept it."""
+    kept = [cell for cell in results if "findings" in results[cell] and cell.algorithm not in CONTROLS]
+    lines = [f"- `{cell.name}`, step {f['first']}: {f['text']}\n" for cell in kept for f in results[cell]["findings"]]
+    found = f":\n\n{''.join(lines)}" if lines else " nothing.\n"
+    return f"\nIn {len(kept)} of the runs, controls apart, the [health checks](metrics.md#health-checks) found{found}"
 
 
 def report() -> None:
     """Writes the page and its picture from the results that are there."""
-    results = {(name, age): _results(name, age) for name, age in ROWS}
-    done = {row: own for row, own in results.items() if own}
-    summaries = {row: summed_up(ROWS[row], own) for row, own in done.items()}
+    read = {cell: result for cell in CELLS if (result := cell.read()) is not None}
+    own = {row: [result for cell, result in read.items() if (cell.algorithm, cell.staleness) == row] for row in ROWS}
+    done = {row: results for row, results in own.items() if results}
+    missing = [f"`{cell.name}`" for cell in CELLS if cell not in read]
     draw(done)
-    missing = [
-        f"{title} (seeds {', '.join(map(str, seeds))})"
-        for row, title in ROWS.items()
-        if (seeds := sorted(set(SEEDS) - {result["seed"] for result in results[row]}))
-    ]
-    still = f"\nNot run yet: {', '.join(missing)}.\n" if missing else ""
-    controls = {**CONTROL, **CONVERSATION_CONTROL}
-    judged = [s for (name, _), s in summaries.items() if name not in controls]
-    failed = [s.name for s in judged if s.seeds == len(SEEDS) and not s.learns]
-    verdict = f"\nNot beyond the margin: {', '.join(failed)}.\n" if failed else ""
-    kinds = ({**ALGORITHMS, **CONTROL}, STALE, {**CONVERSATIONS, **CONVERSATION_CONTROL})
-    tables = [table([s for (name, _), s in summaries.items() if name in kind]) for kind in kinds]
-    seeds = seeds_table([result for (name, _), own in done.items() if name in kinds[2] for result in own])
-    parts = (INTRODUCTION, tables[0], STALE_SAMPLES, tables[1], CONVERSATION_ROWS, tables[2], seeds, verdict, still)
+    judged = {row: seeds for row, seeds in done.items() if row[0] not in CONTROLS and len(seeds) == len(SEEDS)}
+    failed = [ROWS[row] for row, seeds in judged.items() if not learns(seeds)]
+    parts = (
+        INTRODUCTION,
+        table(done, ALGORITHMS),
+        STALE_SAMPLES,
+        table(done, STALE),
+        CONVERSATION_ROWS,
+        table(done, CONVERSATIONS),
+        seeds_table([result for (name, _), seeds in done.items() if name in CONVERSATIONS for result in seeds]),
+        f"\nNot beyond the margin: {', '.join(failed)}.\n" if failed else "",
+        findings(read),
+        f"\nNot run yet: {', '.join(missing)}.\n" if missing else "",
+    )
     PAGE.write_text("".join(parts), encoding="utf-8")
-    print(f"{PAGE} and {PICTURE} have {sum(map(len, done.values()))} of {len(CELLS)} cells")
+    print(f"{PAGE} and {PICTURE} have {len(read)} of {len(CELLS)} cells")
 
 
-def _results(algorithm: str, staleness: int | None) -> list[dict[str, Any]]:
-    cells = (Cell(algorithm=algorithm, seed=seed, staleness=staleness) for seed in SEEDS)
-    return [result for cell in cells if (result := cell.read()) is not None]
-
-
-def draw(results: Mapping[Row, Sequence[Mapping[str, Any]]]) -> None:
+def draw(results: Mapping[Row, Results]) -> None:
     """One panel per algorithm: a line per seed, or per age of the samples the mean of the seeds; its control in all."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 5), layout="constrained")
     panels = figure.subplots(2, 6, sharex=True, sharey=True)
-    titles = {**ALGORITHMS, **STALE, **CONVERSATIONS}
+    every = {**ALGORITHMS, **STALE, **CONVERSATIONS}
+    titles = {name: title for name, title in every.items() if name not in CONTROLS}
     for axes in panels.flat[len(titles) :]:
         axes.set_visible(False)
     for axes, (name, title) in zip(panels.flat, titles.items(), strict=False):
-        controls = CONVERSATION_CONTROL if name in CONVERSATIONS else CONTROL
+        control = "lookup_control" if name in CONVERSATIONS else "control"
         for (algorithm, age), own in results.items():
-            if algorithm in controls:
+            if algorithm == control:
                 _line(axes, own, "shuffled rewards", color="0.5", linestyle="--")
             elif algorithm == name:
                 lines = {f"{age} old": own} if name in STALE else {f"seed {result['seed']}": [result] for result in own}
@@ -438,7 +383,7 @@ def draw(results: Mapping[Row, Sequence[Mapping[str, Any]]]) -> None:
         figure.savefig(PICTURE, metadata={"Date": None})
 
 
-def _line(axes: Axes, averaged: Sequence[Mapping[str, Any]], label: str, **style: str) -> None:
+def _line(axes: Axes, averaged: Results, label: str, **style: str) -> None:
     """The mean of the runs' true scores by step, and its 95% interval."""
     evaluations = list(zip(*(result["evaluations"] for result in averaged), strict=True))
     steps = [runs[0]["step"] for runs in evaluations]

@@ -11,11 +11,16 @@ from typing import Any, get_args
 
 import pytest
 
+from benchmarks.learning import CONTROLS, ROWS
 from megarl.config.schema.training_sections import CheckedMetric, LimitedMetric
 from megarl.run.health import CHECKS, limited_checks, shown_limits, unsaved_run
 from megarl.run.health_monitor import HealthMonitor, watch
 from megarl.run.verdict import judge
 
+HEALTHY = {
+    *("demo", "ppo", "grpo", "rloo", "reinforce_pp", "remax", "dapo", "gspo", "raft"),
+    *("decoupled_ppo", "coupled_ppo_stale", "lookup", "shuffled_scores"),
+}
 HISTORIES = Path(__file__).parent / "histories"
 METRICS_PAGE = Path("docs/metrics.md").read_text(encoding="utf-8")
 
@@ -124,9 +129,14 @@ def test_a_broken_run_is_found_at_its_step(name: str) -> None:
     assert begun(lines) == expected
 
 
-@pytest.mark.parametrize("name", ["demo", "grpo", "raft", "decoupled_ppo", "coupled_ppo_stale", "shuffled_scores"])
+@pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_recorded_run_has_no_finding(name: str) -> None:
     assert begun(recorded(name)) == []
+
+
+def test_a_healthy_run_of_every_algorithm_that_learns_is_recorded() -> None:
+    assert {name for name, _ in ROWS} - {*CONTROLS} <= {name.removesuffix("_stale") for name in HEALTHY}
+    assert all(verdict(name).startswith("learned: ") for name in HEALTHY - {"shuffled_scores"})
 
 
 def test_a_constructed_healthy_run_has_no_finding() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import learning
-from benchmarks.learning import CELLS, ROWS, Cell, report, summed_up, table
+from benchmarks.learning import CELLS, ROWS, Cell, Results, Row, learns, report, table
 from megarl.config import ConfigError, load
 from megarl.config.problems import Problem
 
@@ -47,17 +47,17 @@ def test_staleness_is_a_separate_setting() -> None:
     assert cells[0].settings() != cells[1].settings()
 
 
-def test_a_summary_by_hand() -> None:
-    found = summed_up("GRPO", [result(0.3, 0.8, [0.0, 1.0]), result(0.4, 0.7, [0.0, 2.0])])
-    assert (found.start, found.end) == pytest.approx((0.35, 0.75))
-    assert (found.smallest_gain, found.spread, found.kl) == pytest.approx((0.3, 0.1, 1.5))
+def test_a_row_by_hand() -> None:
     row = "| GRPO | 2 | 30 | 3,840 | 0.350 | 0.750 | +0.400 | 0.100 | 1.50 | open |"
-    assert table([found]).splitlines()[-1] == row, "a seed is missing"
-    assert table([summed_up("GRPO", [result(0.3, 0.8)] * 3)]).splitlines()[-1].endswith("| - | yes |")
+    results: dict[Row, Results] = {("grpo", None): [result(0.3, 0.8, [0.0, 1.0]), result(0.4, 0.7, [0.0, 2.0])]}
+    assert table(results, ["grpo"]).splitlines()[2:] == [row], "a seed is missing"
+    results_of_all: dict[Row, Results] = {("grpo", None): [result(0.3, 0.8)] * 3}
+    assert table(results_of_all, ["grpo"]).splitlines()[-1].endswith("| - | yes |")
+    assert len(table(results, ["ppo"]).splitlines()) == 2
 
 
 @pytest.mark.parametrize(
-    ("ends", "learns"),
+    ("ends", "learned"),
     [
         ([0.8, 0.85, 0.9], True),
         ([0.35, 0.36, 0.34], False),  # within the error of an evaluation
@@ -65,11 +65,13 @@ def test_a_summary_by_hand() -> None:
         ([0.31, 0.9, 0.4], False),  # the seeds differ more than they gain
     ],
 )
-def test_learning_is_a_gain_beyond_spread_and_error(ends: list[float], learns: bool) -> None:
-    assert summed_up("x", [result(0.3, end) for end in ends]).learns == learns
+def test_learning_is_a_gain_beyond_spread_and_error(ends: list[float], learned: bool) -> None:
+    assert learns([result(0.3, end) for end in ends]) == learned
 
 
-def test_the_page_lists_missing_results_and_failed_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_lists_missing_results_failed_learning_and_findings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RESULTS", "PAGE", "PICTURE"):
         monkeypatch.setattr(learning, name, tmp_path / name.lower())
     (tmp_path / "results").mkdir()
@@ -84,18 +86,22 @@ def test_the_page_lists_missing_results_and_failed_learning(tmp_path: Path, monk
         for seed in (0, 1, 2):
             cell = Cell(algorithm=algorithm, seed=seed, staleness=staleness)
             own = {"algorithm": algorithm, "seed": seed, "settings": cell.settings(), "last_invocation_seconds": 90}
-            stored = {**result(0.3, end), **own}
-            cell.result.write_text(json.dumps(stored))
+            finding = {"metric": "truncated_fraction", "first": 7, "last": None, "text": "cut off"}
+            found = {"ppo": [], "raft": [finding], "control": [finding]}
+            kept = {"findings": found[algorithm]} if algorithm in found and seed == 1 else {}
+            cell.result.write_text(json.dumps({**result(0.3, end), **own, **kept}))
     stale = Cell(algorithm="grpo", seed=0)
     stale.result.write_text(json.dumps({**result(0.3, 0.9), "settings": "of another file"}))
     monkeypatch.setattr(learning, "draw", lambda _: None)
     report()
     page = (tmp_path / "page").read_text()
     assert "Not beyond the margin: RAFT.\n" in page
-    assert "| GRPO, with a tool | 3 |" in page.split("## In conversations")[1]
-    assert "| GRPO, with a tool | 2 | 0.300 ± 0.030 | 0.900 ± 0.030 | 90 |" in page
+    assert "| GRPO over several turns | 3 |" in page.split("## In conversations")[1]
+    assert "| GRPO over several turns | 2 | 0.300 ± 0.030 | 0.900 ± 0.030 | 90 |" in page
     tables = page.split("## On samples of older weights")
     assert "| PPO | 3 |" in tables[0]
     assert "| decoupled PPO, 4 old | 3 |" in tables[1]
-    assert "coupled PPO, 8 old (seeds 0, 1, 2)" in page
-    assert "GRPO (seeds 0, 1, 2)" in page
+    missing = page.split("\nNot run yet: ")[1]
+    assert {"`grpo-0`", "`coupled_ppo-s8-2`"} < set(missing.removesuffix(".\n").split(", "))
+    found = "In 2 of the runs, controls apart, the [health checks](metrics.md#health-checks) found:\n\n"
+    assert f"\n{found}- `raft-1`, step 7: cut off\n\nNot run yet" in page
