@@ -144,7 +144,7 @@ REFUSED: dict[str, Sequence[str]] = {
 }
 """No format of calls is known, or the template refuses the chat."""
 MOVED = ("deepseek-r1", "glm4.5")
-"""A later message of the system is written before the turns, or does not begin with the token that ended the turn."""
+"""A later system message is written before the turns, or does not begin with the token that ended the turn."""
 
 
 @pytest.mark.parametrize("name", FAMILIES)
