@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `pip install .` installs, without bytecode."""
+    """What `pip install .` installs, without bytecode; the dependencies are those of the environment."""
     base = tmp_path_factory.mktemp("package")
     source, target = base / "source", base / "installed"
     ignored = shutil.ignore_patterns("__pycache__")
