@@ -294,10 +294,7 @@ class RolloutEngine:
 
     @remote(phase="start")
     def close(self) -> None:
-        """Ends the worker processes and removes the engine's files; it cannot be used again.
-
-        The memory of this process is freed when it ends, or by the garbage collector.
-        """
+        """Ends the worker processes and removes the engine's files; the collector frees the memory of this one."""
         if self._llm is not None:
             with collections_skipped():
                 self._llm.engine_core.shutdown()
