@@ -125,10 +125,17 @@ def _job_ended(job: JobStatus, end: JobEnd, now: float, name: StateName | None =
 
 
 def _attempt_ended(end: AttemptEnd, job_end: JobEnd | None) -> RunState:
-    """Returns the state after an attempt that recorded its end; only the job knows that a node was lost."""
+    """Returns the state after an attempt that recorded its end.
+
+    Only the job knows that a node was lost, or that it was cancelled while the driver lost its processes.
+    """
     name = end.reason if end.reason in ("finished", "profiled", "preempted", "interrupted") else "failed"
-    lost = [job_end.reason] if name == "failed" and job_end is not None and job_end.node is not None else []
-    message = "" if name in ("finished", "profiled") else "\n".join([*lost, end.message])
+    causes: list[str] = []
+    if name == "failed" and job_end is not None:
+        stopped = job_end.exit_code in _STOPPED
+        name = "interrupted" if stopped else "failed"
+        causes = [job_end.reason] if stopped or job_end.node is not None else []
+    message = "" if name in ("finished", "profiled") else "\n".join([*causes, end.message])
     return RunState(name=name, because=f"its last attempt ended: {end.reason}", message=message, since=end.time)
 
 

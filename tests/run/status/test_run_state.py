@@ -177,6 +177,14 @@ def test_a_lost_node_takes_precedence_over_the_drivers_cause(run: MadeRun) -> No
     )
 
 
+def test_a_cancelled_job_interrupts_a_run_whose_processes_ended_before_its_driver(run: MadeRun) -> None:
+    run.start(1, ago=900, job="4711")
+    run.end(1, ago=90, step=3, reason="run error", message="train rank 3 died")
+    end = {"exit_code": 143, "reason": "node n1 got SIGTERM", "node": None}
+    run.job("4711-0", {"agent started": 1000}, end)
+    assert (state(run).name, state(run).message) == ("interrupted", "node n1 got SIGTERM\ntrain rank 3 died")
+
+
 def test_a_lost_node_of_another_job_is_ignored(run: MadeRun) -> None:
     run.job("4711-0", {"agent started": 1000}, {"exit_code": 1, "reason": "node n2 was lost", "node": "n2"})
     run.start(1, ago=300)
