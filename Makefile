@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu slurm chromium nemo-run ray agents verifiers mermaid demo demo-control learning unit test matrix chaos lint style bench docs docs-site clean lock
+.PHONY: help setup setup-gpu slurm chromium nemo-run ray agents verifiers openenv mermaid demo demo-control learning unit test matrix chaos lint style bench docs docs-site clean lock
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
@@ -30,12 +30,8 @@ RAY_LOCK := requirements/ray.txt
 # Of the agent framework that talks to the gateway in a test, on top of $(VENV).
 AGENTS := .venv-agents
 AGENTS_LOCK := requirements/agents.txt
-# The package verifiers, for a test in which the model plays its environments.
-VERIFIERS := .venv-verifiers
-VERIFIERS_LOCK := requirements/verifiers.txt
 # Of the site of the documents.
 DOCS := .venv-docs
-DOCS_LOCK := requirements/docs.txt
 # What parses the diagrams of the documents, and draws them on the site.
 MERMAID := tests/mermaid
 
@@ -55,7 +51,8 @@ help:
 	@echo 'nemo-run  install the newest NeMo-Run into $(NEMO_RUN), which launches runs but has no torch'
 	@echo 'ray    install Ray with its dashboard into $(RAY), on top of $(VENV): the tests submit jobs to it'
 	@echo 'agents  install an agent framework into $(AGENTS), on top of $(VENV): a test lets it talk to the gateway'
-	@echo 'verifiers  install the package verifiers into $(VERIFIERS): a test lets the model play its environments'
+	@echo 'verifiers  install the package verifiers into .venv-verifiers: a test lets the model play its environments'
+	@echo 'openenv  install the package OpenEnv into .venv-openenv: a test plays environments of its server'
 	@echo 'mermaid  install the parser of diagrams into $(MERMAID)/node_modules, for the tests'
 	@echo 'demo   train a small model in three stages on virtual CPU devices, about 12 minutes; SEED=1 is another one'
 	@echo 'demo-control  the PPO stage of the last demo again, with shuffled rewards'
@@ -69,7 +66,7 @@ help:
 	@echo 'docs   write the pages of configuration fields, algorithms and the keys of other systems'
 	@echo 'docs-site  make a site of docs/ with a search, in site/; MkDocs is installed into $(DOCS)'
 	@echo 'clean  remove outputs and caches, but not $(VENV), $(GPU), $(NEMO_RUN), $(RAY), $(AGENTS) and $(DOCS)'
-	@echo 'lock   resolve $(LOCK), $(GPU_LOCK), $(NEMO_RUN_LOCK), $(RAY_LOCK), $(AGENTS_LOCK) and $(DOCS_LOCK) again; UPGRADE=1 takes the newest versions'
+	@echo 'lock   resolve the locks of requirements/ again; UPGRADE=1 takes the newest versions'
 
 setup: $(INSTALLED)
 
@@ -120,12 +117,15 @@ $(AGENTS)/installed: $(AGENTS_LOCK) $(INSTALLED)
 	@$(BIN)/python -m pip --python $(AGENTS)/bin/python install $(PIP_OPTIONS) --no-compile --require-hashes -r $(AGENTS_LOCK)
 	@touch $@
 
-verifiers: $(VERIFIERS)/installed
+verifiers: .venv-verifiers/installed
 
-$(VERIFIERS)/installed: $(VERIFIERS_LOCK)
-	@echo 'Installing into $(VERIFIERS)'
-	$(call environment,$(VERIFIERS))
-	@$(VERIFIERS)/bin/python -m pip install $(PIP_OPTIONS) --no-compile --require-hashes -r $(VERIFIERS_LOCK)
+openenv: .venv-openenv/installed
+
+# Environments beside $(VENV), with versions of their own.
+.venv-verifiers/installed .venv-openenv/installed $(DOCS)/installed: .venv-%/installed: requirements/%.txt
+	@echo 'Installing into .venv-$*'
+	$(call environment,.venv-$*)
+	@.venv-$*/bin/python -m pip install $(PIP_OPTIONS) --no-compile --require-hashes -r $<
 	@touch $@
 
 mermaid: $(MERMAID)/node_modules/installed
@@ -158,7 +158,7 @@ unit: setup
 		-m 'not (process or dist or e2e or gpu)'
 
 # Hundreds of processes import the package: they keep what they have compiled. tests/test_types.py checks the types.
-test: style nemo-run ray agents verifiers mermaid $(DOCS)/installed
+test: style nemo-run ray agents verifiers openenv mermaid $(DOCS)/installed
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --no-loadscope-reorder --durations=25 -m 'not gpu and not matrix'
 
 matrix: setup
@@ -180,12 +180,6 @@ docs-site: $(DOCS)/installed mermaid
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 	@echo 'To read it: $(DOCS)/bin/python -m http.server --bind 127.0.0.1 --directory site'
 
-$(DOCS)/installed: $(DOCS_LOCK)
-	@echo 'Installing into $(DOCS)'
-	$(call environment,$(DOCS))
-	@$(DOCS)/bin/python -m pip install $(PIP_OPTIONS) --require-hashes -r $(DOCS_LOCK)
-	@touch $@
-
 clean:
 	rm -rf runs site build dist megarl.egg-info .pytest_cache .ruff_cache .hypothesis
 	find megarl tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -202,5 +196,6 @@ lock: setup
 	$(RESOLVE) requirements/nemo-run.in --output-file $(NEMO_RUN_LOCK)
 	$(RESOLVE) requirements/ray.in --output-file $(RAY_LOCK)
 	$(RESOLVE) requirements/agents.in --no-deps --output-file $(AGENTS_LOCK)
-	$(RESOLVE) requirements/verifiers.in --output-file $(VERIFIERS_LOCK)
-	$(RESOLVE) requirements/docs.in --output-file $(DOCS_LOCK)
+	$(RESOLVE) requirements/verifiers.in --output-file requirements/verifiers.txt
+	$(RESOLVE) requirements/openenv.in --override requirements/openenv.override --output-file requirements/openenv.txt
+	$(RESOLVE) requirements/docs.in --output-file requirements/docs.txt

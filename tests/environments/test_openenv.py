@@ -1,63 +1,45 @@
-"""The adapter of OpenEnv against a server with the frames of OpenEnv 0.10's own."""
+"""The adapter of OpenEnv against a server of the real package."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
+import selectors
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from websockets.exceptions import ConnectionClosed
-from websockets.sync.server import ServerConnection, serve
 
 from megarl.environments.environment import Action, EnvironmentTask, Observation, ToolCall
 from megarl.environments.openenv import OpenEnv
+from tests.needs import lacking
 
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+PYTHON = Path(__file__).parents[2] / ".venv-openenv/bin/python"
+START_LIMIT_S = 90
 TASK = EnvironmentTask(prompt_id="p", messages=[{"role": "system", "content": "play"}], fields={"level": 3, "key": "k"})
-ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}
 
 
-def frame(reward: float | None = None, done: bool = False, **observation: Any) -> dict[str, Any]:
-    data = {"observation": {**observation, "metadata": {}}, "reward": reward, "done": done}
-    return {"type": "observation", "data": data}
-
-
-def answer(message: dict[str, Any]) -> dict[str, Any]:
-    """What a game and a server of tools say to a message."""
-    data = message["data"]
-    if message["type"] == "reset":
-        return frame(text=f"level {data.get('level')}", seed=data["seed"])
-    if data.get("type") == "list_tools":
-        return frame(tools=[ADD])
-    if data.get("type") == "call_tool" and data["tool_name"] == "add":
-        total = str(sum(data["arguments"].values()))
-        result = {"content": [{"type": "text", "text": total}], "is_error": False}
-        return frame(reward=0.25, done=total == "9", tool_name="add", result=result, error=None)
-    if data.get("type") == "call_tool":
-        error = {"error_type": "tool_not_found", "message": "Unknown tool"}
-        return frame(tool_name=data["tool_name"], result=None, error=error)
-    if "move" in data:
-        return frame(reward=1 if data["move"] == "win" else None, done=data["move"] == "win", text=data["move"] + "!")
-    return {"type": "error", "data": {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": []}}
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    def session(socket: ServerConnection) -> None:
-        assert socket.request is not None
-        assert socket.request.path == "/games/ws"
+    """The address of a server with environments at /game and /tools."""
+    if not PYTHON.exists():
+        lacking("make openenv installs OpenEnv")
+    command = [PYTHON, Path(__file__).with_name("openenv_server.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
         try:
-            for raw in socket:
-                socket.send(json.dumps(answer(json.loads(raw))))
-        except ConnectionClosed:
-            pass
-
-    with serve(session, "127.0.0.1", 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.socket.getsockname()[1]}/games/"
-        server.shutdown()
+            with selectors.DefaultSelector() as ready:
+                ready.register(server.stdout, selectors.EVENT_READ)
+                assert ready.select(START_LIMIT_S), "the server has not started"
+            yield f"http://127.0.0.1:{int(server.stdout.readline())}"
+            server.stdin.close()
+            assert server.wait(30) == 0
+        finally:
+            server.kill()
 
 
 def act(content: str, *calls: ToolCall) -> Action:
@@ -78,7 +60,7 @@ def converse(environment: OpenEnv, *actions: Action) -> list[Observation]:
 
 def test_a_game_gets_texts_and_gives_texts_and_rewards(url: str) -> None:
     begun, *turns = converse(
-        OpenEnv(url=url, action="move", observation="text", columns=["level"]), act("a"), act("win")
+        OpenEnv(url=f"{url}/game/", action="move", observation="text", columns=["level"]), act("a"), act("win")
     )
     assert begun.messages == [{"role": "system", "content": "play"}, {"role": "user", "content": "level 3"}]
     assert [(turn.messages[0], turn.reward, turn.done) for turn in turns] == [
@@ -88,49 +70,53 @@ def test_a_game_gets_texts_and_gives_texts_and_rewards(url: str) -> None:
 
 
 def test_without_a_field_the_whole_observation_is_shown_and_the_seed_has_32_bits(url: str) -> None:
-    (begun,) = converse(OpenEnv(url=url, action="move"))
+    (begun,) = converse(OpenEnv(url=f"{url}/game", action="move"))
     assert begun.messages[-1] == {"role": "user", "content": '{"text": "level None", "seed": 5}'}
 
 
 def test_tools_are_offered_and_called_until_the_environment_ends(url: str) -> None:
-    environment = OpenEnv(url=url, observation="text")
+    environment = OpenEnv(url=f"{url}/tools")
     first = (
         ToolCall(name="add", arguments={"a": 1, "b": 2}, call_id="c1"),
         ToolCall(name="add", problem="no JSON"),
         ToolCall(name="sub"),
+        ToolCall(name="add", arguments={"a": "one"}),
     )
     last = ToolCall(name="add", arguments={"a": 9}), ToolCall(name="add", arguments={"a": 1})
     _, turn, end = converse(environment, act("", *first), act("", *last))
-    assert environment.tools == [
-        {
-            "type": "function",
-            "function": {"name": "add", "description": "Adds.", "parameters": ADD["input_schema"]},
-        }
+    (tool,) = environment.tools
+    function = tool["function"]
+    assert (tool["type"], function["name"], function["description"]) == ("function", "add", "Adds.")
+    assert function["parameters"]["required"] == ["a"]
+    assert {name: kind["type"] for name, kind in function["parameters"]["properties"].items()} == {
+        "a": "integer",
+        "b": "integer",
+    }
+    *answers, mistake = turn.messages
+    assert answers == [
+        {"role": "tool", "name": "add", "content": "3", "tool_call_id": "c1"},
+        {"role": "tool", "name": "add", "content": "no JSON"},
+        {"role": "tool", "name": "sub", "content": "error: Unknown tool: 'sub'"},
     ]
-    assert turn == Observation(
-        messages=[
-            {"role": "tool", "name": "add", "content": "3", "tool_call_id": "c1"},
-            {"role": "tool", "name": "add", "content": "no JSON"},
-            {"role": "tool", "name": "sub", "content": "error: Unknown tool"},
-        ],
-        reward=0.25,
-    )
+    assert mistake["content"].startswith("error: ")
+    assert "valid integer" in mistake["content"]
+    assert (turn.reward, turn.done) == (0.25, False)
     assert (end.reward, end.done, len(end.messages)) == (0.25, True, 1)
 
 
 def test_a_turn_without_a_call_ends_a_conversation_with_tools(url: str) -> None:
-    assert converse(OpenEnv(url=url), act("It is 3."))[1] == Observation(messages=[], done=True)
+    assert converse(OpenEnv(url=f"{url}/tools"), act("It is 3."))[1] == Observation(messages=[], done=True)
 
 
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
         ({"action": "no_field"}, "answered step with VALIDATION_ERROR: Invalid message"),
-        ({"action": "move", "observation": "board"}, "has no 'board'; it has: text, seed"),
-        ({"columns": ["depth"]}, "no column 'depth'"),
+        ({"action": "move", "observation": "board"}, "has no 'board'; it has: metadata, text, seed"),
+        ({"action": "move", "columns": ["depth"]}, "no column 'depth'"),
         ({"url": "localhost:1"}, "must begin with http"),
     ],
 )
 def test_what_does_not_fit_is_a_failure(url: str, args: dict[str, Any], problem: str) -> None:
     with pytest.raises((RuntimeError, ValueError), match=problem):
-        converse(OpenEnv(**{"url": url, **args}), act("a"))
+        converse(OpenEnv(**{"url": f"{url}/game", **args}), act("a"))
