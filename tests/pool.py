@@ -162,6 +162,8 @@ def _serve(rank: int, device: str, pipe: Connection) -> None:
 
 def _run(rank: int, platform: Any, job: Job) -> Any:
     import torch.distributed as dist
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
     from megarl.megatron.platform import start_world
 
@@ -173,4 +175,6 @@ def _run(rank: int, platform: Any, job: Job) -> Any:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # groups in reference cycles: each has a thread that polls
+        for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+            embedding.forward.cache_clear()  # it keeps the embeddings, which have groups
+        gc.collect()  # groups in reference cycles: each has threads that poll
