@@ -137,6 +137,7 @@ class Call(Generic[R]):
         late: called with the message when processes exceed the time limit; returns whether all get another one.
         tolerates: errors of this kind end a process's part of the call, as messages in `errors`.
         after: calls whose results the processes wait for; the time limit begins when they are finished.
+        beside: an earlier call whose processes these meet; the time limit begins with that of this call.
     """
 
     label: str
@@ -152,6 +153,7 @@ class Call(Generic[R]):
     tolerates: type[RunError] | None = None
     errors: dict[int, str] = field(default_factory=dict[int, str])
     after: Sequence[Call[Any]] = ()
+    beside: Call[Any] | None = None
 
     @property
     def finished(self) -> bool:
@@ -311,20 +313,17 @@ class CallMonitor:
 
     def _time_limits(self) -> Mapping[ObjectRef[Any], float]:
         """Returns when the time limits end of the calls that wait for no earlier one; there is at least one."""
-        now, busy, queued = time.monotonic(), set[int](), set[int]()
-        for order, call, index in self._pending.values():
+        now, busy, queued = time.monotonic(), set[int](), set[Call[Any]]()
+        for _, call, index in self._pending.values():
             process = call.processes[index]
             waits = id(process) in busy and not process.concurrent
-            if waits or not all(earlier.finished for earlier in call.after):
-                queued.add(order)
+            if waits or call.beside in queued or not all(earlier.finished for earlier in call.after):
+                queued.add(call)
             busy.add(id(process))
-        ends: dict[ObjectRef[Any], float] = {}
-        for ref, (order, call, _) in self._pending.items():
-            if order not in queued:
-                limit: float = getattr(self._limits, call.phase)
-                ends[ref] = self._ends.get(ref, now + limit)
-        self._ends = ends
-        return ends
+        running = {ref: call for ref, (_, call, _) in self._pending.items() if call not in queued}
+        limits: dict[str, float] = self._limits.model_dump()
+        self._ends = {ref: self._ends.get(ref, now + limits[call.phase]) for ref, call in running.items()}
+        return self._ends
 
     def _overdue(self, late: Call[Any]) -> str:
         """Returns the message for a call that exceeds its time; another call may be the cause."""

@@ -37,6 +37,8 @@ class SyncAttempt:
         self._extended: set[int | None] = set()
         for call in (sent, *received.values()):
             call.tolerates = SyncError
+        for call in received.values():
+            call.beside = sent  # the ranks may have other calls before it
         if engines.replaceable:
             sent.late = partial(self._extend, None)
             for engine, call in received.items():

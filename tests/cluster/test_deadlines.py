@@ -15,6 +15,7 @@ import pytest
 from megarl.cluster import calls
 from megarl.cluster.calls import Call, CallMonitor, Process, WorkerError
 from megarl.cluster.ray_worker import Timed
+from megarl.cluster.sync_attempt import SyncAttempt
 from megarl.config.schema import TimeLimits
 from megarl.remote import Phase
 
@@ -189,3 +190,19 @@ def test_in_any_schedule_exactly_the_hung_process_is_named(world: World, seed: i
     with pytest.raises(WorkerError, match=f"^No answer within 10 s from {hung.name} in call"):
         late.wait()
     assert world.now <= busy + 10.0
+
+
+def test_engines_that_wait_for_busy_trainers_in_a_sync_are_not_overdue(world: World) -> None:
+    """Scores of later samples are computed first, with a longer limit than that of a sync."""
+    (trainer,) = world.processes(1)
+    (engine,) = world.processes(1, concurrent=True)
+    world.call([trainer], 95.0, phase="rollout")
+    sent, received = world.call([trainer], 4.0, phase="sync"), world.call([engine], 99.0, phase="sync")
+    engines: Any = SimpleNamespace(monitor=world.monitor, replaceable=False)
+    watch: Any = None
+    assert SyncAttempt(engines, watch, {1: 0}, sent, {0: received}).succeeds()
+    world.call([trainer], 95.0, phase="rollout")
+    sent, received = world.call([trainer], 4.0, phase="sync"), world.call([engine], math.inf, phase="sync")
+    with pytest.raises(WorkerError, match="No answer within 10 s from p0 in call"):
+        SyncAttempt(engines, watch, {1: 0}, sent, {0: received}).succeeds()
+    assert world.now == 99.0 + 95.0 + 10.0
