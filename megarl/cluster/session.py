@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
+from ray.exceptions import RayError
+
 from megarl.cluster import ray_api
-from megarl.cluster.calls import Call, CallMonitor, Condition, Process
+from megarl.cluster.calls import Call, CallMonitor, Condition, Process, WorkerError
 from megarl.cluster.cleanup import MARK, Guard, ProcessCleanup
 from megarl.cluster.driver_environment import (
     environment,
@@ -91,7 +93,10 @@ class Session:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        """Ends the session; raises WorkerError in place of an error of Ray, as after the loss of a node."""
         self._ending.__exit__(*exception)
+        if isinstance(error := exception[1], RayError):
+            raise WorkerError(f"An object of Ray's was lost, or there was no room for it: {error}") from error
 
     def launch(
         self, name: str, devices: Sequence[int], worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs

@@ -7,7 +7,7 @@ import os
 import signal
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from megarl.cluster import ray_api
 from megarl.cluster.calls import WorkerError
 from megarl.cluster.driver_environment import ignore_interrupts
 from megarl.cluster.placement import MissingNodesError
+from megarl.cluster.session import Session
 from megarl.config import ConfigError, TrainingConfig, load
 from megarl.errors import RunError
 from megarl.loop import train
@@ -66,7 +67,7 @@ class Role:
         return Answered(write_role(Path(directory), ranks=2) if method.name == "save" else None)
 
 
-class Interrupted:
+class Interrupted(Session):
     """A session without processes; `ending` comes while it ends."""
 
     monitor: Any
@@ -75,14 +76,16 @@ class Interrupted:
     def __init__(self, *_: Any) -> None:
         self.monitor = self
         self.listeners: list[Any] = []
+        self._ending = ExitStack()
 
     def __enter__(self) -> Interrupted:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exception: Any) -> None:
         ignore_interrupts()
         for strike in self.ending:
             strike()
+        super().__exit__(*exception)
 
 
 class Trainer:
@@ -173,6 +176,17 @@ def test_a_lost_process_restarts_the_run_from_its_last_checkpoint(run: Run, caps
     assert attempts[0].time < attempts[1].time < attempts[2].time, "a restart began with the process"
     assert {event["pid"] for event in json.loads((directory / "trace.json").read_text())} == {1, 2, 3}
     assert json.loads((directory / "summary.json").read_text())["steps"] == 4
+
+
+def test_an_object_that_the_driver_lost_with_a_node_restarts_the_run(run: Run) -> None:
+    def lost() -> None:
+        raise ObjectLostError("0" * 56, None, "")
+
+    directory = run((3, lost))
+    assert ends(directory) == [(0, 2, "run error"), (2, 4, "finished")]
+    first, _ = read_attempts(directory / "attempts.jsonl")
+    assert first.end is not None
+    assert first.end.message.startswith("An object of Ray's was lost, or there was no room for it: Failed to retrieve")
 
 
 def test_the_limit_ends_the_run_with_the_last_failure(run: Run, tmp_path: Path) -> None:
