@@ -106,6 +106,7 @@ class RolloutTrainer(Generic[C]):
         if check is not None:
             self._phase("log-probabilities compared")
             metrics = {**metrics, **check.compare(self._engines)}
+        self._engines.take_metrics()  # the start is no part of a step
         self._buffer.begin(step)
         return metrics
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megarl.cluster.colocation import Colocation
+from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.process_usage import ProcessUsage
 from megarl.cluster.resharder import SyncReport
 from megarl.loop.rollout_trainer import RolloutTrainer
@@ -122,3 +124,17 @@ def test_weights_are_synced_when_due_and_after_the_last_step(every: int, synced:
     assert log.new_calls() == [call for step in synced for call in ("prepare", f"sync {step}", f"synced {step}")]
     assert [step for step, of_step in enumerate(metrics, 1) if of_step] == synced
     assert all(of_step["memory/rollout/rollout"] == 1.0 for of_step in metrics if of_step)
+
+
+def test_the_first_step_does_not_count_the_start_of_the_engines() -> None:
+    engines: Any = object.__new__(RolloutGroup)
+    engines.processes, engines._in_progress, engines._in_flight, engines._tokens = ["engine"], [0], [0], [0]
+    engines._busy_s, engines._changed = [0.0], [time.perf_counter() - 1000.0] * 2
+    trainer: Any = object.__new__(RolloutTrainer)
+    trainer._config = SimpleNamespace(resharding=SimpleNamespace(logprob_check=None))
+    trainer._phase, trainer._engines = (lambda _name: None), engines
+    trainer._colocation = SimpleNamespace(sync=lambda _step: SimpleNamespace(metrics=dict[str, float]))
+    trainer._buffer = SimpleNamespace(begin=lambda _step: engines._count(0, 1))
+    trainer.begin(0)
+    time.sleep(0.2)
+    assert engines.take_metrics()["rollout/engine_idle"] < 0.5

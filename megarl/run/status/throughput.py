@@ -108,7 +108,7 @@ class Waits:
 def measure_waits(lines: Lines) -> Waits | None:
     """Returns the waits of a run whose engines sample ahead; None of others. Transfers of weights are no waits."""
     ahead = [line for line in lines if line.get("rollout/engine_idle") is not None and line.get(_STEP_SECONDS)]
-    ahead = ahead[1:] or ahead  # in the first step of a run the engines have been idle since the start
+    ahead = ahead[1:] or ahead  # in the first step of a run the trainers wait for all of its samples
     if not ahead:
         return None
     total = sum(line[_STEP_SECONDS] for line in ahead)
