@@ -216,7 +216,7 @@ def _save_rollouts(rollouts: Rollouts, scoring: Scoring | None, path: Path) -> d
         columns = {name: values.astype(float).tolist() for name, values in scoring.wait().items()}
         scored = {
             "ends": [(sample.response_tokens, sample.finished, sample.given_tokens) for sample in scoring.samples],
-            "scores": {name: [None if math.isnan(x) else x for x in column] for name, column in columns.items()},
+            "scores": {name: [x if math.isfinite(x) else None for x in own] for name, own in columns.items()},
         }
     outcomes = [sample.outcome and asdict(sample.outcome) for sample in rollouts.samples]
     return {"prompt_ids": prompt_ids, "scored": scored, **({"outcomes": outcomes} if any(outcomes) else {})}

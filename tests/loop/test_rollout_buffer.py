@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.cluster import ray_api
+from megarl.cluster.calls import Routine
+from megarl.cluster.rollouts import Rollouts
 from megarl.errors import RunError
 from megarl.loop.sampler import Sampled
-from tests.loop.simulation import Setup, Simulation, content
+from megarl.loop.scoring import Scoring
+from tests.loop.simulation import Scorer, Setup, Simulation, Work, content
 
 STEPS, SCHEDULES = 6, 60
 
@@ -97,6 +102,27 @@ def test_an_exact_run_resumed_from_any_checkpoint_equals_the_uninterrupted_run(
         for step in range(saved + 1, STEPS + 1):
             resumed.step(step)
         assert trained(resumed) == straight[saved:], f"schedule {seed} differs after step {saved}"
+
+
+def test_scores_that_are_not_finite_are_saved_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward of an environment may exceed the range of float32. Training takes both for no score."""
+    scores = {"rule": np.array([np.inf, np.nan, 0.1, -np.inf, 2.0, 3.0], np.float32)}
+
+    def score(_: Scorer, rollouts: Rollouts, *__: object) -> Routine[Scoring]:
+        yield Work(finished=True)
+        return Scoring(samples=rollouts.samples, wait=lambda: scores)
+
+    monkeypatch.setattr(Scorer, "score", score)
+    first = Simulation(Setup(staleness=1, mode="exact", engines=1, steps=2, filtered=False), random.Random(0))
+    first.begin()
+    first.step(1)
+    state = json.loads(json.dumps(first.buffer.state(tmp_path), allow_nan=False))
+    resumed = Simulation(first.setup, random.Random(1))
+    resumed.buffer.load(state, tmp_path)
+    resumed.begin(1)
+    resumed.step(2)
+    expected = np.array([np.nan, np.nan, 0.1, np.nan, 2.0, 3.0], np.float32)
+    np.testing.assert_array_equal(resumed.trained[2].scoring.wait()["rule"], expected)
 
 
 @pytest.mark.parametrize("mode", ["bounded", "inflight"])
