@@ -122,7 +122,7 @@ class _PlannedWriter(FileSystemWriter):
     """Keeps the part that torch's saver gives this rank to write, and writes it when asked; errors name the file.
 
     Args:
-        copies: what is written is a copy of the planned tensors in host memory.
+        copies: what is written is a copy of the planned tensors in host memory, made before.
     """
 
     def __init__(self, directory: str | Path, *, copies: bool) -> None:
@@ -133,7 +133,7 @@ class _PlannedWriter(FileSystemWriter):
         self._metadata: Any = None
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        self._part = plan, _Copies(plan, planner) if self._copies else planner
+        self._part = plan, _Copies(plan, planner, ahead=self._copies)
         nothing: Future[list[Any]] = Future()
         nothing.set_result([])
         return nothing
@@ -159,13 +159,28 @@ class _PlannedWriter(FileSystemWriter):
 
 
 class _Copies:
-    """Stands for a planner: has copies of what it would give the writer, as dense as the writer makes its own."""
+    """Stands for a planner: gives the writer copies in host memory, and frees each when it asks for the next one.
 
-    def __init__(self, plan: Any, planner: Any) -> None:
-        self._tensors = {item.index: planner.resolve_data(item).detach().to("cpu", copy=True) for item in plan.items}
+    torch.save leaves what it has written to the garbage collector: its pickler is a class that is made for the call
+    (torch/serialization.py, 2.13), and the copies of a whole checkpoint might wait there.
+
+    Args:
+        ahead: all are made now.
+    """
+
+    def __init__(self, plan: Any, planner: Any, *, ahead: bool) -> None:
+        self._planner = planner
+        self._tensors = {item.index: self._copy(item) for item in plan.items} if ahead else {}
+        self._written: torch.Tensor | None = None
 
     def resolve_data(self, item: Any) -> torch.Tensor:
-        return self._tensors[item.index]
+        if self._written is not None:
+            self._written.untyped_storage().resize_(0)
+        self._written = self._tensors.pop(item.index) if self._tensors else self._copy(item)
+        return self._written
+
+    def _copy(self, item: Any) -> torch.Tensor:
+        return self._planner.resolve_data(item).detach().to("cpu", copy=True)
 
 
 class _Plan(SaveShardedStrategy):
