@@ -45,7 +45,7 @@ def check_memory(config: RunConfig) -> None:
 def _without_cache(config: RunConfig, plans: Sequence[DevicePlan]) -> Iterator[Problem]:
     rollout, engine = engine_settings(config), next((plan.engine for plan in plans if plan.engine is not None), None)
     if rollout is not None and engine is not None and engine.cache == 0:
-        taken, device = engine.weights + engine.work + PROCESS[config.cluster.device], capacity(config).of_device
+        taken, device = engine.weights + engine.work + PROCESS, capacity(config).of_device
         rule = f"more than what an engine takes besides its cache, {format_bytes(taken)} of {format_bytes(device)}"
         fix = f"set it above {taken / device:.2f}, or raise rollout.tp"
         yield Problem("rollout.gpu_memory_fraction", f"{rollout.gpu_memory_fraction:g}", rule, fix)
@@ -64,7 +64,8 @@ def _remedies(config: RunConfig, plan: DevicePlan, phase: PhaseMemory) -> Iterat
     if rollout is not None:
         yield phase.cache, f"lower {rollout.cache_field}"
     yield phase.weights // 2, "raise rollout.tp"
-    yield phase.snapshot, "set checkpoint.async_save=false"
+    if plan.saved:
+        yield phase.snapshot, "set checkpoint.async_save=false"
     for name, memory in plan.roles.items():
         if not memory.spec.offload and name != role:
             yield memory.state, f"set groups.{config.group_of(name)}.roles.{name}.offload=true"

@@ -96,20 +96,20 @@ class DevicePlan:
 
     def phases(self) -> Iterator[PhaseMemory]:
         """Yields the phases, each with the role that takes most in it."""
-        if self.engine is not None:
-            yield self._with_engine(self._idle("generate", None), awake=True, generates=True)
-        if not self.roles:
-            return
         asleep = self.sleeps
-        yield max((self._inference(role, not asleep) for role in self.roles), key=lambda phase: phase.peak)
+        if self.engine is not None:
+            generate = self._with_engine(self._idle("generate", None), awake=True, generates=True)
+            kept = self._received if self.kind == "cpu" else 0
+            yield replace(generate, buckets=kept)
+        if self.roles:
+            yield max((self._inference(role, not asleep) for role in self.roles), key=lambda phase: phase.peak)
         trained: list[RoleName] = [role for role, memory in self.roles.items() if memory.spec.training is not None]
         if trained:
             yield max((self._update(role, not asleep) for role in trained), key=lambda phase: phase.peak)
         if self.bucket and ("actor" in self.roles or self.engine is not None):
             yield self._sync()
         if trained:
-            saved = (self._with_engine(self._idle("checkpoint", role), awake=not asleep) for role in trained)
-            yield max(saved, key=lambda phase: phase.peak)
+            yield max((self._checkpoint(role, not asleep) for role in trained), key=lambda phase: phase.peak)
 
     def _inference(self, role: RoleName, awake: bool) -> PhaseMemory:
         activations, logits = self.roles[role].inference()
@@ -134,11 +134,20 @@ class DevicePlan:
     def _sync(self) -> PhaseMemory:
         role: RoleName | None = "actor" if "actor" in self.roles else None
         phase = self._idle("sync", role)
-        buckets = 2 * min(self.bucket, self.roles["actor"].parameters) if role else 0
-        if self.engine is not None:
-            buckets += 2 * min(self.bucket, self.engine.weights)
-        phase = self._with_engine(replace(phase, buckets=buckets), awake=True)
+        sent = 2 * min(self.bucket, self.roles["actor"].parameters) if role else 0
+        phase = self._with_engine(replace(phase, buckets=sent + self._received), awake=True)
         return replace(phase, cache=0) if self.sleeps else phase
+
+    @property
+    def _received(self) -> int:
+        """The engine's buckets, which it keeps between syncs on a CPU."""
+        return 0 if self.engine is None else 2 * min(self.bucket, self.engine.weights)
+
+    def _checkpoint(self, role: RoleName, awake: bool) -> PhaseMemory:
+        phase, written = self._with_engine(self._idle("checkpoint", role), awake=awake), self.roles[role].written
+        if self.kind == "cpu":
+            return replace(phase, snapshot=phase.snapshot + written)
+        return replace(phase, offloaded=phase.offloaded + written)
 
     def _idle(self, phase: str, *active: RoleName | None) -> PhaseMemory:
         """Returns what roles and processes have on the device while some roles are active.
@@ -154,7 +163,7 @@ class DevicePlan:
             role=active[0],
             parameters=sum(role.parameters for role in here),
             optimizer=sum(role.optimizer for role in here),
-            process=PROCESS[self.kind] * (bool(self.roles) + (self.engine is not None)),
+            process=PROCESS * (bool(self.roles) + (self.engine is not None)),
             snapshot=snapshot - on_host,
             offloaded=sum(role.state for role in self.roles.values()) - sum(role.state for role in here) + on_host,
         )

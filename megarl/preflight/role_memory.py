@@ -75,6 +75,11 @@ class RoleMemory:
         """Returns what this rank writes of a checkpoint: replicas share the parameters, and have parts of the rest."""
         return self.parameters // self.layout.dp + self.optimizer
 
+    @property
+    def written(self) -> int:
+        """Returns what the write of a checkpoint takes: a copy of one tensor, and what torch.save makes of that."""
+        return 2 * max(self._shards.values()) * 4
+
     def inference(self) -> tuple[int, int]:
         """Returns the activations of a forward pass, which hold one layer at a time, and the logits."""
         dims, tp = self.model.dims, self.layout.tp

@@ -18,8 +18,8 @@ _TOKENS = {"cuda": (16384, 1024), "cpu": (4096, 256)}
 """Tokens of a batch of vLLM and responses at once, its defaults (0.32)."""
 _GRAPHS = _GIB
 """Allowance for vLLM's CUDA graphs."""
-PROCESS: Final = {"cuda": 6 * _GIB // 10, "cpu": _GIB // 2}
-"""Allowance of a process: CUDA's context and NCCL on a GPU, libraries on a CPU."""
+PROCESS: Final = 6 * _GIB // 10
+"""Allowance of a process: CUDA's context and NCCL on a GPU, Python and libraries on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +47,12 @@ class EngineRankMemory:
         quantized = {name for name, info in params.items() if fp8 and "layers." in name and len(info.shape) > 1}
         weights = sum(math.prod(i.shape) * (1 if name in quantized else item) for name, i in params.items())
         tokens, responses = _TOKENS[device]
-        batch = tokens * item * (3 * dims.hidden + 3 * dims.ffn // rollout.tp)
+        batch = tokens * item * 4 * (dims.hidden + dims.ffn // rollout.tp)
         logits = (12 if device == "cuda" else 8) * responses * dims.vocab  # CUDA: with counts for penalties (0.32)
         work = batch + logits + (_GRAPHS if device == "cuda" and not rollout.enforce_eager else 0)
         cache = _CACHE if rollout.kv_cache_mib is None else rollout.kv_cache_mib * _MIB
         if rollout.gpu_memory_fraction is not None:
-            cache = int(rollout.gpu_memory_fraction * device_memory()) - weights - work - PROCESS[device]
+            cache = int(rollout.gpu_memory_fraction * device_memory()) - weights - work - PROCESS
         return cls(weights=weights, cache=max(0, cache), work=work)
 
 

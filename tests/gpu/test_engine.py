@@ -83,9 +83,9 @@ def test_updates_equal_the_cpus(gpu: RankPool, pool: RankPool, tmp_path: Path, r
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_allocated_memory_is_as_planned(gpu: RankPool, dtype: str, recompute: str) -> None:
+def test_allocated_memory_is_as_planned(gpu: RankPool, tmp_path: Path, dtype: str, recompute: str) -> None:
     config = hf_config("qwen2", **PLANNED, dtype=dtype)
-    (found,) = gpu.run(peaks, config, PACK, recompute, world_size=1)
+    (found,) = gpu.run(peaks, config, PACK, recompute, tmp_path, world_size=1)
     assert_as_planned(found, config, recompute, "cuda")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megarl.config.schema import Optimizer
 from megarl.preflight.role_memory import RoleMemory
@@ -108,16 +109,33 @@ def kept_by_layers(
     return found
 
 
-def peaks(rank: int, config: dict[str, Any], tokens: int, recompute: Any) -> dict[str, int]:
-    """The most bytes of an actor in training, beyond what the process had before: by phase."""
+def peaks(rank: int, config: dict[str, Any], tokens: int, recompute: Any, directory: Path) -> dict[str, int]:
+    """The most bytes of an actor in training by phase, beyond what the process has after all of it with a small model.
+
+    Args:
+        directory: for its checkpoints, one written at once and one from a copy.
+    """
+    if not torch.cuda.is_initialized():
+        return_freed_memory()
+    small = {**config, "num_hidden_layers": 1, "vocab_size": 128}
+    _peaks(rank, small, ROW_TOKENS, recompute, directory / "small")
+    gc.collect()
+    before = present()
+    found = _peaks(rank, config, tokens, recompute, directory / "planned")
+    return {phase: peak - before for phase, peak in found.items()}
+
+
+def return_freed_memory() -> None:
+    """Makes this process do so at once: glibc would keep some for later, a quarter more than is in use."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+
+
+def _peaks(rank: int, config: dict[str, Any], tokens: int, recompute: Any, directory: Path) -> dict[str, int]:
     from megarl.cluster.process_usage import take_peak_memory
+    from megarl.megatron.state import plan_role, save_role
     from tests.megatron.test_offload import _loss_of
 
-    if not torch.cuda.is_initialized():
-        # glibc would keep freed memory for later: a quarter more than is in use.
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
-    gc.collect()
-    before = _present()
+    directory.mkdir()
     actor = make_actor(config, Layout(), rank, recompute)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, config["vocab_size"], (tokens // ROW_TOKENS, ROW_TOKENS))
@@ -141,10 +159,15 @@ def peaks(rank: int, config: dict[str, Any], tokens: int, recompute: Any) -> dic
         update = take_peak_memory()
     take_peak_memory()
     actor.logprobs(schedule, {0: chunk}, temperature=1.0)
-    return {"update": update - before, "inference": take_peak_memory() - before}
+    inference = take_peak_memory()
+    save_role(actor, directory / "at once")
+    checkpoint = take_peak_memory()
+    group: Any = dist.new_group(backend="gloo")
+    plan_role(actor, directory / "later", group)()
+    return {"update": update, "inference": inference, "checkpoint": checkpoint, "copied": take_peak_memory()}
 
 
-def _present() -> int:
+def present() -> int:
     """Bytes of this process: allocated by torch on a GPU, or resident."""
     if torch.cuda.is_initialized():
         return torch.cuda.memory_allocated()

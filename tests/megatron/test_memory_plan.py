@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,11 +63,14 @@ def assert_as_planned(found: dict[str, int], config: dict[str, Any], recompute: 
 @pytest.mark.dist
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_process_memory_is_as_planned(recompute: str) -> None:
+def test_process_memory_is_as_planned(tmp_path: Path, recompute: str) -> None:
     """In a separate process, because it changes how the process allocates memory."""
     config, ranks = hf_config("qwen2", **SIZES), RankPool(1)
     try:
-        (found,) = ranks.run(peaks, config, PACK, recompute, world_size=1, timeout=300)
+        (found,) = ranks.run(peaks, config, PACK, recompute, tmp_path, world_size=1, timeout=300)
     finally:
         ranks.close()
     assert_as_planned(found, config, recompute, "cpu")
+    plan = plan_of(config, PACK, Layout())
+    assert found["checkpoint"] == pytest.approx(plan.state + plan.written, rel=0.1)
+    assert found["copied"] == pytest.approx(plan.state + plan.snapshot + plan.written, rel=0.1)
