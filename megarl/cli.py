@@ -15,8 +15,6 @@ from megarl.convert.cli import app as convert
 from megarl.launch.cli import app as launchers
 from megarl.plan.cli import ConfigCommand
 from megarl.plan.cli import app as plans
-from megarl.run.status.cli import status
-from megarl.run.view.cli import view
 
 if TYPE_CHECKING:
     from megarl.config import PPOConfig, RAFTConfig, RunConfig, TrainingConfig
@@ -117,8 +115,68 @@ def evaluate(config_path: ConfigPath, overrides: Overrides = None) -> None:
     _evaluate(config_path, _load(config_path, overrides))
 
 
-app.command()(status)
-app.command()(view)
+@app.command()
+def status(
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN_DIR...", show_default=False, help="Directories of runs, or of sweeps."),
+    ],
+    watch: Annotated[bool, typer.Option("--watch", help="Look again every few seconds, until interrupted.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, an object a line a run.")] = False,
+) -> None:
+    """Say how runs are doing: how far, how fast, how they ended and why. Reads their directories alone."""
+    from megarl.run.status.reading import StatusError
+    from megarl.run.status.show import show_status, watch_status
+
+    try:
+        if watch:
+            watch_status(run_dirs, as_json=as_json)
+        else:
+            show_status(run_dirs, as_json=as_json)
+    except StatusError as error:
+        _stop(error, code=2)
+
+
+@app.command()
+def view(
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN_DIR...", show_default=False, help="Directories of runs, or of sweeps."),
+    ],
+    port: Annotated[int, typer.Option(help="Port on this machine; 0 is a free one.")] = 0,
+    export_to: Annotated[
+        Path | None,
+        typer.Option("--export", metavar="FILE", help="Write an HTML file instead; or a .parquet file, the samples."),
+    ] = None,
+) -> None:
+    """Show runs on a page: curves, samples, held-out answers, timeline, settings; live while they train."""
+    from megarl.run.status.reading import StatusError, find_runs
+    from megarl.run.view.page_export import export
+    from megarl.run.view.page_server import PageServer
+    from megarl.run.view.run_view import open_runs
+    from megarl.run.view.sample_index import export_samples
+
+    try:
+        runs = [run for directory in run_dirs for run in find_runs(directory)]
+        views = open_runs(runs)
+        if export_to is not None and export_to.suffix == ".parquet":
+            export_samples({view.name: run for view, run in zip(views, runs, strict=True)}, export_to)
+            typer.echo(f"{export_to}: the samples, a row each")
+            return
+        if export_to is not None:
+            export(views, export_to)
+            typer.echo(f"{export_to}: the page, which needs nothing else")
+            return
+        server = PageServer(views, port)
+    except StatusError as error:
+        _stop(error, code=2)
+    except OSError as error:
+        _stop(OSError(f"{error.filename or f'port {port}'}: {error.strerror}"), code=1)
+    typer.echo(f"{server.url}\nfor a browser on this machine, until Ctrl-C")
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        server.server_close()
 
 
 @app.command()

@@ -7,7 +7,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -15,10 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.problems import ConfigError, Problem, correct_path, shown
 from megarl.config.schema.choices import SHORTHAND
-from megarl.config.short_stages import RECIPES, SHORT_STAGES, short_stage
 
 INHERIT_KEY = "defaults"
-
+RECIPES: Final = Path(__file__).parents[1] / "recipes"
+SHORT_STAGES: Final = ("grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "rloo", "remax", "opo", "reinforce_pp")
+"""Algorithms as stages: `stage: grpo` is short for `stage: ppo` with what makes the algorithm, from its recipe."""
+_DEFINING: Final = ("advantage", "normalise", "policy_loss", "aggregation", "filter")
 _MAPPING = "the file must hold keys and values"
 FREE = frozenset({"args", "chat_template_kwargs", "columns", "config", "limits"})
 """Keys of mappings that are no sections: ``name`` is no choice there."""
@@ -180,3 +182,9 @@ def _make_room(below: DictConfig, above: DictConfig) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
+
+
+def short_stage(name: str) -> dict[str, Any]:
+    """Returns the section `algo` that a short stage stands for, below the configuration's own settings."""
+    recipe = yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))["algo"]
+    return {key: recipe[key] for key in _DEFINING if key in recipe}

@@ -10,16 +10,14 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from megarl.config.inheritance import expanded, merged
+from megarl.config.inheritance import SHORT_STAGES, expanded, merged
 from megarl.config.one_device import asleep_where_shared, on_one_device
-from megarl.config.pending_paths import without_pending
-from megarl.config.problems import ConfigError, Problem, shown, without_secrets
+from megarl.config.problems import ConfigError, Problem, shown, without_pending, without_secrets
 from megarl.config.rules import broken_rules
 from megarl.config.schema import STAGES, RunConfig
 from megarl.config.schema.base import parse_devices
 from megarl.config.schema.schema_walk import keys
 from megarl.config.schema_problems import schema_problems
-from megarl.config.short_stages import SHORT_STAGES
 from megarl.files import write_durably
 
 C = TypeVar("C", bound=RunConfig)

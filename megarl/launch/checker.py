@@ -21,8 +21,7 @@ from megarl.config import (
     load,
     parse_devices,
 )
-from megarl.config.pending_paths import without_pending
-from megarl.config.problems import shown
+from megarl.config.problems import shown, without_pending
 from megarl.config.schema import Rollout, TrainingRun
 from megarl.launch.field_types import seconds_of
 from megarl.launch.profile import SSH, Apptainer, Bare, Enroot, Profile

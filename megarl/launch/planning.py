@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from megarl.config import ConfigError, EvalConfig, Problem, RunConfig
 from megarl.config.inheritance import merged
-from megarl.config.pending_paths import is_pending
+from megarl.config.problems import is_pending
 from megarl.config.schema import Model
 from megarl.launch.checker import Checker, load_checked, profile_problems
 from megarl.launch.profile import Profile, found_profile, load_profile

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megarl.config import ConfigError, PPOConfig, RunConfig, build, load
-from megarl.config.short_stages import SHORT_STAGES
+from megarl.config.inheritance import SHORT_STAGES
 from tests.config.debug import REPOSITORY
 
 DEFINING = ("advantage", "normalise", "policy_loss", "aggregation", "filter")

@@ -11,10 +11,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from megarl.config.inheritance import SHORT_STAGES
 from megarl.config.schema import STAGES, RunConfig, TrainingConfig
 from megarl.config.schema.choices import names_of
 from megarl.config.schema.schema_walk import choices, entries, fields, plain, section, sections
-from megarl.config.short_stages import SHORT_STAGES
 
 _INTRODUCTION = """\
 # Configuration

@@ -1,16 +1,31 @@
-"""A page to keep: one HTML file with everything that it shows."""
+"""The page as one text: its parts in `page/`, and in an export the answers about its runs."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from megarl.files import write_durably
-from megarl.run.view.page_text import page_text
+from megarl.run.sinks import as_json
 from megarl.run.view.run_view import RunView
 
+_PARTS: Final = Path(__file__).with_name("page")
+_SCRIPTS: Final = (
+    "base.js",
+    "overview.js",
+    "curves.js",
+    "tokens.js",
+    "transcripts.js",
+    "samples.js",
+    "held_out.js",
+    "timeline.js",
+    "settings.js",
+    "main.js",
+)
 _SAMPLES_BYTES: Final = 16 << 20
 """Of a run's samples in a page; of more, there are some steps."""
 _TIMELINE_COLUMNS: Final = "4000"
@@ -87,3 +102,29 @@ def _thinned(points: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Returns every so many points, and the last one."""
     stride = -(-len(points["steps"]) // _POINTS)
     return points if stride <= 1 else {name: [*of[:-1:stride], of[-1]] for name, of in points.items()}
+
+
+def page_text(data: Any = None) -> str:
+    """Returns the HTML; nothing but its own script runs there, whatever the data say.
+
+    Args:
+        data: of an export; None for the page that asks a server.
+    """
+    script = "\n".join((_PARTS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    script = f'"use strict";\n(() => {{\n{script}}})();\n'
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = (_PARTS / "page.html").read_text(encoding="utf-8")
+    parts = {
+        "DIGEST": digest,
+        "STYLE": (_PARTS / "style.css").read_text(encoding="utf-8"),
+        "DATA": embedded(data),
+        "SCRIPT": script,
+    }
+    before, *rest = page.split("{{")
+    return before + "".join(parts[name] + after for name, _, after in (part.partition("}}") for part in rest))
+
+
+def embedded(data: Any) -> str:
+    """Returns JSON that no HTML parser takes for markup."""
+    text = json.dumps(as_json(data), allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -12,7 +12,7 @@ from typing import Any, Final
 from urllib.parse import parse_qsl
 
 from megarl.run.sinks import as_json
-from megarl.run.view.page_text import page_text
+from megarl.run.view.page_export import page_text
 from megarl.run.view.run_view import RunView
 
 _HOST: Final = "127.0.0.1"

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
+from pydantic import BaseModel, ValidationError
+
+from megarl.config.inheritance import RECIPES, merged, recipes
+from megarl.config.schema import STAGES
 from megarl.files import read_lines
+from megarl.run.compare import flat
 from megarl.run.display import COLUMNS
 from megarl.run.health import health_limits, shown_limits
 from megarl.run.paths import RunPaths, read_config
 from megarl.run.status.format import duration
 from megarl.run.status.reading import read_status
 from megarl.run.view.metric_table import MetricTable
-from megarl.run.view.own_settings import read_recipes, read_settings
 from megarl.run.view.sample_index import HeldOutPrompts, SampleIndex
 from megarl.run.view.timeline import Timeline
 
@@ -25,6 +29,7 @@ _MOST_HITS = 200
 _MOST_LEFT_OUT = 200
 _COLUMNS, _MOST_COLUMNS = 1500, 20000
 """Of a timeline: by default, and at most."""
+_REQUIRED: Final = object()
 
 
 class RunView:
@@ -133,3 +138,42 @@ def open_runs(paths: Sequence[Path]) -> list[RunView]:
     return [
         RunView(path, name if names.count(name) == 1 else str(path)) for path, name in zip(paths, names, strict=True)
     ]
+
+
+def read_settings(run: RunPaths) -> dict[str, Any]:
+    """Returns the settings of a run by path, and the defaults of those that are others: null if there is none.
+
+    `own` is null for a configuration that this version does not accept. Its files need not be on this machine.
+    """
+    fields = read_config(run.config)
+    settings = dict(flat(fields)) if fields else {}
+    try:
+        own = dict(_own(STAGES[fields["stage"]].model_validate(fields), None)) if fields else {}
+    except (KeyError, ValidationError):
+        own = None
+    return {"settings": settings, "own": own}
+
+
+def _own(section: BaseModel, base: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the fields that differ from their defaults, with these; `base` has the section's, if it is of its kind."""
+    for name, info in type(section).model_fields.items():
+        value, field = getattr(section, name), f"{path}{info.alias or name}"
+        if type(base) is type(section):
+            default = getattr(base, name)
+        else:
+            default = _REQUIRED if info.is_required() else info.get_default(call_default_factory=True)
+        if isinstance(value, BaseModel):
+            if "name" in type(value).model_fields and getattr(default, "name", None) != getattr(value, "name", None):
+                yield f"{field}.name", getattr(default, "name", None)
+            yield from _own(value, default, f"{field}.")
+        elif isinstance(value, Mapping) and any(isinstance(entry, BaseModel) for entry in value.values()):
+            for key, entry in value.items():
+                yield from _own(entry, None, f"{field}.{key}.")
+        elif default is _REQUIRED or value != default:
+            shown = None if default is _REQUIRED or isinstance(default, BaseModel) else default
+            yield field, shown if isinstance(shown, int | float | str | bool) else shown and str(shown)
+
+
+def read_recipes() -> dict[str, dict[str, Any]]:
+    """Returns what each recipe sets, by path; a choice that is only named has the path of its name."""
+    return {name: dict(flat(merged(RECIPES / f"{name}.yaml", ())[0])) for name in recipes()}
