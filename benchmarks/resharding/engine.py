@@ -18,7 +18,7 @@ import xxhash
 
 from megarl.config.schema import Rollout
 from megarl.resharding import ConnectRequest, Receiver, SyncSpec, connect
-from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engine import EngineOptions, RolloutEngine
 from resharding.baseline import Load
 from resharding.model import ENGINE_TP, ENGINES, Setup
 from resharding.processes import Span, measure
@@ -41,7 +41,9 @@ class Engine:
             devices=f"0-{ENGINE_TP - 1}", tp=ENGINE_TP, max_new_tokens=8, max_model_len=128, kv_cache_mib=64
         )
         vocab = setup.spec.dims.vocab
-        self._engine = RolloutEngine(self._directory.name, rollout, engine_id=0, vocab_size=vocab, device="cpu")
+        self._engine = RolloutEngine(
+            self._directory.name, rollout, EngineOptions(vocab_size=vocab, device="cpu"), engine_id=0
+        )
         self._engine.start()
         self._workers(_prepare, setup)
 

@@ -28,10 +28,10 @@ from megarl.cluster.rollouts import PendingPick, PendingRollouts, PendingTruncat
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import RunConfig, parse_devices
-from megarl.config.schema import Rollout
+from megarl.config.schema import Cluster, Rollout
 from megarl.models import model_spec, vocab_size
 from megarl.remote import RemoteMethod
-from megarl.rollout.engine import PickRequest, RolloutEngine, TruncateRequest
+from megarl.rollout.engine import EngineOptions, PickRequest, RolloutEngine, TruncateRequest
 from megarl.rollout.replay import RecordingEngine, ReplayingEngine
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
 
@@ -57,11 +57,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
     Args:
         model_dir: Hugging Face directory of the model.
         name: of the processes.
-        vocab_size: upper bound of the sampled token ids.
-        tokenizer: Hugging Face directory of the tokenizer; needed for stop strings only.
-        weights: `sync` starts without weights, `files` with those in `model_dir`.
         replacements: how many engines may be replaced.
-        threads: of each process of an engine with device cpu.
     """
 
     def __init__(
@@ -69,16 +65,11 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         session: Session,
         rollout: Rollout,
         model_dir: str,
+        options: EngineOptions,
         *,
         name: str = "rollout",
-        vocab_size: int,
-        device: str,
-        tokenizer: str | None = None,
-        weights: Literal["sync", "files"] = "sync",
-        device_memory: int | None = None,
         engine: type[RolloutEngine] = RolloutEngine,
         replacements: int = 0,
-        threads: int = 1,
     ) -> None:
         devices = parse_devices(rollout.devices)
 
@@ -89,13 +80,8 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
                 engine,
                 model_dir,
                 rollout,
+                options,
                 engine_id=index,
-                vocab_size=vocab_size,
-                device=device,
-                tokenizer=tokenizer,
-                weights=weights,
-                device_memory=device_memory,
-                threads=threads,
             )
 
         super().__init__(session, name, [launch(index) for index in range(rollout.engines)])
@@ -376,25 +362,33 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         return calls
 
 
+def engine_options(
+    cluster: Cluster, vocab_size: int, weights: Literal["sync", "files"], tokenizer: str | None = None
+) -> EngineOptions:
+    """Returns the options of engines on a run's devices."""
+    gib = cluster.device_memory_gib
+    return EngineOptions(
+        vocab_size=vocab_size,
+        device=cluster.device,
+        tokenizer=tokenizer,
+        weights=weights,
+        device_memory=None if gib is None else int(gib * 2**30),
+        threads=cluster.threads_per_device.engines or 1,
+    )
+
+
 def launch_engines(
     config: RunConfig, rollout: Rollout, session: Session, model_dir: str, *, weights: Literal["sync", "files"]
 ) -> RolloutGroup:
     """Launches the engines, and returns at once; see `RolloutGroup`."""
-    engine, gib = RolloutEngine, config.cluster.device_memory_gib
+    engine = RolloutEngine
     if rollout.record is not None:
         engine = RecordingEngine
     elif rollout.replay is not None:
         engine = ReplayingEngine
-    return RolloutGroup(
-        session,
-        rollout,
-        model_dir,
-        vocab_size=vocab_size(config, model_spec(config.model.hf_config())),
-        device=config.cluster.device,
-        tokenizer=config.model.tokenizer_directory(model_dir) if rollout.stop else None,
-        weights=weights,
-        device_memory=None if gib is None else int(gib * 2**30),
-        engine=engine,
-        replacements=rollout.max_replacements if weights == "sync" else 0,
-        threads=config.cluster.threads_per_device.engines or 1,
-    )
+    vocab, tokenizer = vocab_size(config, model_spec(config.model.hf_config())), None
+    if rollout.stop:
+        tokenizer = config.model.tokenizer_directory(model_dir)
+    options = engine_options(config.cluster, vocab, weights, tokenizer)
+    replacements = rollout.max_replacements if weights == "sync" else 0
+    return RolloutGroup(session, rollout, model_dir, options, engine=engine, replacements=replacements)

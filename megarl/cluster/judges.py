@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megarl.cluster.calls import Call, Routine
-from megarl.cluster.engines import RolloutGroup
+from megarl.cluster.engines import RolloutGroup, engine_options
 from megarl.cluster.rollouts import Rollouts
 from megarl.cluster.scorers import RuleScorers, ScoredRows
 from megarl.cluster.session import Session
@@ -76,16 +76,5 @@ def launch_judge(
     if settings is None:
         return None
     assert scorers is not None
-    gib = config.cluster.device_memory_gib
-    engines = RolloutGroup(
-        session,
-        settings.rollout,
-        settings.path,
-        name="judge",
-        vocab_size=model_spec(read_config(settings.path)).dims.vocab,
-        device=config.cluster.device,
-        weights="files",
-        device_memory=None if gib is None else int(gib * 2**30),
-        threads=config.cluster.threads_per_device.engines or 1,
-    )
-    return Judge(settings, engines, scorers)
+    options = engine_options(config.cluster, model_spec(read_config(settings.path)).dims.vocab, "files")
+    return Judge(settings, RolloutGroup(session, settings.rollout, settings.path, options, name="judge"), scorers)

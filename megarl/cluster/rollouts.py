@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from megarl.cluster.calls import Awaited, ChunkCall
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.rollout.engine import Ends
+from megarl.rollout.completions import Ends
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
 
 T = TypeVar("T")

@@ -15,6 +15,9 @@ from megarl.data.packing import Chunks, sample_infos
 from megarl.files import sync, write_errors
 from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
 
+Ends = tuple[list[int], list[int], list[bool]]
+"""The numbers of sampled and of given tokens of each response of a chunk, and whether it is finished."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
@@ -159,6 +162,11 @@ def select_rows(chunks: Chunks[RolloutChunk], rows: Sequence[tuple[int, int]]) -
 def _rewards(chunks: Chunks[RolloutChunk], rows: Sequence[tuple[int, int]]) -> npt.NDArray[np.float32] | None:
     found = [None if (of := chunks[chunk].rewards) is None else of[row] for chunk, row in rows]
     return None if found[0] is None else np.array(found, dtype=np.float32)
+
+
+def ends_of(chunk: RolloutChunk) -> Ends:
+    sampled, tokens = chunk.rollout_logprobs.lengths, chunk.response_ids.lengths
+    return sampled.tolist(), (tokens - sampled).tolist(), chunk.finished.tolist()
 
 
 def truncate_responses(chunk: RolloutChunk, token: int, after: int) -> RolloutChunk:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -16,10 +17,12 @@ from megarl.collector import collections_skipped
 from megarl.models import model_spec
 from megarl.remote import remote
 from megarl.rollout.completions import (
+    Ends,
     PendingChunk,
     PickRequest,
     Response,
     TruncateRequest,
+    ends_of,
     select_rows,
     truncate_responses,
 )
@@ -38,13 +41,31 @@ if TYPE_CHECKING:
     from megarl.resharding import ConnectRequest, SyncStats
     from megarl.rollout.weight_receiver import CallOutcome
 
-Ends = tuple[list[int], list[int], list[bool]]
-"""The numbers of sampled and of given tokens of each response of a chunk, and whether it is finished."""
-
 _BLOCK_TOKENS = 32
 _START_MEMORY = 0.01
 """The part of the device's memory that vLLM (0.32) requires to be free, even with a given cache size; its default does
 not allow a trainer on the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What a run decides of its engines.
+
+    Args:
+        vocab_size: only ids below it are sampled; at most the config's vocab_size.
+        device: `cuda` or `cpu`.
+        tokenizer: Hugging Face directory, for `rollout.stop`.
+        weights: `sync` starts without weights, `files` with those in the model's directory.
+        device_memory: bytes of which `rollout.gpu_memory_fraction` is a part; None measures them.
+        threads: of each process with device cpu.
+    """
+
+    vocab_size: int
+    device: str
+    tokenizer: str | None = None
+    weights: Literal["sync", "files"] = "sync"
+    device_memory: int | None = None
+    threads: int = 1
 
 
 class RolloutEngine:
@@ -57,36 +78,18 @@ class RolloutEngine:
 
     Args:
         model_dir: Hugging Face directory; config.json is enough when the weights come by sync.
-        vocab_size: only ids below it are sampled; at most the config's vocab_size.
-        device: `cuda` or `cpu`.
-        tokenizer: Hugging Face directory, for `rollout.stop`.
-        weights: `sync` starts without weights, `files` with those in the directory.
-        device_memory: bytes of which `rollout.gpu_memory_fraction` is a part; None measures them.
-        threads: of each process with device cpu.
     """
 
     def __init__(
-        self,
-        model_dir: str | Path,
-        rollout: RolloutConfig,
-        *,
-        engine_id: int,
-        vocab_size: int,
-        device: str,
-        tokenizer: str | None = None,
-        weights: Literal["sync", "files"] = "sync",
-        device_memory: int | None = None,
-        threads: int = 1,
+        self, model_dir: str | Path, rollout: RolloutConfig, options: EngineOptions, *, engine_id: int
     ) -> None:
-        self._model_dir, self._rollout, self._engine_id = str(model_dir), rollout, engine_id
-        self._vocab_size, self._device, self._tokenizer, self._weights = vocab_size, device, tokenizer, weights
-        self._device_memory, self._threads = device_memory, threads
+        self._model_dir, self._rollout, self._options, self._engine_id = str(model_dir), rollout, options, engine_id
         self._inflight = rollout.mode == "inflight"
         self._state = EngineState(
             engine_id,
             sleeps=rollout.sleep,
-            drops=weights == "sync",
-            version=0 if weights == "files" else None,
+            drops=options.weights == "sync",
+            version=0 if options.weights == "files" else None,
             overlaps=self._inflight,
         )
         self._spec = model_spec(read_config(model_dir))
@@ -96,11 +99,11 @@ class RolloutEngine:
         self._requests: Requests | None = None
         self._pending: set[PendingChunk] = set()
         vocab = self._spec.dims.vocab
-        if vocab_size > vocab:
-            raise ValueError(f"vocab_size is {vocab_size}; the model has {vocab} ids: lower it")
+        if options.vocab_size > vocab:
+            raise ValueError(f"vocab_size is {options.vocab_size}; the model has {vocab} ids: lower it")
         if self._stop_token_ids and max(self._stop_token_ids) >= vocab:
             raise ValueError(f"stop token {max(self._stop_token_ids)} is not one of the model's {vocab} ids: remove it")
-        if rollout.stop and tokenizer is None:
+        if rollout.stop and options.tokenizer is None:
             raise ValueError(f"rollout.stop is {list(rollout.stop)}; reading texts needs a tokenizer: name one")
 
     @property
@@ -113,22 +116,22 @@ class RolloutEngine:
 
         Returns the number of responses that vLLM generates at once.
         """
-        self._scratch = scratch_directory()
-        set_vllm_environment(self._device, self._scratch.name, self._threads)
-        with importing_vllm(self._device):
+        options, self._scratch = self._options, scratch_directory()
+        set_vllm_environment(options.device, self._scratch.name, options.threads)
+        with importing_vllm(options.device):
             from vllm import EngineArgs, LLMEngine
             from vllm.config import WeightTransferConfig
             from vllm.usage.usage_lib import UsageContext
 
             from megarl.rollout.weight_receiver import BACKEND, WorkerExtension
 
-        cpu, tp = self._device == "cpu", self._rollout.tp
+        cpu, tp = options.device == "cpu", self._rollout.tp
         arguments = EngineArgs(
             model=self._model_dir,
-            tokenizer=self._tokenizer,
+            tokenizer=options.tokenizer,
             skip_tokenizer_init=not self._rollout.stop,
             dtype=cast(Any, self._spec.dtype),  # vLLM's "auto" serves float32 models in half precision
-            load_format="auto" if self._weights == "files" else "dummy",
+            load_format="auto" if options.weights == "files" else "dummy",
             quantization=self._rollout.quantization,
             tensor_parallel_size=tp,
             distributed_executor_backend="uni" if tp == 1 else "mp",
@@ -140,7 +143,7 @@ class RolloutEngine:
             enable_sleep_mode=self._rollout.sleep and not cpu,  # on a CPU vLLM sleeps without it, and frees nothing
             max_model_len=self._rollout.max_model_len + 1,  # vLLM generates a token when it scores a sequence
             block_size=_BLOCK_TOKENS,  # the CPU kernels' smallest; short prompts share prefixes
-            kv_cache_memory_bytes=cache_bytes(self._spec, self._rollout, self._device, self._device_memory),
+            kv_cache_memory_bytes=cache_bytes(self._spec, self._rollout, options.device, options.device_memory),
             gpu_memory_utilization=_START_MEMORY,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
@@ -148,10 +151,11 @@ class RolloutEngine:
             disable_log_stats=True,
             use_tqdm_on_load=False,
         )
-        with importing_vllm(self._device), temporary_files_in(self._scratch.name):  # its worker and the model's modules
+        # Its worker and the model's modules are imported.
+        with importing_vllm(options.device), temporary_files_in(self._scratch.name):
             self._llm = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)  # allows the largest batches
         self._requests = Requests(self._llm)
-        self._call("prepare", self.shard_maps(), self._vocab_size)
+        self._call("prepare", self.shard_maps(), options.vocab_size)
         if self._inflight:
             self._llm.set_weight_version(str(self.version))
         if self._rollout.sleep:
@@ -265,11 +269,7 @@ class RolloutEngine:
         """Returns truncated chunks and their ends; works asleep."""
         own, token, after = request.own, request.token, request.after
         cut = {chunk: truncate_responses(request.chunks[chunk], token, after) for chunk in own}
-        ends: dict[int, Ends] = {}
-        for chunk, new in cut.items():
-            sampled, tokens = new.rollout_logprobs.lengths, new.response_ids.lengths
-            ends[chunk] = sampled.tolist(), (tokens - sampled).tolist(), new.finished.tolist()
-        return cut, ends
+        return cut, {chunk: ends_of(new) for chunk, new in cut.items()}
 
     @remote(phase="inference")
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> Ragged:
@@ -317,7 +317,7 @@ class RolloutEngine:
 
     def _suspend(self) -> None:
         """Lets vLLM sleep: weights from syncs are dropped, those from files move to host memory."""
-        self._running.sleep(level=2 if self._weights == "sync" else 1)
+        self._running.sleep(level=2 if self._options.weights == "sync" else 1)
 
     def _commit(self, version: int) -> None:
         """Sets the version, and drops the prefix cache of the previous weights unless responses still use it.
@@ -360,10 +360,7 @@ class RolloutEngine:
             token_ids=completion.token_ids,
             logprobs=_flat(completion.logprobs),
             finished=completion.finish_reason == "stop",
-            versions=tuple(
-                VersionSpan(start=start, stop=stop, version=of_span, engine_id=self._engine_id)
-                for start, stop, of_span in spans
-            ),
+            versions=tuple(VersionSpan(start=i, stop=k, version=v, engine_id=self._engine_id) for i, k, v in spans),
         )
 
     def _transfer(self, method: str, *args: Any) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
 import numpy as np
 
 from megarl.config.schema import Rollout
 from megarl.rollout.completions import PendingChunk, Response, pack_chunk
-from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engine import EngineOptions, RolloutEngine
 from megarl.types import RolloutChunk, SampleRequest, VersionSpan, WorkItem
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ _EVALUATION = "0"
 class RecordingEngine(RolloutEngine):
     """Writes every response to `rollout.record`, except those of evaluations."""
 
-    def __init__(self, model_dir: str, rollout: Rollout, **options: Any) -> None:
-        super().__init__(model_dir, rollout, **options)
+    def __init__(self, model_dir: str, rollout: Rollout, options: EngineOptions, *, engine_id: int) -> None:
+        super().__init__(model_dir, rollout, options, engine_id=engine_id)
         assert rollout.record is not None
         self._directory = Path(rollout.record)
 
@@ -39,8 +39,8 @@ class RecordingEngine(RolloutEngine):
 class ReplayingEngine(RolloutEngine):
     """Returns the responses in `rollout.replay` in recorded steps, and generates in others."""
 
-    def __init__(self, model_dir: str, rollout: Rollout, **options: Any) -> None:
-        super().__init__(model_dir, rollout, **options)
+    def __init__(self, model_dir: str, rollout: Rollout, options: EngineOptions, *, engine_id: int) -> None:
+        super().__init__(model_dir, rollout, options, engine_id=engine_id)
         assert rollout.replay is not None
         self._directory = Path(rollout.replay)
         self._steps = recorded_steps(self._directory)

@@ -29,6 +29,7 @@ from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest, UpdateRequest
 from megarl.types import PackRow, RankSchedule, Schedule
 from tests.cluster.ending_workers import CASE, DRIVER, SIGNALS, Engine, Trainer
+from tests.cluster.fakes import OPTIONS
 from tests.leftovers import Trace
 
 RAY = "ray"
@@ -90,7 +91,7 @@ class Run:
 
     def _engines(self) -> RolloutGroup:
         engine: Any = Engine
-        return RolloutGroup(self._session, self._config.rollout, "nowhere", vocab_size=96, device="cpu", engine=engine)
+        return RolloutGroup(self._session, self._config.rollout, "nowhere", OPTIONS, engine=engine)
 
 
 PHASES: Mapping[str, Callable[[Run], None]] = {

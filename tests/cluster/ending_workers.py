@@ -95,7 +95,7 @@ class Trainer:
 class Engine:
     """An engine that answers nothing."""
 
-    def __init__(self, model_dir: str, rollout: object, **options: object) -> None:
+    def __init__(self, model_dir: str, *args: object, engine_id: int) -> None:
         pass
 
     def start(self) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from megarl.errors import RunError
 from megarl.remote import remote
 from megarl.rollout.completions import Response, pack_chunk
-from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engine import EngineOptions, RolloutEngine
 from megarl.types import RolloutChunk, SampleInfo, VersionSpan, WorkItem
 
 
@@ -105,6 +105,10 @@ class FakeWorker:
         return self.memory.name
 
 
+OPTIONS = EngineOptions(vocab_size=100, device="cpu")
+"""Of engines that do not read them."""
+
+
 class FakeEngine:
     """Answers every prompt with its own ids.
 
@@ -113,7 +117,7 @@ class FakeEngine:
 
     pick, truncate = RolloutEngine.pick, RolloutEngine.truncate
 
-    def __init__(self, model_dir: str, rollout: object, *, engine_id: int, **options: object) -> None:
+    def __init__(self, model_dir: str, rollout: object, options: object, *, engine_id: int) -> None:
         self.engine_id = engine_id
         self.asked: list[tuple[WorkItem, Future[tuple[dict[int, RolloutChunk], list[SampleInfo]]]]] = []
 

@@ -47,7 +47,7 @@ class Engine:
         model_dir: of files with faults, by number of the engine: where it happens and what. It happens once.
     """
 
-    def __init__(self, model_dir: str, rollout: object, *, engine_id: int, **options: object) -> None:
+    def __init__(self, model_dir: str, rollout: object, options: object, *, engine_id: int) -> None:
         self._fault = Path(model_dir) / str(engine_id)
         self._values: dict[str, set[float]] = {}
         self._loads = 0

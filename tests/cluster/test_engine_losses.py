@@ -24,6 +24,7 @@ from megarl.config import PPOConfig, load
 from megarl.config.schema import TimeLimits
 from megarl.remote import Phase, RemoteMethod
 from tests.cluster.conftest import DEBUG
+from tests.cluster.fakes import OPTIONS
 from tests.cluster.syncing_workers import Engine, Trainer
 from tests.e2e.test_endings import process_that_prints_to
 
@@ -77,15 +78,7 @@ def run(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         patch.setattr(sessions, "_SIGN_OF_LIFE_S", 2.0)
         session.monitor = CallMonitor(TimeLimits(**{**dict.fromkeys(get_args(Phase), 120.0), "sync": SYNC_LIMIT_S}))
         trainers: Any = launch_group(session, config, "train", worker)
-        engines = RolloutGroup(
-            session,
-            config.rollout,
-            str(faults),
-            vocab_size=96,
-            device="cpu",
-            engine=engine,
-            replacements=12,
-        )
+        engines = RolloutGroup(session, config.rollout, str(faults), OPTIONS, engine=engine, replacements=12)
         engines.start().wait()
         actor = RemoteRole(trainers, "actor", config.layout("actor"))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import ray
@@ -17,7 +16,7 @@ from megarl.cluster.session import Session
 from megarl.config import PPOConfig
 from megarl.config.schema import Rollout, TimeLimits
 from megarl.types import Prompt, SampleRequest
-from tests.cluster.fakes import FakeEngine
+from tests.cluster.fakes import OPTIONS, FakeEngine
 
 pytestmark = pytest.mark.process
 
@@ -31,7 +30,7 @@ def make(session: Session, config: PPOConfig) -> Iterator[MakeEngines]:
 
     def engines(devices: str) -> RolloutGroup:
         rollout = Rollout.model_validate({**config.rollout.model_dump(), "devices": devices})
-        made.append(RolloutGroup(session, rollout, "nowhere", vocab_size=100, device="cpu", engine=FakeEngine))
+        made.append(RolloutGroup(session, rollout, "nowhere", OPTIONS, engine=FakeEngine))
         made[-1].start().wait()
         return made[-1]
 
@@ -137,8 +136,7 @@ def test_another_engine_copies_and_truncates_for_one_that_dies(
 ) -> None:
     """It dies while it is idle; the calls detect that."""
     rollout = Rollout.model_validate({**config.rollout.model_dump(), "devices": "2-3"})
-    options: Any = {"vocab_size": 100, "device": "cpu", "engine": FakeEngine, "replacements": 2}
-    engines = RolloutGroup(session, rollout, "nowhere", **options)
+    engines = RolloutGroup(session, rollout, "nowhere", OPTIONS, engine=FakeEngine, replacements=2)
     engines.start().wait()
     rollouts = engines.generate(requests(6), 3).wait()
     ray.kill(engines.processes[0].actor)
@@ -187,7 +185,7 @@ def test_more_engines_give_the_same_samples(make: MakeEngines, two: RolloutGroup
 
 
 def test_items_wait_for_engines_that_are_starting(session: Session, config: PPOConfig) -> None:
-    engines = RolloutGroup(session, config.rollout, "nowhere", vocab_size=100, device="cpu", engine=FakeEngine)
+    engines = RolloutGroup(session, config.rollout, "nowhere", OPTIONS, engine=FakeEngine)
     pending = engines.generate(requests(5), 3)
     engines.start()
     assert [info.sample_id for info in pending.wait().samples] == [f"s{i}" for i in range(5)]

@@ -16,6 +16,7 @@ from megarl.plan.simulation import SimulatedTime
 from megarl.resharding import SyncStats
 from megarl.rollout.completions import Response, pack_chunk, select_rows
 from megarl.types import SampleRequest, VersionSpan, WorkItem
+from tests.cluster.fakes import OPTIONS
 from tests.loop.simulated_sync import Meeting, call_of
 
 
@@ -59,7 +60,7 @@ class Engines(RolloutGroup):
             monitor=clock, launch_stepping=lambda *_, **__: object(), end=self._kill, silent=self._silent
         )
         rollout: Any = SimpleNamespace(devices=f"0-{engines - 1}", tp=1, engines=engines, max_new_tokens=7)
-        super().__init__(session, rollout, "nowhere", vocab_size=10, device="cpu", replacements=losses)
+        super().__init__(session, rollout, "nowhere", OPTIONS, replacements=losses)
         self._clock, self._chance, self._mode, self._start_s = clock, chance, mode, start_s
         self.versions: dict[Any, int] = {}
         self.running: dict[Running, Any] = {}

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from megarl.config.schema import Rollout
+from megarl.rollout.engine import EngineOptions
 from megarl.types import Prompt, Ragged, RolloutChunk, SampleRequest
 from tests.rollout import in_process
 from tests.rollout.engine_process import EngineProcess
@@ -65,7 +66,7 @@ def start(
     model_dir: Path,
     *,
     tp: int = 1,
-    weights: str = "sync",
+    weights: Literal["sync", "files"] = "sync",
     device: str = "cpu",
     tokenizer: Path | None = None,
     **changes: Any,
@@ -74,11 +75,13 @@ def start(
     process.start(
         model_dir=model_dir,
         rollout=rollout_config(tp, **changes),
+        options=EngineOptions(
+            vocab_size=USED_VOCAB,
+            device=device,
+            tokenizer=None if tokenizer is None else str(tokenizer),
+            weights=weights,
+        ),
         engine_id=3,
-        vocab_size=USED_VOCAB,
-        device=device,
-        tokenizer=None if tokenizer is None else str(tokenizer),
-        weights=weights,
     )
 
 
