@@ -38,10 +38,10 @@ class PolicySpec:
 
     algo: Algo
     temperature: float
-    share: float
-    mix_share: float
-    max_staleness: int
-    value_norm: ValueNorm | None
+    share: float = 1.0
+    mix_share: float = 0.0
+    max_staleness: int = 0
+    value_norm: ValueNorm | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,9 +98,7 @@ class PolicyLoss:
     """The actor's loss: share * (w * policy loss + kl_coef * KL - entropy_coef * entropy), w by ``algo.correction``.
 
     Args:
-        temperature: of the rollouts.
         kl_coef: of a penalty in the loss, per nat.
-        oldest: age of the oldest weights that may have sampled a token.
         reference: of the engine's layout; required where the penalty compares whole distributions.
         kept: receives the ratio of each token, and where a clip decided, for people; None keeps nothing.
     """
@@ -108,19 +106,17 @@ class PolicyLoss:
     def __init__(
         self,
         engine: ModelEngine,
-        algo: Algo,
+        spec: PolicySpec,
         experience: Chunks[ExperienceChunk],
         schedule: RankSchedule,
         *,
-        temperature: float,
         kl_coef: float,
-        oldest: int = 0,
-        share: float = 1.0,
         reference: ModelEngine | None = None,
         kept: TokenValues | None = None,
     ) -> None:
-        self._engine, self._algo, self._experience, self._kept = engine, algo, experience, kept
-        self._temperature, self._kl_coef, self._oldest, self._share = temperature, kl_coef, oldest, share
+        algo, temperature = spec.algo, spec.temperature
+        self._engine, self._spec, self._experience, self._kept = engine, spec, experience, kept
+        self._algo, self._kl_coef = algo, kl_coef
         self._per_token = bound(POLICY_LOSSES, algo.policy_loss.name, algo.policy_loss.options)
         self._aggregate = _Aggregation(algo, schedule)
         self._divergence: ReferenceDivergence | None = None
@@ -132,7 +128,7 @@ class PolicyLoss:
         columns = ExperienceColumns(batch, self._experience, hidden.device)
         mask = columns.mask
         flat, entropy = response_logprobs(
-            self._engine.model, batch, hidden, vocab_size=self._engine.vocab_size, temperature=self._temperature
+            self._engine.model, batch, hidden, vocab_size=self._engine.vocab_size, temperature=self._spec.temperature
         )
         new = align(flat, mask)
         old = self._old_logprobs(new, columns)
@@ -157,7 +153,7 @@ class PolicyLoss:
         loss, metrics = self._aggregate(terms, parts, columns, learned=learned, reported=mask)
         if self._algo.old_logprobs_from_update:
             metrics = replace(metrics, quotients=self._old_logprob_metrics(old, columns))
-        return self._share * loss, metrics
+        return self._spec.share * loss, metrics
 
     def _old_logprobs(self, new: Tensor, columns: ExperienceColumns) -> Tensor:
         """Returns the log-probabilities in the ratio's denominator."""
@@ -175,8 +171,8 @@ class PolicyLoss:
         kl = k1(old, columns("ref_logprobs"))[scored] if self._algo.kl.coef > 0 else None
         lengths = columns.whole[scored].sum(-1)
         means = {**policy_drift(old[scored], kl, mask[scored], lengths), **mismatch(old, rollout, mask)}
-        if self._oldest:
-            means |= gaps_by_age(old, rollout, mask, columns("ages"), oldest=self._oldest)
+        if oldest := self._spec.max_staleness:
+            means |= gaps_by_age(old, rollout, mask, columns("ages"), oldest=oldest)
         return means
 
     def _weights(self, new: Tensor, old: Tensor, columns: ExperienceColumns) -> Tensor:
@@ -365,9 +361,8 @@ def loss_maker(
 ) -> MakeLoss:
     """Returns the function that makes the loss of an optimizer step from its schedule; see ``PolicyLoss``."""
     match spec:
-        case PolicySpec(algo=algo, temperature=temperature, share=share):
-            make_loss = partial(PolicyLoss, engine, algo, chunks, temperature=temperature, kl_coef=kl_coef)
-            return partial(make_loss, share=share, oldest=spec.max_staleness, reference=reference, kept=kept)
+        case PolicySpec():
+            return partial(PolicyLoss, engine, spec, chunks, kl_coef=kl_coef, reference=reference, kept=kept)
         case ValueSpec(algo=algo):
             return partial(ValueLoss, engine, algo, chunks)
         case PreferenceSpec(loss=settings):

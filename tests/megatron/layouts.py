@@ -241,6 +241,7 @@ def two_steps(role: Any, case: Case, columns: Any, budget: int, reference: Any =
     from megarl.data.schedule import step_schedule, under_one_length
     from megarl.megatron.losses import PolicyLoss, TextLoss, ValueLoss
     from megarl.megatron.model_engine import AuxBatch
+    from megarl.role_specs import PolicySpec
 
     algo, everything = Algo.model_validate({"mini_batches": len(STEPS), **case.algo}), samples()
     plans = [step_schedule([everything[i] for i in members], role.layout, budget) for members in STEPS]
@@ -259,8 +260,8 @@ def two_steps(role: Any, case: Case, columns: Any, budget: int, reference: Any =
         make_loss = partial(ValueLoss, role, algo, columns)
     else:
         share = 1 - (case.texts or 0.0)
-        options = {"temperature": TEMPERATURE, "kl_coef": KL_COEF, "share": share, "reference": reference}
-        make_loss = partial(PolicyLoss, role, algo, columns, **options)
+        spec = PolicySpec(algo=algo, temperature=TEMPERATURE, share=share)
+        make_loss = partial(PolicyLoss, role, spec, columns, kl_coef=KL_COEF, reference=reference)
     return role.update([plan.ranks[role.coords.dp] for plan in plans], columns, make_loss, aux)
 
 

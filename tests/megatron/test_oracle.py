@@ -111,6 +111,7 @@ def _iteration(
     from megarl.experience.build import build_experience
     from megarl.megatron.losses import PolicyLoss, ValueLoss
     from megarl.megatron.parallel import GroupCache
+    from megarl.role_specs import PolicySpec
 
     random, infos = random_chunks()
     rollouts = rollouts or random
@@ -148,7 +149,8 @@ def _iteration(
     terms = StepContext(kl_coef=algo.kl.coef, version=0, groups=3)
     built, _ = build_experience(passes(actor).chunks, rollouts, columns, algo, None, terms, reduce, largest)
     experience = everywhere(built if actor.reports else None)
-    losses = {"actor": partial(PolicyLoss, actor, algo, experience, temperature=TEMPERATURE, kl_coef=algo.kl.coef)}
+    spec = PolicySpec(algo=algo, temperature=TEMPERATURE)
+    losses = {"actor": partial(PolicyLoss, actor, spec, experience, kl_coef=algo.kl.coef)}
     if critic is not None:
         losses["critic"] = partial(ValueLoss, critic, algo, experience)
     results = []

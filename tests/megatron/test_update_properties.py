@@ -62,6 +62,7 @@ def _updates(rank: int, directory: Path) -> Reported:
     from megarl.data.schedule import inference_schedule, step_schedule
     from megarl.megatron.losses import PolicyLoss, ValueLoss
     from megarl.megatron.parallel import GroupCache
+    from megarl.role_specs import PolicySpec
 
     cache, roles = GroupCache(), {}
     for name in ("actor", "critic"):
@@ -87,7 +88,7 @@ def _updates(rank: int, directory: Path) -> Reported:
         loss = (
             partial(ValueLoss, role, algo, own)
             if role is critic
-            else partial(PolicyLoss, role, algo, own, temperature=TEMPERATURE, kl_coef=KL_COEF)
+            else partial(PolicyLoss, role, PolicySpec(algo=algo, temperature=TEMPERATURE), own, kl_coef=KL_COEF)
         )
         (reported[name],) = role.update([replace(ranked, pack_tokens=ranked.pack_tokens + longer)], own, loss)
 
