@@ -33,7 +33,7 @@ class Colocation:
         sleep: bool,
         shared: bool = True,
     ) -> None:
-        self._trainers, self._engines, self._resharder = trainers, engines, resharder
+        self._trainers, self.engines, self._resharder = trainers, engines, resharder
         self._sleep, self.shared, self._training = sleep, shared, True
         self._version = 0
 
@@ -73,4 +73,4 @@ class Colocation:
 
     def _call_if_sleeping(self, method: RemoteMethod[RolloutEngine, [], None]) -> None:
         if self._sleep:
-            self._engines.call(method).wait()
+            self.engines.call(method).wait()

@@ -136,11 +136,6 @@ class Service(Protocol):
     def close(self) -> Call[None]: ...
 
 
-def services(*launched: Service | None) -> list[Service]:
-    """Returns those that a run has."""
-    return [service for service in launched if service is not None]
-
-
 def start_all(
     trainers: Trainers, engines: RolloutGroup | None, services: Sequence[Service], model_dir: str, *, sleep: bool
 ) -> None:

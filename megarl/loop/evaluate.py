@@ -14,18 +14,15 @@ import torch
 from megarl.algos.metrics import clustered_mean, pass_rate
 from megarl.cluster.calls import Routine
 from megarl.cluster.colocation import Colocation
-from megarl.cluster.conversations import Generator, launch_conversations
 from megarl.cluster.cpu_threads import with_threads
-from megarl.cluster.engines import RolloutGroup, launch_engines
-from megarl.cluster.judges import launch_judge
-from megarl.cluster.scorers import launch_scorers
+from megarl.cluster.engines import launch_engines
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import RemoteRole, check_gpus, close_all, launch_trainers, services, start_all
+from megarl.cluster.trainers import RemoteRole, check_gpus, close_all, launch_trainers, start_all
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import Evaluation
 from megarl.data.prompts import sample_requests
-from megarl.loop.sampler import conversation_metrics
-from megarl.loop.scoring import REWARD_MODEL, Branches, Scorer, ScoresByReward, Values, group_numbers, unscored_metrics
+from megarl.loop.sampler import RolloutParts, conversation_metrics
+from megarl.loop.scoring import REWARD_MODEL, Branches, ScoresByReward, Values, group_numbers, unscored_metrics
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check
 from megarl.preflight.datasets import PromptSets
@@ -56,16 +53,14 @@ class Evaluator:
         self,
         config: PPOConfig | RAFTConfig | EvalConfig,
         data: PromptSets,
-        engines: RolloutGroup,
-        generator: Generator,
-        scorer: Scorer,
-        colocation: Colocation,
+        parts: RolloutParts,
         chunks: int,
         ema_of: RemoteRole | None = None,
     ) -> None:
         assert config.evaluation is not None
         self._evaluation = evaluation = config.evaluation
-        self._engines, self._generator, self._scorer, self._colocation = engines, generator, scorer, colocation
+        self._engines, self._generator = parts.engines, parts.generator
+        self._scorer, self._colocation = parts.scorer, parts.colocation
         self._chunks, self._ema_of = chunks, ema_of
         self._tokenizer, self._tracking = data.tokenizer, config.tracking
         self._prompts = {prompt.prompt_id: prompt for prompt in data.held_out}
@@ -199,16 +194,11 @@ def _evaluate_model(
     model_dir = model_directory(config, directory.path)
     trainers = launch_trainers(config, session)
     engines = launch_engines(config, config.rollout, session, model_dir, weights="files")
-    rules = launch_scorers(config, session, model_dir)
-    conversations = launch_conversations(config, session, model_dir, engines)
-    judge = launch_judge(config, session, rules)
-    launched = services(rules, judge, conversations)
-    start_all(trainers, engines, launched, model_dir, sleep=config.rollout.sleep)
-    print(f"the processes print into {directory.logs}", flush=True)
-    scorer = Scorer(config, trainers.roles, rules, engines, judge=judge)
     colocation = Colocation(trainers, engines, None, sleep=config.rollout.sleep)
+    parts = RolloutParts.launch(config, session, model_dir, trainers, colocation)
+    start_all(trainers, engines, parts.services, model_dir, sleep=config.rollout.sleep)
+    print(f"the processes print into {directory.logs}", flush=True)
     chunks = max(trainers.chunks(), _CHUNKS_PER_ENGINE * config.rollout.engines)
-    generator = conversations or engines
-    result = Evaluator(config, data, engines, generator, scorer, colocation, chunks).evaluate(0)
-    close_all(trainers, engines, launched)
+    result = Evaluator(config, data, parts, chunks).evaluate(0)
+    close_all(trainers, engines, parts.services)
     return result

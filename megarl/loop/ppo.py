@@ -49,10 +49,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         sampler = Sampler(
             config,
             data.train,
-            self._engines,
-            self._generator,
-            self._scorer,
-            self._colocation,
+            self._parts,
             self._trainers.chunks(config.rollout.inference_parts),
             dynamic=dynamic,
             greedy=algo.advantage.name == "remax",

@@ -35,8 +35,7 @@ class RAFTTrainer(RolloutTrainer[RAFTConfig]):
     ) -> None:
         super().__init__(config, session, model_dir, data, phase, config.scores.truncate_at)
         chunks = self._trainers.chunks(config.rollout.inference_parts)
-        sampler = Sampler(config, data.train, self._engines, self._generator, self._scorer, self._colocation, chunks)
-        self._buffer = self._make_buffer(sampler)
+        self._buffer = self._make_buffer(Sampler(config, data.train, self._parts, chunks))
 
     def step(self, step: int) -> StepResult:
         """Takes a step; afterwards the engines have version `step` where a sync is due."""

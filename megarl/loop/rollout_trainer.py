@@ -14,14 +14,12 @@ import numpy.typing as npt
 
 from megarl.cluster.calls import Routine
 from megarl.cluster.colocation import Colocation
-from megarl.cluster.conversations import conversation_failures, launch_conversations
+from megarl.cluster.conversations import conversation_failures
 from megarl.cluster.engines import launch_engines
-from megarl.cluster.judges import launch_judge
 from megarl.cluster.process_usage import memory_metrics
 from megarl.cluster.resharder import Resharder, SyncPlanner
-from megarl.cluster.scorers import launch_scorers
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import close_all, launch_trainers, services, start_all
+from megarl.cluster.trainers import close_all, launch_trainers, start_all
 from megarl.config import PPOConfig, RAFTConfig
 from megarl.config.schema import TruncateAt
 from megarl.config.schema.cluster_sections import shared_devices
@@ -29,8 +27,8 @@ from megarl.loop.evaluate import Evaluator
 from megarl.loop.logprob_check import LogprobCheck
 from megarl.loop.pass_meter import PassMeter
 from megarl.loop.rollout_buffer import RolloutBuffer
-from megarl.loop.sampler import Sampled, Sampler, sample_metrics
-from megarl.loop.scoring import Branches, Scorer, ScoresByReward, Values, reward_weights, shuffled_order
+from megarl.loop.sampler import RolloutParts, Sampled, Sampler, sample_metrics
+from megarl.loop.scoring import Branches, ScoresByReward, Values, reward_weights, shuffled_order
 from megarl.loop.skipped_steps import SkippedBatches, write_rollouts
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.datasets import PromptSets
@@ -70,21 +68,16 @@ class RolloutTrainer(Generic[C]):
         self._colocation = Colocation(
             self._trainers, self._engines, self._resharder, sleep=config.rollout.sleep, shared=shared
         )
-        self._rules = launch_scorers(config, session, model_dir)
-        conversations = launch_conversations(config, session, model_dir, self._engines)
-        judge = launch_judge(config, session, self._rules)
-        self._services, self._generator = services(self._rules, judge, conversations), conversations or self._engines
+        self._parts = RolloutParts.launch(config, session, model_dir, self._trainers, self._colocation, truncate_at)
+        self._scorer = self._parts.scorer
         self._weights = reward_weights(config.reward, config.environment)
-        self._scorer = Scorer(config, self.roles, self._rules, self._engines, truncate_at, judge)
         self._buffer: RolloutBuffer
         self._meter, self._skipped = PassMeter(config), SkippedBatches(config)
         self._evaluator: Evaluator | None = None
         self.evaluate_every: int | None = None
         if config.evaluation is not None:
             ema_of = self.roles["actor"] if config.evaluation.ema else None
-            chunks = self._trainers.chunks()
-            parts = (self._engines, self._generator, self._scorer, self._colocation)
-            self._evaluator = Evaluator(config, data, *parts, chunks, ema_of)
+            self._evaluator = Evaluator(config, data, self._parts, self._trainers.chunks(), ema_of)
             self.evaluate_every = config.evaluation.every
 
     def _make_buffer(self, sampler: Sampler) -> RolloutBuffer:
@@ -93,7 +86,7 @@ class RolloutTrainer(Generic[C]):
     def start(self) -> None:
         """Starts every process, loads every model, and connects the actor with the engines."""
         sleep = self._config.rollout.sleep
-        start_all(self._trainers, self._engines, self._services, self._model_dir, sleep=sleep)
+        start_all(self._trainers, self._engines, self._parts.services, self._model_dir, sleep=sleep)
         self._phase("connections")
         self._resharder.connect()
 
@@ -169,7 +162,8 @@ class RolloutTrainer(Generic[C]):
         shown = shown_samples(
             rollouts, prompts, scores, scores_by_reward, self._tokenizer, tracking.samples, advantages, kept
         )
-        failures = (*conversation_failures(rollouts.samples).values(), *(self._rules.failures if self._rules else ()))
+        rules = self._scorer.rules
+        failures = (*conversation_failures(rollouts.samples).values(), *(rules.failures if rules else ()))
         return StepResult(step=step, metrics=all_metrics, updates=updates, samples=shown, failures=failures)
 
     def _asynchronous_metrics(self) -> Metrics:
@@ -230,4 +224,4 @@ class RolloutTrainer(Generic[C]):
 
     def close(self) -> None:
         """Lets every process end by itself."""
-        close_all(self._trainers, self._engines, self._services)
+        close_all(self._trainers, self._engines, self._parts.services)

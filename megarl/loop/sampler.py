@@ -14,10 +14,15 @@ import numpy as np
 
 from megarl.cluster.calls import Routine, together
 from megarl.cluster.colocation import Colocation
-from megarl.cluster.conversations import Generator
+from megarl.cluster.conversations import Generator, launch_conversations
 from megarl.cluster.engines import RolloutGroup
+from megarl.cluster.judges import launch_judge
 from megarl.cluster.rollouts import PendingRollouts, Rollouts
-from megarl.config import PPOConfig, RAFTConfig
+from megarl.cluster.scorers import launch_scorers
+from megarl.cluster.session import Session
+from megarl.cluster.trainers import Service, Trainers
+from megarl.config import EvalConfig, PPOConfig, RAFTConfig
+from megarl.config.schema import TruncateAt
 from megarl.data.prompts import greedy_requests, sample_requests
 from megarl.data.stream import Stream, StreamState
 from megarl.loop.forward_passes import Forwards
@@ -48,6 +53,45 @@ class Sampled:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolloutParts:
+    """What samples and scores responses, of a run or an evaluation.
+
+    Args:
+        generator: the engines, or conversations with them.
+        services: launched processes besides trainers and engines.
+    """
+
+    engines: RolloutGroup
+    generator: Generator
+    scorer: Scorer
+    colocation: Colocation
+    services: Sequence[Service] = ()
+
+    @classmethod
+    def launch(
+        cls,
+        config: PPOConfig | RAFTConfig | EvalConfig,
+        session: Session,
+        model_dir: str,
+        trainers: Trainers,
+        colocation: Colocation,
+        truncate_at: TruncateAt | None = None,
+    ) -> RolloutParts:
+        """Launches the services, and returns at once; see `Scorer`."""
+        engines = colocation.engines
+        rules = launch_scorers(config, session, model_dir)
+        conversations = launch_conversations(config, session, model_dir, engines)
+        judge = launch_judge(config, session, rules)
+        return cls(
+            engines=engines,
+            generator=conversations or engines,
+            scorer=Scorer(config, trainers.roles, rules, engines, truncate_at, judge),
+            colocation=colocation,
+            services=[service for service in (rules, judge, conversations) if service is not None],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DynamicSampling:
     """Drops draws that a filter rejects, and draws further prompts until the step is full.
 
@@ -75,10 +119,7 @@ class Sampler:
         self,
         config: PPOConfig | RAFTConfig,
         prompts: Sequence[Prompt],
-        engines: RolloutGroup,
-        generator: Generator,
-        scorer: Scorer,
-        colocation: Colocation,
+        parts: RolloutParts,
         chunks: int,
         *,
         dynamic: DynamicSampling | None = None,
@@ -86,7 +127,8 @@ class Sampler:
         begin_forwards: Callable[[Rollouts], Forwards] | None = None,
     ) -> None:
         self._stream = Stream(prompts, config.run.seed)
-        self._engines, self._generator, self._scorer, self._colocation = engines, generator, scorer, colocation
+        self._engines, self._generator = parts.engines, parts.generator
+        self._scorer, self._colocation = parts.scorer, parts.colocation
         self._functions = config.reward.functions
         self._prompts_per_step, self._samples_per_prompt = config.data.prompts_per_step, config.data.samples_per_prompt
         self._seed, self._chunks, self._parts = config.run.seed, chunks, config.rollout.inference_parts

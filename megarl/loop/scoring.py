@@ -122,7 +122,7 @@ class Scorer:
         judge: Judge | None = None,
     ) -> None:
         self.model = roles.get("reward")
-        self._config, self._reward, self._rules = config, config.reward, rules
+        self._config, self._reward, self.rules = config, config.reward, rules
         self._engines, self._truncate_at, self._judge = engines, truncate_at, judge
         self._scale = read_scale(config.reward.path)
 
@@ -154,9 +154,9 @@ class Scorer:
             else:
                 model = self.model.dispatch(MegatronWorker.scores, request)
         rules, calls = list[Call[ScoredRows]](), list[Call[Any]]()
-        if self._rules is not None:
+        if self.rules is not None:
             whole = replace(rollouts, samples=tuple(branches.whole(rollouts.samples)))
-            rules += [self._rules.score(functions, whole, prompts)] if functions else []
+            rules += [self.rules.score(functions, whole, prompts)] if functions else []
             if self._judge is not None:
                 judged, calls = yield from self._judge.score(whole, prompts)
                 rules.append(judged)
@@ -184,7 +184,7 @@ class Scorer:
         if model is not None:
             raw = gather_rows(gather_by_chunk(model))[branches.last][branches.conversation]
             scores[REWARD_MODEL] = self._scale.apply(torch.as_tensor(np.where(np.isfinite(raw), raw, np.nan))).numpy()
-        for columns in (self._rules.gather(call) for call in rules if self._rules is not None):
+        for columns in (self.rules.gather(call) for call in rules if self.rules is not None):
             for name in next(iter(columns.values())):
                 column = gather_rows({chunk: of_chunk[name] for chunk, of_chunk in columns.items()})
                 scores[name] = column[branches.conversation]

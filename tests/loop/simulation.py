@@ -20,7 +20,7 @@ from megarl.data.stream import stable_hash
 from megarl.loop.forward_passes import ForwardPasses
 from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.rollout_trainer import RolloutTrainer
-from megarl.loop.sampler import DynamicSampling, Sampled, Sampler
+from megarl.loop.sampler import DynamicSampling, RolloutParts, Sampled, Sampler
 from megarl.loop.scoring import ScoresByReward, Scoring
 from megarl.megatron.worker_requests import ForwardRequest
 from megarl.plan.simulation import SimulatedTime
@@ -178,10 +178,7 @@ class Simulation:
         sampler = Sampler(
             config,
             PROMPTS,
-            self.engines,
-            self.generator,
-            scorer,
-            self.devices,
+            RolloutParts(engines=self.engines, generator=self.generator, scorer=scorer, colocation=self.devices),
             CHUNKS,
             dynamic=dynamic,
             greedy=setup.greedy,

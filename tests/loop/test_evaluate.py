@@ -125,13 +125,15 @@ def evaluator(*, average: bool) -> tuple[Evaluator, list[str]]:
             evaluation=evaluation(), run=SimpleNamespace(seed=0), tracking=SimpleNamespace(samples=0, tokens=False)
         ),
         "data": SimpleNamespace(tokenizer=None, held_out=[Prompt(prompt_id=id, token_ids=(1,)) for id in "ab"]),
-        "engines": SimpleNamespace(run=run),
-        "generator": SimpleNamespace(generate=lambda *_: pending),
-        "scorer": SimpleNamespace(score=scored),
-        "colocation": SimpleNamespace(
-            to_rollout=lambda: calls.append("to rollout"),
-            sync=lambda: calls.append(f"sync {actor.weights}"),
-            to_training=lambda: calls.append("to training"),
+        "parts": SimpleNamespace(
+            engines=SimpleNamespace(run=run),
+            generator=SimpleNamespace(generate=lambda *_: pending),
+            scorer=SimpleNamespace(score=scored),
+            colocation=SimpleNamespace(
+                to_rollout=lambda: calls.append("to rollout"),
+                sync=lambda: calls.append(f"sync {actor.weights}"),
+                to_training=lambda: calls.append("to training"),
+            ),
         ),
         "ema_of": actor if average else None,
     }

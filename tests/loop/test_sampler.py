@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megarl.cluster.rollouts import Rollouts
-from megarl.loop.sampler import DynamicSampling, Sampled, Sampler
+from megarl.loop.sampler import DynamicSampling, RolloutParts, Sampled, Sampler
 from megarl.loop.scoring import ScoresByReward, Scoring
 from megarl.types import Prompt, SampleInfo, SampleRequest
 
@@ -116,9 +116,10 @@ def sampler(world: World, *, rounds: int = 0, greedy: bool = False) -> Sampler:
         data=SimpleNamespace(prompts_per_step=PER_STEP, samples_per_prompt=SAMPLES),
         rollout=SimpleNamespace(inference_parts=1),
     )
-    parts: Any = world
+    part: Any = world
+    parts = RolloutParts(engines=part, generator=part, scorer=part, colocation=part)
     dynamic = DynamicSampling(keep=differ, rounds=rounds) if rounds else None
-    return Sampler(config, PROMPTS, parts, parts, parts, parts, 4, dynamic=dynamic, greedy=greedy)
+    return Sampler(config, PROMPTS, parts, 4, dynamic=dynamic, greedy=greedy)
 
 
 def take(sampler: Sampler, step: int) -> Sampled:

@@ -112,7 +112,7 @@ def test_scores_are_in_sample_order() -> None:
             2: {"f": np.float32([NONE]), "g": np.float32([1])},
         }
     )
-    scorer._rules = rules
+    scorer.rules = rules
     found = scorer._gather(model, [answered()], Branches.of(SAMPLES))
     assert {name: values.tolist() for name, values in found.items()} == {
         "reward_model": pytest.approx([-0.5, 0, 0.5, 1, NONE], nan_ok=True),
