@@ -164,6 +164,7 @@ def _run(rank: int, platform: Any, job: Job) -> Any:
     import torch.distributed as dist
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
     from megarl.megatron.platform import start_world
 
@@ -177,4 +178,6 @@ def _run(rank: int, platform: Any, job: Job) -> Any:
             dist.destroy_process_group()
         for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
             embedding.forward.cache_clear()  # it keeps the embeddings, which have groups
+        for dispatcher in [some for some in gc.get_objects() if issubclass(type(some), MoETokenDispatcher)]:
+            vars(dispatcher).clear()  # it keeps a graph, whose hooks keep the model: a cycle through C++
         gc.collect()  # groups in reference cycles: each has threads that poll
