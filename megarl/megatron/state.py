@@ -170,13 +170,13 @@ class _Copies:
 
     def __init__(self, plan: Any, planner: Any, *, ahead: bool) -> None:
         self._planner = planner
-        self._tensors = {item.index: self._copy(item) for item in plan.items} if ahead else {}
+        self._tensors = {item.index: self._copy(item) for item in plan.items} if ahead else None
         self._written: torch.Tensor | None = None
 
     def resolve_data(self, item: Any) -> torch.Tensor:
         if self._written is not None:
             self._written.untyped_storage().resize_(0)
-        self._written = self._tensors.pop(item.index) if self._tensors else self._copy(item)
+        self._written = self._copy(item) if self._tensors is None else self._tensors.pop(item.index)
         return self._written
 
     def _copy(self, item: Any) -> torch.Tensor:
