@@ -35,6 +35,7 @@ from megarl.environments.gateway_responses import read_response, stream_response
 from megarl.environments.gateway_session import GatewaySession, run_harness
 from megarl.errors import RunError
 
+_NO_SESSION = "the key is not that of a session that is in progress under this address"
 _LARGEST_BODY = 64 << 20
 _MESSAGES = "messages"
 
@@ -211,7 +212,7 @@ class Gateway:
         session = self._sessions.get(request.path.removeprefix("/").partition("/")[0])
         own = self._key if request.path == "/tasks/next" else session.key if session is not None else ""
         if not own or not secrets.compare_digest(given.encode(), own.encode()):
-            raise GatewayError("the key is not that of a session that is in progress under this address", 401)
+            raise GatewayError(_NO_SESSION, 401)
 
     async def _turn(self, request: web.Request) -> web.StreamResponse:
         session, protocol = self._session(request), _PROTOCOLS[request.match_info["protocol"]]
@@ -267,7 +268,10 @@ class Gateway:
         return web.json_response({"task": json.loads(session.task), **told})
 
     def _session(self, request: web.Request) -> GatewaySession:
-        return self._sessions[request.match_info["session"]]
+        """Returns the session of a request; it may have ended while the body came."""
+        if (session := self._sessions.get(request.match_info["session"])) is None:
+            raise GatewayError(_NO_SESSION, 401)
+        return session
 
 
 async def _body(request: web.Request) -> dict[str, Any]:

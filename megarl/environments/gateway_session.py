@@ -83,6 +83,7 @@ class GatewaySession:
         self._chat, self._idle_s = chat, idle_s
         self._answers: dict[str, asyncio.Task[Answered]] = {}
         self._sampling = 0
+        self._promised = 0  # turns whose tasks have not begun
         self._turns = 0
         self._active = time.monotonic()
         self._done = asyncio.Event()
@@ -103,9 +104,10 @@ class GatewaySession:
             del self._answers[digest]
 
     async def _sampled(self, ask: TurnAsk) -> Answered:
-        if self._chat.turns_left < ask.count:
+        if self._chat.turns_left - self._promised < ask.count:
             self._chat.cut_off()
             raise GatewayError(_NO_ROOM)
+        self._promised += ask.count
         self._sampling += 1
         try:
             found = await asyncio.gather(*(self._turn(ask) for _ in range(ask.count)), return_exceptions=True)
@@ -129,6 +131,7 @@ class GatewaySession:
         return Answered(answers=answers, created=int(time.time()))
 
     async def _turn(self, ask: TurnAsk) -> SessionTurn | None:
+        self._promised -= 1
         if ask.prompt is not None:
             return await self._chat.complete(ask.prompt, most=ask.most)
         return await self._chat.answer(ask.messages, ask.tools, most=ask.most)
@@ -150,11 +153,16 @@ class GatewaySession:
             self._chat.reward(value, replace=True)
             self.rewarded = True
         if done:
-            self._done.set()
+            self._end()
 
     def fail(self, reason: str) -> None:
         """Ends the session: the harness says why it has no reward."""
         self._failure = reason
+        self._end()
+
+    def _end(self) -> None:
+        """Lets the session be over: turns that are being sampled are left out, though the harness has time to end."""
+        self._chat.close()
         self._done.set()
 
     async def over(self) -> None:

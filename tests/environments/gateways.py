@@ -23,6 +23,7 @@ from megarl.environments.conversation import Conversation, SampledTurn
 from megarl.environments.environment import EnvironmentTask
 from megarl.environments.gateway import Gateway, make_gateway
 from megarl.environments.gateway_request import GatewayPlace, Sampling
+from megarl.environments.gateway_session import GatewaySession
 from megarl.types import Prompt, SampleRequest, VersionSpan
 
 TEMPLATE = """\
@@ -99,14 +100,16 @@ class GatewayWorld:
             versions=(VersionSpan(start=0, stop=len(kept), version=0, engine_id=0),),
         )
 
-    def converse(self, name: str = "a", **fields: Any) -> tuple[Conversation, asyncio.Task[None]]:
-        """Begins a conversation."""
-        prompt = Prompt(prompt_id=name, token_ids=(), fields=fields)
+    def chat(self, name: str) -> ChatSession:
+        prompt = Prompt(prompt_id=name, token_ids=())
         conversation = Conversation(request=SampleRequest(sample_id=name, prompt=prompt, seed=7))
         renderer = TemplateRenderer(self.tokenizer, {}, history="sampled")
-        chat = ChatSession(conversation, renderer, self.sample, self._limits)
-        task = EnvironmentTask(prompt_id=name, fields=fields)
-        return conversation, asyncio.create_task(self.gateway.converse(chat, task))
+        return ChatSession(conversation, renderer, self.sample, self._limits)
+
+    def converse(self, name: str = "a", **fields: Any) -> tuple[Conversation, asyncio.Task[None]]:
+        """Begins a conversation."""
+        chat, task = self.chat(name), EnvironmentTask(prompt_id=name, fields=fields)
+        return chat.conversation, asyncio.create_task(self.gateway.converse(chat, task))
 
     async def session(self, name: str = "a", **fields: Any) -> GatewayTest:
         """Begins a conversation, and takes its task as a harness elsewhere does."""
@@ -161,6 +164,11 @@ class GatewayTest:
 
 def _at(mask: list[bool], index: int) -> bool:
     return index < len(mask) and mask[index]
+
+
+def gateway_session(world: GatewayWorld, name: str = "a") -> GatewaySession:
+    """Begins a session that no server has."""
+    return GatewaySession(world.chat(name), EnvironmentTask(prompt_id=name), 60.0)
 
 
 @asynccontextmanager

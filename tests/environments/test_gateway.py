@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,17 @@ import pytest
 
 from megarl.environments.chat_session import TurnLimits
 from megarl.environments.environment import FailedEnvironmentError
+from megarl.environments.gateway_request import GatewayError, TurnAsk
+from megarl.environments.gateway_session import Answered
 from megarl.errors import RunError
-from tests.environments.gateways import GatewayTest, GatewayWorld, call_text, gateway_tokenizer, gateway_world
+from tests.environments.gateways import (
+    GatewayTest,
+    GatewayWorld,
+    call_text,
+    gateway_session,
+    gateway_tokenizer,
+    gateway_world,
+)
 from tests.security.listeners import listeners
 
 CHAT = "/v1/chat/completions"
@@ -243,6 +252,73 @@ def test_one_of_several_turns_that_fails_waits_for_the_others(tokenizer: Path, t
             assert (await session.post(CHAT, {**HELLO, "n": 2}))[0] == 400
             assert not sampling
             assert session.conversation.turns == 1
+
+    asyncio.run(run())
+
+
+def test_requests_at_the_same_time_share_the_turns_that_are_left(tokenizer: Path, tmp_path: Path) -> None:
+    """One that is refused has sampled nothing."""
+
+    async def run() -> None:
+        async with gateway_world(
+            tokenizer, lambda _: "yes", tmp_path, TurnLimits(context=100, turn=9, turns=2)
+        ) as world:
+            session = gateway_session(world)
+            asks = [TurnAsk(prompt="one"), TurnAsk(prompt="two", count=2)]
+            first, second = await asyncio.gather(*map(session.answered, asks), return_exceptions=True)
+            assert isinstance(first, Answered)
+            assert isinstance(second, GatewayError)
+            assert len(world.record) == 1
+            assert len((await session.answered(TurnAsk(prompt="three"))).answers) == 1
+
+    asyncio.run(run())
+
+
+def test_a_turn_that_is_sampled_when_the_session_is_done_is_left_out(tokenizer: Path, tmp_path: Path) -> None:
+    """Also while the harness has time to end."""
+
+    async def run() -> None:
+        ready = asyncio.Event()
+
+        async def answer(prompt: str) -> str:
+            if prompt == "slow":
+                await ready.wait()
+            return "yes"
+
+        async with gateway_world(tokenizer, answer, tmp_path) as world:
+            for failed in (False, True):
+                session = gateway_session(world, name := f"failed {failed}")
+                await session.answered(TurnAsk(prompt="quick"))
+                slow = asyncio.create_task(session.answered(TurnAsk(prompt="slow")))
+                await asyncio.sleep(0.01)
+                session.fail("broken") if failed else session.reward(1.0, done=True)
+                ready.set()
+                with pytest.raises(GatewayError, match="the session has ended"):
+                    await slow
+                assert f"{name}/turn-1" in world.record
+                ready.clear()
+
+    asyncio.run(run())
+
+
+def test_a_reward_that_arrives_when_the_session_has_ended_is_refused(tokenizer: Path, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with gateway_world(tokenizer, lambda _: "yes", tmp_path) as world:
+            session = await world.session()
+            await session.post(CHAT, HELLO)
+
+            async def body() -> AsyncIterator[bytes]:
+                yield b'{"reward": '
+                await asyncio.sleep(0.1)
+                await session.end()
+                yield b"1}"
+
+            headers = {"Authorization": f"Bearer {session.key}"}
+            async with (
+                aiohttp.ClientSession(headers=headers) as client,
+                client.post(session.url + "/reward", data=body()) as answer,
+            ):
+                assert answer.status == 401
 
     asyncio.run(run())
 
