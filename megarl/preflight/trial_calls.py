@@ -29,7 +29,8 @@ _LINES = 4
 def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
     """Calls every function of the run on a prompt of its data, and on two others if it fails; its score is not used.
 
-    The response is the prompt itself, and for the second prompt a text of its row. A call has `reward.time_limit`.
+    The response is the prompt itself, and for the second prompt a text of its row; a function of a batch or a group
+    gets it twice. A call has `reward.time_limit`.
     An environment begins a conversation; returns the ids of its first prompt, none without an environment.
 
     Raises:
@@ -96,7 +97,8 @@ def _problems(
     try:
         scorer.start()
         for index, function in enumerate(functions):
-            failed = _call(scorer, index, tried, tokenizer)
+            copies = 1 if function.unit == "response" else 2
+            failed = _call(scorer, index, tried, tokenizer, copies)
             if failed is not None:
                 reason = "\n      ".join(failed.failure.reason.splitlines()[-_LINES:])
                 rule = f"scores a response; on each of {len(tried)} prompts it failed, first on {failed.prompt_id!r}"
@@ -110,12 +112,19 @@ def _problems(
         scorer.close()
 
 
-def _call(scorer: RuleScorer, function: int, prompts: Sequence[Prompt], tokenizer: Tokenizer | None) -> Unscored | None:
-    """Calls a function until it scores a response; returns the first failure if it scores none."""
+def _call(
+    scorer: RuleScorer, function: int, prompts: Sequence[Prompt], tokenizer: Tokenizer | None, copies: int
+) -> Unscored | None:
+    """Calls a function until it scores a response; returns the first failure if it scores none.
+
+    Args:
+        copies: of the response in a call.
+    """
     first: Unscored | None = None
     for row, prompt in enumerate(prompts):
         chunk = _chunk(prompt, _text(prompt, tokenizer) if row == 1 else prompt.token_ids)
-        _, failures = scorer.score({"": function}, scorer.completions(chunk, {0: prompt}), math.inf)
+        completions = scorer.completions(chunk, {0: prompt}) * copies
+        _, failures = scorer.score({"": function}, completions, math.inf)
         if not failures:
             return None
         first = first or next(iter(failures.values()))

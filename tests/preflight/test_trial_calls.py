@@ -61,6 +61,14 @@ def test_evaluation_functions_are_called_too() -> None:
     assert problem.field == "evaluation.functions.0.name"
 
 
+@pytest.mark.parametrize("unit", ["batch", "group"])
+def test_a_function_of_several_responses_is_called_with_two(unit: str) -> None:
+    functions = [{"name": "tests.rewards.functions:one_score", "per": unit}]
+    made = load(GRPO, [f"reward.functions={json.dumps(functions)}"])
+    with pytest.raises(ConfigError, match="list of 2 numbers"):
+        call_functions(made, check(made))
+
+
 def test_a_function_may_fail_on_some_rows() -> None:
     functions = [{"name": "tests.rewards.functions:raises_once_in_a_while", "args": {"every": 4}}]
     made = load(GRPO, [f"reward.functions={json.dumps(functions)}"])

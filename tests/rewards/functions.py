@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ def anything(completion: Completion) -> Any:
 
 def quotient(completion: Completion, *, size: int) -> float:
     return 1.0 / (len(completion.response_ids) - size)
+
+
+def one_score(completions: Sequence[Completion]) -> list[float]:
+    """A function of a batch that returns too few scores."""
+    return [1.0 for _ in completions[:1]]
 
 
 async def later(completion: Completion) -> float:
