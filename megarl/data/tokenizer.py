@@ -99,7 +99,8 @@ class Tokenizer:
             ValueError: the template refuses the chat, or ignores the tools, their calls or their answers.
         """
         if not self.has_chat_template:
-            raise ValueError(f"a chat needs a chat template, and the tokenizer of {self._name} has none")
+            reason = f"a chat needs a chat template, and the tokenizer of {self._name} has none"
+            raise ValueError(f"{reason}; take an instruct model, or write the prompt as a text")
         chat = [dict(message) for message in messages]
         try:
             text = self.written(chat, tools, arguments or {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, get_type_hints
 
@@ -68,7 +69,10 @@ def check_fields(
     for index, function in enumerate(functions):
         own = _field_argument(function)
         place, fields = ("args.field", (own,)) if own is not None else _columns(function)
-        problems += [found for field in fields for found in missing_column(f"{where}.{index}.{place}", field, prompts)]
+        found = [problem for field in fields for problem in missing_column(f"{where}.{index}.{place}", field, prompts)]
+        if function.adapter is not None:  # the setting does not name the columns: the function's signature does
+            found = [replace(problem, field=f"{where}.{index}.name", value=function.name) for problem in found]
+        problems += found
     return problems
 
 
@@ -83,6 +87,7 @@ def missing_column(where: str, column: str, prompts: Sequence[Prompt]) -> Iterat
     fix = f"name one that it has ({known})" if known else "add the column to the rows of the prompts"
     if where.endswith(".adapter"):
         fix = f"add the column, or rename one with columns: {{{column}: ...}}" + (f" ({known})" if known else "")
+        rule = f"reads the column {column}, {rule}"
     yield Problem(field=where, value=column, rule=rule, fix=fix)
 
 

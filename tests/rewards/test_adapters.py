@@ -94,9 +94,10 @@ def test_rows_have_the_columns_that_an_adapter_reads() -> None:
     functions = [overlapping("trl_reward", adapter="trl"), overlapping("verl_score", adapter="verl")]
     problems = check_fields(functions, prompts)
     assert [(problem.field, problem.value) for problem in problems] == [
-        ("reward.functions.0.adapter", "answer"),
-        ("reward.functions.1.adapter", "reward_model"),
+        (f"reward.functions.{index}.name", function.name) for index, function in enumerate(functions)
     ]
+    columns = ("answer", "reward_model")
+    assert all(f"reads the column {name}," in problem.rule for name, problem in zip(columns, problems, strict=True))
     assert not check_fields(functions, prompts[:1])
 
 
