@@ -171,16 +171,17 @@ class _Copies:
     def __init__(self, plan: Any, planner: Any, *, ahead: bool) -> None:
         self._planner = planner
         self._tensors = {item.index: self._copy(item) for item in plan.items} if ahead else None
-        self._written: torch.Tensor | None = None
+        self._written: Any = None
 
-    def resolve_data(self, item: Any) -> torch.Tensor:
-        if self._written is not None:
+    def resolve_data(self, item: Any) -> Any:
+        if isinstance(self._written, torch.Tensor):
             self._written.untyped_storage().resize_(0)
         self._written = self._copy(item) if self._tensors is None else self._tensors.pop(item.index)
         return self._written
 
-    def _copy(self, item: Any) -> torch.Tensor:
-        return self._planner.resolve_data(item).detach().to("cpu", copy=True)
+    def _copy(self, item: Any) -> Any:
+        data = self._planner.resolve_data(item)
+        return data.detach().to("cpu", copy=True) if isinstance(data, torch.Tensor) else data  # or an object's bytes
 
 
 class _Plan(SaveShardedStrategy):
