@@ -191,13 +191,14 @@ def test_plan_prints_placement_and_batches() -> None:
             [
                 "prompts.jsonl: 32 rows; 4 sampled for each",
                 "soft_overlong; pass@k for k in [1, 4]",
-                "seed 1, into runs/debug-eval",
+                "seed 1, into ",
             ],
         ),
     ],
 )
-def test_plan_reads_every_stage(stage: str, said: list[str]) -> None:
-    result = CliRunner().invoke(app, ["plan", str(DEBUG.with_stem(stage))], env={"COLUMNS": "120"})
+def test_plan_reads_every_stage(stage: str, said: list[str], tmp_path: Path) -> None:
+    command = ["plan", str(DEBUG.with_stem(stage)), f"run.dir={tmp_path / 'run'}"]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.stderr
     assert all(text in result.stdout for text in said), result.stdout
 
