@@ -50,7 +50,7 @@ def print_memory(config: RunConfig, console: Console | None = None) -> None:
         offloaded += len(members) * _largest(phases, "offloaded")
         for phase in phases:
             if phase.peak > room.nbytes:
-                fix = advice(config, members[0], phase)
+                fix = advice(config, members[0], phase, excess=phase.peak - room.nbytes)
                 worries.append(f"{phase.phase} on {name} may not fit, {format_bytes(phase.peak)}: {fix}")
     lines = [f"{format_bytes(room.nbytes)} ({room.source})"]
     if room.shared:

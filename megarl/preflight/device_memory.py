@@ -29,7 +29,7 @@ def check_memory(config: RunConfig) -> None:
                 largest = max(needed, key=lambda pair: pair[1].exact)
                 names = ", ".join(str(plan.device) for plan, _ in needed)
                 rule = f"{phase} fits into {format_bytes(room.nbytes)} ({room.source})"
-                fix = advice(config, *largest)
+                fix = advice(config, *largest, excess=total - room.nbytes)
                 problems[phase] = Problem(f"memory of device {names}", format_bytes(total), rule, fix)
     if problems:
         raise ConfigError(list(problems.values()))
@@ -43,36 +43,53 @@ def check_memory(config: RunConfig) -> None:
 
 
 def _without_cache(config: RunConfig, plans: Sequence[DevicePlan]) -> Iterator[Problem]:
-    rollout, engine = engine_settings(config), next((plan.engine for plan in plans if plan.engine is not None), None)
-    if rollout is not None and engine is not None and engine.cache == 0:
-        taken, device = engine.weights + engine.work + PROCESS, capacity(config).of_device
+    rollout = engine_settings(config)
+    engine = next((plan.engine for plan in plans if plan.engine is not None and plan.engine.cache == 0), None)
+    if rollout is not None and engine is not None:
+        taken = engine.weights + engine.kept + engine.work + PROCESS
+        device = capacity(config).of_device
         rule = f"more than what an engine takes besides its cache, {format_bytes(taken)} of {format_bytes(device)}"
         fix = f"set it above {taken / device:.2f}, or raise rollout.tp"
         yield Problem("rollout.gpu_memory_fraction", f"{rollout.gpu_memory_fraction:g}", rule, fix)
 
 
-def advice(config: RunConfig, plan: DevicePlan, phase: PhaseMemory) -> str:
-    """Returns the setting that would free most memory of a phase."""
-    return max(_remedies(config, plan, phase))[1]
+def advice(config: RunConfig, plan: DevicePlan, phase: PhaseMemory, excess: int) -> str:
+    """Returns the first setting that frees the excess of a phase, bytes, or else those that together free most."""
+    remedies = [remedy for remedy in _remedies(config, plan, phase) if remedy[0] > 0]
+    for freed, setting in remedies:
+        if freed >= excess:
+            return setting
+    settings: list[str] = []
+    for freed, setting in sorted(remedies, reverse=True):
+        if excess > 0:
+            settings.append(setting)
+            excess -= freed
+    return ", and ".join(settings) or "take machines with more memory, or a smaller model"
 
 
 def _remedies(config: RunConfig, plan: DevicePlan, phase: PhaseMemory) -> Iterator[tuple[int, str]]:
-    """Yields the bytes that a setting would free, roughly, and the setting."""
-    engine, role, rollout = plan.engine, phase.role, engine_settings(config)
-    if engine is not None and not plan.sleeps and plan.roles and phase.phase in ("inference", "update", "checkpoint"):
-        yield engine.weights + engine.cache, "set rollout.sleep=true"
-    if rollout is not None:
-        yield phase.cache, f"lower {rollout.cache_field}"
-    yield phase.weights // 2, "raise rollout.tp"
+    """Yields the bytes that a setting would free, roughly, and the setting; those that cost least come first.
+
+    Virtual devices share their machine: there nothing can be offloaded, slept away or split.
+    """
+    engine, role, on_gpu = plan.engine, phase.role, plan.kind == "cuda"
+    if on_gpu and engine is not None and not plan.sleeps and plan.roles and phase.phase != "generate":
+        weights = 0 if phase.phase == "sync" else phase.weights
+        yield weights + phase.cache + engine.work, "set rollout.sleep=true"
+    elif engine is not None:
+        yield phase.cache, f"lower {plan.cache_field}"
     if plan.saved:
         yield phase.snapshot, "set checkpoint.async_save=false"
     for name, memory in plan.roles.items():
-        if not memory.spec.offload and name != role:
+        if on_gpu and not memory.spec.offload and name != role:
             yield memory.state, f"set groups.{config.group_of(name)}.roles.{name}.offload=true"
-    if role is not None:
-        field, spec = f"groups.{config.group_of(role)}.roles.{role}", plan.roles[role].spec
-        if phase.phase == "update" and spec.recompute != "full":
-            yield phase.activations, f"set {field}.recompute=full, or lower its tokens_per_micro_batch"
+    field = "" if role is None else f"groups.{config.group_of(role)}.roles.{role}"
+    if role is not None and phase.phase == "update" and plan.roles[role].spec.recompute != "full":
+        yield phase.activations, f"set {field}.recompute=full, or lower its tokens_per_micro_batch"
+    elif role is not None:
         yield phase.activations // 2, f"lower {field}.tokens_per_micro_batch"
+    if on_gpu and engine is not None:
+        yield phase.weights // 2, f"raise {plan.cache_field.rpartition('.')[0]}.tp"
+    if on_gpu and role is not None:
         state = phase.parameters + phase.gradients + phase.optimizer + phase.stepping
         yield state // 2, f"raise {field}.tp or pp, with more devices in its group"

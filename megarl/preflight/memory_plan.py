@@ -42,7 +42,7 @@ class PhaseMemory:
         optimizer: state, and the average of the weights.
         activations, logits: of a forward pass, and of a backward pass where there is one.
         stepping: Adam's intermediate results, when the activations are gone.
-        weights, cache, engine: of a vLLM engine: weights, key-value cache, and the rest with CUDA graphs.
+        weights, cache, engine: of a vLLM engine: weights, key-value cache, and the rest, see `EngineRankMemory`.
         buckets: of a sync.
         process: of the processes themselves.
         snapshot: of a checkpoint that is being written, on a CPU.
@@ -81,6 +81,7 @@ class DevicePlan:
     """A device: its roles by name, and its engine.
 
     Args:
+        cache_field: of the configuration, for the size of the engine's cache.
         bucket: most bytes of a message of a sync.
         sleeps: the engine gives weights and cache back while the trainers work.
         saved: roles of checkpoints that are written while the training goes on.
@@ -90,6 +91,7 @@ class DevicePlan:
     kind: str
     roles: Mapping[RoleName, RoleMemory] = field(default_factory=dict[RoleName, RoleMemory])
     engine: EngineRankMemory | None = None
+    cache_field: str = ""
     bucket: int = 0
     sleeps: bool = False
     saved: Collection[RoleName] = ()
@@ -136,7 +138,8 @@ class DevicePlan:
         phase = self._idle("sync", role)
         sent = 2 * min(self.bucket, self.roles["actor"].parameters) if role else 0
         phase = self._with_engine(replace(phase, buckets=sent + self._received), awake=True)
-        return replace(phase, cache=0) if self.sleeps else phase
+        repacked = 0 if self.engine is None else self.engine.repacked
+        return replace(phase, engine=phase.engine + repacked, cache=0 if self.sleeps else phase.cache)
 
     @property
     def _received(self) -> int:
@@ -172,7 +175,8 @@ class DevicePlan:
         if self.engine is None:
             return phase
         weights, cache = (self.engine.weights, self.engine.cache) if awake else (0, 0)
-        return replace(phase, weights=weights, cache=cache, engine=self.engine.work if generates else 0)
+        works = generates or (self.kind == "cuda" and not self.sleeps)
+        return replace(phase, weights=weights, cache=cache, engine=self.engine.kept + self.engine.work * works)
 
 
 def plan_memory(config: RunConfig) -> list[DevicePlan]:
@@ -195,15 +199,17 @@ def plan_memory(config: RunConfig) -> list[DevicePlan]:
         spec = model_spec(config.model.hf_config())
         engine = EngineRankMemory.of(spec, rollout, kind, lambda: capacity(config).of_device)
         sleeps = rollout.sleep and kind == "cuda"
+        field = f"rollout.{'kv_cache_mib' if rollout.gpu_memory_fraction is None else 'gpu_memory_fraction'}"
         for device in parse_devices(rollout.devices):
             plan = plans.get(device, DevicePlan(device=device, kind=kind, bucket=bucket))
-            plans[device] = replace(plan, engine=engine, sleeps=sleeps)
+            plans[device] = replace(plan, engine=engine, cache_field=field, sleeps=sleeps)
     judge = config.reward.judge_model if isinstance(config, PPOConfig | RAFTConfig | EvalConfig) else None
     if judge is not None:
         spec = model_spec(read_config(judge.path))
         engine = EngineRankMemory.of(spec, judge.rollout, kind, lambda: capacity(config).of_device)
+        field = "reward.judge_model.kv_cache_mib"
         for device in parse_devices(judge.devices):
-            plans[device] = DevicePlan(device=device, kind=kind, engine=engine)
+            plans[device] = DevicePlan(device=device, kind=kind, engine=engine, cache_field=field)
     return [plans[device] for device in sorted(plans)]
 
 

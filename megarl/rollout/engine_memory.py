@@ -28,10 +28,15 @@ class EngineRankMemory:
 
     Args:
         cache: of keys and values; 0 if `rollout.gpu_memory_fraction` leaves no room for it.
+        kept: the rest that is there always: on a GPU the CUDA graphs, on a CPU copies and buffers.
+        repacked: the largest weight, on a CPU, where a sync packs a new one before the old one is freed.
+        work: of the largest batch, while the engine generates; a GPU's allocator keeps it until the engine sleeps.
     """
 
     weights: int
     cache: int
+    kept: int
+    repacked: int
     work: int
 
     @classmethod
@@ -45,15 +50,25 @@ class EngineRankMemory:
         params, dims = model.vllm_map(rollout.tp, 0).params, model.dims
         item, fp8 = ITEM_BYTES[model.dtype], rollout.quantization is not None
         quantized = {name for name, info in params.items() if fp8 and "layers." in name and len(info.shape) > 1}
-        weights = sum(math.prod(i.shape) * (1 if name in quantized else item) for name, i in params.items())
+        sizes = [math.prod(i.shape) * (1 if name in quantized else item) for name, i in params.items()]
+        weights, repacked = sum(sizes), 0 if device == "cuda" else max(sizes)
         tokens, responses = _TOKENS[device]
+        # Of an MLP on a CPU: gate and up, the gate's SiLU, the product; residual, norm, input, output.
         batch = tokens * item * 4 * (dims.hidden + dims.ffn // rollout.tp)
-        logits = (12 if device == "cuda" else 8) * responses * dims.vocab  # CUDA: with counts for penalties (0.32)
-        work = batch + logits + (_GRAPHS if device == "cuda" and not rollout.enforce_eager else 0)
+        if device == "cuda":
+            kept = 0 if rollout.enforce_eager else _GRAPHS
+            work = batch + 12 * responses * dims.vocab  # logits, and counts for penalties (0.32)
+        else:
+            # The output layer is packed into a copy (UnquantizedEmbeddingMethod), and the runner has a buffer for the
+            # embeddings of a batch (GPUModelRunner.inputs_embeds).
+            kept = (dims.padded_vocab("vllm", rollout.tp) // rollout.tp + tokens) * dims.hidden * item
+            # Logits and log-probabilities; for top-p, logits, sorted ones, int64 indices, sums and a mask.
+            logits = (8 if rollout.top_p == 1 else 21) * responses * dims.vocab
+            work = max(batch, logits)
         cache = _CACHE if rollout.kv_cache_mib is None else rollout.kv_cache_mib * _MIB
         if rollout.gpu_memory_fraction is not None:
-            cache = int(rollout.gpu_memory_fraction * device_memory()) - weights - work - PROCESS
-        return cls(weights=weights, cache=max(0, cache), work=work)
+            cache = int(rollout.gpu_memory_fraction * device_memory()) - weights - kept - work - PROCESS
+        return cls(weights=weights, cache=max(0, cache), kept=kept, repacked=repacked, work=work)
 
 
 def cache_bytes(model: ModelSpec, rollout: Rollout, device: str, device_memory: int | None = None) -> int:

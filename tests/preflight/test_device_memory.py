@@ -87,10 +87,11 @@ def test_role_states_by_hand(tmp_path: Path) -> None:
         assert (phase.weights, phase.cache) == (2 * PARAMETERS, 2 * GIB)
         assert phase.gradients == (4 * PARAMETERS if phase.phase == "update" else 0)
         assert bool(phase.buckets) == (phase.phase == "sync")
+        assert phase.engine == found["generate"].engine > GIB, "an allocator and the graphs keep it"
     assert found["sync"].buckets == 4 * 2 * PARAMETERS  # a bucket of 256 MiB would be larger than the model
     update = found["update"]
     assert update.stepping == 4 * PARAMETERS
-    fixed = update.exact + update.process
+    fixed = update.exact + update.process + update.engine
     assert update.peak == fixed + update.activations + update.logits
 
 
@@ -118,8 +119,8 @@ def test_sleeping_engines_and_offloaded_roles_free_their_memory(tmp_path: Path) 
     assert (generate.parameters, generate.optimizer, generate.offloaded) == (0, 0, actor + reference)
     assert (generate.weights, generate.cache) == (2 * PARAMETERS, 2 * GIB)
     assert (update.parameters, update.optimizer, update.offloaded) == (2 * PARAMETERS, 12 * PARAMETERS, reference)
-    assert (update.weights, update.cache) == (0, 0)
-    assert (sync.weights, sync.cache) == (2 * PARAMETERS, 0)
+    assert (update.weights, update.cache, update.engine) == (0, 0, GIB), "graphs stay"
+    assert (sync.weights, sync.cache, sync.engine) == (2 * PARAMETERS, 0, GIB)
 
 
 def test_a_checkpoint_that_is_written_during_the_steps_takes_memory(tmp_path: Path) -> None:
@@ -184,7 +185,23 @@ def test_a_run_that_cannot_fit_is_refused_from_config_json_alone(tmp_path: Path)
     assert result.stderr.count("rule: ") == 5, "it fits in no phase"
     assert "rule: generate fits into 268.0 GiB" in result.stderr
     assert "update on device 0 may not fit" in result.stdout
+    assert "set rollout.sleep=true, and raise groups.train.roles.actor.tp or pp" in result.stderr, "one is too little"
     assert "generate " in result.stdout
+
+
+def test_an_engine_on_a_cpu_has_a_copy_of_its_output_layer_and_a_buffer(tmp_path: Path) -> None:
+    """And in a batch, logits or activations, whichever are more."""
+    path = written(tmp_path, {**MODEL, "vocab_size": 64000})
+    copies, activations = 2 * 256 * (64000 + 4096), 2 * 4096 * 4 * (256 + 512)
+    plain, filtered = (
+        {name: phase.engine for name, phase in phases(path, "cluster.device=cpu", *overrides).items()}
+        for overrides in ((), ("rollout.top_p=0.9",))
+    )
+    assert plain.pop("generate") == copies + 8 * 256 * 64000 > copies + activations
+    assert filtered["generate"] == copies + 21 * 256 * 64000
+    assert plain.pop("sync") == copies + 2 * 256 * 64000, "the largest weight is packed again"
+    assert set(plain.values()) == {copies}
+    assert phases(written(tmp_path), "cluster.device=cpu")["generate"].engine == 512 * (1280 + 4096) + activations
 
 
 @pytest.mark.parametrize(
@@ -203,11 +220,13 @@ def test_a_run_that_may_not_fit_is_warned_about_with_a_setting_that_helps(
     assert fix in worry
 
 
-def test_sleep_is_suggested_for_an_engine_that_stays_awake(tmp_path: Path) -> None:
-    result = plan(written(tmp_path), "cluster.device_memory_gib=3")
+def test_the_suggested_settings_make_a_run_fit(tmp_path: Path) -> None:
+    path, small = written(tmp_path), "cluster.device_memory_gib=3"
+    result = plan(path, small)
     assert result.exit_code == 0
-    assert "update on device 0 may not fit" in result.stdout
-    assert "set rollout.sleep=true" in result.stdout
+    fixes = {line.split(": ")[1] for line in result.stdout.splitlines() if "may not fit" in line}
+    assert fixes == {"lower rollout.kv_cache_mib", "set rollout.sleep=true"}
+    assert "may not fit" not in plan(path, small, "rollout.kv_cache_mib=512", "rollout.sleep=true").stdout
 
 
 FRACTION = ["rollout.kv_cache_mib=null", "rollout.gpu_memory_fraction=0.5"]
@@ -250,3 +269,4 @@ def test_virtual_devices_share_the_memory_of_the_machine(tmp_path: Path) -> None
     with pytest.raises(ConfigError) as refusal:
         check_memory(load(path, [*engines, "cluster.device_memory_gib=4"]))
     assert refusal.value.problems[0].field == "memory of device 0, 1, 2, 3"
+    assert {problem.fix for problem in refusal.value.problems} == {"lower rollout.kv_cache_mib"}

@@ -194,11 +194,6 @@ class Rollout(Section):
     """Directory of recorded rollouts, which replace the generation of their steps."""
 
     @property
-    def cache_field(self) -> str:
-        """The field that determines the size of the key-value cache."""
-        return "rollout.kv_cache_mib" if self.gpu_memory_fraction is None else "rollout.gpu_memory_fraction"
-
-    @property
     def engines(self) -> int:
         """Number of engines."""
         return len(parse_devices(self.devices)) // self.tp
