@@ -125,9 +125,11 @@ def peaks(rank: int, config: dict[str, Any], tokens: int, recompute: Any, direct
     return {phase: peak - before for phase, peak in found.items()}
 
 
-def return_freed_memory() -> None:
-    """Makes this process do so at once: glibc would keep some for later, a quarter more than is in use."""
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+def return_freed_memory(*, at_once: bool = True) -> None:
+    """Makes this process do so, or keep some for later, as glibc does: a quarter more than is in use."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16 if at_once else 1 << 25)
+    libc.malloc_trim(0)
 
 
 def _peaks(rank: int, config: dict[str, Any], tokens: int, recompute: Any, directory: Path) -> dict[str, int]:
