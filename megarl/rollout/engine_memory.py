@@ -59,8 +59,9 @@ class EngineRankMemory:
             kept = 0 if rollout.enforce_eager else _GRAPHS
             work = batch + 12 * responses * dims.vocab  # logits, and counts for penalties (0.32)
         else:
-            # The output layer is packed into a copy (UnquantizedEmbeddingMethod), and the runner has a buffer for the
-            # embeddings of a batch (GPUModelRunner.inputs_embeds).
+            # The output layer is packed into a copy (UnquantizedEmbeddingMethod) if oneDNN can multiply its dtype here:
+            # float32 on all x86, 16 bits with AVX-512. Counted always. The runner has a buffer for the embeddings of a
+            # batch (GPUModelRunner.inputs_embeds).
             kept = (dims.padded_vocab("vllm", rollout.tp) // rollout.tp + tokens) * dims.hidden * item
             # Logits and log-probabilities; for top-p, logits, sorted ones, int64 indices, sums and a mask.
             logits = (8 if rollout.top_p == 1 else 21) * responses * dims.vocab

@@ -60,7 +60,10 @@ def _requests(count: int, length: int) -> list[SampleRequest]:
 def test_process_memory_is_as_planned(
     process: EngineProcess, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond what the process has after an engine that has generated, as vLLM imports much at its first step."""
+    """Beyond what the process has after an engine that has generated, as vLLM imports much at its first step.
+
+    In float32, which oneDNN packs on every x86 processor; 16 bits need AVX-512 for that.
+    """
     monkeypatch.setattr("tests.rollout.syncing.BUCKET_BYTES", BUCKET_BYTES)
     model = random_model(Qwen2Config(**CONFIG, bos_token_id=0, eos_token_id=1, dtype="float32"), 1)
     directory = save(model, tmp_path)
