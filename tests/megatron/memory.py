@@ -126,7 +126,7 @@ def peaks(rank: int, config: dict[str, Any], tokens: int, recompute: Any, direct
 
 
 def return_freed_memory(*, at_once: bool = True) -> None:
-    """Makes this process do so, or keep some for later, as glibc does: a quarter more than is in use."""
+    """Makes this process return freed memory at once, or keep some for later as glibc does, up to a quarter more."""
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16 if at_once else 1 << 25)
     libc.malloc_trim(0)
