@@ -154,7 +154,7 @@ style: setup
 	$(BIN)/ruff format --check
 
 unit: setup
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder --hypothesis-profile=unit \
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --no-loadscope-reorder --hypothesis-profile=unit \
 		-m 'not (process or dist or e2e or gpu)'
 
 # Hundreds of processes import the package: they keep what they have compiled. tests/test_types.py checks the types.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -87,8 +88,7 @@ class Ragged:
     @classmethod
     def from_rows(cls, rows: Iterable[Sequence[Any] | npt.NDArray[Any]], dtype: npt.DTypeLike) -> Ragged:
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
-        offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
-        np.cumsum([len(a) for a in arrays], out=offsets[1:])
+        offsets = np.fromiter(accumulate(map(len, arrays), initial=0), np.int64, len(arrays) + 1)
         values = np.concatenate(arrays) if arrays else np.zeros(0, dtype=dtype)
         return cls(values=values, offsets=offsets)
 

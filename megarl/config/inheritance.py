@@ -1,16 +1,15 @@
-"""YAML files that inherit from others, and overrides from the command line, merged with OmegaConf."""
+"""YAML files that inherit from others, and overrides from the command line; OmegaConf reads them."""
 
 from __future__ import annotations
 
-import copy
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.problems import ConfigError, Problem, correct_path, shown
@@ -24,6 +23,7 @@ _DEFINING: Final = ("advantage", "normalise", "policy_loss", "aggregation", "fil
 _MAPPING = "the file must hold keys and values"
 FREE = frozenset({"args", "chat_template_kwargs", "columns", "config", "limits"})
 """Keys of mappings that are no sections: ``name`` is no choice there."""
+_Section = dict[str, Any]
 _KEY_PATH = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 
@@ -47,7 +47,8 @@ def merged(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[P
     for override in overrides:
         tree = _overridden(tree, override, problems)
     try:
-        return cast(dict[str, Any], OmegaConf.to_container(_expanded(tree), resolve=True)), problems
+        tree = _expanded(tree)
+        return _plain(OmegaConf.create(tree), resolve=True) if _refers(tree) else tree, problems
     except OmegaConfBaseException as error:
         field = str(getattr(error, "full_key", None) or "interpolation")
         problems.append(Problem(field, "${...}", _first_line(error), "correct the ${...} reference"))
@@ -56,19 +57,17 @@ def merged(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[P
 
 def expanded(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a plain configuration with its short stage, if it has one, written out."""
-    return cast(dict[str, Any], OmegaConf.to_container(_expanded(OmegaConf.create(dict(raw)))))
+    return _expanded(dict(raw))
 
 
-def _expanded(tree: DictConfig) -> DictConfig:
+def _expanded(tree: _Section) -> _Section:
     """Returns the tree on top of the settings of its short stage, if it has one."""
     if tree.get("stage") not in SHORT_STAGES:
         return tree
-    above = copy.deepcopy(tree)
-    above["stage"] = "ppo"
-    return _merge(OmegaConf.create({"algo": short_stage(str(tree.get("stage")))}), above)
+    return _merge({"algo": short_stage(tree["stage"])}, {**tree, "stage": "ppo"})
 
 
-def _overridden(tree: DictConfig, override: str, problems: list[Problem]) -> DictConfig:
+def _overridden(tree: _Section, override: str, problems: list[Problem]) -> _Section:
     """Returns the tree with an override; adds a problem if that cannot be read."""
     key, equals, value = override.partition("=")
     if not equals or not _KEY_PATH.fullmatch(key):
@@ -76,28 +75,28 @@ def _overridden(tree: DictConfig, override: str, problems: list[Problem]) -> Dic
         problems.append(Problem("override", override, "has the form key.path=value", fix))
         return tree
     try:
-        return _merge(tree, OmegaConf.from_dotlist([override]))
+        return _merge(tree, _plain(OmegaConf.from_dotlist([override])))
     except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:
         rule = f"a value in YAML that fits its place ({_first_line(error)})"
         problems.append(Problem(key, shown(value), rule, "correct the value"))
         return tree
 
 
-def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> DictConfig:
+def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> _Section:
     """Returns a file merged onto those that it inherits; adds what is wrong to the problems."""
     here = path.resolve()
 
-    def wrong(rule: str, fix: str) -> DictConfig:
+    def wrong(rule: str, fix: str) -> _Section:
         field = f"{INHERIT_KEY} of {inheritors[-1]}" if inheritors else "config file"
         value = path.stem if path.parent == RECIPES else str(path)
         problems.append(Problem(field, value, rule, fix))
-        return OmegaConf.create({})
+        return {}
 
     if here in inheritors:
         circle = " -> ".join(p.name for p in (*inheritors[inheritors.index(here) :], here))
         return wrong(f"a file must not inherit itself ({circle})", f"remove one of these {INHERIT_KEY} entries")
     try:
-        own = OmegaConf.load(here)
+        loaded = OmegaConf.load(here)
     except OSError as error:
         if error.strerror is None:  # from OmegaConf, for a file with a single value
             return wrong(_MAPPING, "write key: value lines")
@@ -108,14 +107,15 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
         tabs = path.is_file() and any(line.startswith("\t") for line in path.read_text(errors="replace").splitlines())
         fix = "indent lines with spaces, not with tabs" if tabs else "correct the file"
         return wrong(f"the file must be YAML: {' '.join(str(error).split())}", fix)
-    if not isinstance(own, DictConfig):
+    if not isinstance(loaded, DictConfig):
         return wrong(_MAPPING, "write key: value lines")
-    inherited: Any = own.pop(INHERIT_KEY, None)
-    if inherited is not None and not isinstance(inherited, ListConfig):
+    own = _plain(loaded)
+    inherited = own.pop(INHERIT_KEY, None)
+    if inherited is not None and not isinstance(inherited, list):
         return wrong(f"{INHERIT_KEY} must be a list of file names", f"write {INHERIT_KEY}: [{shown(inherited)}]")
-    tree = OmegaConf.create({})
+    tree: _Section = {}
     try:
-        for name in inherited or ():
+        for name in cast(list[object], inherited or []):
             tree = _merge(tree, _read(_inherited(path, str(name)), (*inheritors, here), problems))
         return _merge(tree, own)
     except TypeError as error:
@@ -155,29 +155,68 @@ def _other_file(path: Path, inheritors: tuple[Path, ...]) -> str:
     return f"{fix}; a setting is written key.path=value" if misplaced and path.parent == Path() else fix
 
 
-def _merge(below: DictConfig, above: DictConfig) -> DictConfig:
-    """Merges a tree onto another; a choice with another name does not keep the former one's options."""
-    below = copy.deepcopy(below)
-    _make_room(below, above)
-    return cast(DictConfig, OmegaConf.merge(below, above))
+def _plain(tree: DictConfig, *, resolve: bool = False) -> _Section:
+    return cast(_Section, OmegaConf.to_container(tree, resolve=resolve))
 
 
-def _make_room(below: DictConfig, above: DictConfig) -> None:
-    """Empties the choices below that get another name, and turns a name that gets options into a mapping."""
-    for key in map(str, above):
-        if key in FREE or OmegaConf.is_interpolation(above, key) or OmegaConf.is_interpolation(below, key):
-            continue
-        under, over = below.get(key), above.get(key)
-        if not isinstance(over, DictConfig):
-            continue
-        if isinstance(under, str):
-            below[key] = {} if "name" in over else {SHORTHAND: under}
-        elif isinstance(under, DictConfig):
-            name = over.get("name", over.get(SHORTHAND))
-            if name is not None and under.get("name", under.get(SHORTHAND)) not in (None, name):
-                below[key] = {}
-            else:
-                _make_room(under, over)
+def _refers(value: object) -> bool:
+    """Whether a value has references, such as `${run.seed}`."""
+    if isinstance(value, dict):
+        return any(map(_refers, cast(dict[object, object], value).values()))
+    if isinstance(value, list):
+        return any(map(_refers, cast(list[object], value)))
+    return isinstance(value, str) and "${" in value
+
+
+def _merge(below: _Section, above: _Section) -> _Section:
+    """Merges a tree onto another; a choice with another name does not keep the former one's options.
+
+    Raises:
+        TypeError: a list meets a mapping.
+    """
+    return _merge_section(below, above, lambda: OmegaConf.create(below), choices=True)
+
+
+def _merge_section(below: _Section, above: _Section, section: Callable[[], Any], *, choices: bool) -> _Section:
+    """Merges a section.
+
+    Args:
+        section: returns the one below with its references.
+        choices: mappings with a name are choices.
+    """
+    found, keys = dict(below), {str(key): key for key in below}
+    for name, over in above.items():
+        key = keys.get(str(name), name)  # 5 in a file is "5" in an override
+        under, is_choice = below.get(key), choices and name not in FREE
+        if isinstance(under, str) and "${" in under:
+            under, is_choice = _referred(section(), key), False
+        found[key] = over
+        if isinstance(over, dict):
+            new = cast(_Section, over)
+            if isinstance(under, dict):
+                own = cast(_Section, under)
+                if not (is_choice and _renamed(own, new)):
+                    found[key] = _merge_section(own, new, lambda key=key: section()[key], choices=is_choice)
+            elif isinstance(under, str) and is_choice and "name" not in new:
+                found[key] = {SHORTHAND: under, **new}
+        if isinstance(under, list if isinstance(over, dict) else dict) and isinstance(over, dict | list):
+            raise TypeError(f"{name} is a list in one of them, and has keys in another")
+    return found
+
+
+def _renamed(under: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
+    """Whether a choice gets another name."""
+    name = over.get("name", over.get(SHORTHAND))
+    return name is not None and under.get("name", under.get(SHORTHAND)) not in (None, name)
+
+
+def _referred(section: DictConfig, key: str) -> object:
+    """Returns the section or list that a key refers to; None where it refers to anything else."""
+    try:
+        value = section[key]
+    except OmegaConfBaseException:
+        return None
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else None
 
 
 def _first_line(error: Exception) -> str:

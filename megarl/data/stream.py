@@ -10,12 +10,9 @@ from typing import Generic, Protocol, TypeVar
 
 def stable_hash(*parts: int | str) -> int:
     """Returns a non-negative 63-bit hash that depends on the parts and their order alone."""
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        encoded = repr(part).encode()
-        digest.update(len(encoded).to_bytes(8, "little"))
-        digest.update(encoded)
-    return int.from_bytes(digest.digest(), "little") >> 1
+    encoded = [repr(part).encode() for part in parts]
+    content = b"".join(len(part).to_bytes(8, "little") + part for part in encoded)
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
 
 
 class Keyed(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Final
 
 from jinja2 import Environment, TemplateSyntaxError, nodes
@@ -44,8 +45,11 @@ def writes_locally(template: object, *, after_query: bool = False) -> bool:
         after_query: what is written for a message may also depend on whether it comes after the last one of the user,
             if the template finds that as Qwen 3's or GLM-4.5's do.
     """
-    if not isinstance(template, str):
-        return False
+    return isinstance(template, str) and _writes_locally(template, after_query)
+
+
+@lru_cache(maxsize=16)
+def _writes_locally(template: str, after_query: bool) -> bool:
     try:
         tree = _parsed(template)
     except TemplateSyntaxError:  # also with the extensions of transformers, which this parser lacks

@@ -21,6 +21,7 @@ from megarl.algos.registry import GROUP_ADVANTAGES
 from tests.algos.inputs import NAN, lengths_mask, numbers, seeds
 from tests.oracle import comparisons as naive
 from tests.oracle.models import Sample
+from tests.unit_profile import fewer
 
 Comparison = Callable[[Samples], Tensor]
 
@@ -78,7 +79,6 @@ ORACLES = sorted(FUNCTIONS.keys() - {"reinforce_pp_baseline"})
 
 
 @pytest.mark.parametrize("name", ORACLES)
-@settings(max_examples=100)
 @given(drawn)
 def test_group_advantages_equal_the_oracles(name: str, rows: list[tuple[int, float | None, bool, int]]) -> None:
     options = OPTIONS.get(name, {})
@@ -92,7 +92,7 @@ def test_group_advantages_equal_the_oracles(name: str, rows: list[tuple[int, flo
 
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
-@settings(max_examples=30)
+@settings(max_examples=fewer(30))
 @given(drawn, seeds)
 def test_t2_the_order_of_samples_does_not_matter(
     name: str, rows: list[tuple[int, float | None, bool, int]], seed: int
@@ -114,7 +114,7 @@ def test_t2_the_order_of_samples_does_not_matter(
 
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
-@settings(max_examples=30)
+@settings(max_examples=fewer(30))
 @given(drawn)
 def test_samples_without_a_score_get_0_and_change_nothing(
     name: str, rows: list[tuple[int, float | None, bool, int]]
@@ -129,7 +129,7 @@ def test_samples_without_a_score_get_0_and_change_nothing(
 
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - {"remax", "gdpo"}))
-@settings(max_examples=30)
+@settings(max_examples=fewer(30))
 @given(drawn, st.sampled_from([-4.0, 0.25, 8.0]))
 def test_t9_a_constant_added_to_all_scores_changes_nothing(
     name: str, rows: list[tuple[int, float | None, bool, int]], shift: float

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config import ConfigError, PPOConfig, Problem, load, save
+from megarl.config.inheritance import merged
 from megarl.types import Layout
 from tests.config.debug import DEBUG, GRPO, REPOSITORY, by_field, debug, refused, without
 
@@ -181,6 +182,31 @@ def test_an_override_may_hold_an_equals_sign() -> None:
 def test_interpolation_refers_to_other_fields() -> None:
     assert debug("data.random.seed=${run.seed}", "run.seed=11").data.random.seed == 11  # pyright: ignore[reportOptionalMemberAccess]
     assert "not found" in refused("run.dir=${nowhere}")["run.dir"]
+
+
+def test_keys_merge_onto_the_section_that_is_referred_to(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    actor = "${groups.train.roles.actor}"
+    own.write_text(f"defaults: [{DEBUG}]\ngroups:\n  train:\n    roles:\n      critic: {actor}\n")
+    raw, problems = merged(own, ["groups.train.roles.critic.tokens_per_micro_batch=77"])
+    assert not problems
+    roles = raw["groups"]["train"]["roles"]
+    assert roles["critic"] == {**roles["actor"], "tokens_per_micro_batch": 77} != roles["actor"]
+
+
+def test_an_override_finds_a_key_that_is_a_number(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("args: {bias: {5: 1.0, 7: 2.0}}")
+    assert merged(own, ["args.bias.5=3.0"]) == ({"args": {"bias": {5: 3.0, 7: 2.0}}}, [])
+
+
+def test_a_list_does_not_replace_keys(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("a: {b: [1]}")
+    for override, name in {"a=[1]": "a", "a.b.0=2": "b"}.items():
+        raw, (problem,) = merged(own, [override])
+        assert raw == {"a": {"b": [1]}}
+        assert f"{name} is a list in one of them, and has keys in another" in problem.rule
 
 
 def test_malformed_overrides_are_reported_with_other_problems() -> None:

@@ -14,6 +14,7 @@ from megarl.convert.stored import BoxReader, SavedTensor, StoredTensor, read_tor
 from megarl.weights.hf_files import CheckpointError
 from megarl.weights.plan import Copy
 from megarl.weights.shard_map import Box, TensorInfo
+from tests.unit_profile import fewer
 
 
 @st.composite
@@ -22,7 +23,7 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     return Box(tuple(a for a, _ in edges), tuple(max(b, a + 1) for a, b in edges))
 
 
-@settings(max_examples=50)
+@settings(max_examples=fewer(50))
 @given(st.data())
 def test_boxes_of_any_strides(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))

@@ -19,6 +19,7 @@ from megarl.environments.environment_child import Reply
 from megarl.environments.environment_process import EnvironmentProcess
 from megarl.types import Prompt, SampleRequest
 from tests.environments.families import FAMILIES, end_ids, tokenizer
+from tests.unit_profile import fewer
 
 History = Literal["template", "sampled"]
 TOOL: dict[str, Any] = {
@@ -386,7 +387,7 @@ def converse(name: str, history: History, turns: list[dict[str, Any]]) -> None:
         assert len(branch.logprobs) == len(masked)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=fewer(60), deadline=None)
 @given(talks())
 def test_random_chats_continue_exactly_or_begin_branches(talk: tuple[str, list[dict[str, Any]]]) -> None:
     for history in ("template", "sampled"):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.launch.sweep_cells import read_sweeps
+from tests.unit_profile import fewer
 
 SCALARS = st.one_of(
     st.integers(-5, 5),
@@ -27,7 +28,7 @@ def written(value: object) -> str:
     return text if not isinstance(value, str) else "'" + value.replace("'", "''") + "'"
 
 
-@settings(max_examples=30)
+@settings(max_examples=fewer(30))
 @given(st.lists(st.lists(VALUES, min_size=1, max_size=3), min_size=1, max_size=3))
 def test_every_combination_is_a_cell(axes: list[list[object]]) -> None:
     sweeps = [f"section.key{n}={','.join(map(written, values))}" for n, values in enumerate(axes)]
@@ -39,7 +40,7 @@ def test_every_combination_is_a_cell(axes: list[list[object]]) -> None:
     assert [cell.index for cell in cells] == list(range(len(expected)))
 
 
-@settings(max_examples=30)
+@settings(max_examples=fewer(30))
 @given(st.lists(VALUES, min_size=1, max_size=4))
 def test_cell_names_are_plain_and_unique(values: list[object]) -> None:
     cells, _ = read_sweeps([f"actor.optimizer.lr={','.join(map(written, values))}"])

@@ -124,14 +124,16 @@ class Role:
         self.begun.append(self._generating())
         columns: dict[int, Ragged] = {}
         for rank in request.schedule.ranks:
-            packs = {(row.chunk, row.row): pack for pack in rank.packs for row in pack}
+            seeds = {
+                (row.chunk, row.row): stable_hash(self.name, self.version, pack) for pack in rank.packs for row in pack
+            }
             for index in rank.chunks:
                 chunk = request.chunks[index]
                 rows = range(len(chunk.response_ids))
-                assert all((index, row) in packs for row in rows), "a chunk is not whole"
-                seeds = [stable_hash(self.name, self.version, packs[index, row]) for row in rows]
-                filled = zip(seeds, chunk.response_ids, strict=True)
-                columns[index] = Ragged.from_rows([[seed % 1009] * len(ids) for seed, ids in filled], np.float32)
+                assert all((index, row) in seeds for row in rows), "a chunk is not whole"
+                filled = zip(rows, chunk.response_ids, strict=True)
+                values = [[seeds[index, row] % 1009] * len(ids) for row, ids in filled]
+                columns[index] = Ragged.from_rows(values, np.float32)
         refs: Any = columns
         return SimpleNamespace(chunks=ChunkRefs(refs))
 

@@ -13,8 +13,9 @@ import pytest
 from megarl.cluster import ray_api
 from megarl.loop.forward_passes import ForwardPasses
 from tests.loop.simulation import Setup, Simulation, content
+from tests.unit_profile import fewer
 
-STEPS, SCHEDULES = 5, 40
+STEPS, SCHEDULES = 5, fewer(40)
 
 PLAIN: Mapping[str, bool] = {"filtered": False}
 KINDS: Sequence[Any] = [

@@ -18,8 +18,9 @@ from megarl.errors import RunError
 from megarl.loop.sampler import Sampled
 from megarl.loop.scoring import Scoring
 from tests.loop.simulation import Scorer, Setup, Simulation, Work, content
+from tests.unit_profile import fewer
 
-STEPS, SCHEDULES = 6, 60
+STEPS, SCHEDULES = 6, fewer(60)
 
 
 @pytest.fixture(autouse=True)
@@ -197,7 +198,8 @@ def test_engines_that_die_or_hang_are_replaced(mode: str, staleness: int) -> Non
             found = trained(simulation)
             assert mode != "exact" or found == expected.setdefault(filtered, found)
         ills.update(cause.partition(":")[0].split()[0] for cause in simulation.engines.replaced)
-    assert set(ills) == {"start", "connect", "receive_weights", "generate", "pick"}, "there are schedules of every kind"
+    kinds = {"start", "connect", "receive_weights", "generate", "pick"}
+    assert set(ills) == kinds or (SCHEDULES < 60 and set(ills) < kinds), "there are schedules of every kind"
     assert ills.total() > 2 * SCHEDULES
     assert all("No engine is left with version" in message for message in messages)
     assert bool(messages) == (mode == "exact" and staleness > 0)

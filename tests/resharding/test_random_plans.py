@@ -16,6 +16,7 @@ from megarl.resharding.spec import wire_ranks
 from megarl.weights.planner import Holder, plan
 from megarl.weights.shard_map import Box, Padding, Shard, ShardMap, TensorInfo
 from megarl.weights.topology import Place
+from tests.unit_profile import fewer
 from tests.weights.models import Arrays, held, numbered
 
 STORE = serve_store()
@@ -143,7 +144,7 @@ def run(rank: int, case: Case, spec: SyncSpec) -> dict[str, torch.Tensor]:
         connection.close()
 
 
-@settings(max_examples=25)
+@settings(max_examples=fewer(25))
 @given(cases())
 def test_every_element_arrives(case: Case) -> None:
     spec = spec_of(case)

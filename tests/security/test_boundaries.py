@@ -114,7 +114,7 @@ def server(tmp_path: Path) -> Iterator[PageServer]:
     (tmp_path / "run").mkdir()
     (tmp_path / "secret").write_text("outside")
     with PageServer([RunView(tmp_path / "run", "run")]) as running:
-        Thread(target=running.serve_forever, daemon=True).start()
+        Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
         yield running
         running.shutdown()
 

@@ -16,6 +16,7 @@ from megarl.weights.plan import ReceiverPlan, TransferPlan
 from megarl.weights.planner import Holder, plan
 from megarl.weights.shard_map import Box, Padding, Shard, ShardMap, TensorInfo
 from megarl.weights.source_index import PlanError
+from tests.unit_profile import fewer
 from tests.weights.models import execute, held, llama_config, numbered, qwen2_config
 
 TENSORS = {"a": (6, 4), "b": (5,), "c": (3, 2, 4)}
@@ -119,7 +120,7 @@ def check_buckets(receiver: ReceiverPlan, bucket_bytes: int) -> None:
             assert [part.nbytes for part in parts] == [len(cell) * item[name] for cell in arrived]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=fewer(60), deadline=None)
 @given(sides(), st.integers(4, 200))
 def test_every_element_is_written_once_on_random_maps(
     holders: tuple[list[Holder], list[Holder]], bucket_bytes: int

@@ -16,6 +16,7 @@ from megarl.weights.plan import TransferPlan
 from megarl.weights.planner import Holder, plan
 from megarl.weights.shard_map import ShardMap
 from megarl.weights.topology import Distance, Place
+from tests.unit_profile import fewer
 from tests.weights import models
 from tests.weights.models import numbered
 from tests.weights.test_planner import check, check_buckets
@@ -102,7 +103,7 @@ def check_nearest(made: TransferPlan, sources: list[Holder], destinations: list[
                 assert holders[sender.rank].distance(receiver) == nearest, (param, sender.rank, message.receiver)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=fewer(25), deadline=None)
 @given(transfers(), st.sampled_from([500, 3000, 1 << 30]), st.integers(1, 4), st.integers(2, 4))
 def test_equally_near_replicas_send_equal_amounts(
     transfer: tuple[ModelSpec, Layout, Layout, int, int], bucket_bytes: int, per_node: int, more: int

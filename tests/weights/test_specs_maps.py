@@ -17,6 +17,7 @@ from megarl.models import ModelSpec, model_spec
 from megarl.models.transformer_engine import name_in_maps
 from megarl.types import Layout
 from megarl.weights.shard_map import Box, ShardMap
+from tests.unit_profile import fewer
 from tests.weights import naive
 from tests.weights.models import (
     Arrays,
@@ -117,7 +118,7 @@ def assert_tiled(maps: Iterable[ShardMap], spec: ModelSpec, head: str, replicas:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=fewer(40))
 @given(st.data())
 def test_megatron_maps_are_megatrons_fused_weights(family: str, data: st.DataObject) -> None:
     config, layout = data.draw(placed(family))
@@ -135,7 +136,7 @@ def test_megatron_maps_are_megatrons_fused_weights(family: str, data: st.DataObj
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=fewer(30))
 @given(st.data())
 def test_vllm_maps_are_vllms_fused_weights(family: str, data: st.DataObject) -> None:
     tp = data.draw(st.sampled_from([1, 2, 4]))
