@@ -41,9 +41,12 @@ def test_the_configuration_of_the_readme_is_complete(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").touch()
     paths = [f"model.path={tmp_path}", f"data.prompts={tmp_path}/prompts.jsonl"]
     (tmp_path / "mine.yaml").write_text(textwrap.dedent(block), encoding="utf-8")
-    assert load(tmp_path / "mine.yaml", paths).cluster.devices_per_node == 1
+    (settings,) = re.findall(r"megarl train mine\.yaml ([^#\n]+) #", README)
+    given = [*settings.split(), *paths]
+    assert len(block.splitlines()) == 5
+    assert load(tmp_path / "mine.yaml", given).cluster.devices_per_node == 1
     (tmp_path / "eight.yaml").write_text(f"defaults: [mine.yaml]\n{textwrap.dedent(devices)}", encoding="utf-8")
-    assert load(tmp_path / "eight.yaml", paths).cluster.devices_per_node == 8
+    assert load(tmp_path / "eight.yaml", given).cluster.devices_per_node == 8
 
 
 def test_the_readme_lists_every_file_of_a_run_directory(tmp_path: Path) -> None:

@@ -169,8 +169,11 @@ class EnvironmentChild:
                     self.shared, self._ended = False, True
                     self.end()
                     status = await asyncio.to_thread(self._process.close)
-        except Exception as error:  # it cannot be started
-            self._loaded.set_exception(error)
+        except Exception as error:
+            if self._loaded.done():
+                status = repr(error)
+            else:  # it cannot be started
+                self._loaded.set_exception(error)
         finally:
             self._children.living.discard(self)
         self._fail_calls(status)

@@ -43,7 +43,9 @@ class OpenEnv(Environment):
         scheme, separator, rest = self._url.rstrip("/").partition("://")
         if scheme not in ("http", "https") or not separator:
             raise ValueError(f"url = {self._url!r} must begin with http:// or https://")
-        self._socket = await connect(f"{scheme.replace('http', 'ws')}://{rest}/ws", max_size=_LARGEST_MESSAGE)
+        address = f"{scheme.replace('http', 'ws')}://{rest}/ws"
+        # A server may answer no ping while it computes a step: environment.time_limit is the limit.
+        self._socket = await connect(address, max_size=_LARGEST_MESSAGE, open_timeout=None, ping_interval=None)
         given = {name: task.fields[name] for name in self._columns}
         begun = await self._ask("reset", {"seed": seed % _SEEDS, **given})
         if self._action is None:

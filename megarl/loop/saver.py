@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any, Final, Protocol
 
 from megarl.cluster.calls import Call, CallMonitor
 from megarl.cluster.driver_environment import ignore_interrupts
 from megarl.cluster.trainers import RemoteRole
 from megarl.config import TrainingConfig
+from megarl.errors import RunError
 from megarl.files import FileRecord
 from megarl.megatron.worker import MegatronWorker
 from megarl.run.checkpoints import ROLLOUTS, writing
@@ -66,7 +68,6 @@ class Saver:
         self._writing: _Writing | None = None
         self._longest_s = 0.0
         self._next_question = 0.0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         monitor.listeners.append(self._ask)
 
     def save(self, step: int) -> None:
@@ -112,7 +113,11 @@ class Saver:
             files = {name: call.wait() for name, call in calls.items()}
             self._commit(saved, files)
         assert saved.commit is not None
-        self._writing = None
+        self._writing, limit = None, self._config.cluster.time_limits.checkpoint
+        if not wait([saved.commit], limit).done:
+            late = f"is written, but has not been verified and renamed in {limit:g} s"
+            fix = f"see whether {self._directory.checkpoint_dir} answers, or raise cluster.time_limits.checkpoint"
+            raise RunError(f"The checkpoint of step {saved.step} {late}: {fix}.")
         saved.commit.result()
 
     @property
@@ -121,9 +126,10 @@ class Saver:
         return self._longest_s * (1 if self._writing is None else 2)
 
     def close(self) -> None:
-        """Lets a commit in progress finish; it can no longer be interrupted."""
+        """Lets a commit in progress finish, within the limit of a checkpoint; it can no longer be interrupted."""
         ignore_interrupts()
-        self._thread.shutdown()
+        if self._writing is not None and self._writing.commit is not None:
+            wait([self._writing.commit], self._config.cluster.time_limits.checkpoint)
 
     def _ask(self) -> None:
         """Asks the ranks, from time to time, whether they have written."""
@@ -144,7 +150,16 @@ class Saver:
     def _commit(self, saved: _Writing, files: Mapping[str, Sequence[list[FileRecord] | None]]) -> None:
         """Begins to commit a checkpoint, if all ranks have written, and it has not begun."""
         if saved.commit is None and all(records is not None for ranks in files.values() for records in ranks):
-            saved.commit = self._thread.submit(self._finish, saved, files)
+            saved.commit = commit = Future[None]()
+
+            def run() -> None:
+                try:
+                    commit.set_result(self._finish(saved, files))
+                except BaseException as error:
+                    commit.set_exception(error)
+
+            # The end of the program does not wait for it: a file system may never answer.
+            Thread(target=run, name="checkpoint", daemon=True).start()
 
     def _finish(self, saved: _Writing, files: Mapping[str, Sequence[list[FileRecord] | None]]) -> None:
         self._directory.commit(saved.step, _complete(files), saved.state)

@@ -7,9 +7,11 @@ import math
 import os
 import random
 import re
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import urlsplit
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 JUDGE_MODEL: Final = "judge_model"
 """Name of the run's own judge among the rewards."""
 _FIRST_WAIT_S = 0.5
-_BUSY = 429
+_ASK_AGAIN: Final = (408, 409, 429)
+"""Statuses, besides those of 500 and more, after which OpenAI's client asks again."""
 
 
 def _is_address(url: str) -> str:
@@ -121,15 +124,14 @@ class JudgeEndpoint:
             if reply.is_success:
                 return _text(reply, said)
             problem = f"status {reply.status_code}: {said}"
-            if reply.status_code != _BUSY and not reply.is_server_error:
+            if reply.status_code not in _ASK_AGAIN and not reply.is_server_error:
                 raise RuntimeError(f"the judge at {self.url} refused the request with {problem}")
-            if (asked := reply.headers.get("retry-after", "")).isdecimal():
-                wait = min(max(wait, float(asked)), self.timeout)
+            wait = min(max(wait, _asked_wait(reply.headers.get("retry-after", ""))), self.timeout)
         raise RuntimeError(f"the judge at {self.url} did not answer in {self.attempts} attempts; the last: {problem}")
 
     async def _post(self, request: Mapping[str, Any], headers: Mapping[str, str]) -> Response | str:
         """Makes an attempt; returns what was wrong where there is no response."""
-        from httpx import TransportError
+        from httpx import RequestError
 
         try:
             async with asyncio.timeout(self.timeout):
@@ -138,7 +140,7 @@ class JudgeEndpoint:
                 return await client.post(url, json=request, headers=headers)
         except TimeoutError:
             return f"it took longer than {self.timeout:g} s"
-        except TransportError as error:
+        except RequestError as error:  # also a body that cannot be decoded
             return repr(error)
 
     def _key(self) -> str | None:
@@ -158,6 +160,13 @@ def read_score(text: str, pattern: str) -> float:
         if math.isfinite(score := float(found[-1])):
             return score
     raise ValueError(f"the judge's answer has no number where {pattern!r} matches: {text[-500:]!r}")
+
+
+def _asked_wait(after: str) -> float:
+    """Returns the seconds that a `Retry-After` asks for, a number or a date; 0 where it is neither."""
+    with suppress(ValueError):
+        return float(after) if after.isdecimal() else parsedate_to_datetime(after).timestamp() - time.time()
+    return 0.0
 
 
 def _text(reply: Response, said: str) -> str:

@@ -172,6 +172,17 @@ def test_a_crash_is_tried_again_in_a_new_process(children: list[ThreadChild], re
     assert started(children) == 1 + retries
 
 
+@pytest.mark.usefixtures("children")
+def test_a_process_that_cannot_be_ended_fails_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def close(child: ThreadChild) -> str:
+        child._ours.close()
+        raise PermissionError("no signal")
+
+    monkeypatch.setattr(ThreadChild, "close", close)
+    _, infos = converse(["exits"], retries=0)
+    assert outcomes(infos)[0].failure == "its process ended with PermissionError('no signal')"
+
+
 def test_the_cause_of_a_crash_is_found_among_many(children: list[ThreadChild]) -> None:
     ways: list[str | None] = [None] * 100
     ways[37] = "exits"

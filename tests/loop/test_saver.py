@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import Any, cast
 
 import pytest
 
+from megarl.errors import RunError
 from megarl.loop import saver as saving
 from megarl.loop.saver import Saver
 from megarl.run.checkpoints import BrokenCheckpointError
@@ -158,6 +160,25 @@ def test_a_damaged_file_is_an_error_of_the_next_step(training: Training, directo
     with pytest.raises(BrokenCheckpointError, match=r"1-0.bin of actor rank 1 has 999 bytes, not 1000"):
         until(saver.check)
     assert directory.checkpoints.steps() == [2]
+
+
+def test_a_commit_that_hangs_is_an_error(
+    training: Training, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, hangs = cast(Any, training), Event()
+    monkeypatch.setattr(directory, "commit", lambda *_: hangs.wait(60))
+    config = debug(directory.path, "cluster.time_limits.checkpoint=0.2")
+    begun = time.monotonic()
+    with closing(Saver(config, directory, given, given)) as saver:
+        saver.save(2)
+        with pytest.raises(RunError, match=r"step 2 is written, but has not been verified .* in 0\.2 s.*time_limits"):
+            saver.wait()
+        saver.save(4)
+        for role in training.roles.values():
+            role.written = True
+        training.go_on()
+    assert time.monotonic() - begun < 30
+    hangs.set()
 
 
 def test_what_is_not_written_when_the_run_fails_is_removed(directory: RunDirectory, saver: Saver) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def test_the_question_is_the_filled_template_and_the_score_the_last_match(server
     assert server.keys == [None, None]
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize("status", [408, 409, 429, 500, 503])
 def test_a_busy_or_failing_endpoint_is_asked_again(server: Server, status: int) -> None:
     server.respond = lambda number, question: (200, chat("score: 3")) if number == 2 else (status, "later")
     assert ask(server) == 3
@@ -138,6 +139,41 @@ def test_waits_double_and_last_as_long_as_the_endpoint_asks_but_no_longer_than_a
         with pytest.raises(RuntimeError):
             ask(server, attempts=2, timeout=20.0)
         assert waits == [expected]
+
+
+@pytest.mark.parametrize(
+    ("asked", "least", "most"),
+    [
+        (formatdate(time.time() + 3600, usegmt=True), 20.0, 20.0),
+        (formatdate(time.time() - 3600, usegmt=True), 0.01, 0.015),
+        ("soon", 0.01, 0.015),
+        ("", 0.01, 0.015),
+    ],
+    ids=["future", "past", "word", "empty"],
+)
+def test_an_endpoint_may_ask_for_a_date(
+    server: Server, monkeypatch: pytest.MonkeyPatch, asked: str, least: float, most: float
+) -> None:
+    waits: list[float] = []
+
+    async def note(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(judge_module.asyncio, "sleep", note)
+    server.respond, server.headers = lambda number, question: (429, "later"), {"retry-after": asked}
+    with pytest.raises(RuntimeError):
+        ask(server, attempts=2, timeout=20.0)
+    assert least <= waits[0] <= most
+
+
+def test_a_reply_that_cannot_be_decoded_is_asked_for_again(server: Server) -> None:
+    def respond(number: int, question: str) -> tuple[int, Any]:
+        server.headers = {} if number else {"content-encoding": "gzip"}
+        return 200, chat("score: 4")
+
+    server.respond = respond
+    assert ask(server) == 4
+    assert len(server.requests) == 2
 
 
 def test_an_attempt_ends_at_its_time_limit_and_is_repeated(server: Server) -> None:

@@ -28,7 +28,7 @@ class TimeLimits(Section):
     sync: Positive = 600.0
     """Moving the actor's weights into the engines, and verifying them."""
     checkpoint: Positive = 1800.0
-    """Writing or reading one role's part of a checkpoint or of an export."""
+    """Writing or reading one role's part of a checkpoint or of an export; verifying a checkpoint that is written."""
 
     @property
     def calls(self) -> float:
