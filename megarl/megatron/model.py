@@ -11,7 +11,7 @@ pass is collective over the ranks that share the experts: a rank without samples
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -142,7 +142,10 @@ class PackedModel(GPTModel):
         rows = packed_seq_params.positions
         # Padding sequences may be longer than a table of learned positions.
         learned = rows.clamp(max=self.max_sequence_length - 1).unsqueeze(0)
-        answer: Any = super()._preprocess(position_ids=learned, packed_seq_params=packed_seq_params, **kwargs)
+        # Megatron caches a table of rope for each of the last 32 lengths.
+        length = 1 << (packed_seq_params.shape.max_seqlen - 1).bit_length()
+        packed = replace(packed_seq_params, max_seqlen_q=length)
+        answer: Any = super()._preprocess(position_ids=learned, packed_seq_params=packed, **kwargs)
         embedded, rope, *rest = answer
         return embedded, None if rope is None else rope[rows], *rest
 

@@ -164,3 +164,29 @@ def test_unused_ids_have_no_probability(pool: RankPool, tmp_path: Path, layout: 
                 logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1, :IN_USE]
             want = torch.log_softmax(logits, -1).gather(-1, response[:, None])[:, 0]
             torch.testing.assert_close(torch.as_tensor(found[index][row].copy()), want, rtol=0, atol=3e-5)
+
+
+def _rope_tables(rank: int, directory: Path) -> tuple[int, int]:
+    """How many tables of rope exist after passes over many lengths, and how many lengths those were."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    from megarl.data.schedule import inference_schedule
+    from megarl.megatron.parallel import GroupCache
+
+    rollouts, infos = random_chunks()
+    actor = load_role(directory, "actor", Layout(), rank, GroupCache(), trainable=False, head=None)
+    before = RotaryEmbedding.forward.cache_info().currsize
+    lengths = [info.prompt_tokens + info.response_tokens for info in infos]
+    schedules = [inference_schedule(infos, Layout(), budget).ranks[0] for budget in (max(lengths), 2 * max(lengths))]
+    longest: set[int] = set()
+    for schedule in schedules:
+        actor.logprobs(schedule, rollouts, temperature=TEMPERATURE)
+        longest |= {max(row.prompt_tokens + row.response_tokens for row in pack) for pack in schedule.packs}
+    return RotaryEmbedding.forward.cache_info().currsize - before, len(longest)
+
+
+@pytest.mark.dist
+def test_rope_tables_of_many_lengths_are_few(pool: RankPool, tmp_path: Path) -> None:
+    """Megatron caches one for each of the last 32 lengths that it is asked for: powers of two."""
+    ((tables, lengths),) = pool.run(_rope_tables, save_model(tmp_path / "model"), world_size=1)
+    assert 0 < tables < lengths / 2
