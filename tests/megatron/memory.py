@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,8 +19,15 @@ from megarl.preflight.role_memory import RoleMemory
 from megarl.role_specs import RoleSpec, TextSpec, TrainingSpec
 from megarl.types import Layout, PackRow, Ragged, RankSchedule, TextChunk
 
-ROW_TOKENS = 64
+ROW_TOKENS, MIB = 64, 1 << 20
 _M_MMAP_THRESHOLD = -3
+
+
+def assert_planned(found: Mapping[str, int], planned: Mapping[str, int]) -> None:
+    """Compares the bytes of phases, within 10%; with ``pytest -s``, the figures are seen."""
+    for phase, nbytes in planned.items():
+        print(f"{phase:<12} planned {nbytes / MIB:7.1f} MiB   taken {found[phase] / MIB:7.1f} MiB")
+    assert {phase: found[phase] for phase in planned} == pytest.approx(planned, rel=0.1)
 
 
 def plan_of(
