@@ -47,9 +47,9 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "verifiers_tasksets"))
 
-    def make(taskset: str) -> list[str]:
+    def make(taskset: str, text: str = CONFIG) -> list[str]:
         config = tmp_path / f"{taskset}.toml"
-        config.write_text(CONFIG.format(taskset=taskset))
+        config.write_text(text.format(taskset=taskset))
         return [str(PYTHON), str(HARNESS), str(config)]
 
     return make
@@ -72,6 +72,44 @@ def test_a_run_of_the_command_is_a_rollout(command: Any, tmp_path: Path) -> None
             assert "Tells the price of an item." in text.partition("<s>user")[0]
             assert "<s>system\nBe brief.</s>\n<s>user\nWhat is an apple?</s>" in text
             assert text.endswith("<s>tool\n50</s>\n<s>assistant\n50</s>")
+
+    asyncio.run(run())
+
+
+HANGMAN = """
+[env.taskset]
+id = "{taskset}"
+game = "Hangman-v0"
+[env.player.harness]
+id = "null"
+[env.player.runtime]
+type = "subprocess"
+"""
+
+
+def test_a_game_of_textarena_is_played(command: Any, tmp_path: Path) -> None:
+    """With a list of one word, in place of that which nltk would download."""
+    words = tmp_path / "nltk/corpora/words"
+    words.mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (words / name).write_text("moon\n")
+    variables = ["/usr/bin/env", f"NLTK_DATA={tmp_path / 'nltk'}", "https_proxy=http://127.0.0.1:9"]
+    answers = iter(["I guess [o].", "[x]", "[moon]"])
+
+    async def run() -> None:
+        args = {"command": [*variables, *command("textarena", HANGMAN)], "time_limit": 200.0, "rewarded": False}
+        tokenizer = gateway_tokenizer(tmp_path / "tokenizer")
+        async with gateway_world(tokenizer, lambda _: next(answers), tmp_path, **args) as world:
+            conversation, running = world.converse(index=0)
+            await running
+            assert conversation.reward == 1.0
+            GatewayTest(world, conversation, running, "", "", {}).check_exact()
+            (branch,) = conversation.branches
+            assert len(branch.turns) == 3
+            text = world.tokenizer.decode(branch.ids, special=True)
+            assert "You are playing Hangman." in text.partition("I guess")[0]
+            assert "_   O   O   _" in text.partition("I guess")[2].partition("[x]")[0]
+            assert "_   O   O   _" in text.partition("[x]")[2]
 
     asyncio.run(run())
 
