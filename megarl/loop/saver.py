@@ -113,8 +113,10 @@ class Saver:
             files = {name: call.wait() for name, call in calls.items()}
             self._commit(saved, files)
         assert saved.commit is not None
-        self._writing, limit = None, self._config.cluster.time_limits.checkpoint
-        if not wait([saved.commit], limit).done:
+        limit = self._config.cluster.time_limits.checkpoint
+        in_time = wait([saved.commit], limit).done
+        self._writing = None  # not before: after an interrupt, `close` lets the commit finish
+        if not in_time:
             late = f"is written, but has not been verified and renamed in {limit:g} s"
             fix = f"see whether {self._directory.checkpoint_dir} answers, or raise cluster.time_limits.checkpoint"
             raise RunError(f"The checkpoint of step {saved.step} {late}: {fix}.")

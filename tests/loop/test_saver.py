@@ -181,6 +181,28 @@ def test_a_commit_that_hangs_is_an_error(
     hangs.set()
 
 
+def test_an_interrupted_wait_leaves_the_commit_to_the_end(
+    training: Training, directory: RunDirectory, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, waits = directory.commit, saving.wait
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.3)
+        commit(*args)
+
+    def interrupt(*_: object) -> None:
+        monkeypatch.setattr(saving, "wait", waits)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(directory, "commit", slow)
+    monkeypatch.setattr(saving, "wait", interrupt)
+    saver.save(2)
+    with pytest.raises(KeyboardInterrupt):
+        saver.wait()
+    saver.close()
+    assert directory.checkpoints.steps() == [2]
+
+
 def test_what_is_not_written_when_the_run_fails_is_removed(directory: RunDirectory, saver: Saver) -> None:
     saver.save(2)
     saver.close()
