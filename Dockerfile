@@ -8,8 +8,8 @@ FROM ${BASE}
 COPY --from=ghcr.io/astral-sh/uv:0.8.22 /uv /usr/local/bin/
 WORKDIR /megarl
 ENV UV_PYTHON_INSTALL_DIR=/opt/python PIP_CONSTRAINT=
-RUN uv python install --no-bin 3.11
+RUN uv python install --no-bin 3.12
 COPY . .
-RUN make setup-gpu PYTHON="$(uv python find --managed-python 3.11)"
+RUN make setup-gpu PYTHON="$(uv python find --managed-python 3.12)"
 RUN NVTE_FRAMEWORK=pytorch .venv-gpu/bin/python -m pip install --no-build-isolation "transformer-engine[pytorch]>=2.8"
 ENV PATH=/megarl/.venv-gpu/bin:${PATH}

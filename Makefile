@@ -1,10 +1,11 @@
-# The commands of the project; each installs what it needs first. Python 3.11, make and pip are enough.
+# The commands of the project; each installs what it needs first. Python 3.12 or 3.13 and make are enough.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-gpu slurm chromium nemo-run ray agents verifiers openenv mermaid demo demo-control learning unit test matrix chaos lint style bench docs docs-site clean lock
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Of the environments: a Python 3.12 or 3.13, which tools/setup/find_python.sh else looks for.
+export PYTHON ?=
 # Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Of the demo.
@@ -15,6 +16,8 @@ TRIALS ?= 100
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.txt
+# torch is installed before $(LOCK), as one of these has it.
+TORCH := requirements/torch-cpu.txt requirements/torch.txt
 # Of a machine with GPUs.
 GPU := .venv-gpu
 GPU_LOCK := requirements/cuda.txt
@@ -34,14 +37,6 @@ AGENTS_LOCK := requirements/agents.txt
 DOCS := .venv-docs
 # What parses the diagrams of the documents, and draws them on the site.
 MERMAID := tests/mermaid
-
-# A Python without ensurepip (Debian's) makes the environment without pip; its own pip then installs one there.
-define environment
-@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
-	echo "The lock is for Python 3.11 and '$(PYTHON)' is another one: add PYTHON=/path/to/python3.11" >&2; exit 1; }
-@'$(PYTHON)' -m venv $(1) 2> /dev/null || { \
-	'$(PYTHON)' -m venv --without-pip $(1) && '$(PYTHON)' -m pip --python $(1)/bin/python install -qq pip; }
-endef
 
 help:
 	@echo 'setup  install the locked environment into $(VENV)'
@@ -70,31 +65,28 @@ help:
 
 setup: $(INSTALLED)
 
-$(INSTALLED): $(LOCK) pyproject.toml
-	@echo 'Installing into $(VENV) (about two minutes)'
-	$(call environment,$(VENV))
-	@awk '/^[^ ]/ { keep = /^torch==/ } keep' $(LOCK) > $(VENV)/torch.txt
-	@$(PIP_INSTALL) --require-hashes -r $(VENV)/torch.txt 2> $(VENV)/torch.log || \
-		$(PIP_INSTALL) --require-hashes --extra-index-url '$(TORCH_INDEX)' -r $(VENV)/torch.txt || \
-		{ cat $(VENV)/torch.log >&2; exit 1; }
+$(INSTALLED): $(LOCK) $(TORCH) pyproject.toml
+	@echo 'Installing into $(VENV) (two to five minutes)'
+	@tools/setup/make_environment.sh $(VENV)
+	$(if $(TORCH),@tools/setup/install_torch.sh $(VENV) '$(TORCH_INDEX)')
 	@$(PIP_INSTALL) --require-hashes -r $(LOCK)
 	@$(PIP_INSTALL) --no-build-isolation --editable .
 	@touch $@
 
 setup-gpu:
-	@$(MAKE) --no-print-directory setup VENV=$(GPU) LOCK=$(GPU_LOCK)
+	@$(MAKE) --no-print-directory setup VENV=$(GPU) LOCK=$(GPU_LOCK) TORCH=
 
 slurm:
-	@'$(PYTHON)' tests/debian.py slurm
+	@"$$(tools/setup/find_python.sh)" tests/debian.py slurm
 
 chromium:
-	@'$(PYTHON)' tests/debian.py chromium
+	@"$$(tools/setup/find_python.sh)" tests/debian.py chromium
 
 nemo-run: $(NEMO_RUN)/installed
 
 $(NEMO_RUN)/installed: $(NEMO_RUN_LOCK) pyproject.toml
 	@echo 'Installing into $(NEMO_RUN) (about a minute)'
-	$(call environment,$(NEMO_RUN))
+	@tools/setup/make_environment.sh $(NEMO_RUN)
 	@$(NEMO_RUN)/bin/python -m pip install $(PIP_OPTIONS) --no-compile --require-hashes -r $(NEMO_RUN_LOCK)
 	@$(NEMO_RUN)/bin/python -m pip install $(PIP_OPTIONS) --no-build-isolation --editable .
 	@touch $@
@@ -104,8 +96,8 @@ ray: $(RAY)/installed
 $(RAY)/installed: $(RAY_LOCK) $(INSTALLED)
 	@echo 'Installing into $(RAY)'
 	@$(BIN)/python -m venv --without-pip $(RAY)
-	@echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/lib/python3.11/site-packages')" \
-		> $(RAY)/lib/python3.11/site-packages/below.pth
+	@$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
+		> "$$($(RAY)/bin/python -c 'import site; print(site.getsitepackages()[0])')/below.pth"
 	@$(BIN)/python -m pip --python $(RAY)/bin/python install $(PIP_OPTIONS) --no-compile --require-hashes -r $(RAY_LOCK)
 	@touch $@
 
@@ -124,7 +116,7 @@ openenv: .venv-openenv/installed
 # Environments beside $(VENV), with versions of their own.
 .venv-verifiers/installed .venv-openenv/installed $(DOCS)/installed: .venv-%/installed: requirements/%.txt
 	@echo 'Installing into .venv-$*'
-	$(call environment,.venv-$*)
+	@tools/setup/make_environment.sh .venv-$*
 	@.venv-$*/bin/python -m pip install $(PIP_OPTIONS) --no-compile --require-hashes -r $<
 	@touch $@
 
@@ -184,15 +176,16 @@ clean:
 	rm -rf runs site build dist megarl.egg-info .pytest_cache .ruff_cache .hypothesis
 	find megarl tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Keeps the versions that the lock has, unless UPGRADE=1. TORCH_INDEX= (empty) leaves the index of torch to uv's own settings.
-RESOLVE = $(BIN)/uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+# Keeps the versions that the locks have, unless UPGRADE=1. requirements/torch-cpu.txt is written by hand.
+RESOLVE = $(BIN)/uv pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_28 \
 	$(if $(UPGRADE),--upgrade) --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links \
 	--custom-compile-command 'make lock'
 lock: setup
 	$(RESOLVE) pyproject.toml requirements/cpu.in --extra dev --extra launch --override requirements/cpu.override \
-		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) --output-file $(LOCK)
+		--override requirements/launch.override --output-file $(LOCK)
+	$(RESOLVE) requirements/torch.in --output-file requirements/torch.txt
 	$(RESOLVE) pyproject.toml requirements/cuda.in --extra dev --extra launch --override requirements/cuda.override \
-		--output-file $(GPU_LOCK)
+		--override requirements/launch.override --output-file $(GPU_LOCK)
 	$(RESOLVE) requirements/nemo-run.in --output-file $(NEMO_RUN_LOCK)
 	$(RESOLVE) requirements/ray.in --output-file $(RAY_LOCK)
 	$(RESOLVE) requirements/agents.in --no-deps --output-file $(AGENTS_LOCK)

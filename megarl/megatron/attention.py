@@ -14,8 +14,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -103,30 +101,6 @@ class PackParams(PackedSeqParams):
         """The ends of the sequences without rope's, which Transformer Engine would take for those of padding."""
         names = ("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
         return PackedSeqParams(**{name: getattr(self, name) for name in names})
-
-
-class SharedHeadAttention(SelfAttention):
-    """Self-attention in which several TP ranks may share a KV head.
-
-    Where TP exceeds the KV heads, the rows of ``linear_qkv`` are split evenly over TP, possibly inside a head. A rank
-    gathers the outputs of all ranks and takes its query heads and their KV head; the backward pass of the gather sums
-    the gradients. Megatron does the same with the groups of its global parallel state (0.16).
-    """
-
-    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """[S, 1, hidden] (a sequence-parallel part of S) -> [S, 1, H, D], [S, 1, K, D] twice, of this rank's heads."""
-        groups, rank = self.config.num_query_groups, self.tp_group.rank()
-        assert groups is not None
-        sharing = self.world_size // groups
-        if sharing <= 1:
-            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
-        own: Any = self  # its submodules are annotated as what builds them
-        rows = all_gather_last_dim_from_tensor_parallel_region(own.linear_qkv(hidden_states)[0], group=self.tp_group)
-        group = rows.unflatten(-1, (groups, -1))[:, :, rank // sharing]
-        *queries, key, value = group.unflatten(-1, (-1, self.hidden_size_per_attention_head)).split(1, dim=2)
-        heads = len(queries) // sharing
-        query = torch.cat(queries[rank % sharing * heads :][:heads], dim=2)
-        return own.q_layernorm(query), own.k_layernorm(key), value
 
 
 class PackedAttention(torch.nn.Module):

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import (
     _MODEL_PARALLEL_RNG_TRACKER_NAME,
@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel.random import (
 )
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -38,7 +39,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.schema import LayerChoice
 from megarl.errors import RunError
-from megarl.megatron.attention import FusedPackedAttention, PackedAttention, PackParams, SharedHeadAttention
+from megarl.megatron.attention import FusedPackedAttention, PackedAttention, PackParams
 from megarl.megatron.offload import require_memory
 from megarl.megatron.platform.kernels import LayerKind, implementation, is_compiled, layer_kind
 from megarl.models import MegatronArgs, ModelSpec
@@ -89,11 +90,11 @@ def _parameter(config: TransformerConfig, size: int) -> torch.nn.Parameter:
 class Router(TopKRouter):
     """Chooses experts by logits in the dtype of the hidden states and their softmax in float32, as Hugging Face does.
 
-    Megatron makes the weight on the CPU and moves it in the first pass (moe/router.py, 0.16), which breaks references.
+    Megatron makes the weight on the CPU and moves it in the first pass (moe/router.py, 0.19), which breaks references.
     """
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(self, config: TransformerConfig, **arguments: Any) -> None:
+        super().__init__(config, **arguments)
         self.to(torch.cuda.current_device())
 
 
@@ -126,7 +127,7 @@ class ScalarHead(torch.nn.Module):
 
 
 class PackedModel(GPTModel):
-    """A GPT chunk whose last stage returns hidden states; ``heads`` are applied outside."""
+    """A GPT chunk whose ``heads`` are applied outside."""
 
     def __init__(self, *, head: HeadName, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -148,9 +149,6 @@ class PackedModel(GPTModel):
         answer: Any = super()._preprocess(position_ids=learned, packed_seq_params=packed, **kwargs)
         embedded, rope, *rest = answer
         return embedded, None if rope is None else rope[rows], *rest
-
-    def _postprocess(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        return hidden_states
 
     def output_weight(self) -> torch.Tensor:
         """Returns the rows of the LM head on this TP rank."""
@@ -205,7 +203,7 @@ def _transformer_config(
     """Returns Megatron's configuration of a role.
 
     ``calculate_per_token_loss`` keeps Megatron from averaging; see ``pipeline``. Under interleaving, two stages that
-    are each other's previous and next silently mix up the messages of the batched exchange (0.16), so interleaving uses
+    are each other's previous and next silently mix up the messages of the batched exchange (0.19), so interleaving uses
     the separate one. That sends in the background, so outputs are not freed after they are handed over: Gloo would
     silently send other data.
     """
@@ -243,7 +241,7 @@ def _transformer_config(
 def _unset(weight: torch.Tensor) -> torch.Tensor:
     """Leaves the weight uninitialized, as weights are imported.
 
-    With ``perform_initialization`` off, weights would not be marked as split over TP (tensor_parallel/layers.py, 0.16),
+    With ``perform_initialization`` off, weights would not be marked as split over TP (tensor_parallel/layers.py, 0.19),
     and the gradient norm and clipping would silently miss the shards of all but one rank.
     """
     return weight
@@ -319,13 +317,11 @@ def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, Any]:
     norm = _NORMS[config.normalization]
     layer: Any = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
     if config.num_moe_experts is not None:
-        experts = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-        experts.submodules.router = Router
-        layer.submodules.mlp = experts
+        experts = LocalSpecProvider().grouped_mlp_modules(False)
+        layer.submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
     layer.submodules.input_layernorm = norm
     layer.submodules.pre_mlp_layernorm = norm
     attention = layer.submodules.self_attention
-    attention.module = SharedHeadAttention
     attention.submodules.core_attention = PackedAttention
     attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm if config.qk_layernorm else IdentityOp
     return layer, norm
@@ -336,6 +332,5 @@ def _fused_layer(config: TransformerConfig) -> tuple[ModuleSpec, Any]:
     modules = gpt_layer_specs.TESpecProvider()
     layer: Any = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     attention = layer.submodules.self_attention
-    attention.module = SharedHeadAttention
     attention.submodules.core_attention = partial(FusedPackedAttention, modules.core_attention())
     return layer, modules.layer_norm()

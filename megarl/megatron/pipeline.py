@@ -201,4 +201,10 @@ def _finish(
 def _forward(module: Module, batch: MicroBatch) -> Tensor:
     device = torch.cuda.current_device()
     tokens = None if batch.batch is None else torch.from_numpy(batch.batch.tokens).to(device).unsqueeze(0)
-    return module(tokens, None, None, packed_seq_params=PackParams.of(batch.shape, device))
+    pack = PackParams.of(batch.shape, device)
+    return module(tokens, None, None, packed_seq_params=pack, output_processor=_hidden_states)
+
+
+def _hidden_states(*, hidden_states: Tensor, **_unused: Any) -> Tensor:
+    """Takes the place of the output layer on the last stage."""
+    return hidden_states

@@ -69,7 +69,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
         "include": ["calls.py"],
         "extraPaths": [str(ROOT)],
         "typeCheckingMode": "basic",
-        "pythonVersion": "3.11",
+        "pythonVersion": "3.12",
     }
     (directory / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
     command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable]

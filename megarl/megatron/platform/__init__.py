@@ -35,14 +35,9 @@ def start_platform(kind: str) -> Platform:
     else:
         raise RuntimeError("cluster.device is cuda, but torch sees no CUDA device; set cluster.device=cpu")
     from megatron.core.models.common.embeddings import rope_utils
-    from megatron.core.transformer.moe import moe_utils
 
     # Rotates queries and keys; Megatron's own fused one needs Transformer Engine.
     rope_utils._apply_rotary_pos_emb_bshd = implementation("rope", rope_utils._apply_rotary_pos_emb_bshd, kind)
-
-    # Without Transformer Engine, the router reads a name that is not defined (moe/moe_utils.py, 0.16.1).
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
     return platform
 
 
