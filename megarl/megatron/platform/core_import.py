@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -39,10 +40,11 @@ class _CoreFinder(MetaPathFinder):
 
 
 def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-    # Megatron warns at import that Transformer Engine and apex are absent, which `megarl doctor` says better; and it
-    # calls collectives by names that torch 2.13 has renamed (0.16).
+    # Megatron warns at import that Transformer Engine and apex are absent, and torch that a machine with nvcc has no GPU;
+    # `megarl doctor` says it better.
     warnings.filterwarnings("ignore", module=r"megatron\..*")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    os.environ["NO_VCS_VERSION"] = "1"  # it else takes the commit of a repository around it for its own (package_info.py)
     with compiled_at_first_call(), absent("wandb"):  # which its inference engine logs to, if it can be imported
         execute(module)

@@ -1,6 +1,6 @@
 """Runs megatron-core on a CPU in place of its CUDA device.
 
-megatron-core 0.16 names CUDA in places that have nothing to do with CUDA kernels: ``device="cuda"`` in factory calls,
+megatron-core 0.19 names CUDA in places that have nothing to do with CUDA kernels: ``device="cuda"`` in factory calls,
 ``torch.cuda.current_device()`` as a device, the type names ``torch.cuda.FloatTensor`` in the optimizers, streams
 around collectives, CUDA's random state in the RNG tracker. ``install`` answers all of them with the CPU, and hides the
 GPUs of the machine: torch must not start CUDA by itself, whose devices would contradict these answers. It changes torch
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 
 def _with_lists_of_sizes(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
-    """Converts sizes to lists: Megatron leaves them in tensors on the CPU (moe/token_dispatcher.py, 0.16)."""
+    """Converts sizes to lists: Megatron leaves them in tensors on the CPU (moe/token_dispatcher.py, 0.19)."""
 
     @functools.wraps(all_to_all_single)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def install() -> None:
     _optimize_without_compiler()
     from megatron.core.tensor_parallel import random
 
-    # Megatron leaves changes of the random state to the start of CUDA, which never comes (random.py, 0.16).
+    # Megatron leaves changes of the random state to the start of CUDA, which never comes (random.py, 0.19).
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # The tracker reports every change of the CPU's random state as a fault; here that state is the device's own.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.CRITICAL)
