@@ -319,8 +319,9 @@ def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, Any]:
 
 def _fused_layer(config: TransformerConfig) -> tuple[ModuleSpec, Any]:
     """Returns Megatron's layer of Transformer Engine's modules, which has the norms in the linear layers."""
-    modules = gpt_layer_specs.TESpecProvider()
-    layer: Any = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    specs: Any = gpt_layer_specs  # its TESpecProvider is None without Transformer Engine
+    modules = specs.TESpecProvider()
+    layer: Any = specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     attention = layer.submodules.self_attention
     attention.submodules.core_attention = partial(FusedPackedAttention, modules.core_attention())
     return layer, modules.layer_norm()

@@ -46,13 +46,12 @@ def private_names(file: Path) -> set[str]:
     bound = dict(imported(tree))
     found = {name for name in bound.values() if name.startswith("_")}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and any(isinstance(base, ast.Name) and base.id in bound for base in node.bases):
+        if isinstance(node, ast.ClassDef) and any(getattr(base, "id", None) in bound for base in node.bases):
             methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
             calls = {item.attr for item in ast.walk(node) if isinstance(item, ast.Attribute)}
             found |= {item.name for item in methods if item.name in calls}
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.value.id in bound or node.value.id == "own":
-                found.add(node.attr)
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in {*bound, "own"}:
+            found.add(node.attr)
     return {name for name in found if name.startswith("_") and not name.startswith("__")}
 
 

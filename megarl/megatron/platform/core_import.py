@@ -40,11 +40,12 @@ class _CoreFinder(MetaPathFinder):
 
 
 def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-    # Megatron warns at import that Transformer Engine and apex are absent, and torch that a machine with nvcc has no GPU;
+    # Megatron warns at import that Transformer Engine and apex are absent, and torch that nvcc is here without a GPU;
     # `megarl doctor` says it better.
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    os.environ["NO_VCS_VERSION"] = "1"  # it else takes the commit of a repository around it for its own (package_info.py)
+    # Megatron else takes the commit of a repository around it for its own (package_info.py, 0.19).
+    os.environ["NO_VCS_VERSION"] = "1"
     with compiled_at_first_call(), absent("wandb"):  # which its inference engine logs to, if it can be imported
         execute(module)
