@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 from collections.abc import Iterator
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CORE = Path(*(importlib.util.find_spec("megatron.core").submodule_search_locations or ()))  # type: ignore[union-attr]
+CORE = Path(str(distribution("megatron-core").locate_file("megatron/core")))
 
 UPSTREAM = {
     "_GLOBAL_MEMORY_BUFFER": ("parallel_state.py", "_GLOBAL_MEMORY_BUFFER = None"),
