@@ -100,7 +100,7 @@ def as_yaml(config: RunConfig) -> str:
 def plain(config: RunConfig) -> dict[str, Any]:
     """Returns the resolved configuration for the run's directory and trackers.
 
-    Texts of functions' arguments whose names are those of secrets, such as `api_key` or `judge_token`, are masked.
+    Functions' arguments whose names are those of secrets, such as `api_key` or `judgeTokens`, are masked.
     """
     return without_secrets(config.model_dump(mode="json", by_alias=True))
 

@@ -17,9 +17,9 @@ MASK = "(secret)"
 """The value of a secret in the files of a run."""
 _ARGUMENTS = "args"
 _SECRET = re.compile(
-    r"(^|[_-])((api|access|auth|private|secret)[_-]?key|secret|passw(or)?d|credentials?|authorization|token)$", re.I
+    r"((api|access|auth|private|secret)[_-]?key|secret|passw(or)?d|credential|authorization|token)(?P<plural>s?)$", re.I
 )
-_SPECIAL_TOKEN = re.compile(r"(^|[_-])(bos|cls|end|eos|mask|pad|sep|start|stop|think|unk)[_-]token$", re.I)
+_SPECIAL_TOKEN = re.compile(r"(^|[_-])(bos|cls|end|eos|mask|pad|sep|start|stop|think|unk)[_-]tokens?$", re.I)
 _HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 KEY = "(key)"
 """The value of a problem with the name of a key, which is the last part of the field."""
@@ -101,7 +101,7 @@ def shown(value: object) -> str:
 
 
 def without_secrets(value: Any, *, inside: bool = False) -> Any:
-    """Returns plain values with MASK for texts of functions' arguments whose names are those of secrets.
+    """Returns plain values with MASK for functions' arguments whose names are those of secrets, whatever they hold.
 
     Args:
         inside: the value is of such arguments.
@@ -112,14 +112,18 @@ def without_secrets(value: Any, *, inside: bool = False) -> Any:
         return value
     return {
         name: MASK
-        if inside and isinstance(entry, str) and entry and _is_secret(str(name))
+        if inside and _is_secret(str(name), entry)
         else without_secrets(entry, inside=inside or name == _ARGUMENTS)
         for name, entry in cast(Mapping[Any, Any], value).items()
     }
 
 
-def _is_secret(name: str) -> bool:
-    return _SECRET.search(name) is not None and _SPECIAL_TOKEN.search(name) is None
+def _is_secret(name: str, value: Any) -> bool:
+    found = _SECRET.search(name)
+    if found is None or _SPECIAL_TOKEN.search(name) or not value or isinstance(value, bool):
+        return False
+    is_count = found["plural"] and isinstance(value, int | float)  # such as max_tokens
+    return not is_count
 
 
 def masked(value: Any, path: str = "") -> Iterator[str]:

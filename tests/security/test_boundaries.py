@@ -177,14 +177,22 @@ def test_a_secret_of_the_configuration_is_in_no_file_of_the_run(
 
 
 def test_names_of_special_tokens_are_no_secrets() -> None:
-    secret, known = ("token", "judge_token", "api-key", "Authorization", "passwd"), ("end_token", "eos_token", "tokens")
+    secret = ("token", "judge_token", "api-key", "Authorization", "passwd", "tokens", "openaiApiKey", "hfTokens")
+    known = ("end_token", "eos_token", "stop_tokens", "tokenizer")
     hidden = without_secrets(dict.fromkeys((*secret, *known), "x"), inside=True)
     assert hidden == dict.fromkeys(secret, MASK) | dict.fromkeys(known, "x")
 
 
-def test_a_job_gets_the_secrets_in_a_file_of_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_KEY", SECRET)
-    save(load(DEBUG, judge()), tmp_path / "job.yaml")
+def test_all_that_is_below_the_name_of_a_secret_is_one() -> None:
+    secrets = {"token": ["k1", "k2"], "api_keys": [{"for": "k3"}], "credentials": {"user": "k4"}, "password": 12345678}
+    known: dict[str, Any] = {"max_tokens": 64, "token": None, "use_token": True, "nested": [{"field": "x"}]}
+    for given, shown in ((secrets, dict.fromkeys(secrets, MASK)), (known, known)):
+        assert without_secrets({"functions": [{"args": given}]}) == {"functions": [{"args": shown}]}
+
+
+def test_a_job_gets_the_secrets_in_a_file_of_its_owner(tmp_path: Path) -> None:
+    function = {"name": f"{__name__}:judged", "args": {"apiKeys": [SECRET]}}
+    save(load(DEBUG, [*judge()[:1], f"reward.functions=[{json.dumps(function)}]"]), tmp_path / "job.yaml")
     assert SECRET in (tmp_path / "job.yaml").read_text()
     assert (tmp_path / "job.yaml").stat().st_mode & 0o077 == 0
     save(load(DEBUG), tmp_path / "plain.yaml")
