@@ -12,6 +12,7 @@ import typer
 
 from megarl.collector import importing
 from megarl.convert.cli import app as convert
+from megarl.errors import UsageError, printable
 from megarl.launch.cli import app as launchers
 from megarl.plan.cli import ConfigCommand
 from megarl.plan.cli import app as plans
@@ -125,16 +126,13 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, an object a line a run.")] = False,
 ) -> None:
     """Say how runs are doing: how far, how fast, how they ended and why. Reads their directories alone."""
-    from megarl.run.status.reading import StatusError
     from megarl.run.status.show import show_status, watch_status
 
-    try:
+    with _reading():
         if watch:
             watch_status(run_dirs, as_json=as_json)
         else:
             show_status(run_dirs, as_json=as_json)
-    except StatusError as error:
-        _stop(error, code=2)
 
 
 @app.command()
@@ -150,13 +148,13 @@ def view(
     ] = None,
 ) -> None:
     """Show runs on a page: curves, samples, held-out answers, timeline, settings; live while they train."""
-    from megarl.run.status.reading import StatusError, find_runs
+    from megarl.run.status.reading import find_runs
     from megarl.run.view.page_export import export
     from megarl.run.view.page_server import PageServer
     from megarl.run.view.run_view import open_runs
     from megarl.run.view.sample_index import export_samples
 
-    try:
+    with _reading():
         runs = [run for directory in run_dirs for run in find_runs(directory)]
         views = open_runs(runs)
         if export_to is not None and export_to.suffix == ".parquet":
@@ -167,11 +165,10 @@ def view(
             export(views, export_to)
             typer.echo(f"{export_to}: the page, which needs nothing else")
             return
+    try:
         server = PageServer(views, port)
-    except StatusError as error:
-        _stop(error, code=2)
     except OSError as error:
-        _stop(OSError(f"{error.filename or f'port {port}'}: {error.strerror}"), code=1)
+        _stop(OSError(f"port {port}: {error.strerror}"), code=1)
     typer.echo(f"{server.url}\nfor a browser on this machine, until Ctrl-C")
     try:
         server.serve_forever()
@@ -184,13 +181,10 @@ def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN [STEP STEP] | RUN RUN", help="Runs, or steps of a run.")],
 ) -> None:
     """Compare two evaluations prompt by prompt: a run's first and last, those after two steps, or two runs' last."""
-    from megarl.run.compare import CompareError
     from megarl.run.compare import compare as compare_runs
 
-    try:
+    with _reading():
         compare_runs(runs)
-    except CompareError as error:
-        _stop(error, code=2)
 
 
 @app.command()
@@ -199,13 +193,10 @@ def checkpoints(
     verify: Annotated[bool, typer.Option("--verify", help="Read all files, and compare their digests.")] = False,
 ) -> None:
     """List the checkpoints of a run: size, evaluation, why each is kept. Exit code 1 if one is damaged."""
-    from megarl.errors import UsageError
     from megarl.run.checkpoint_list import list_checkpoints
 
-    try:
+    with _reading():
         intact = list_checkpoints(run, verify=verify)
-    except UsageError as error:
-        _stop(error, code=2)
     if not intact:
         raise typer.Exit(1)
 
@@ -372,8 +363,19 @@ def _exit_codes(path: Path) -> Iterator[None]:
         _stop(error, code=error.exit_code)
 
 
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Ends a command that reads runs with an error's message; exit code 2 for its arguments, 1 for a run's files."""
+    try:
+        yield
+    except UsageError as error:
+        _stop(error, code=2)
+    except OSError as error:
+        _stop(OSError(f"{error.filename}: {error.strerror}"), code=1)
+
+
 def _stop(error: Exception, *, code: int) -> NoReturn:
-    typer.echo(str(error), err=True)
+    typer.echo(printable(str(error)), err=True)
     raise typer.Exit(code) from None
 
 

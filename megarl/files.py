@@ -18,6 +18,7 @@ from typing import Any
 
 _BLOCK = 1 << 16
 _DEEPEST = 100
+_LONGEST_LINE = 256 << 20
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # torch.save raises these in place of the file's error; the second if nothing could be written.
@@ -178,10 +179,12 @@ def read_lines(path: Path, last: int | None = None) -> list[dict[str, Any]]:
     Incomplete lines are skipped: they are being written, or their writer was killed.
     """
     try:
-        text = path.read_bytes() if last is None else _read_end(path, last)
+        with open_file(path) as file:
+            if last is not None:
+                _seek_end(file, last)
+            objects = [entry for line in _lines(file) if (entry := _parse(line)) is not None]
     except FileNotFoundError:
         return []
-    objects = [entry for line in text.splitlines(keepends=True) if (entry := _parse(line)) is not None]
     return objects if last is None else objects[-last:]
 
 
@@ -203,7 +206,7 @@ class LineFollower:
         if not self._end:
             return False
         try:
-            with self._path.open("rb") as file:
+            with open_file(self._path) as file:
                 file.seek(self._end - len(self._tail))
                 same = file.read(len(self._tail)) == self._tail
         except FileNotFoundError:
@@ -219,12 +222,12 @@ class LineFollower:
     def read(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields the new objects, each with the byte at which its line begins."""
         try:
-            file = self._path.open("rb")
+            file = open_file(self._path)
         except FileNotFoundError:
             return
         with file:
             file.seek(self._end)
-            for line in file:
+            for line in _lines(file):
                 if not line.endswith(b"\n"):
                     break
                 start, self._end = self._end, self._end + len(line)
@@ -236,7 +239,7 @@ class LineFollower:
 
 def read_lines_at(path: Path, starts: Iterable[int]) -> list[dict[str, Any]]:
     """Returns the JSON objects of the lines that begin at these bytes of a file."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         entries = []
         for start in starts:
             file.seek(start)
@@ -249,8 +252,8 @@ def truncate_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     if not path.exists():
         return
     kept = 0
-    with path.open("rb") as lines:
-        for line in lines:
+    with open_file(path) as file:
+        for line in _lines(file):
             entry = _parse(line)
             if entry is None or not keep(entry):
                 break
@@ -259,15 +262,27 @@ def truncate_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     sync(path)
 
 
-def _read_end(path: Path, lines: int) -> bytes:
-    """Returns at least so many complete lines of a file's end."""
-    with path.open("rb") as file:
-        start, text = file.seek(0, 2), b""
-        while start > 0 and text.count(b"\n") <= lines:
-            size = min(_BLOCK, start)
-            start = file.seek(start - size)
-            text = file.read(size) + text
-        return text if start == 0 else text[text.index(b"\n") + 1 :]
+def _lines(file: BufferedReader) -> Iterator[bytes]:
+    """Yields the lines from a place of a file on; raises OSError for one that no run has written."""
+    while line := file.readline(_LONGEST_LINE + 1):
+        if len(line) > _LONGEST_LINE:
+            raise OSError(errno.EFBIG, f"a line has more than {format_bytes(_LONGEST_LINE)}", file.name)
+        yield line
+
+
+def _seek_end(file: BufferedReader, lines: int) -> None:
+    """Goes to the beginning of the last lines of a file, at least so many complete ones if it has them."""
+    start, ends = file.seek(0, os.SEEK_END), 0
+    first = max(0, start - _LONGEST_LINE)
+    while start > first:
+        size = min(_BLOCK, start)
+        start = file.seek(start - size)
+        block = file.read(size)
+        ends += block.count(b"\n")
+        if ends > lines:
+            file.seek(start + block.index(b"\n") + 1)
+            return
+    file.seek(start)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

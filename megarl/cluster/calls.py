@@ -20,7 +20,7 @@ from megarl.cluster import ray_api
 from megarl.cluster.ray_worker import ChunkRefs, Timed
 from megarl.cluster.spans import Span
 from megarl.config.schema import TimeLimits
-from megarl.errors import RunError
+from megarl.errors import RunError, printable
 from megarl.remote import Phase
 
 W_co = TypeVar("W_co", covariant=True)
@@ -57,7 +57,8 @@ class Process(Generic[W_co]):
     def log_tail(self) -> list[str]:
         """Returns a heading and the end of the log; nothing of an empty one."""
         text = self.log_file.read_bytes()[-4000:] if self.log_file.exists() else b""
-        return [f"The end of {self.log_file}:", text.decode(errors="replace").rstrip()] if text.strip() else []
+        end = printable(text.decode(errors="replace").rstrip())
+        return [f"The end of {self.log_file}:", end] if end else []
 
 
 class Awaited(Protocol):
@@ -388,11 +389,11 @@ def _message(cause: _Failure, failures: Sequence[_Failure]) -> str:
     if isinstance(cause.error, RayTaskError):
         raised = ray_api.raised(cause.error)
         if isinstance(raised, RunError):
-            return f"{where.format('failed')}: {raised}"  # complete, and the same on other ranks
+            return printable(f"{where.format('failed')}: {raised}")  # complete, and the same on other ranks
         lines = [f"{where.format('failed')}: {raised!r}", "", str(cause.error).rstrip()]
     else:
         lines = [f"{where.format('died')}.", "", str(cause.error).rstrip(), "", *process.log_tail()]
     others = sorted({failure.call.processes[failure.index].name for failure in failures} - {process.name})
     if others:
         lines += ["", f"Afterwards, perhaps as a consequence, also failed: {', '.join(others)}."]
-    return "\n".join(lines)
+    return printable("\n".join(lines))

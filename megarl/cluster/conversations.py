@@ -16,6 +16,7 @@ from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.environments.chat_session import TurnLimits
 from megarl.environments.environment_process import EnvironmentProcess, TurnRequest
 from megarl.environments.gateway_request import GatewayPlace, Sampling
+from megarl.errors import printable
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.requests import stop_token_ids
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
@@ -130,7 +131,8 @@ def conversation_failures(samples: Sequence[SampleInfo]) -> dict[str, str]:
     for sample in samples:
         if sample.outcome is not None and (reason := sample.outcome.failure) is not None:
             kind = reason.strip().rpartition("\n")[2].partition(":")[0]
-            failures.setdefault(kind, f"the conversation on prompt {sample.prompt_id!r} failed: {reason.strip()}")
+            told = f"the conversation on prompt {sample.prompt_id!r} failed: {reason.strip()}"
+            failures.setdefault(kind, printable(told))
     return failures
 
 

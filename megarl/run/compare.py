@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megarl.errors import UsageError, printable
 from megarl.files import read_lines
 from megarl.run.paths import RunPaths, read_config
 
@@ -20,7 +21,7 @@ _TEXT = 60
 """Characters of a prompt's text."""
 
 
-class CompareError(ValueError):
+class CompareError(UsageError):
     """There is nothing to compare; the message says why."""
 
 
@@ -93,7 +94,8 @@ def _print_settings(first: ComparedEvaluation, second: ComparedEvaluation, conso
     table = Table("setting", str(first.run.path), str(second.run.path), box=None)
     for field in sorted({*one, *other}):
         if one.get(field) != other.get(field) and field != "run.dir":
-            table.add_row(field, *(Text(str(fields.get(field, "-"))) for fields in (one, other)))
+            values = (str(fields.get(field, "-")) for fields in (one, other))
+            table.add_row(*(Text(printable(text)) for text in (field, *values)))
     if table.rows:
         console.print(table)
         console.print()
@@ -112,7 +114,8 @@ def _print_metrics(first: ComparedEvaluation, second: ComparedEvaluation, consol
     """Prints the metrics that both evaluations have, with half the widths of their intervals."""
     table = Table("metric", first.name, second.name, box=None)
     for name in [name for name in first.metrics if name in second.metrics and not name.endswith("_ci95")]:
-        table.add_row(name, *(_with_interval(evaluation.metrics, name) for evaluation in (first, second)))
+        values = (_with_interval(evaluation.metrics, name) for evaluation in (first, second))
+        table.add_row(Text(printable(name)), *values)
     console.print(table)
 
 
@@ -130,16 +133,16 @@ def _print_prompts(reward: str, first: ComparedEvaluation, second: ComparedEvalu
     better, worse = sum(value > 0 for value in change.values()), sum(value < 0 for value in change.values())
     same = len(change) - better - worse
     console.print(
-        f"\n{reward}, of {len(change)} prompts: {better} better, {worse} worse, {same} the same", markup=False
+        f"\n{printable(reward)}, of {len(change)} prompts: {better} better, {worse} worse, {same} the same",
+        markup=False,
     )
     order, texts = sorted(change, key=lambda prompt: change[prompt]), _texts(first.run)
     for title, prompts in (("better", order[::-1][:_SHOWN]), ("worse", order[:_SHOWN])):
         table = Table(title, "before", "after", "prompt", box=None)
         for prompt in prompts:
             if (change[prompt] > 0) == (title == "better") and change[prompt]:
-                table.add_row(
-                    Text(prompt), f"{before[prompt]:.4g}", f"{after[prompt]:.4g}", Text(texts.get(prompt, ""))
-                )
+                named, text = Text(printable(prompt)), Text(printable(texts.get(prompt, "")))
+                table.add_row(named, f"{before[prompt]:.4g}", f"{after[prompt]:.4g}", text)
         if table.rows:
             console.print(table)
 

@@ -10,6 +10,9 @@ from typing import IO, Any
 
 import yaml
 
+from megarl.files import open_file
+
+_LARGEST_CONFIG = 1 << 20
 _TRIES, _PAUSE_S = 3, 0.05  # to get the lock: `is_locked` holds it for an instant
 
 
@@ -52,11 +55,25 @@ def ema_export(export: Path) -> Path:
     return export.with_name(f"{export.name}-ema")
 
 
+class _PlainLoader(yaml.SafeLoader):
+    """Reads YAML without aliases, of which a few lines can stand for more than any memory holds."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has aliases")
+        return super().compose_node(parent, index)
+
+
 def read_config(path: Path) -> Mapping[str, Any]:
-    """Returns the fields of a configuration file; none if it is missing or not YAML."""
+    """Returns the fields of a run's configuration; none if the file is missing, or is nothing that a run writes.
+
+    Raises OSError where it cannot be read, or is no regular file.
+    """
     try:
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, yaml.YAMLError):
+        with open_file(path) as file:
+            text = file.read(_LARGEST_CONFIG + 1)
+        fields = _PlainLoader(text).get_single_data() if len(text) <= _LARGEST_CONFIG else None
+    except (FileNotFoundError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return fields if isinstance(fields, Mapping) else {}
 
@@ -85,7 +102,7 @@ def is_locked(path: Path) -> bool | None:
     of this machine. The call holds a shared lock for an instant.
     """
     try:
-        with path.open("rb") as lock:
+        with open_file(path) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
@@ -14,7 +16,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from megarl.cli import app
+from megarl.cluster.conversations import conversation_failures
 from megarl.config import ConfigError, TrainingConfig, load, save
 from megarl.config.problems import MASK, without_secrets
 from megarl.data.tokenizer import load_tokenizer
@@ -26,10 +31,14 @@ from megarl.run.paths import read_config
 from megarl.run.resume import compare_configs
 from megarl.run.view.page_server import PageServer
 from megarl.run.view.run_view import RunView
+from megarl.types import ConversationOutcome, SampleInfo
 from megarl.weights.hf_files import CheckpointError, read_weight_map
 from tests.checkpoint.staging import write_roles
 from tests.config.debug import DEBUG
 from tests.data.rows import chatml_tokenizer
+from tests.run.status.directories import MadeRun
+from tests.run.view.viewed_run import add_lines, viewed_run
+from tests.security.hostile import HangError, confined
 
 ROOT = Path(__file__).parents[2]
 CODE = re.compile(r"trust_remote_code *= *True|allow_pickle *= *True|weights_only *= *False|yaml\.(unsafe_)?load\(")
@@ -128,6 +137,107 @@ def test_the_page_serves_no_file(server: PageServer, path: str) -> None:
         assert response.status == status
         assert b"outside" not in response.read()
         connection.close()
+
+
+BOMB = "".join(
+    f"{name}: &{name} [{', '.join([inner] * 9)}]\n"
+    for name, inner in zip("abcdefghi", ["x", *(f"*{a}" for a in "abcdefgh")], strict=True)
+)
+"""A few lines of YAML that stand for 9^9 texts."""
+OPENED = (
+    *("config.yaml", "metrics.jsonl", "evaluations.jsonl", "attempts.jsonl", "samples.jsonl"),
+    "prompt_scores.jsonl",
+)
+
+
+@contextmanager
+def soon() -> Iterator[None]:
+    """Raises HangError for a block that waits, computes or reads for long, or takes gigabytes."""
+
+    def hang(*_: object) -> None:
+        raise HangError
+
+    before = signal.signal(signal.SIGALRM, hang)
+    signal.setitimer(signal.ITIMER_REAL, 20)
+    try:
+        with confined():
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def shown(run: MadeRun) -> Iterator[str]:
+    """What the commands print that read a run."""
+    page = run.path.with_name("page.html")
+    for command in (
+        ["status", run.path],
+        ["view", run.path, "--export", page],
+        ["compare", run.path],
+        ["checkpoints", run.path],
+    ):
+        with soon():
+            result = CliRunner().invoke(app, list(map(str, command)))
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+        yield result.output
+
+
+@pytest.mark.parametrize("name", [*OPENED, "summary.json", "trace.json", ".lock", "slurm/submitted.json"])
+def test_pipes_and_devices_in_the_directory_of_a_run_are_not_read(tmp_path: Path, name: str) -> None:
+    run = viewed_run(tmp_path / "run")
+    file = run.path / name
+    file.parent.mkdir(exist_ok=True)
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        file.unlink(missing_ok=True)
+        make(file)
+        texts = list(shown(run))
+        if name in OPENED:
+            assert f"{name}: it is no regular file" in "".join(texts)
+
+
+def test_a_configuration_that_expands_without_end_is_no_configuration(tmp_path: Path) -> None:
+    run = viewed_run(tmp_path / "run")
+    for text in (BOMB, "[" * 100_000, "x" * (2 << 20)):
+        (run.path / "config.yaml").write_text(text)
+        assert "20 of ?" in next(shown(run))
+        list(shown(run))
+
+
+def test_a_line_without_an_end_is_refused(tmp_path: Path) -> None:
+    run = viewed_run(tmp_path / "run")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        os.truncate(run.path / name, 1 << 40)
+    assert "a line has more than" in "".join(shown(run))
+
+
+def test_terminal_escapes_of_others_are_shown_and_not_sent(tmp_path: Path) -> None:
+    evil = "\x1b]0;title\x07\x1b[2J\u202e\r"
+    run = viewed_run(tmp_path / "run")
+    run.end(1, ago=5, step=20, reason="run error", message=f"a{evil}b")
+    run.start(2, ago=4, host=f"h{evil}")
+    run.end(2, ago=3, step=20, reason="run error", message=f"a{evil}b")
+    add_lines(run.path / "evaluations.jsonl", [{"step": 20, f"eval/{evil}": 1.0}])
+    scores = {"step": 20, "prompt_id": f"held{evil}", "scores": {evil: [1.0]}}
+    add_lines(run.path / "prompt_scores.jsonl", [scores, {**scores, "step": 0, "scores": {evil: [0.0]}}])
+    texts = [*shown(run), CliRunner().invoke(app, ["status", str(tmp_path / evil)]).output]
+    texts += CliRunner().invoke(app, ["status", str(run.path), str(run.path)]).output
+    outcome = ConversationOutcome(turns=1, truncated=False, failure=evil, metrics={})
+    texts += conversation_failures(
+        [
+            SampleInfo(
+                sample_id="a",
+                prompt_id=evil,
+                chunk=0,
+                row=0,
+                prompt_tokens=1,
+                response_tokens=1,
+                finished=True,
+                outcome=outcome,
+            )
+        ]
+    ).values()
+    assert sum("\\x1b[2J" in text for text in texts) >= 3
+    assert not [text for text in texts if re.search("[\x1b\x07\r\u202e]", text)]
 
 
 SECRET = "sk-2f9c81d07e"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.files import read_lines, write_durably
+from megarl.files import open_file, read_json, read_lines, write_durably
 from megarl.run.attempts import Attempt
 from megarl.run.status.format import ago
 
@@ -43,7 +43,7 @@ def last_submission(run_dir: Path) -> Submission | None:
     found: list[Submission] = []
     for file in (run_dir / folder / _SUBMITTED for folder in _FOLDERS):
         with suppress(OSError, ValueError, KeyError, TypeError):  # missing or unreadable
-            found.append(Submission(job=json.loads(file.read_text())["job"], time=file.stat().st_mtime))
+            found.append(Submission(job=read_json(file)["job"], time=file.stat().st_mtime))
     return max(found, key=lambda submission: submission.time, default=None)
 
 
@@ -242,7 +242,7 @@ def _number(directory: Path) -> tuple[int, int]:
 def _read_end(path: Path, output: Path | None) -> JobEnd | None:
     """Reads the end of a job. If a node failed, the head gets SIGTERM, and only srun's output says so."""
     try:
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        fields: dict[str, Any] = read_json(path)
         code, reason, node = int(fields["exit_code"]), str(fields["reason"]), fields.get("node")
         end = JobEnd(time=path.stat().st_mtime, exit_code=code, reason=reason, node=node)
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):  # missing or incomplete
@@ -254,7 +254,7 @@ def _read_end(path: Path, output: Path | None) -> JobEnd | None:
 def _tail(path: Path) -> str:
     """Returns the end of a file; empty if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
             return file.read().decode(errors="replace")
     except OSError:

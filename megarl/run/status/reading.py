@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.errors import UsageError
 from megarl.files import read_lines
 from megarl.run.attempts import Attempt, read_attempts
 from megarl.run.checkpoints import Checkpoints
@@ -25,7 +26,7 @@ from megarl.run.status.throughput import RunProgress, Waits, find_warnings, meas
 _JOB_FILES = "slurm/[0-9]*-[0-9]*/times.jsonl"
 
 
-class StatusError(ValueError):
+class StatusError(UsageError):
     """A status cannot be shown; the message is for the user."""
 
 

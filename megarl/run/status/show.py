@@ -14,6 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from megarl.errors import printable
 from megarl.run.attempts import Attempt
 from megarl.run.display import COLUMNS, counted, short
 from megarl.run.sinks import WRITTEN
@@ -47,7 +48,9 @@ Row = tuple[str, str, str]
 
 
 def render_run(status: RunStatus) -> RenderableType:
-    return Group(*(Text.assemble((label.ljust(_WIDTH), "dim"), (text, style)) for label, text, style in rows(status)))
+    return Group(
+        *(Text.assemble((label.ljust(_WIDTH), "dim"), (printable(text), style)) for label, text, style in rows(status))
+    )
 
 
 def rows(status: RunStatus) -> Iterator[Row]:
@@ -196,7 +199,7 @@ def _logs(status: RunStatus) -> Iterator[Row]:
 
 def render_table(statuses: Sequence[RunStatus]) -> RenderableType:
     """Returns a table with a row per run; warnings are at the end of each."""
-    cells = [_HEADINGS, *(_cells(status) for status in statuses)]
+    cells = [_HEADINGS, *(tuple(map(printable, _cells(status))) for status in statuses)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(_HEADINGS))]
     styles = ["bold", *(STYLES[status.state.name] for status in statuses)]
     lines = []
