@@ -178,10 +178,16 @@ def _start_telling(log_file: Path, waits: Callable[[], Sequence[str]], ended: th
     def tell() -> None:
         with open(descriptor, "r+b", buffering=0) as file:
             while not ended.wait(_LOOK_S):
-                if not os.fstat(descriptor).st_size:
-                    with suppress(RuntimeError):  # what is told changed meanwhile; it looks again
-                        file.seek(0)
-                        file.write("\n".join([*waits(), _END]).encode())
+                if os.fstat(descriptor).st_size:
+                    continue
+                try:
+                    lines = waits()
+                except RuntimeError:  # what is told changed meanwhile; it looks again
+                    continue
+                except Exception as error:
+                    lines = [f"what it waits for cannot be told: {error!r}"]
+                file.seek(0)
+                file.write("\n".join([*lines, _END]).encode())
 
     thread = threading.Thread(target=tell, name="waits", daemon=True)
     thread.start()

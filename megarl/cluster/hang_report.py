@@ -18,6 +18,7 @@ _NODES_S = 60.0
 _SHOWN = 8
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 _WORKER = "megarl/cluster/ray_worker.py"
+_EVENT = "/asyncio/events.py"  # below what an event loop runs now
 _COLLECTIVES = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication.py")
 
 
@@ -57,11 +58,14 @@ def explain(late: Sequence[str], found: Mapping[str, ProcessStacks]) -> list[str
 
 
 def working_frames(text: str) -> list[StackFrame]:
-    """Returns the frames of a process's call in progress, the innermost first; empty without one."""
+    """Returns the frames of what a process does, a call or a part of its event loop, the innermost first.
+
+    They are empty for a process that waits for work.
+    """
     for thread in text.split("\n\n"):
         frames = [StackFrame(file, int(line), name) for file, line, name in _FRAME.findall(thread)]
-        ends = [index for index, frame in enumerate(frames) if frame.file.endswith(_WORKER)]
-        if ends:
+        ends = [index for index, frame in enumerate(frames) if frame.file.endswith((_WORKER, _EVENT))]
+        if ends and ends[0] > 0:
             return frames[: ends[0]]
     return []
 

@@ -101,11 +101,11 @@ def collectives() -> list[str]:
 def recorded(trace: Mapping[str, Any], now_ns: int) -> Iterator[str]:
     """Yields the lines of a dump of the flight recorder, the last group used first."""
     groups: dict[int, list[Mapping[str, Any]]] = {}
-    for entry in reversed(trace["entries"]):
+    for entry in reversed(trace.get("entries", ())):  # torch leaves out what is empty
         groups.setdefault(entry["pg_id"], []).append(entry)
     for number, entries in groups.items():
         name, description = entries[0]["process_group"]
-        status = trace["pg_status"].get(str(number), {})
+        status = trace.get("pg_status", {}).get(str(number), {})
         begun, finished = (max(0, int(status.get(f"last_{done}_collective", 0))) for done in ("enqueued", "completed"))
         current = [
             f"{entry['profiling_name']} {entry['input_sizes']} for {(now_ns - entry['time_created_ns']) / 1e9:.1f} s"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +103,39 @@ def test_a_process_writes_its_own_stacks_as_often_as_it_is_asked(tmp_path: Path)
     assert take_stacks(tmp_path) == []
     twice = [own, ProcessStacks(name="driver", pid=7, host="h", silence="it has ended")]
     assert {file.name for file in write_stacks(twice, tmp_path).iterdir()} == {f"driver-{own.pid}.txt", "driver-7.txt"}
+
+
+def test_a_process_goes_on_answering_after_an_error_in_what_it_waits_for(tmp_path: Path) -> None:
+    waits = iter([lambda: {}["entries"], lambda: ["a call"]])
+    with answering(tmp_path / "driver.log", lambda: next(waits)()):
+        told = [take_stacks(tmp_path)[0].waits for _ in range(2)]
+    assert told == [("what it waits for cannot be told: KeyError('entries')",), ("a call",)]
+
+
+def test_an_event_loop_that_is_blocked_works(tmp_path: Path) -> None:
+    """Beside another one that waits, as Ray's does in a process whose conversations have a loop of their own."""
+    begun, ends, loops = threading.Event(), threading.Event(), [asyncio.new_event_loop() for _ in range(2)]
+
+    async def block_the_loop() -> None:
+        begun.set()
+        ends.wait()
+
+    threads = [threading.Thread(target=loop.run_forever) for loop in loops]
+    for thread in threads:
+        thread.start()
+    blocked = asyncio.run_coroutine_threadsafe(block_the_loop(), loops[1])
+    assert begun.wait(10)
+    try:
+        with answering(tmp_path / "driver.log", list):
+            text = take_stacks(tmp_path)[0].text
+    finally:
+        ends.set()
+        blocked.result(10)
+        for loop, thread in zip(loops, threads, strict=True):
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
+    assert [frame.function for frame in working_frames(text)][-1] == "block_the_loop"
 
 
 @pytest.mark.process

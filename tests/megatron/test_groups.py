@@ -102,6 +102,7 @@ def test_a_record_of_nccl_is_told() -> None:
         ],
         "pg_status": {"1": {"last_enqueued_collective": 3, "last_completed_collective": 2}},
     }
+    assert list(recorded({"version": "2.10"}, 3_500_000_000)) == []  # torch's dump of a recorder that is empty
     assert list(recorded(trace, 3_500_000_000)) == [
         "ranks 0, 2: 3 collectives begun, 2 finished; in nccl:_all_gather_base [[8, 4]] for 2.5 s",
         "default_pg: 0 collectives begun, 0 finished",
