@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from examples.sort_letters.checkpoint import write_checkpoint
+from megarl.cli import app
 from megarl.cluster.trainers import check_gpus
 from megarl.config import ConfigError, load
 from megarl.plan.run_plan import plan_lines
@@ -60,6 +62,21 @@ def test_a_model_without_weights_is_planned_but_not_trained(tmp_path: Path) -> N
     with pytest.raises(ConfigError) as caught:
         check(config)
     assert [problem.field for problem in caught.value.problems] == ["model.path"]
+
+
+def test_roles_without_weights_are_planned(tmp_path: Path) -> None:
+    """Reference and reward models are frozen; a start digests their weights, for a resume."""
+    for name in ("model", "reward"):
+        write_checkpoint(tmp_path / name, seed=0)
+        (tmp_path / name / "model.safetensors").unlink()
+    fields = json.loads((tmp_path / "reward/config.json").read_text())
+    kind = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1, "id2label": {"0": "score"}}
+    (tmp_path / "reward/config.json").write_text(json.dumps({**fields, **kind}))
+    paths = [f"{name}={tmp_path / where}" for name, where in (("model.path", "model"), ("reward.path", "reward"))]
+    given = [*paths, "model.random=null", "model.vocab_size=null", f"run.dir={tmp_path / 'run'}"]
+    planned = CliRunner().invoke(app, ["plan", str(DEBUG / "ppo.yaml"), *given], env={"COLUMNS": "200"})
+    assert planned.exit_code == 0, planned.output
+    assert planned.output.count("the weights of ") == 2
 
 
 def test_the_first_prompt_is_shown_as_the_model_sees_it(tmp_path: Path) -> None:

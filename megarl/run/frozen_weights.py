@@ -57,7 +57,8 @@ def _directories(config: TrainingConfig) -> Iterator[tuple[str, Path]]:
 def _files(directory: Path) -> list[Path]:
     index = directory / INDEX_FILE
     names = sorted(set(read_weight_map(index).values())) if index.is_file() else [SINGLE_FILE]
-    return [directory / name for name in ("config.json", *names)]
+    files = [directory / name for name in ("config.json", *names)]
+    return [file for file in files if file.exists()]  # a plan needs no weights
 
 
 def _digest(path: Path) -> str:
