@@ -241,7 +241,7 @@ def plan(
     config = _load(config_path, overrides, bare=True)
     from megarl.plan.memory_table import print_memory
     from megarl.plan.run_plan import print_plan
-    from megarl.preflight.check import check
+    from megarl.preflight.check import check, check_login
     from megarl.preflight.device_memory import check_memory
     from megarl.preflight.epochs import with_steps
     from megarl.preflight.trial_calls import call_functions
@@ -250,6 +250,7 @@ def plan(
     with _exit_codes(config_path):
         sets = check(config, bare=True)
         config = with_steps(config, sets)
+        check_login(config.tracking)
         resume = describe_run(config)
         first_prompt = call_functions(config, sets)
         check_memory(config)

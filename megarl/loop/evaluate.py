@@ -24,7 +24,7 @@ from megarl.data.prompts import sample_requests
 from megarl.loop.sampler import RolloutParts, conversation_metrics
 from megarl.loop.scoring import REWARD_MODEL, Branches, ScoresByReward, Values, group_numbers, unscored_metrics
 from megarl.megatron.worker import MegatronWorker
-from megarl.preflight.check import check
+from megarl.preflight.check import check, check_login
 from megarl.preflight.datasets import PromptSets
 from megarl.preflight.device_memory import check_memory
 from megarl.preflight.trial_calls import call_functions
@@ -167,6 +167,7 @@ def evaluate(config: EvalConfig) -> Summary:
     """
     print(phase_line("checking models, data and functions", process_age()), flush=True)
     data = check(config)
+    check_login(config.tracking)
     call_functions(config, data)
     assert isinstance(data, PromptSets)
     check_gpus(config)

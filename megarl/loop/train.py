@@ -24,7 +24,7 @@ from megarl.loop.saver import Saver
 from megarl.loop.skipped_steps import SkippedSteps
 from megarl.loop.supervised import SFTTrainer
 from megarl.megatron.worker import MegatronWorker
-from megarl.preflight.check import check
+from megarl.preflight.check import check, check_login
 from megarl.preflight.device_memory import check_memory
 from megarl.preflight.epochs import with_steps
 from megarl.preflight.trial_calls import call_functions
@@ -183,6 +183,7 @@ def _checked(config: TrainingConfig) -> tuple[TrainingConfig, Any]:
     print(phase_line("checking models, data and functions", process_age()), flush=True)
     data = check(config)
     config = with_steps(config, data)
+    check_login(config.tracking)
     call_functions(config, data)
     check_gpus(config)
     check_memory(config)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import netrc
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import get_args
+from typing import Final, get_args
+from urllib.parse import urlsplit
 
 from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RunConfig, SFTConfig
 from megarl.config.problems import MASK, masked, shown
@@ -18,6 +21,10 @@ from megarl.preflight.epochs import epoch_problems
 from megarl.preflight.models import check_models, stated_vocab_size
 from megarl.preflight.user_functions import check_fields, check_functions, check_own_functions, missing_column
 from megarl.rollout.requests import stop_token_ids
+
+_WITHOUT_KEY: Final = ("offline", "dryrun", "disabled")
+_WANDB_HOSTS: Final = ("api.wandb.ai", "api.forge.coreweave.com")
+"""The hosts that wandb (0.31) may ask by default."""
 
 
 def check(config: RunConfig, *, bare: bool = False) -> Sets:
@@ -64,6 +71,31 @@ def _trackers(tracking: Tracking) -> Iterator[Problem]:
         if value is not None and find_spec(package) is None:
             fix = f"install it with pip install 'megarl-trainer[{package}]', or set it to null"
             yield Problem(field=f"tracking.{field}", value=value, rule=f"needs the package {package}", fix=fix)
+
+
+def check_login(tracking: Tracking) -> None:
+    """Raises ConfigError where Weights & Biases is chosen and would ask for a key; nothing is sent."""
+    if tracking.wandb_project is None or _has_wandb_key():
+        return
+    rule = "needs a key of Weights & Biases: there is none in WANDB_API_KEY, and none of wandb login"
+    fix = "run wandb login, or set WANDB_MODE=offline to keep everything in run.dir, or set it to null"
+    raise ConfigError([Problem(field="tracking.wandb_project", value=tracking.wandb_project, rule=rule, fix=fix)])
+
+
+def _has_wandb_key() -> bool:
+    """Whether wandb finds a key, needs none, or has settings in a file, which may say anything."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    directory = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config/wandb")
+    settings = (directory / "settings", Path("wandb/settings"))
+    if os.environ.get("WANDB_MODE") in _WITHOUT_KEY or any(file.exists() for file in settings):
+        return True
+    try:
+        keys = netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc")
+    except (OSError, netrc.NetrcParseError):
+        return False
+    own = urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc
+    return any(keys.authenticators(host) for host in ([own] if own else _WANDB_HOSTS))
 
 
 def _read_data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem]]:

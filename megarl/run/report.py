@@ -78,9 +78,9 @@ class EvaluationReporter:
                 first = self._taken + 1 if self._taken else 0
                 self.trackers.append(TensorBoardSink(paths.tensorboard, first_step=first))
                 opened.callback(self.trackers[-1].close)
-            for name, tracker in _TRACKERS.items():
-                if (given := getattr(tracking, name)) is not None:
-                    self.trackers.append(ServiceSink(tracker(given, paths.path, config=plain(config))))
+            for name in _TRACKERS:
+                if (project := getattr(tracking, name)) is not None:
+                    self.trackers.append(_open_tracker(name, project, config, paths))
                     opened.callback(self.trackers[-1].close)
             self._opened = opened.pop_all()
         return self
@@ -277,6 +277,13 @@ class Reporter:
         if console.is_terminal:
             print(f"megarl view {shlex.quote(str(self._directory.path))}  # its curves and samples", flush=True)
         return summary
+
+
+def _open_tracker(name: str, project: str, config: RunConfig, paths: RunPaths) -> Sink:
+    try:
+        return ServiceSink(_TRACKERS[name](project, paths.path, config=plain(config)))
+    except Exception as error:  # whatever the package of a service raises
+        raise RunError(f"tracking.{name} = {project}: {error}; correct that, or set it to null") from error
 
 
 def run_columns(config: TrainingConfig) -> dict[str, Column]:

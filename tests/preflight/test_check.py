@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from megarl.cli import app
 from megarl.config import ConfigError, load
 from megarl.data.tokenizer import load_tokenizer
 from megarl.preflight.check import check
@@ -323,6 +326,28 @@ def test_tracking_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"tracking.{field} = mine" in told
         assert f"needs the package {package}" in told
         assert f"pip install 'megarl-trainer[{package}]'" in told
+
+
+def test_weights_and_biases_needs_a_key_where_it_is_online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", "")
+    arguments = ["plan", str(DEBUG), "tracking.wandb_project=mine", f"run.dir={tmp_path / 'run'}"]
+
+    def planned(**variables: str) -> str:
+        return CliRunner().invoke(app, arguments, env={**variables, "COLUMNS": "200"}).stderr
+
+    refused = planned()
+    assert "tracking.wandb_project = mine" in refused
+    assert "run wandb login, or set WANDB_MODE=offline" in refused
+    assert not planned(WANDB_API_KEY="k" * 40)
+    assert not planned(WANDB_MODE="offline")
+    (tmp_path / ".netrc").write_text("machine elsewhere.org login me password p\n")
+    assert planned() == refused
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password p\n")
+    assert not planned()
+    assert planned(WANDB_BASE_URL="https://wandb.mine.org") == refused
 
 
 def test_missing_files_are_reported_together() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from megarl.config import PPOConfig, TrainingConfig, load
 from megarl.config.schema import Correction
+from megarl.errors import RunError
 from megarl.run.directory import RunDirectory
 from megarl.run.report import Reporter, run_columns
 from megarl.run.results import EvaluationResult, PromptScores, ShownSample, StepResult
@@ -205,6 +206,21 @@ def test_an_interrupted_run_prints_how_to_resume(tmp_path: Path, capsys: pytest.
         (directory.path / "checkpoints" / f"step-{step}").mkdir(parents=True)
     assert end(SystemExit).endswith("The same command resumes after step 4, that of the last checkpoint\n")
     assert end(ValueError) == ""
+
+
+def test_a_tracker_that_does_not_start_ends_the_run_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError("no route to the server")
+
+    monkeypatch.setattr("megarl.run.report._TRACKERS", {"mlflow_experiment": refuse})
+    config = load(DEBUG, [f"run.dir={tmp_path}", "tracking.mlflow_experiment=mine"])
+    with pytest.raises(RunError) as told, Reporter(config, RunDirectory(config), taken=0):
+        pass
+    assert (
+        str(told.value) == "tracking.mlflow_experiment = mine: no route to the server; correct that, or set it to null"
+    )
 
 
 def test_updates_are_counted_over_the_whole_run(tmp_path: Path) -> None:

@@ -203,7 +203,8 @@ class Tracking(Section):
     tensorboard: bool = True
     """Write TensorBoard events into the run's directory."""
     wandb_project: str | None = None
-    """Project of Weights & Biases to log to; null does not. Needs the package wandb."""
+    """Project of Weights & Biases to log to; null does not. Needs the package wandb, and a key (wandb login) unless
+    WANDB_MODE is offline."""
     mlflow_experiment: str | None = None
     """Experiment of MLflow to log to; null does not. Needs the package mlflow, or mlflow-skinny."""
     trackio_project: str | None = None
