@@ -147,6 +147,14 @@ def write_errors(path: Path, nbytes: int | None = None) -> Iterator[None]:
         raise OSError(cause, reason, named or str(path)) from None
 
 
+def full_disk(error: object) -> str | None:
+    """Returns what to tell the user of a write that found no space; None for other errors."""
+    if not isinstance(error, OSError) or error.errno not in NO_SPACE:
+        return None
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror}; make space, and start the run again"
+
+
 def _os_error(error: Exception, path: Path) -> int | None:
     """Returns the errno of a failed write; None for other errors."""
     if isinstance(error, OSError):

@@ -21,6 +21,7 @@ from megarl.cluster.ray_worker import ChunkRefs, Timed
 from megarl.cluster.spans import Span
 from megarl.config.schema import TimeLimits
 from megarl.errors import RunError, printable
+from megarl.files import full_disk
 from megarl.remote import Phase
 
 W_co = TypeVar("W_co", covariant=True)
@@ -388,9 +389,14 @@ def _message(cause: _Failure, failures: Sequence[_Failure]) -> str:
     where = f"{process.name} {{}} in {cause.call.label}"
     if isinstance(cause.error, RayTaskError):
         raised = ray_api.raised(cause.error)
-        if isinstance(raised, RunError):
-            return printable(f"{where.format('failed')}: {raised}")  # complete, and the same on other ranks
+        complete = raised if isinstance(raised, RunError) else full_disk(raised)
+        if complete is not None:  # and the same on other ranks
+            return printable(f"{where.format('failed')}: {complete}")
         lines = [f"{where.format('failed')}: {raised!r}", "", str(cause.error).rstrip()]
+    elif ended := ray_api.ended_processes(cause.error):
+        names = " and ".join(ended)
+        fix = "look for a lack of memory, or for who has ended it, and start the run again"
+        return f"Ray's {names} on this machine ended in {cause.call.label}, and with it the run's processes; {fix}"
     else:
         lines = [f"{where.format('died')}.", "", str(cause.error).rstrip(), "", *process.log_tail()]
     others = sorted({failure.call.processes[failure.index].name for failure in failures} - {process.name})

@@ -131,6 +131,16 @@ def repeats(error: RayError) -> bool:
     return isinstance(cause, RunError) or not isinstance(cause, RuntimeError | OSError | RayError)
 
 
+def ended_processes(error: RayError) -> list[str]:
+    """Returns the names of Ray's own processes on this machine that have ended, where an actor died with them.
+
+    A raylet that ends with its agent may still be ending; its actors then miss their owner, which is this process.
+    """
+    node = _ray._private.worker._global_node
+    ended = [] if node is None else [name for name, _ in node.dead_processes()]
+    return ended or (["raylet"] if "its owner has died" in str(error) else [])
+
+
 def node_address() -> str:
     """Returns the address of this node."""
     return _ray.util.get_node_ip_address()

@@ -248,8 +248,8 @@ class Session:
             )
         except Exception as error:  # Ray raises several kinds where one of its processes does not start
             raise RunError(
-                f"Ray did not start on this machine: {error}; look for a lack of memory or disk space, or for a machine"
-                " that is too busy, and start again"
+                f"Ray did not start on this machine: {error}; look for a lack of memory or disk space, for a machine"
+                " that is too busy, or for who has ended one of Ray's processes, and start again"
             ) from error
 
 

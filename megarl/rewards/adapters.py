@@ -82,7 +82,7 @@ class BoundFunction:
         """Calls a plain function; returns a score or a failure for each completion."""
         try:
             value = self.call(completions)
-        except (Exception, SystemExit) as error:  # the user's own code
+        except BaseException as error:  # the user's own code
             return failed(error, len(completions))
         return self.read(value, len(completions))
 

@@ -59,7 +59,7 @@ class _Caller:
             async with limit:
                 value = await self._function.call(completions)
             replies = self._function.read(value, len(completions))
-        except (Exception, SystemExit) as error:  # the user's own code, which must not end the loop
+        except BaseException as error:  # the user's own code, which must not end the loop
             late = Failure(kind="time", reason=f"it took longer than {seconds:g} s, and was cancelled")
             replies = [late] * len(completions) if limit.expired() else failed(error, len(completions))
         self._send(number, replies)

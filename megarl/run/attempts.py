@@ -122,5 +122,7 @@ def _report_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if not path.parent.is_dir():  # the run's own error says so
+            return
         with contextlib.suppress(OSError, ValueError):  # ValueError: standard error is closed
             print(f"{path}: {error.strerror}; megarl status will not know of this attempt", file=sys.stderr)

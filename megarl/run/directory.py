@@ -15,7 +15,7 @@ from megarl.cluster.driver_environment import ignore_interrupts, interrupts_rais
 from megarl.config import ConfigError, EvalConfig, RunConfig, TrainingConfig, save
 from megarl.config.schema import RandomModel
 from megarl.errors import PreemptedError, RunError
-from megarl.files import NO_SPACE, FileRecord, read_lines, sync, truncate_lines, write_durably, write_errors
+from megarl.files import FileRecord, full_disk, read_lines, sync, truncate_lines, write_durably, write_errors
 from megarl.run.attempts import AttemptLog, EndReason
 from megarl.run.checkpoints import Checkpoint, Checkpoints, reasons_to_keep
 from megarl.run.frozen_weights import FROZEN, digest_frozen_weights
@@ -140,7 +140,7 @@ def attempt(
 ) -> Iterator[None]:
     """Records an attempt at the run in attempts.jsonl.
 
-    Inside the block, SIGTERM raises SystemExit; a full disk becomes a RunError.
+    Inside the block, SIGTERM raises SystemExit; a full disk, and an error of the run's own files, become a RunError.
 
     Args:
         taken: steps that earlier attempts have taken.
@@ -151,7 +151,7 @@ def attempt(
     with interrupts_raise():
         log.start(taken, clock())
         try:
-            with _space(paths):
+            with _file_errors(paths):
                 yield
         except BaseException as error:
             ignore_interrupts()
@@ -162,15 +162,18 @@ def attempt(
 
 
 @contextmanager
-def _space(paths: RunPaths) -> Iterator[None]:
-    """Raises RunError for a write of the driver that finds no space."""
+def _file_errors(paths: RunPaths) -> Iterator[None]:
+    """Raises RunError for a write of the driver that finds no space, and for files of the run that others removed."""
     try:
         yield
     except OSError as error:
-        if error.errno not in NO_SPACE:
+        message = full_disk(error)
+        if message is None and isinstance(error.filename, str | Path) and paths.path in Path(error.filename).parents:
+            rule = f"only the run may change what is in {paths.path} while it runs"
+            message = f"{error.filename}: {error.strerror}; {rule}. Start it again"
+        if message is None:
             raise
-        what = f"{error.filename or paths.path}: {error.strerror}"
-        raise RunError(f"{what}; make space, and start the run again") from error
+        raise RunError(message) from error
 
 
 def last_step(paths: RunPaths, taken: int) -> int:

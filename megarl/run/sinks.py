@@ -54,6 +54,7 @@ class JsonlSink:
         written = {} if self._clock is None else {WRITTEN: self._clock()}
         entries = as_json({"step": step, **metrics, **written})
         with write_errors(self._path):
+            self._path.stat()  # what is written into a file that was removed would be lost
             self._file.write(json.dumps(entries, allow_nan=False, ensure_ascii=False) + "\n")
             self._file.flush()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import multiprocessing
 import os
@@ -71,6 +72,10 @@ class FakeWorker:
         if self.rank == rank:
             raise ArithmeticError("the loss is a teapot")
         time.sleep(others_wait_s)
+
+    @remote(phase="checkpoint")
+    def fill_the_disk(self, path: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device (8 MiB needed, 0 B free)", path)
 
     @remote(phase="update")
     def fail_for_column(self, rank: int) -> dict[int, np.ndarray]:

@@ -111,6 +111,15 @@ def test_equal_errors_of_all_ranks_make_one_message(group: Group) -> None:
     assert re.fullmatch(expected, str(failure.value)), failure.value
 
 
+def test_a_full_disk_is_told_in_one_line(group: Group) -> None:
+    with pytest.raises(WorkerError) as failure:
+        group.named("actor").call(FakeWorker.fill_the_disk, "run/checkpoints/0.bin").wait()
+    what = (
+        "run/checkpoints/0.bin: No space left on device (8 MiB needed, 0 B free); make space, and start the run again"
+    )
+    assert re.fullmatch(f"train rank \\d failed in actor.fill_the_disk: {re.escape(what)}", str(failure.value))
+
+
 def test_a_tolerated_error_is_part_of_the_result(group: Group) -> None:
     call = group.named("actor").call(FakeWorker.give_up)
     call.tolerates = RunError

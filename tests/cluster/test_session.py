@@ -96,6 +96,37 @@ for _ in range(2):
 """
 
 
+_LOSE = """
+import os, signal, sys
+from pathlib import Path
+from megarl.cluster.cleanup import MARK, marked_processes
+from megarl.cluster.session import Session
+from megarl.cluster.trainers import launch_group
+from megarl.config import load
+from tests.cluster.conftest import DEBUG, TWO
+from tests.cluster.fakes import FakeWorker
+config = load(DEBUG, TWO)
+with Session(config.cluster, Path(sys.argv[1])) as session:
+    group = launch_group(session, config, "train", FakeWorker)
+    group.call(FakeWorker.note, "here").wait()
+    asleep = group.call(FakeWorker.note, "asleep", 60.0)
+    for pid in marked_processes(os.environ[MARK]):
+        if b"ray::RuntimeEnvAgent" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+    asleep.wait()
+"""
+
+
+def test_the_loss_of_rays_own_processes_is_named(short_directory: Path) -> None:
+    """A raylet ends with its agent, and ends its actors; none of them is at fault."""
+    command = [sys.executable, "-c", _LOSE, str(short_directory / "logs")]
+    lost = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert (
+        "WorkerError: Ray's raylet on this machine ended in train.note, and with it the run's processes" in lost.stderr
+    )
+    assert "died" not in lost.stderr.rpartition("WorkerError: ")[2]
+
+
 def test_a_running_cluster_is_joined_and_left_running(short_directory: Path) -> None:
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
     with subprocess.Popen(

@@ -59,6 +59,19 @@ async def exits_on_two(completion: Completion) -> float:
     return float(os.getpid())
 
 
+async def interrupts_on_two(completion: Completion) -> float:
+    if completion.prompt_id == "2":
+        raise KeyboardInterrupt
+    await asyncio.sleep(0.1)
+    return float(os.getpid())
+
+
+def stops_on_two(completion: Completion) -> float:
+    if completion.prompt_id == "2":
+        raise KeyboardInterrupt
+    return float(os.getpid())
+
+
 async def waits_on_two(completion: Completion) -> float:
     """Hangs on prompt 2."""
     if completion.prompt_id == "2":

@@ -71,12 +71,20 @@ def test_a_process_that_reads_nothing_is_ended_by_the_limit_of_a_call() -> None:
     assert {failure.failure.kind for failure in failures.values()} <= {"time", "deadline"}
 
 
-def test_a_coroutine_that_exits_fails_and_the_process_continues() -> None:
-    scores, failures = score(overlapping("exits_on_two"), numbered(4), limit=10)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("exits_on_two", "SystemExit"),
+        ("interrupts_on_two", "KeyboardInterrupt"),
+        ("stops_on_two", "KeyboardInterrupt"),
+    ],
+)
+def test_a_function_that_exits_fails_and_the_process_continues(name: str, kind: str) -> None:
+    scores, failures = score(overlapping(name), numbered(4), limit=10)
     assert np.isnan(scores).tolist() == [False, False, True, False]
     assert len({scores[0], scores[1], scores[3]}) == 1, "one process"
     (unscored,) = failures.values()
-    assert (unscored.failure.kind, unscored.calls) == ("SystemExit", 1)
+    assert (unscored.failure.kind, unscored.calls) == (kind, 1)
 
 
 def test_a_coroutine_past_its_limit_is_cancelled_and_the_process_continues() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from megarl.errors import PreemptedError, RunError
 from megarl.run.attempts import read_attempts
 from megarl.run.directory import attempt
 from megarl.run.paths import RunPaths
+from megarl.run.sinks import JsonlSink
 
 PROBLEM = Problem(field="data", value="changed", rule="it stays", fix="restore it")
 
@@ -89,6 +91,35 @@ def test_a_run_without_a_step_ends_at_its_initial_step(tmp_path: Path) -> None:
         (2, 0),
     ]
     assert [found.end and found.end.reason for found in read_attempts(directory.attempts)] == ["finished", "profiled"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_removed_files_of_a_run_are_told_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], *, whole: bool
+) -> None:
+    directory = RunPaths(tmp_path / "run")
+    directory.path.mkdir()
+    sink = JsonlSink(directory.metrics)
+
+    def write() -> None:
+        with attempt(directory):
+            sink.write(1, {})
+            if whole:
+                shutil.rmtree(directory.path)
+            else:
+                directory.metrics.unlink()
+            sink.write(2, {})
+
+    with pytest.raises(RunError) as told:
+        write()
+    rule = f"only the run may change what is in {directory.path} while it runs. Start it again"
+    assert str(told.value) == f"{directory.metrics}: No such file or directory; {rule}"
+    assert capfd.readouterr().err == ""
+
+
+def test_an_error_of_other_files_stays_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), attempt(RunPaths(tmp_path / "run")):
+        (tmp_path / "mine").read_text()
 
 
 def test_a_full_disk_does_not_hide_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
