@@ -230,12 +230,14 @@ class ConversationOutcome:
         truncated: whether a limit ended it.
         failure: why it has no score; None of one that went well.
         metrics: of the environment, the last of each name.
+        limit: the setting that ended it, or `environment`, if it is truncated.
     """
 
     turns: int
     truncated: bool
     failure: str | None
     metrics: Mapping[str, float]
+    limit: str | None = None
 
 
 def conversation_of(sample_id: str) -> str:

@@ -110,7 +110,7 @@ class ChatSession:
         most: int | None = None,
     ) -> SessionTurn | None:
         """Like `turn`, with more about it."""
-        if self._turns >= self._limits.turns:
+        if self._has_no_turn():
             return None
         chat, known = self._continued(messages, tools)
         turn = await self._sampled(chat, most)
@@ -120,7 +120,7 @@ class ChatSession:
 
     async def complete(self, prompt: Sequence[int] | str, *, most: int | None = None) -> SessionTurn | None:
         """Samples what follows a prompt, whose ids continue a branch if they begin with all of its own."""
-        if self._turns >= self._limits.turns:
+        if self._has_no_turn():
             return None
         ids = tuple(self._renderer.begin(prompt, ()) if isinstance(prompt, str) else prompt)
         if not ids:
@@ -136,10 +136,23 @@ class ChatSession:
         chat.by_ids = True
         return await self._sampled(chat, most)
 
+    def _has_no_turn(self) -> bool:
+        if self._turns < self._limits.turns:
+            return False
+        self.conversation.limit = "max_turns"
+        return True
+
     async def _sampled(self, chat: _Chat, most: int | None) -> SessionTurn | None:
         prompt = chat.branch.ids
-        room = min(most or self._limits.turn, self._limits.turn, self._limits.context - len(prompt))
+        limits = {
+            "max_new_tokens": self._limits.turn,
+            "max_model_len": self._limits.context - len(prompt),
+            "request": most or self._limits.turn,
+        }
+        limit = min(limits, key=limits.__getitem__)
+        room = limits[limit]
         if self.closed or room < max(1, self._limits.least):
+            self.conversation.limit = limit
             self._drop_unanswered(chat)
             return None
         number, self._turns = self._turns, self._turns + 1
@@ -166,6 +179,7 @@ class ChatSession:
             chat.busy = False
         chat.branch.add(sampled)
         self._last = chat.branch
+        self.conversation.limit = None if sampled.finished else limit
         branches = self.conversation.branches  # the last one is that of the last turn
         branches[:] = [*(branch for branch in branches if branch is not chat.branch), chat.branch]
         return SessionTurn(action=chat.action, prompt=prompt, logprobs=tuple(sampled.logprobs.tolist()))
@@ -189,8 +203,9 @@ class ChatSession:
             rewards = self._last.rewards
             rewards[-1] = value if replace else rewards[-1] + value
 
-    def cut_off(self) -> None:
-        """Notes that a limit has ended the branch of the last turn."""
+    def cut_off(self, limit: str = "environment") -> None:
+        """Notes that a limit has ended the branch of the last turn: this one, if no turn has met another."""
+        self.conversation.limit = self.conversation.limit or limit
         if self._last is not None:
             self._last.finished = False
 

@@ -87,12 +87,14 @@ class Conversation:
     Args:
         failure: why it has no score; None of one that went well.
         metrics: of the environment.
+        limit: what kept the model from ending its last turn, or from taking another one; None if nothing did.
     """
 
     request: SampleRequest
     branches: list[Branch] = field(default_factory=list[Branch])
     failure: str | None = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    limit: str | None = None
 
     @property
     def branch(self) -> Branch:
@@ -121,7 +123,13 @@ class Conversation:
     @property
     def outcome(self) -> ConversationOutcome:
         truncated = self.failure is None and not self.branch.finished
-        return ConversationOutcome(turns=self.turns, truncated=truncated, failure=self.failure, metrics=self.metrics)
+        return ConversationOutcome(
+            turns=self.turns,
+            truncated=truncated,
+            failure=self.failure,
+            metrics=self.metrics,
+            limit=self.limit if truncated else None,
+        )
 
     @property
     def reward(self) -> float:

@@ -105,7 +105,7 @@ class GatewaySession:
 
     async def _sampled(self, ask: TurnAsk) -> Answered:
         if self._chat.turns_left - self._promised < ask.count:
-            self._chat.cut_off()
+            self._chat.cut_off("max_turns")
             raise GatewayError(_NO_ROOM)
         self._promised += ask.count
         self._sampling += 1

@@ -321,6 +321,7 @@ def conversation_metrics(samples: Sequence[SampleInfo]) -> dict[str, float]:
     if not held:
         return {}
     turns = np.array([outcome.turns for outcome in held])
+    limits = Counter(outcome.limit for outcome in held if outcome.limit is not None)
     own: dict[str, list[float]] = {}
     for outcome in held:
         for name, value in outcome.metrics.items():
@@ -331,4 +332,5 @@ def conversation_metrics(samples: Sequence[SampleInfo]) -> dict[str, float]:
         "environment/turns/max": int(turns.max()),
         "environment/failed": sum(outcome.failure is not None for outcome in held),
         "environment/truncated": float(np.mean([outcome.truncated for outcome in held])),
+        **{f"environment/truncated/{limit}": count / len(held) for limit, count in limits.items()},
     }

@@ -24,6 +24,13 @@ Limits = Mapping[Any, float | None]
 WINDOW: Final = 50
 _SAMPLED, _UNSCORED, _SKIPPED = "rollout/samples", "rewards/unscored", "/skipped"
 _SHOWN = 4
+_TRUNCATED = "environment/truncated"
+_LIMITS_OF_CONVERSATIONS: Final[Mapping[str, str]] = {
+    "max_new_tokens": "rollout.max_new_tokens, a turn's limit",
+    "max_model_len": "rollout.max_model_len, the limit of a whole conversation",
+    "max_turns": "environment.max_turns",
+    "request": "the limit of tokens in a harness's request",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +90,7 @@ def _above(
     at_once: float = float("inf"),
     harmful: bool = False,
     unless: Callable[[Line], bool] = lambda _: False,
+    describe: Callable[[Line], str] | None = None,
 ) -> Check:
     """Returns a check for values above a limit; `unless` says of a line that the limit is not meant for it.
 
@@ -99,9 +107,10 @@ def _above(
         at_once=far_over,
         limit=f"< {limit:g}",
         limited=lambda other: _above(
-            metric, other, advice, steps=steps, at_once=at_once, harmful=harmful, unless=unless
+            metric, other, advice, steps=steps, at_once=at_once, harmful=harmful, unless=unless, describe=describe
         ),
         harmful=harmful,
+        describe=describe,
     )
 
 
@@ -206,6 +215,17 @@ def _clips_by_design(line: Line) -> bool:
     return "policy/sequence_ratio" in line or _against_engines(line)
 
 
+def _has_conversations(line: Line) -> bool:
+    return _TRUNCATED in line
+
+
+def _limit_of_conversations(line: Line) -> str:
+    parts = {name.rpartition("/")[2]: value for name, value in line.items() if name.startswith(f"{_TRUNCATED}/")}
+    most = max(parts, key=parts.__getitem__, default="environment")
+    limit = _LIMITS_OF_CONVERSATIONS.get(most, "a limit of the environment")
+    return f"truncated_fraction is {short(line.get('truncated_fraction'))}, mostly by {limit}"
+
+
 _LEARNING_RATE = "lower actor.optimizer.lr"
 
 CHECKS: Final[Sequence[Check]] = (
@@ -263,6 +283,14 @@ CHECKS: Final[Sequence[Check]] = (
         "truncated_fraction",
         0.2,
         "rollout.max_new_tokens is too short, or the model does not end its responses; read samples.jsonl",
+        unless=_has_conversations,
+    ),
+    _above(
+        "truncated_fraction",
+        0.2,
+        "it is too short, or the model does not end its turns or the task; read samples.jsonl",
+        unless=lambda line: not _has_conversations(line),
+        describe=_limit_of_conversations,
     ),
     _above(
         "group/zero_std_fraction",
@@ -272,7 +300,11 @@ CHECKS: Final[Sequence[Check]] = (
         steps=5,
     ),
     *(
-        _jump(f"{role}/grad_norm", "look for instability in the next steps; lower the learning rate or clip_grad")
+        _jump(
+            f"{role}/grad_norm",
+            "look for instability in the next steps; lower the learning rate or clip_grad",
+            least=1e-5,
+        )
         for role in ("policy", "value", "sft", "reward_model", "raft")
     ),
     _jump(

@@ -163,6 +163,12 @@ def test_rows_are_turns_as_they_were_sampled(tokenizer: Path, name: str, prompts
     np.testing.assert_allclose(chunk.rewards, [row.sum() for row in chunk.turn_rewards], rtol=1e-6)
     assert not chunk.finished.all(), "some are cut off"
     assert chunk.finished.any()
+    assert limits_of([info for info in infos if info.finished]) == {None}
+    assert limits_of([info for info in infos if not info.finished]) == {"max_new_tokens"}
+
+
+def limits_of(infos: Sequence[SampleInfo]) -> set[str | None]:
+    return {info.outcome.limit for info in infos if info.outcome is not None}
 
 
 def test_a_conversation_ends_where_no_room_is_left(tokenizer: Path) -> None:
@@ -172,6 +178,7 @@ def test_a_conversation_ends_where_no_room_is_left(tokenizer: Path) -> None:
     chunk, infos = held(tokenizer, engine, settings, TASKS, limits)
     assert_exact(chunk, infos, engine)
     assert not chunk.finished.any()
+    assert limits_of(infos) == {"max_model_len"}
     assert max(info.tokens for info in infos) <= 40
     assert min(info.tokens for info in infos) > 20
 
@@ -184,6 +191,7 @@ def test_turns_are_limited(tokenizer: Path) -> None:
     assert chunk.turns is not None
     assert set(chunk.turns.lengths) == {2}
     assert not chunk.finished.any()
+    assert limits_of(infos) == {"max_turns"}
 
 
 def test_a_template_that_rewrites_earlier_turns_begins_branches(tmp_path: Path) -> None:

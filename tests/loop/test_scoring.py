@@ -328,7 +328,7 @@ def test_branches_count_as_one_sample() -> None:
 def test_conversations_report_their_turns_failures_and_the_metrics_of_their_environment() -> None:
     assert conversation_metrics([sample("a", 0, 0, 0)]) == {}
     outcomes = [
-        ConversationOutcome(turns=1, truncated=True, failure=None, metrics={"calls": 1.0}),
+        ConversationOutcome(turns=1, truncated=True, failure=None, metrics={"calls": 1.0}, limit="max_turns"),
         ConversationOutcome(turns=4, truncated=False, failure=None, metrics={"calls": 4.0, "won": 1.0}),
         ConversationOutcome(turns=1, truncated=False, failure="it hangs", metrics={}),
     ]
@@ -341,6 +341,7 @@ def test_conversations_report_their_turns_failures_and_the_metrics_of_their_envi
         "environment/turns/max": 4,
         "environment/failed": 1,
         "environment/truncated": 1 / 3,
+        "environment/truncated/max_turns": 1 / 3,
     }
     assert conversation_metrics(samples) == pytest.approx(expected)
     assert "response_length/clip_ratio" not in sample_metrics(samples, 8)

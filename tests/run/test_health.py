@@ -129,6 +129,27 @@ def test_a_broken_run_is_found_at_its_step(name: str) -> None:
     assert begun(lines) == expected
 
 
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ({"max_turns": 0.6, "max_new_tokens": 0.2}, "truncated_fraction is 0.8, mostly by environment.max_turns: "),
+        ({"max_model_len": 0.8}, "truncated_fraction is 0.8, mostly by rollout.max_model_len, "),
+        ({"environment": 0.8}, "truncated_fraction is 0.8, mostly by a limit of the environment: "),
+    ],
+)
+def test_the_limit_that_ends_conversations_is_named(limits: Mapping[str, float], told: str) -> None:
+    ends = {f"environment/truncated/{limit}": part for limit, part in limits.items()}
+    lines = [{**line, "truncated_fraction": 0.8, "environment/truncated": 0.8, **ends} for line in healthy()]
+    (finding,) = watch(lines).findings
+    assert finding.text.startswith(told)
+    assert begun([{**line, "environment/truncated": 0.1} for line in healthy()]) == []
+
+
+def test_gradients_of_rounding_are_no_finding() -> None:
+    """Where the advantages of a step are all 0, its gradients are what rounding leaves, in steps without a signal."""
+    assert begun(changed(1, policy__grad_norm=lambda step, value: 1.12e-8 if step == 30 else 1e-10)) == []
+
+
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_recorded_run_has_no_finding(name: str) -> None:
     assert begun(recorded(name)) == []

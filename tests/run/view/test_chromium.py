@@ -224,6 +224,16 @@ def test_an_exported_page_works_without_a_server(page: Chromium, tmp_path: Path)
     assert SCRIPT in page.evaluate("document.getElementById('view').textContent")
 
 
+def test_a_function_called_accuracy_is_drawn_once(page: Chromium, tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "run")
+    for step in (0, 5):
+        run.evaluation(step, ago=5, accuracy=0.5, accuracy_ci95=0.1)
+    export([RunView(run.path, "run")], tmp_path / "page.html")
+    page.open((tmp_path / "page.html").as_uri())
+    titles = "[...document.querySelectorAll('.chart h3')].map((title) => title.textContent)"
+    assert page.until(f"{titles}.length && {titles}") == ["Held-out: accuracy"]
+
+
 def test_an_export_tells_what_it_lacks(page: Chromium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.run.view.page_export._SAMPLES_BYTES", 2 * 1100)
     export([RunView(viewed_run(tmp_path / "run").path, "run")], tmp_path / "page.html")

@@ -66,7 +66,8 @@ function chosenCharts() {
   // The score of a run's only reward is its score.
   const sources = groups[0][1].filter(({ name }) => name.startsWith("scores/"));
   if (sources.length === 1) groups[0][1] = groups[0][1].filter((chart) => chart !== sources[0]);
-  return { groups: groups.map(([group, charts]) => [group, charts.filter(({ name }) => !constant(name))]).filter(([, charts]) => charts.length), count: names.length };
+  const first = (charts, name) => charts.find((chart) => chart.name === name); // of a function that is called like a metric of ours
+  return { groups: groups.map(([group, charts]) => [group, charts.filter((chart) => chart === first(charts, chart.name) && !constant(chart.name))]).filter(([, charts]) => charts.length), count: names.length };
 }
 
 const ending = (title, name) => (/^(Gradient|Learning)/.test(title) ? name.split("/")[0] : name.split("/").slice(1).join(", ").replaceAll("_", " "));

@@ -42,7 +42,7 @@ function transcript(branches, { asked, text, before, coloring }) {
 function howEnded({ finished, outcome }) {
   if (!outcome) return el("span", { class: finished ? "" : "warn" }, finished ? "ended by the model" : "cut off at the length limit");
   if (outcome.failure !== null) return el("span", { class: "bad" }, "failed");
-  return el("span", { class: outcome.truncated ? "warn" : "" }, outcome.truncated ? "ended by a limit" : "ended by the environment");
+  return el("span", { class: outcome.truncated ? "warn" : "" }, outcome.truncated ? `ended by ${outcome.limit && outcome.limit !== "environment" ? outcome.limit : "a limit"}` : "ended by the environment");
 }
 
 /** Moves the focus to the next or the last turn. */
