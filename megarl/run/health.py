@@ -30,6 +30,7 @@ _LIMITS_OF_CONVERSATIONS: Final[Mapping[str, str]] = {
     "max_model_len": "rollout.max_model_len, the limit of a whole conversation",
     "max_turns": "environment.max_turns",
     "request": "the limit of tokens in a harness's request",
+    "environment": "a limit of the environment",
 }
 
 
@@ -221,8 +222,8 @@ def _has_conversations(line: Line) -> bool:
 
 def _limit_of_conversations(line: Line) -> str:
     parts = {name.rpartition("/")[2]: value for name, value in line.items() if name.startswith(f"{_TRUNCATED}/")}
-    most = max(parts, key=parts.__getitem__, default="environment")
-    limit = _LIMITS_OF_CONVERSATIONS.get(most, "a limit of the environment")
+    most = max(parts, key=parts.__getitem__, default="")
+    limit = _LIMITS_OF_CONVERSATIONS.get(most, "a limit of the conversation")
     return f"truncated_fraction is {short(line.get('truncated_fraction'))}, mostly by {limit}"
 
 
