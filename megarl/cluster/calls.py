@@ -21,7 +21,6 @@ from megarl.cluster.ray_worker import ChunkRefs, Timed
 from megarl.cluster.spans import Span
 from megarl.config.schema import TimeLimits
 from megarl.errors import RunError, printable
-from megarl.files import full_disk
 from megarl.remote import Phase
 
 W_co = TypeVar("W_co", covariant=True)
@@ -58,8 +57,8 @@ class Process(Generic[W_co]):
     def log_tail(self) -> list[str]:
         """Returns a heading and the end of the log; nothing of an empty one."""
         text = self.log_file.read_bytes()[-4000:] if self.log_file.exists() else b""
-        end = printable(text.decode(errors="replace").rstrip())
-        return [f"The end of {self.log_file}:", end] if end else []
+        end = printable(text.decode(errors="replace"))
+        return [f"The end of {self.log_file}:", end.rstrip()] if text.strip() else []
 
 
 class Awaited(Protocol):
@@ -388,15 +387,11 @@ def _message(cause: _Failure, failures: Sequence[_Failure]) -> str:
     process = cause.call.processes[cause.index]
     where = f"{process.name} {{}} in {cause.call.label}"
     if isinstance(cause.error, RayTaskError):
-        raised = ray_api.raised(cause.error)
-        complete = raised if isinstance(raised, RunError) else full_disk(raised)
-        if complete is not None:  # and the same on other ranks
+        if (complete := ray_api.complete_message(cause.error)) is not None:  # and the same on other ranks
             return printable(f"{where.format('failed')}: {complete}")
-        lines = [f"{where.format('failed')}: {raised!r}", "", str(cause.error).rstrip()]
-    elif ended := ray_api.ended_processes(cause.error):
-        names = " and ".join(ended)
-        fix = "look for a lack of memory, or for who has ended it, and start the run again"
-        return f"Ray's {names} on this machine ended in {cause.call.label}, and with it the run's processes; {fix}"
+        lines = [f"{where.format('failed')}: {ray_api.raised(cause.error)!r}", "", str(cause.error).rstrip()]
+    elif ended := ray_api.end_of_ray(cause.error):
+        return f"{ended} It was in {cause.call.label}."
     else:
         lines = [f"{where.format('died')}.", "", str(cause.error).rstrip(), "", *process.log_tail()]
     others = sorted({failure.call.processes[failure.index].name for failure in failures} - {process.name})

@@ -15,6 +15,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
 from megarl.errors import RunError
+from megarl.files import full_disk
 
 T = TypeVar("T")
 _ray: Any = ray
@@ -131,14 +132,23 @@ def repeats(error: RayError) -> bool:
     return isinstance(cause, RunError) or not isinstance(cause, RuntimeError | OSError | RayError)
 
 
-def ended_processes(error: RayError) -> list[str]:
-    """Returns the names of Ray's own processes on this machine that have ended, where an actor died with them.
+def complete_message(error: RayTaskError) -> str | None:
+    """Returns the message of an error whose traceback tells nothing more: a RunError, or a full disk."""
+    cause = raised(error)
+    return str(cause) if isinstance(cause, RunError) else full_disk(cause)
+
+
+def end_of_ray(error: RayError) -> str:
+    """Returns which of Ray's own processes on this machine has ended, if an actor died with it; else "".
 
     A raylet that ends with its agent may still be ending; its actors then miss their owner, which is this process.
     """
     node = _ray._private.worker._global_node
     ended = [] if node is None else [name for name, _ in node.dead_processes()]
-    return ended or (["raylet"] if "its owner has died" in str(error) else [])
+    if not ended and "its owner has died" not in str(error):
+        return ""
+    fix = "look for a lack of memory, or for who has ended it, and start the run again"
+    return f"Ray's {' and '.join(ended) or 'raylet'} on this machine ended, and with it the run's processes; {fix}."
 
 
 def node_address() -> str:
