@@ -21,6 +21,7 @@ from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import Reward, RewardFunction, TimeLimits
 from megarl.data.packing import Chunks
 from megarl.data.tokenizer import has_tokenizer, load_tokenizer
+from megarl.errors import printable
 from megarl.remote import RemoteMethod, remote
 from megarl.rewards.adapters import Failure
 from megarl.rewards.functions import labels
@@ -258,7 +259,7 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
             self._warn(
                 f"reward function {name!r} gave prompt {unscored.prompt_id!r} no score (calls: {unscored.calls}); the "
                 "response counts as unscored. Similar failures are not shown again; rewards/unscored counts them all.\n"
-                f"{unscored.failure.reason}"
+                f"{printable(unscored.failure.reason)}"
             )
         chunks, rows = np.array([place for result in results for place in result.places]).T
         order = np.lexsort((rows, chunks))
