@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import stat
+import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,6 +63,11 @@ def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
     sync(partial)
     partial.replace(path)
     sync(path.parent)
+
+
+def remove_tree(path: str | Path) -> None:
+    """Removes a directory, however deep: `shutil.rmtree` of Python 3.12 recurses. What cannot be removed stays."""
+    subprocess.run(["rm", "-rf", "--", path], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
 def open_file(path: str | Path) -> BufferedReader:

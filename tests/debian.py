@@ -1,4 +1,4 @@
-"""The programs that tests start, and the Debian packages they are in; `make slurm` and `make chromium` install them."""
+"""The programs that tests start, and their Debian packages; `make slurm`, `chromium` and `sandbox` install them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ SLURM = {
 }
 SHELLCHECK = {"shellcheck": "shellcheck"}
 CHROMIUM = {"chromium": "chromium"}
+BUBBLEWRAP = {"bwrap": "bubblewrap"}
 POLICY = Path("/usr/sbin/policy-rc.d")
 
 
@@ -66,4 +67,4 @@ def install(wanted: Mapping[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    install({"slurm": SLURM | SHELLCHECK, "chromium": CHROMIUM}[sys.argv[1]])
+    install({"slurm": SLURM | SHELLCHECK, "chromium": CHROMIUM, "sandbox": BUBBLEWRAP}[sys.argv[1]])

@@ -1,90 +1,207 @@
-"""Runs the Python program of its standard input, under limits of this process, which may start no other one.
-
-A script for `tool_functions.python`, on Linux and x86-64. A filter of system calls (seccomp) refuses processes, sockets
-and signals to other processes, so that the limits of one process are those of the program, and nothing of it runs on.
-
-Arguments: id of the parent process, most seconds, most bytes of memory and of a file.
-"""
+"""Python programs that a model writes, under limits, and in a sandbox of bubblewrap unless that is declined."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
+import shutil
 import signal
-import struct
+import subprocess
 import sys
-from errno import ENOSYS, EPERM
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import IO, Final, Literal
 
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
-_FILTER = 2
-_X86_64 = 0xC000003E
-_OTHER_ABI = 0x40000000
-"""From here on: the numbers of x32."""
-_CLONE, _KILL, _CLONE3 = 56, 62, 435
-_REFUSED = {
-    "socket": 41,
-    "fork": 57,
-    "vfork": 58,
-    "ptrace": 101,
-    "rt_sigqueueinfo": 129,
-    "tkill": 200,
-    "rt_tgsigqueueinfo": 297,
-    "process_vm_readv": 310,
-    "process_vm_writev": 311,
-    "pidfd_send_signal": 424,
-    "io_uring_setup": 425,  # can open sockets
-    "pidfd_open": 434,
-    "pidfd_getfd": 438,
+from megarl.files import format_bytes, remove_tree
+from megarl.rewards.child_process import how_ended
+
+Sandbox = Literal["bubblewrap", "none"]
+
+FIX: Final = (
+    "install bubblewrap 0.8 or later (apt-get install bubblewrap) and let it make namespaces (docs/security.md), or "
+    "set environment.args.sandbox=none, with which programs can do whatever you can"
+)
+"""For an environment whose programs cannot run in bubblewrap."""
+
+_SECONDS = 10
+_MEMORY = 1 << 30
+"""Bytes, of each process and of all together."""
+_OUTPUT = 16 << 20
+_FILES = 64 << 20
+"""Bytes of all files of a program, and of each."""
+_PROCESSES = 64
+"""With their threads."""
+_SHOWN = 4000
+"""Characters of a program's output; of a longer one the start and the end are shown."""
+_LOOK_S = 0.05
+"""Between looks at what a program uses."""
+_LIMITS: Final = {
+    resource.RLIMIT_CPU: _SECONDS,
+    resource.RLIMIT_AS: _MEMORY,
+    resource.RLIMIT_FSIZE: _FILES,
+    resource.RLIMIT_NOFILE: 64,
+    resource.RLIMIT_CORE: 0,
 }
-_TGKILL, _PRLIMIT, _PRCTL = 234, 302, 157
-_CLONE_THREAD = 0x10000
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of BPF
-_ALLOW, _FAIL, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
+"""Of each process."""
+
+_PROGRAM = """
+import resource, sys
+for limit, most in {limits}.items():
+    resource.setrlimit(limit, (most, most))
+exec(compile(sys.stdin.read(), "program.py", "exec"), {{"__name__": "__main__"}})
+"""
+_HOME = "/tmp/program"
+_SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/proc/cpuinfo")
+"""What a program can read, besides Python's own directories."""
+_IN_USER_NAMESPACE = ("--unshare-all", "--unshare-user", "--disable-userns")
+_AS_ROOT = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
+"""For a container whose root has CAP_SYS_ADMIN, and which forbids user namespaces."""
 
 
-def system_call_filter(pid: int) -> bytes:
-    """Returns the filter, as instructions of classic BPF; a refused call fails with EPERM."""
-    refused = _FAIL | EPERM
-    rules = [
-        (_LOAD, 0, 0, _ARCHITECTURE),
-        (_EQUAL, 1, 0, _X86_64),
-        (_RETURN, 0, 0, _KILL_PROCESS),
-        (_LOAD, 0, 0, _NUMBER),
-        (_AT_LEAST, 0, 1, _OTHER_ABI),
-        (_RETURN, 0, 0, refused),
-        (_EQUAL, 0, 1, _CLONE3),
-        (_RETURN, 0, 0, _FAIL | ENOSYS),  # the C library then takes clone, whose flags can be read here
-    ]
-    for number in _REFUSED.values():
-        rules += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, refused)]
-    # What the first argument must be, or must not be: an id of this process (prlimit's 0 is, too), or an option.
-    needed = ((_CLONE, _ANY_BIT, _CLONE_THREAD), (_KILL, _EQUAL, pid), (_TGKILL, _EQUAL, pid), (_PRLIMIT, _EQUAL, 0))
-    for number, test, value in needed:
-        rules += [(_EQUAL, 0, 3, number), (_LOAD, 0, 0, _FIRST_ARGUMENT), (test, 1, 0, value), (_RETURN, 0, 0, refused)]
-        rules += [(_LOAD, 0, 0, _NUMBER)]
-    rules += [(_EQUAL, 0, 3, _PRCTL), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, _PR_SET_PDEATHSIG)]
-    rules += [(_RETURN, 0, 0, refused)]
-    rules += [(_RETURN, 0, 0, _ALLOW)]
-    return b"".join(struct.pack("HBBI", *rule) for rule in rules)
+def run_program(code: str, sandbox: Sandbox) -> str:
+    """Returns what a program prints, shortened.
+
+    Raises:
+        RuntimeError: it failed or was ended; the message has the cause, and what it printed.
+        ValueError: see `bubblewrap`.
+    """
+    if sandbox == "bubblewrap":
+        problem, printed = _run(code, bubblewrap(), "/", _HOME)
+    else:
+        directory = tempfile.mkdtemp()
+        try:
+            problem, printed = _run(code, (), directory, directory)
+        finally:
+            remove_tree(directory)
+    if problem:
+        raise RuntimeError(f"{problem}\n{printed}".strip())
+    return printed
 
 
-def limit(parent: int, seconds: int, memory: int, file_size: int) -> None:
-    """Gives up what the program must not do; raises OSError where the kernel has no such filters."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    limits = {"CPU": seconds, "AS": memory, "FSIZE": file_size, "NOFILE": 64, "CORE": 0}
-    for name, most in limits.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
-    rules = ctypes.create_string_buffer(code := system_call_filter(os.getpid()), len(code))
-    program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(rules))
-    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(_PR_SET_SECCOMP, _FILTER, program, 0, 0):
-        raise OSError(ctypes.get_errno(), "the kernel takes no filter of system calls (seccomp)")
+@cache
+def bubblewrap() -> Sequence[str]:
+    """Returns the command that runs another one in a sandbox, once that has been tried.
+
+    The other one has namespaces of its own for processes, network, IPC and mounts. It sees the programs of the system
+    and Python's directories, read-only, and two empty file systems in memory, one of which it begins in.
+
+    Raises:
+        ValueError: bubblewrap is missing, or cannot run.
+    """
+    program = shutil.which("bwrap")
+    if program is None:
+        raise ValueError("bubblewrap is missing: there is no program bwrap")
+    size = str(_FILES)
+    mounts = ["--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    mounts += ["--size", size, "--tmpfs", "/tmp", "--dir", _HOME]
+    for path in dict.fromkeys((*_SYSTEM, sys.base_prefix, sys.prefix)):
+        mounts += ["--ro-bind-try", path, path]
+    mounts += ["--remount-ro", "/"]
+    problems: list[str] = []
+    for namespaces in (_IN_USER_NAMESPACE, _AS_ROOT) if os.geteuid() == 0 else (_IN_USER_NAMESPACE,):
+        alone = ("--cap-drop", "ALL", "--die-with-parent", "--new-session")
+        command = (program, *namespaces, *alone, *mounts, "--chdir", _HOME, "--")
+        tried = subprocess.run(
+            [*command, sys.executable, "-I", "-c", ""],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=_variables(_HOME),
+            timeout=60,
+        )
+        if tried.returncode == 0:
+            return command
+        problems.append(tried.stderr.strip().removeprefix("bwrap: ") or how_ended(tried.returncode))
+    raise ValueError(f"bubblewrap cannot run here: {'; '.join(problems)}")
 
 
-if __name__ == "__main__":
-    limit(*map(int, sys.argv[1:]))
-    exec(compile(sys.stdin.read(), "program.py", "exec"), {"__name__": "__main__"})
+def _run(code: str, sandbox: Sequence[str], directory: str, home: str) -> tuple[str, str]:
+    """Runs a program in a directory; returns its problem, "" for none, and what it printed.
+
+    Args:
+        sandbox: the command that runs it, with its command as further arguments.
+    """
+    with tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as output:
+        program.write(code.encode(errors="replace"))
+        program.seek(0)
+        process = subprocess.Popen(
+            [*sandbox, sys.executable, "-I", "-c", _PROGRAM.format(limits=_LIMITS)],
+            stdin=program,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=directory,
+            env=_variables(home),
+            start_new_session=True,
+        )
+        try:
+            problem = _watched(process, output)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)  # it has not been waited for: the id is still its own
+            status = process.wait()
+        if not problem and status:
+            problem = how_ended(status)
+        output.seek(0)
+        return problem, _shortened(output.read(_OUTPUT).decode(errors="replace").strip())
+
+
+def _variables(home: str) -> dict[str, str]:
+    return {"PATH": os.defpath, "HOME": home, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def _watched(process: subprocess.Popen[bytes], output: IO[bytes]) -> str:
+    """Waits for the end of a program, without reaping it, or until it is past a limit; returns which one, or ""."""
+    start = time.monotonic()
+    while True:
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        if os.fstat(output.fileno()).st_size > _OUTPUT:
+            return f"the program was ended: it printed more than {format_bytes(_OUTPUT)}"
+        if ended:
+            return ""
+        memory, threads = _used(process.pid)
+        if memory > _MEMORY:
+            return f"the program was ended: its processes took more than {format_bytes(_MEMORY)} of memory"
+        if threads > _PROCESSES:
+            return f"the program was ended: it had more than {_PROCESSES} processes and threads"
+        elapsed = time.monotonic() - start
+        if elapsed > _SECONDS:
+            return f"the program was ended: it took longer than {_SECONDS} s"
+        time.sleep(min(0.001 + elapsed / 10, _LOOK_S))
+
+
+def _used(pid: int) -> tuple[int, int]:
+    """Returns the resident bytes and the threads of a process and its descendants."""
+    pages = threads = 0
+    for process in _tree(pid):
+        try:
+            pages += int((process / "statm").read_text().split()[1])
+            threads += len(os.listdir(process / "task"))
+        except OSError:  # it has ended
+            continue
+    return pages * resource.getpagesize(), threads
+
+
+def _tree(pid: int) -> Iterator[Path]:
+    """Yields the directories in /proc of a process and its descendants."""
+    process = Path(f"/proc/{pid}")
+    yield process
+    for thread in process.glob("task/*/children"):
+        try:
+            children = thread.read_text().split()
+        except OSError:
+            continue
+        for child in children:
+            yield from _tree(int(child))
+
+
+def _shortened(text: str) -> str:
+    left_out = len(text) - _SHOWN
+    if left_out <= 0:
+        return text
+    half = _SHOWN // 2
+    return (
+        f"{text[:half]}\n... {left_out} characters are left out: more than {_SHOWN} are not shown ...\n{text[-half:]}"
+    )

@@ -7,14 +7,15 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
 from megarl import plugins
 from megarl.environments.environment import Action, Environment, Observation, ToolCall
-from megarl.environments.tool_functions import TOOLS, check_python, python
+from megarl.environments.python_program import FIX, Sandbox, bubblewrap
+from megarl.environments.tool_functions import TOOLS, python, python_without_sandbox
 
 _ARGUMENT = re.compile(r"^ *(\w+)(?: \(.*?\))?: *(.*(?:\n(?!\s*\w+(?: \(.*?\))?:).*)*)", re.MULTILINE)
 """Of the section Args of a docstring: a name, in brackets perhaps its type, and the description."""
@@ -58,13 +59,21 @@ class ToolEnvironment(Environment):
 
     Args:
         functions: built-in ones, or package.module:function of your own.
+        sandbox: what confines the programs of the tool `python`; `none` lets them do whatever this process can.
+
+    Raises:
+        ValueError: a tool cannot be used, or an argument has no effect.
     """
 
-    def __init__(self, functions: Sequence[str] = ()) -> None:
+    def __init__(self, functions: Sequence[str] = (), sandbox: Sandbox = "bubblewrap") -> None:
+        if sandbox not in get_args(Sandbox):
+            raise ValueError(f"sandbox is one of {', '.join(get_args(Sandbox))}, not {sandbox!r}")
+        if sandbox == "none" and "python" not in functions:
+            raise ValueError("sandbox=none is for the tool python, which is not among the functions")
         methods = [name for name, _ in inspect.getmembers(type(self), inspect.isfunction)]
         own = [name for name in methods if not name.startswith("_") and not hasattr(ToolEnvironment, name)]
         made = [Tool(name, getattr(self, name)) for name in own]
-        made += [_tool(name) for name in functions]
+        made += [_tool(name, sandbox) for name in functions]
         self._tools = {tool.name: tool for tool in made}
         if len(self._tools) < len(made):
             raise ValueError(f"names of tools differ; they are {', '.join(tool.name for tool in made)}")
@@ -111,9 +120,14 @@ class ToolEnvironment(Environment):
         return {"tool_calls": self._calls, "failed_tool_calls": self._failed}
 
 
-def _tool(name: str) -> Tool:
+def _tool(name: str, sandbox: Sandbox) -> Tool:
     """Returns a tool by the name of its function; raises ValueError with the broken rule."""
     function = TOOLS[name] if name in TOOLS else plugins.resolve(name, coroutines=True)
-    if function is python:
-        check_python()
+    if function is python and sandbox == "none":
+        function = python_without_sandbox
+    elif function is python:
+        try:
+            bubblewrap()
+        except ValueError as error:
+            raise ValueError(f"the tool python: {error}; {FIX}") from error
     return Tool(name.rpartition(":")[2], function)

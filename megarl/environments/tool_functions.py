@@ -1,32 +1,19 @@
-"""The built-in tools: a calculator, and Python programs in a process with limits."""
+"""The built-in tools: a calculator, and Python programs under limits."""
 
 from __future__ import annotations
 
 import ast
 import math
 import operator
-import os
-import platform
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any, Final
 
-from megarl.environments import python_program
-from megarl.rewards.child_process import how_ended
+from megarl.environments.python_program import run_program
 
 _LONGEST_EXPRESSION = 1000
 _LARGEST_BITS = 4096
 """Of an integer power."""
 _MOST_DIGITS = 1000
-_SECONDS = 10
-_MEMORY = 1 << 30
-_FILE = 16 << 20
-"""Bytes."""
-_SHOWN = 4000
-"""Characters of a program's output; of a longer one the start and the end are shown."""
 
 _BINARY: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
     ast.Add: operator.add,
@@ -88,49 +75,18 @@ def python(code: str) -> str:
     """Runs a Python program in a new process, and returns what it prints.
 
     Args:
-        code: the whole program; it must print its results. It has ten seconds, 1 GiB of memory, no network, and can
-            start no other programs.
+        code: the whole program; it must print its results. It has ten seconds, 1 GiB of memory and no network.
     """
-    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as output:
-        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            [sys.executable, "-I", python_program.__file__, *map(str, (os.getpid(), _SECONDS, _MEMORY, _FILE))],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=directory,
-            env={"PATH": os.defpath, "HOME": directory, **threads},
-            start_new_session=True,
-        )
-        try:
-            process.communicate(code.encode(errors="replace"), timeout=_SECONDS)
-            problem = how_ended(process.returncode) if process.returncode else ""
-        except subprocess.TimeoutExpired:
-            problem = f"the program took longer than {_SECONDS} s"
-        finally:
-            process.kill()
-            process.wait()
-        output.seek(0)
-        printed = _shortened(output.read(_FILE).decode(errors="replace").strip())
-    if problem:
-        raise RuntimeError(f"{problem}\n{printed}".strip())
-    return printed
+    return run_program(code, "bubblewrap")
 
 
-@cache
-def check_python() -> None:
-    """Raises ValueError where programs cannot be run under limits."""
-    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise ValueError("the tool python needs Linux on x86-64, whose system calls it filters")
-    try:
-        python("")
-    except RuntimeError as error:
-        raise ValueError(f"the tool python cannot run programs here: {error}") from error
+def python_without_sandbox(code: str) -> str:
+    """Runs a Python program in a new process, and returns what it prints.
 
-
-def _shortened(text: str) -> str:
-    half = _SHOWN // 2
-    return text if len(text) <= _SHOWN else f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
+    Args:
+        code: the whole program; it must print its results. It has ten seconds and 1 GiB of memory.
+    """
+    return run_program(code, "none")
 
 
 TOOLS: Final[Mapping[str, Callable[..., Any]]] = {"calculator": calculator, "python": python}

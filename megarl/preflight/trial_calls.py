@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RunConfig
-from megarl.config.schema import Reward, RewardFunction
+from megarl.config.schema import EnvironmentSettings, Reward, RewardFunction
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments.environment import FailedEnvironmentError
 from megarl.environments.environment_calls import EnvironmentChildren
 from megarl.environments.environment_process import task_of
 from megarl.environments.family_renderer import find_renderer
+from megarl.environments.python_program import FIX, bubblewrap
 from megarl.errors import RunError
 from megarl.preflight.datasets import PromptSets, Sets
 from megarl.preflight.user_functions import adapter_fix
@@ -39,6 +40,9 @@ def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
     if not isinstance(config, PPOConfig | RAFTConfig | EvalConfig) or not isinstance(sets, PromptSets):
         return ()
     first: Sequence[int] = ()
+    problems = list(_sandbox(config.environment))
+    if problems:
+        raise ConfigError(problems)
     if config.environment is not None and config.environment.name != "gateway":  # whose harnesses begin by themselves
         try:
             first = asyncio.run(_first_prompt(config, sets))
@@ -58,6 +62,17 @@ def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
     if problems:
         raise ConfigError(problems)
     return first
+
+
+def _sandbox(environment: EnvironmentSettings | None) -> Iterator[Problem]:
+    """Programs of the tool `python` can run, unless they may without a sandbox."""
+    if environment is None or environment.name != "tools" or environment.args.get("sandbox") == "none":
+        return
+    if "python" in environment.args.get("functions", ()):
+        try:
+            bubblewrap()
+        except ValueError as error:
+            yield Problem("environment.args.functions", "python", f"runs programs in a sandbox: {error}", FIX)
 
 
 async def _first_prompt(config: PPOConfig | RAFTConfig | EvalConfig, sets: PromptSets) -> Sequence[int]:

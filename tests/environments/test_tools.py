@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
+import shlex
+import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from megarl.environments import python_program, tool_functions
+from megarl.environments import python_program
 from megarl.environments.environment import Action, EnvironmentTask, Observation, ToolCall
+from megarl.environments.python_program import bubblewrap
 from megarl.environments.tool_environment import Tool, ToolEnvironment
 from megarl.environments.tool_functions import calculator, python
+from tests.debian import BUBBLEWRAP, missing
 from tests.leftovers import comes_true
+from tests.needs import lacking
 from tests.rewards.test_process import alive
 
 
@@ -170,82 +178,206 @@ def test_the_calculator_refuses_what_is_not_arithmetic(expression: str) -> None:
         calculator(expression)
 
 
+@pytest.fixture(scope="module")
+def sandbox() -> None:
+    if missing(BUBBLEWRAP):
+        lacking("no bubblewrap on this machine: make sandbox installs it")
+
+
+def fails(program: str, reason: str) -> None:
+    with pytest.raises(RuntimeError, match=reason):
+        python(program)
+
+
 @pytest.mark.process
+@pytest.mark.usefixtures("sandbox")
 def test_python_runs_with_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "hidden")
     found = "import os; open('x', 'w').write('y'); print(os.listdir('.'), 'SECRET_KEY' in os.environ)"
     assert python(found) == "['x'] False"
+    assert python(found) == "['x'] False"  # nothing of the first is there
     shown = python("print('a' * 10000)")
     assert len(shown) < 4100
-    assert "6000 characters" in shown
-    for program, reason in {
-        "1 / 0": "ZeroDivisionError",
-        "'a' * 10 ** 10": "MemoryError",
-        "open('x', 'w').write('y' * 2 ** 25)": "File too large",
-        "import sys; sys.exit(3)": "exit status 3",
-    }.items():
-        with pytest.raises(RuntimeError, match=reason):
-            python(program)
-    monkeypatch.setattr(tool_functions, "_SECONDS", 1)
-    with pytest.raises(RuntimeError, match="took longer than 1 s"):
-        python("import time; time.sleep(60)")
+    assert "6000 characters are left out: more than 4000 are not shown" in shown
+    fails("1 / 0", "ZeroDivisionError")
+    fails("'a' * 10 ** 10", "MemoryError")
+    fails("open('x', 'w').write('y' * 2 ** 27)", "File too large")
+    fails("for i in range(9): open(str(i), 'w').write('y' * 2 ** 24)", "No space left on device")
+    fails("import sys; sys.exit(3)", "exit status 3")
+    fails("while True: print('x' * 10**6)", r"was ended: it printed more than 16\.0 MiB")
+    fails("print('x' * (1 << 25))", r"was ended: it printed more than 16\.0 MiB")
+    fails(f"{FORKS}\nfor _ in range(8): child(300)\ntime.sleep(60)", r"more than 1\.0 GiB of memory")
+    fails(f"{FORKS}\nfor _ in range(80): child(0)\ntime.sleep(60)", "more than 64 processes and threads")
+    monkeypatch.setattr(python_program, "_SECONDS", 1)
+    fails("import time; time.sleep(60)", "took longer than 1 s")
 
 
-BEGINS_A_DAEMON = """
-import ctypes, os, resource, subprocess, sys, threading, time
+FORKS = """
+import os, time
+def child(mib):
+    if os.fork() == 0:
+        kept = b"x" * (mib << 20)
+        time.sleep(60)
+"""
 
-def begins(way, *args):
-    try:
-        way(*args)
-    except OSError as error:
-        print(way.__name__, error.strerror)
+ATTACKS = """
+import ctypes, fcntl, os, signal, socket, sys
 
-program = [sys.executable, "-c", "import time; time.sleep(600)"]
-os.setsid() if os.getsid(0) != os.getpid() else None
-begins(os.fork)
-begins(os.posix_spawn, program[0], program, {})
-begins(subprocess.Popen, program)
-begins(os.kill, os.getppid(), 9)
-begins(os.pidfd_open, os.getppid())
-begins(resource.prlimit, os.getppid(), resource.RLIMIT_CPU, (0, 0))
 libc = ctypes.CDLL(None, use_errno=True)
-for call in ((200, os.getppid(), 9), (234, os.getppid(), os.getppid(), 9), (101, 16, os.getppid()), (157, 1, 0)):
-    print(call[0], libc.syscall(*call), ctypes.get_errno())
-thread = threading.Thread(target=print, args=("threads work",))
-thread.start()
-thread.join()
+others, directory, key = {others}, {directory!r}, {key}
+
+def tried(way, *args):
+    try:
+        result = way(*args)
+    except OSError as error:
+        return error.strerror
+    return result if result != -1 else os.strerror(ctypes.get_errno())
+
+for pid in others:
+    print("kill", tried(os.kill, pid, 9))
+    reading, writing = os.pipe()
+    print("owner", tried(fcntl.fcntl, reading, fcntl.F_SETOWN, pid))
+    print("open", tried(os.listdir, f"/proc/{{pid}}"))
+print("shm", tried(libc.shmget, key, 1 << 20, 0o600))
+print("connect", tried(socket.create_connection, ("127.0.0.1", {port})))
+print("mount", tried(libc.mount, b"none", b"/tmp", b"tmpfs", 0, None))
+print("unshare", tried(libc.unshare, 0x10000000))
+print("unshare", tried(libc.unshare, 0x20000))
+print("read", tried(os.listdir, directory))
+for path in ("/x", "/dev/x", "/usr/x", sys.prefix + "/x"):
+    print("write", tried(os.mknod, path))
+print("shared", tried(os.mknod, "/dev/shm/x"))
 """
 
 
 @pytest.mark.process
-def test_python_leaves_nothing_running_whatever_the_program_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = [f"{way} Operation not permitted" for way in ("fork", "posix_spawn", "Popen", "kill", "pidfd_open")]
-    refused += ["prlimit Operation not permitted", "200 -1 1", "234 -1 1", "101 -1 1", "157 -1 1"]
-    assert python(BEGINS_A_DAEMON).splitlines() == [*refused, "threads work"]
-    with pytest.raises(RuntimeError, match="PermissionError"):
-        python("import socket; socket.create_connection(('127.0.0.1', 9))")
-    with pytest.raises(RuntimeError, match="MemoryError"):
-        python("kept = []\nwhile True: kept.append(bytearray(1 << 24))")
-    with pytest.raises(RuntimeError, match=r"exit status (.|\n)*\.\.\. 167\d{5} characters"):
-        python("while True: print('x' * 10**6)")
-    monkeypatch.setattr(tool_functions, "_SECONDS", 1)
-    with pytest.raises(RuntimeError, match="took longer than 1 s"):
-        python("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass")
-    assert not children_of(os.getpid(), python_program.__file__)
+@pytest.mark.usefixtures("sandbox")
+def test_python_reaches_no_other_process_and_no_file(tmp_path: Path) -> None:
+    libc = ctypes.CDLL(None)
+    key = 0x4D52
+    segment = libc.shmget(key, 1 << 20, 0o1600)
+    sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        try:
+            given = {"others": [os.getpid(), sleeping.pid], "directory": str(tmp_path), "key": key}
+            found = python(ATTACKS.format(**given, port=server.getsockname()[1])).splitlines()
+            assert sleeping.poll() is None
+        finally:
+            libc.shmctl(segment, 0, None)
+            sleeping.kill()
+            sleeping.wait()
+    other = ["kill No such process", "owner No such process", "open No such file or directory"]
+    assert [line for line in found if line.split()[0] in ("kill", "owner", "open")] == 2 * other
+    rest = [line for line in found if line.split()[0] not in ("kill", "owner", "open")]
+    assert rest[:2] == ["shm No such file or directory", "connect Connection refused"]
+    assert rest[2:5] == [
+        "mount Operation not permitted",
+        "unshare No space left on device",
+        "unshare Operation not permitted",
+    ]
+    assert rest[5:] == ["read No such file or directory", *4 * ["write Read-only file system"], "shared None"]
+
+
+BEGINS_DAEMONS = """
+import ctypes, os, signal, subprocess, sys, time
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.closerange(0, 3)
+        subprocess.run([sys.executable, "-I", "-c", "import time; time.sleep(600) # daemon of the tool"], env={})
+    os._exit(0)
+ctypes.CDLL(None).shmget(0x4D53, 1 << 20, 0o1600)
+time.sleep(0.5)
+print("done")
+"""
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("sandbox")
+def test_python_leaves_nothing_behind_whatever_the_program_does() -> None:
+    assert python(BEGINS_DAEMONS) == "done"
+    assert python(DEEP) == "deep"
+    assert comes_true(lambda: not running("daemon of the tool"))
+    assert ctypes.CDLL(None).shmget(0x4D53, 1 << 20, 0o600) == -1
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("sandbox")
 def test_a_program_ends_with_the_process_that_runs_it() -> None:
-    code = "from megarl.environments.tool_functions import python; python('import time; time.sleep(600)')"
+    program = "import os\nos.fork()\nimport time; time.sleep(600) # program of the tool"
+    code = f"from megarl.environments.tool_functions import python; python({program!r})"
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
-        assert comes_true(lambda: bool(children_of(parent.pid, python_program.__file__)))
-        (program,) = children_of(parent.pid, python_program.__file__)
+        assert comes_true(lambda: len(list(descendants(parent.pid))) >= 3)  # bubblewrap, its first process, the program
+        pids = list(descendants(parent.pid))
         time.sleep(0.5)
         parent.kill()
-    assert comes_true(lambda: not alive(program))
+    assert comes_true(lambda: not any(map(alive, pids)))
 
 
-def children_of(parent: int, script: str) -> list[int]:
-    """The children of a process that run a script."""
-    pids = [int(pid) for file in Path(f"/proc/{parent}/task").glob("*/children") for pid in file.read_text().split()]
-    return [pid for pid in pids if script in Path(f"/proc/{pid}/cmdline").read_text()]
+DEEP = "import os\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')\nprint('deep')"
+
+
+@pytest.mark.process
+def test_programs_may_run_without_a_sandbox_and_leave_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    environment = ToolEnvironment(["python"], sandbox="none")
+    observation = step(environment, action(call("python", code=DEEP), call("python", code="1 / 0")))
+    told = answers(observation)
+    assert told[0] == "deep"
+    assert told[1].startswith("error: RuntimeError: exit status 1")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sandbox_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    bubblewrap.cache_clear()
+    with pytest.raises(ValueError, match=r"there is no program bwrap; install bubblewrap .*sandbox=none"):
+        ToolEnvironment(["python"])
+    assert ToolEnvironment(["python"], sandbox="none").tools
+    with pytest.raises(ValueError, match="is for the tool python"):
+        ToolEnvironment(["calculator"], sandbox="none")
+    with pytest.raises(ValueError, match="bubblewrap, none, not 'docker'"):
+        ToolEnvironment(["python"], sandbox="docker")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.process
+def test_a_sandbox_whose_kernel_refuses_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    refusing = tmp_path / "bwrap"
+    refusing.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    refusing.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    bubblewrap.cache_clear()
+    with pytest.raises(ValueError, match="cannot run here: No permissions to create new namespace"):
+        ToolEnvironment(["python"])
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("sandbox")
+@pytest.mark.skipif(os.geteuid() != 0, reason="root of a container")
+def test_root_needs_no_user_namespaces() -> None:
+    tried = "from megarl.environments.tool_functions import python; print(python('import os; print(os.getpid())'))"
+    forbidden = f"echo 0 > /proc/sys/user/max_user_namespaces && {sys.executable} -c {shlex.quote(tried)}"
+    made = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-c", forbidden]
+    done = subprocess.run(made, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("2\n", "")
+
+
+def running(text: str) -> list[int]:
+    """The processes whose command lines have a text."""
+    found: list[int] = []
+    for directory in Path("/proc").iterdir():
+        with suppress(OSError):
+            if directory.name.isdigit() and text in (directory / "cmdline").read_text():
+                found.append(int(directory.name))
+    return found
+
+
+def descendants(pid: int) -> Iterator[int]:
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in file.read_text().split():
+            yield int(child)
+            yield from descendants(int(child))

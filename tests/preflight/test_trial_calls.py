@@ -13,6 +13,7 @@ from megarl.config import ConfigError, RunConfig, load
 from megarl.data.prompts import task_prompts
 from megarl.data.sources import LeftOutRows
 from megarl.data.tokenizer import Tokenizer
+from megarl.environments.python_program import bubblewrap
 from megarl.preflight.check import check
 from megarl.preflight.datasets import PromptSets
 from megarl.preflight.trial_calls import call_functions
@@ -103,3 +104,16 @@ def test_an_environment_that_cannot_begin_is_refused(environment: str, overrides
     (problem,) = caught.value.problems
     assert problem.field == "environment.name"
     assert rule in problem.rule
+
+
+def test_the_tool_python_needs_a_sandbox_unless_that_is_declined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    bubblewrap.cache_clear()
+    with pytest.raises(ConfigError) as caught:
+        begun("tools", "environment.args={functions: [python]}", "reward.functions=[{name: length}]")
+    (problem,) = caught.value.problems
+    assert (problem.field, problem.value) == ("environment.args.functions", "python")
+    assert "there is no program bwrap" in problem.rule
+    assert "environment.args.sandbox=none" in problem.fix
