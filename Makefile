@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu slurm chromium nemo-run ray agents verifiers openenv mermaid demo demo-control learning unit test matrix chaos lint style bench docs docs-site clean lock
+.PHONY: help setup setup-gpu slurm chromium sandbox nemo-run ray agents verifiers openenv mermaid demo demo-control learning unit test matrix chaos lint style bench docs docs-site clean lock
 
 # Of the environments: a Python 3.12 or 3.13, which tools/setup/find_python.sh else looks for.
 export PYTHON ?=
@@ -42,6 +42,7 @@ help:
 	@echo 'setup  install the locked environment into $(VENV)'
 	@echo 'setup-gpu  install the locked environment for CUDA into $(GPU)'
 	@echo 'chromium  install the browser of the tests of megarl view (a Debian package, as root); without it they are skipped'
+	@echo 'sandbox  install bubblewrap (a Debian package, as root), in which the tool python runs programs; without it its tests are skipped'
 	@echo 'slurm  install what the tests with a real Slurm start (Debian packages, as root); without it they are skipped'
 	@echo 'nemo-run  install the newest NeMo-Run into $(NEMO_RUN), which launches runs but has no torch'
 	@echo 'ray    install Ray with its dashboard into $(RAY), on top of $(VENV): the tests submit jobs to it'
@@ -81,6 +82,9 @@ slurm:
 
 chromium:
 	@"$$(tools/setup/find_python.sh)" tests/debian.py chromium
+
+sandbox:
+	@'$(PYTHON)' tests/debian.py sandbox
 
 nemo-run: $(NEMO_RUN)/installed
 
