@@ -15,7 +15,9 @@ import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from megarl.cluster.ray_node import ray_directory
 from megarl.errors import RunError
+from megarl.files import remove_tree
 
 MARK = "MEGARL_SESSION"
 SHARED_MEMORY = Path("/dev/shm")
@@ -115,7 +117,7 @@ class Guard:
 
 
 def clean_up(mark: str, directory: str, logs: Path | None) -> None:
-    """Ends the marked processes and removes Ray's directory, whose logs are kept in `logs`, if that is given.
+    """Ends the marked processes and removes the directory; Ray's logs are kept in `logs`, if that is given.
 
     Raises RunError where processes do not end.
     """
@@ -125,13 +127,13 @@ def clean_up(mark: str, directory: str, logs: Path | None) -> None:
         cleanup.terminate()
         cleanup.remove(_GRACE_S)
     finally:
-        source = Path(directory) / "session_latest" / "logs"
+        source = Path(ray_directory(directory)) / "session_latest" / "logs"
         if logs is not None and source.is_dir():
             try:
                 shutil.copytree(source, logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
             except OSError as error:
                 print(f"Ray's logs of this node are not kept in {logs}: {error}", file=sys.stderr)
-        shutil.rmtree(directory, ignore_errors=True)
+        remove_tree(directory)
 
 
 def _pids() -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import signal
 import tempfile
 import threading
@@ -17,6 +16,7 @@ from ray import _raylet
 from ray._private import ray_constants
 
 from megarl.cluster.ray_node import new_directory
+from megarl.files import remove_tree
 
 _STOPS = (signal.SIGTERM, signal.SIGUSR1)
 _SIGNALS = (signal.SIGINT, *_STOPS, signal.SIGALRM)
@@ -52,7 +52,7 @@ def temporary_directory() -> Generator[str]:
         for name in [name for name, value in os.environ.items() if value.startswith(directory)]:
             del os.environ[name]  # torch names its cache there, for its children and for itself later
         tempfile.tempdir = usual
-        shutil.rmtree(directory, ignore_errors=True)
+        remove_tree(directory)
 
 
 @contextmanager

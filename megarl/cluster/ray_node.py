@@ -35,7 +35,7 @@ START_HOOK: Final = {"RAY_START_HOOK": "megarl.cluster.ray_api.skip_idle_process
 STARTED: Final = "Ray runtime started."
 """The line that the command prints when the node is up (ray 2.60, `scripts.py`)."""
 
-_SHORT_PATH = 20
+_SHORT_PATH = 18
 _MIB = 1 << 20
 READY: Final = "Ray is ready on all nodes"
 """The line that `watch_command` prints when every node is up with its devices."""
@@ -44,9 +44,17 @@ _ANSWER_S = 5.0
 
 
 def new_directory() -> str:
-    """Makes a directory for Ray's files. Paths of sockets are limited to 107 bytes, of which Ray needs about 80."""
+    """Makes a directory that only this user can enter, for Ray's and other temporary files.
+
+    Paths of sockets are limited to 107 bytes, of which Ray needs about 70.
+    """
     usual = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix="megarl-", dir=usual if len(usual) <= _SHORT_PATH else "/tmp")
+
+
+def ray_directory(directory: str) -> str:
+    """Returns the place for Ray's files in one of `new_directory`: Ray lets everybody write there (ray 2.60)."""
+    return f"{directory}/r"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +65,7 @@ class RayNode:
         index: number in the run; the head is 0.
         head: `host:port` of Ray's head.
         ports: ports of this node; the first is the head's.
-        directory: directory of Ray's files.
+        directory: one of `new_directory`.
     """
 
     index: int
@@ -84,7 +92,7 @@ class RayNode:
             f"--resources={json.dumps({DEVICE: self.devices})}",
             *("--num-cpus=0", "--num-gpus=0", "--include-log-monitor=false"),
             f"--object-store-memory={self.object_store_mib * _MIB}",
-            f"--temp-dir={self.directory}",
+            f"--temp-dir={ray_directory(self.directory)}",
             f"--node-manager-port={manager}",
             f"--object-manager-port={store}",
             f"--dashboard-agent-listen-port={agent}",

@@ -29,7 +29,7 @@ from megarl.cluster.driver_environment import (
 from megarl.cluster.hang_report import report_hang
 from megarl.cluster.kernel_profile import CallProfile
 from megarl.cluster.placement import Placement
-from megarl.cluster.ray_node import DEVICE, ENVIRONMENT
+from megarl.cluster.ray_node import DEVICE, ENVIRONMENT, ray_directory
 from megarl.cluster.ray_worker import RayProcess, RayWorker, SteppingRayWorker
 from megarl.config.schema import Cluster
 from megarl.errors import RunError
@@ -244,7 +244,7 @@ class Session:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                _temp_dir=directory,
+                _temp_dir=ray_directory(directory),
             )
         except Exception as error:  # Ray raises several kinds where one of its processes does not start
             raise RunError(

@@ -44,8 +44,8 @@ sys.exit(not guard.finish(failed=not how.endswith("good")))
 def ray(tmp_path: Path) -> Iterator[Path]:
     """A directory as Ray has it."""
     directory = Path(tempfile.mkdtemp(dir=tmp_path))
-    (directory / "session_latest" / "logs").mkdir(parents=True)
-    (directory / "session_latest" / "logs" / "raylet.out").write_text("it was like this")
+    (directory / "r" / "session_latest" / "logs").mkdir(parents=True)
+    (directory / "r" / "session_latest" / "logs" / "raylet.out").write_text("it was like this")
     yield directory
     for pid in marked_processes(MARKED):
         os.kill(pid, signal.SIGKILL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ import ray
 
 from megarl.cluster import ray_api
 from megarl.cluster.cleanup import MARK, marked_processes
-from megarl.cluster.driver_environment import interrupts_raise, no_interrupt_is_lost
+from megarl.cluster.driver_environment import interrupts_raise, no_interrupt_is_lost, temporary_directory
 from megarl.cluster.ray_worker import RayWorker
 from megarl.errors import RunError
 from tests.leftovers import Trace, comes_true
@@ -71,6 +72,29 @@ def test_ray_has_no_processes_that_do_nothing() -> None:
     assert set(node.all_processes) == {"gcs_server", "raylet"}
     commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in marked_processes(os.environ[MARK])]
     assert not any(b"DashboardAgent" in command for command in commands)
+
+
+@pytest.mark.usefixtures("group")
+def test_no_other_user_enters_a_directory_of_a_session() -> None:
+    directory = Path(os.environ["TMPDIR"])
+    directories = [Path(found) for found, _, _ in os.walk(directory)]
+    assert {"sockets", "logs"} <= {found.name for found in directories}
+    open_to_others = {found for found in directories if found.stat().st_mode & 0o077}
+    for found in directories:
+        above = [found, *found.parents]
+        assert not open_to_others.issuperset(above[: above.index(directory) + 1]), found
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+def test_a_session_removes_a_tree_that_is_deeper_than_python_can_recurse() -> None:
+    before = os.getcwd()
+    with temporary_directory() as directory:
+        os.chdir(directory)
+        for _ in range(1500):
+            os.mkdir("d")
+            os.chdir("d")
+        os.chdir(before)
+    assert not Path(directory).exists()
 
 
 _CLUSTER = """
