@@ -52,20 +52,23 @@ class EnvironmentChildren:
     process ends by itself, or does not answer, one of the conversations with a call in progress was the cause: they
     begin anew in groups, each in a process of its own, until the cause is alone. Methods are called in one event loop.
 
+    Args:
+        memory: of each process, see `ChildProcess`.
+
     Attributes:
         living: processes that start or run.
         apart: for the processes of groups in progress.
     """
 
-    def __init__(self, settings: EnvironmentSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: EnvironmentSettings, memory: int | None = None) -> None:
+        self.settings, self.memory = settings, memory
         self.living: set[EnvironmentChild] = set()
         self.apart = asyncio.Semaphore(_GROUPS)
         self._shared = EnvironmentChild(self, shared=True)
 
-    async def start(self) -> None:
-        """Starts the shared process; a RunError if the environment cannot be loaded."""
-        await self._shared.start(math.inf)
+    async def start(self, seconds: float = math.inf) -> None:
+        """Starts the shared process; a RunError if the environment cannot be loaded, or not in time."""
+        await self._shared.start(seconds)
 
     @asynccontextmanager
     async def place(self, child: EnvironmentChild | None = None) -> AsyncGenerator[EnvironmentChild]:
@@ -97,7 +100,9 @@ class EnvironmentChild:
 
     def __init__(self, children: EnvironmentChildren, *, shared: bool) -> None:
         self._children, self._limit_s = children, children.settings.time_limit
-        self._process = ChildProcess("megarl.environments.environment_child", children.settings, "environments")
+        self._process = ChildProcess(
+            "megarl.environments.environment_child", children.settings, "environments", children.memory
+        )
         self.shared, self.conversations = shared, 0
         self._permit = nullcontext() if shared else children.apart
         self._living: asyncio.Task[None] | None = None

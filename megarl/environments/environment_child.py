@@ -57,12 +57,12 @@ class CallFailure:
     late: bool = False
 
 
-def serve(descriptor: int, parent: int) -> None:
+def serve(descriptor: int) -> None:
     """Runs in the child: receives the configuration, answers True when the class is loaded, and answers calls.
 
     See `parent_connection`.
     """
-    with parent_connection(descriptor, parent, "environments") as connection:
+    with parent_connection(descriptor, "environments") as connection:
         config: EnvironmentSettings = connection.recv()
         try:
             make = load_environment(config)

@@ -19,6 +19,7 @@ from megarl.models import vocab_size
 from megarl.preflight.datasets import DataReader, PromptSets, Sets, StageConfig, read_sets
 from megarl.preflight.epochs import epoch_problems
 from megarl.preflight.models import check_models, stated_vocab_size
+from megarl.preflight.template_trial import check_template
 from megarl.preflight.user_functions import check_fields, check_functions, check_own_functions, missing_column
 from megarl.rollout.requests import stop_token_ids
 
@@ -105,7 +106,7 @@ def _read_data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem
     try:
         tokenizer = _tokenizer(config, vocab, section, rows)
     except ValueError as error:
-        fix = "name the tokenizer of the model with model.tokenizer"
+        fix = "correct its files, or name another tokenizer with model.tokenizer"
         field, value = "model.tokenizer", shown(config.model.tokenizer or config.model.path)
         return None, [Problem(field=field, value=value, rule=str(error), fix=fix)]
     rules = [f"{section}.{fault}" for fault in get_args(Fault) if fault in type(rows).model_fields]
@@ -130,6 +131,8 @@ def _tokenizer(
         tokenizer.check(
             vocab_size=vocab, chat_template=rows.chat_template, template_arguments=rows.chat_template_kwargs
         )
+        if tokenizer.has_chat_template:
+            check_template(tokenizer, rows.chat_template_kwargs)
         return tokenizer
     stop = () if isinstance(config, SFTConfig) or config.rollout is None else config.rollout.stop
     kwargs = (f"{section}.chat_template_kwargs", bool(rows.chat_template_kwargs))

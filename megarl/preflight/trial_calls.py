@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import time
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -25,6 +28,10 @@ from megarl.types import Prompt, Ragged, RolloutChunk
 
 _LINES = 4
 """Of a traceback: its last ones are shown."""
+_LOAD_S = 300.0
+"""For the user's modules to be loaded."""
+_MEMORY: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+"""Bytes of a process that calls the user's code: half of the machine's."""
 
 
 def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
@@ -79,11 +86,11 @@ async def _first_prompt(config: PPOConfig | RAFTConfig | EvalConfig, sets: Promp
     """Resets the environment on the first row, in a child process; returns the ids of the prompt."""
     assert config.environment is not None
     assert sets.tokenizer is not None
-    children = EnvironmentChildren(config.environment)
+    children = EnvironmentChildren(config.environment, _MEMORY)
     data = config.evaluation if isinstance(config, EvalConfig) else config.data
     task = task_of((sets.train or sets.held_out)[0], sets.tokenizer)
     try:
-        await children.start()
+        await children.start(_LOAD_S)
         async with children.place() as child:
             reply = await child.call(0, "reset", task, config.run.seed)
         history = config.environment.history
@@ -107,16 +114,16 @@ def _problems(
     if not functions or not prompts:  # a standalone evaluation has no prompts for reward.functions
         return
     decode = None if tokenizer is None else tokenizer.decode
-    scorer = RuleScorer(functions, decode, reward.model_copy(update={"retries": 0}))
+    scorer = RuleScorer(functions, decode, reward.model_copy(update={"retries": 0}), _MEMORY)
     tried = [prompts[0], prompts[len(prompts) // 2], prompts[-1]]
     try:
-        scorer.start()
+        scorer.start(time.monotonic() + _LOAD_S)
         for index, function in enumerate(functions):
             copies = 1 if function.unit == "response" else 2
             failed = _call(scorer, index, tried, tokenizer, copies)
             if failed is not None:
                 reason = "\n      ".join(failed.failure.reason.splitlines()[-_LINES:])
-                rule = f"scores a response; on each of {len(tried)} prompts it failed, first on {failed.prompt_id!r}"
+                rule = f"scores a response; it failed on the prompt {failed.prompt_id!r}"
                 usual = "correct the function, or what it calls; docs/rewards.md has its signature"
                 fix = adapter_fix(function, resolve(function.name)) or usual
                 field = f"{where}.{index}.name"
@@ -130,7 +137,7 @@ def _problems(
 def _call(
     scorer: RuleScorer, function: int, prompts: Sequence[Prompt], tokenizer: Tokenizer | None, copies: int
 ) -> Unscored | None:
-    """Calls a function until it scores a response; returns the first failure if it scores none.
+    """Calls a function until it scores a response or takes too long; returns the first failure if it scores none.
 
     Args:
         copies: of the response in a call.
@@ -142,7 +149,10 @@ def _call(
         _, failures = scorer.score({"": function}, completions, math.inf)
         if not failures:
             return None
-        first = first or next(iter(failures.values()))
+        failed = next(iter(failures.values()))
+        first = first or failed
+        if failed.failure.kind == "time":
+            return failed
     return first
 
 

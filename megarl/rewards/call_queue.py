@@ -22,8 +22,8 @@ _ONE_BY_ONE = CallMode(concurrency=1, is_async=False)
 class FunctionProcess(ChildProcess):
     """A child process that calls reward functions; calls refer to them by index."""
 
-    def __init__(self, functions: Sequence[RewardFunction]) -> None:
-        super().__init__("megarl.rewards.reward_child", tuple(functions), "reward functions")
+    def __init__(self, functions: Sequence[RewardFunction], memory: int | None = None) -> None:
+        super().__init__("megarl.rewards.reward_child", tuple(functions), "reward functions", memory)
 
     @property
     def modes(self) -> tuple[CallMode, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import resource
 import signal
 import socket
 import struct
@@ -15,14 +16,18 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from megarl.errors import RunError
 from megarl.stacks import answer_as_child
 
 _LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
-_PROGRAM = "import sys; sys.path[:] = {path}; from {module} import serve; serve({descriptor}, {parent})"
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PROGRAM = (
+    "import sys; sys.path[:] = {path}; from megarl.rewards.child_process import become_supervised;"
+    " become_supervised({parent}, {descriptor}, {memory}); from {module} import serve; serve({descriptor})"
+)
 _REAP_S = 10.0
 """For a killed process to end; one that hangs in the kernel is left behind until the run ends."""
 
@@ -31,19 +36,21 @@ class ChildProcess:
     """A child process that runs code of the user, and ends with this process.
 
     Such code may hang in C code, in a sleep, or in a program that it runs, and nothing in its own process is sure to
-    stop it. What takes too long is ended by killing the process group; the next call gets a new process.
+    stop it. What takes too long is ended by killing the process; the next call gets a new one. With a process ends
+    whatever it has started, also daemons: see `become_supervised`.
 
     Args:
         module: its function `serve` runs in the child.
         setup: the first message to the child, which answers with what it has loaded, or with a problem as text.
         name: of what the child loads, for messages.
+        memory: bytes of data that the child may have, and each process that it starts; None is no limit.
 
     Attributes:
         loaded: the child's answer; None until there is one.
     """
 
-    def __init__(self, module: str, setup: object, name: str) -> None:
-        self._module, self._setup, self._name = module, setup, name
+    def __init__(self, module: str, setup: object, name: str, memory: int | None = None) -> None:
+        self._module, self._setup, self._name, self._memory = module, setup, name, memory
         self._child: tuple[subprocess.Popen[bytes], Connection[Any, Any]] | None = None
         self._changing = threading.Lock()  # the child may be closed while another thread starts it
         self.loaded: Any = None
@@ -89,19 +96,19 @@ class ChildProcess:
         if child is None:
             return ""
         process, connection = child
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # before the wait, after which its id may be reused
+        process.terminate()
         with connection:  # another thread that reads it is told of the end before its descriptor is free
             try:
                 return how_ended(process.wait(_REAP_S))
             except subprocess.TimeoutExpired:
+                process.kill()
                 return "nothing: it hangs in the kernel"
 
     def _launch(self) -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
         ours, theirs = socket.socketpair()
         with theirs:
             place = {"path": repr(sys.path), "module": self._module}
-            program = _PROGRAM.format(**place, descriptor=theirs.fileno(), parent=os.getpid())
+            program = _PROGRAM.format(**place, descriptor=theirs.fileno(), parent=os.getpid(), memory=self._memory)
             process = subprocess.Popen(
                 [sys.executable, "-u", "-c", program],  # unbuffered: output survives a kill
                 stdin=subprocess.DEVNULL,
@@ -136,15 +143,77 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def become_supervised(parent: int, descriptor: int, memory: int | None) -> None:
+    """Goes on in a child of this process, which stays as its supervisor.
+
+    The supervisor ends when the child ends, when the parent does, or at SIGTERM, and first kills all descendants: the
+    kernel gives it also those whose parents have ended, whatever their group, session or environment. It ends as the
+    child did.
+
+    Args:
+        parent: id of the parent process; its thread that started this one counts.
+        descriptor: of the connection to the parent, which the child keeps.
+        memory: see `ChildProcess`.
+    """
+    waited = {signal.SIGCHLD, signal.SIGTERM}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)
+    supervisor = os.getpid()
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.setsid()
+        end_with_parent(supervisor)
+        if memory is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+        return
+    os.close(descriptor)
+    status = None
+    while status is None and signal.sigwait(waited) == signal.SIGCHLD:
+        status = _reap(child, os.WNOHANG)
+    while True:
+        for pid in Path(f"/proc/self/task/{supervisor}/children").read_text().split():
+            with suppress(OSError):  # another user's, such as a setuid program
+                os.kill(int(pid), signal.SIGKILL)
+        try:
+            ended = _reap(child, 0)
+        except ChildProcessError:
+            break
+        status = ended if status is None else status
+    _end_like(status or 0)
+
+
+def _reap(child: int, options: int) -> int | None:
+    """Reaps children that have ended, at least one unless `options` say WNOHANG; returns the status of `child`."""
+    pid, status = os.waitpid(-1, options)
+    while pid not in (0, child):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+    return status if pid == child else None
+
+
+def _end_like(status: int) -> NoReturn:
+    """Ends this process as another one ended, from that one's status."""
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
 @contextmanager
-def parent_connection(descriptor: int, parent: int, part: str) -> Generator[Connection[Any, Any]]:
+def parent_connection(descriptor: int, part: str) -> Generator[Connection[Any, Any]]:
     """The connection to the parent, in a child that `ChildProcess` has started.
 
     Args:
-        parent: id of the parent process, with which the child is killed.
         part: of the parent's name, for stacks.
     """
-    end_with_parent(parent)
     answer_as_child(part)
     os.set_inheritable(descriptor, False)  # programs that the user's code starts must not keep it open
     with Connection(descriptor) as connection:

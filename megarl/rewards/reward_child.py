@@ -15,13 +15,13 @@ from megarl.rewards.child_process import parent_connection, received
 from megarl.rewards.functions import Completion
 
 
-def serve(descriptor: int, parent: int) -> None:
+def serve(descriptor: int) -> None:
     """Runs in the child: receives the functions, sends their modes when they are loaded, and answers calls.
 
     A problem of loading is sent as text. A call is (number, index of the function, completions, seconds), its answer
     (number, replies); answers come in the order in which they are ready. See `parent_connection`.
     """
-    with parent_connection(descriptor, parent, "functions") as connection:
+    with parent_connection(descriptor, "functions") as connection:
         specs: Sequence[RewardFunction] = connection.recv()
         try:
             functions = [BoundFunction(spec) for spec in specs]

@@ -54,17 +54,24 @@ class RuleScorer:
     Args:
         reward: has the time limit of a call, and the retries of one that failed.
         decode: None leaves the texts of completions empty.
+        memory: of the child process, see `ChildProcess`.
     """
 
-    def __init__(self, functions: Sequence[RewardFunction], decode: Decode | None, reward: Reward) -> None:
-        self._functions, self._process = tuple(functions), FunctionProcess(functions)
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        decode: Decode | None,
+        reward: Reward,
+        memory: int | None = None,
+    ) -> None:
+        self._functions, self._process = tuple(functions), FunctionProcess(functions, memory)
         self._decode: Decode = decode or (lambda _: "")
         self._reward = reward
         self._cache: dict[tuple[int, bytes], float] = {}
 
-    def start(self) -> None:
-        """Starts the child process and loads the functions; a RunError if that fails."""
-        self._process.start()
+    def start(self, deadline: float = math.inf) -> None:
+        """Starts the child process and loads the functions; a RunError if that fails, or not by the deadline."""
+        self._process.start(deadline)
 
     def score(
         self, functions: Mapping[str, int], completions: Sequence[Completion], deadline: float

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from megarl.cli import app
 from megarl.config import ConfigError, load
 from megarl.data.tokenizer import load_tokenizer
+from megarl.preflight import template_trial
 from megarl.preflight.check import check
 from megarl.preflight.datasets import PairSets, PromptSets, TextSets
 from megarl.run.directory import write_random_model
@@ -107,6 +108,7 @@ def test_a_reward_model_needs_a_score_head(tmp_path: Path) -> None:
     assert "score head" in text
 
 
+@pytest.mark.process
 def test_a_checkpoint_has_the_files_of_its_configuration(whole: Path, tmp_path: Path) -> None:
     model = "model={{path: {}, random: null}}".format
     assert isinstance(check(load(DEBUG, [*RULES, model(whole), f"critic.path={whole}"])), PromptSets)
@@ -120,6 +122,7 @@ def test_a_checkpoint_has_the_files_of_its_configuration(whole: Path, tmp_path: 
     assert "model.safetensors is corrupted" in refusal(*RULES, model(cut))
 
 
+@pytest.mark.process
 def test_a_tokenizer_fits_the_model(whole: Path, tmp_path: Path) -> None:
     ids = len(load_tokenizer(whole))
     text = refusal(f"model.tokenizer={whole}", f"model.vocab_size={ids - 1}")
@@ -132,6 +135,30 @@ def test_a_tokenizer_fits_the_model(whole: Path, tmp_path: Path) -> None:
     assert "has no chat template" in refusal(*asked, f"model.tokenizer={bare}")
 
 
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "it takes longer than 1 s"),
+        ("{{ 'x' * 10**9 }}", "it takes more than 256.0 MiB of memory"),
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}", ""),
+    ],
+)
+def test_a_chat_template_is_tried_with_limits(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, told: str
+) -> None:
+    monkeypatch.setattr(template_trial, "_SECONDS", 1.0)
+    hostile = shutil.copytree(whole, tmp_path / "hostile")
+    (hostile / "chat_template.jinja").write_text(template)
+    if not told:
+        assert isinstance(check(load(DEBUG, [f"model.tokenizer={hostile}"])), PromptSets)
+        return
+    text = refusal(f"model.tokenizer={hostile}")
+    assert f"the chat template cannot write a short chat: {told}" in text
+    assert "correct its files, or name another tokenizer" in text
+
+
+@pytest.mark.process
 def test_roles_read_the_same_tokens(whole: Path, tmp_path: Path) -> None:
     other = shutil.copytree(whole, tmp_path / "other")
     text = (other / "tokenizer.json").read_text(encoding="utf-8")
@@ -144,6 +171,7 @@ def test_roles_read_the_same_tokens(whole: Path, tmp_path: Path) -> None:
     assert f"its tokenizer is the one of {whole}" in refusal(*given, f"critic.path={other}")
 
 
+@pytest.mark.process
 def test_engine_stop_tokens_agree_with_the_tokenizers(whole: Path, tmp_path: Path) -> None:
     end = load_tokenizer(whole).end_token_id
     other = shutil.copytree(whole, tmp_path / "other")

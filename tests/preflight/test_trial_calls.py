@@ -17,6 +17,7 @@ from megarl.environments.python_program import bubblewrap
 from megarl.preflight.check import check
 from megarl.preflight.datasets import PromptSets
 from megarl.preflight.trial_calls import call_functions
+from tests.rewards.test_process import alive
 
 pytestmark = pytest.mark.process
 
@@ -55,6 +56,22 @@ def test_a_function_that_fails_is_named_with_the_end_of_its_traceback() -> None:
 def test_a_function_that_hangs_is_ended_after_its_time_limit() -> None:
     (problem,) = refusal(["sleeps"], "reward.time_limit=0.2").problems
     assert "it took longer than 0.2 s" in problem.rule
+
+
+def test_a_function_that_hangs_is_called_once(tmp_path: Path) -> None:
+    functions = [{"name": "tests.rewards.functions:notes_and_sleeps", "args": {"file": str(tmp_path / "notes")}}]
+    made = load(GRPO, [f"reward.functions={json.dumps(functions)}", "reward.time_limit=0.5"])
+    with pytest.raises(ConfigError, match=r"it took longer than 0\.5 s"):
+        call_functions(made, check(made))
+    assert (tmp_path / "notes").read_text() == "called\n"
+
+
+def test_daemons_of_a_function_end_with_its_trial(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    functions = [{"name": "tests.rewards.functions:starts_a_daemon", "args": {"pid_file": str(pid_file)}}]
+    made = load(GRPO, [f"reward.functions={json.dumps(functions)}"])
+    call_functions(made, check(made))
+    assert not alive(int(pid_file.read_text()))
 
 
 def test_evaluation_functions_are_called_too() -> None:

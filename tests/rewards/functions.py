@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,6 +82,31 @@ def runs_a_program(completion: Completion, *, pid_file: str) -> float:
     program = subprocess.Popen(["sleep", "600"])
     Path(pid_file).write_text(str(program.pid))
     return float(program.wait())
+
+
+def starts_a_daemon(completion: Completion, *, pid_file: str, then: str = "return") -> float:
+    """Leaves a process in a session of its own, without this one's environment, whose parent has ended."""
+    daemon = f"import os, time; open({pid_file!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    between = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {daemon!r}], env={{}})"
+    subprocess.run([sys.executable, "-c", between], env={}, start_new_session=True, check=True)
+    while not (Path(pid_file).exists() and Path(pid_file).read_text()):
+        time.sleep(0.01)
+    if then == "exit":
+        os._exit(3)
+    if then == "sleep":
+        time.sleep(600)
+    return 1.0
+
+
+def notes_and_sleeps(completion: Completion, *, file: str) -> float:
+    with Path(file).open("a") as notes:
+        notes.write("called\n")
+    time.sleep(600)
+    return 1.0
+
+
+def takes_memory(completion: Completion, *, mib: int) -> float:
+    return float(len(b"x" * (mib << 20)))
 
 
 def exits(completion: Completion) -> float:

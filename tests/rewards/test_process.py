@@ -111,6 +111,39 @@ def test_subprocesses_of_a_hanging_call_end_with_it(tmp_path: Path) -> None:
     assert ends(int(pid_file.read_text()))
 
 
+@pytest.mark.parametrize("then", ["return", "exit", "sleep"])
+def test_daemons_end_with_the_child(tmp_path: Path, then: str) -> None:
+    pid_file = tmp_path / "pid"
+    process = FunctionProcess([own("starts_a_daemon", pid_file=str(pid_file), then=then)])
+    process.start()
+    reply = answer(process, 0, completion(), 30.0 if then != "sleep" else 8.0)
+    assert then == "sleep" or (reply == 1.0 if then == "return" else fails(reply, "ended by exit status 3"))
+    assert alive(int(pid_file.read_text())) == (then == "return")
+    process.close()
+    assert not alive(int(pid_file.read_text()))
+
+
+def test_daemons_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    program = (
+        "from tests.rewards.completions import completion, own;"
+        "from megarl.rewards.call_queue import FunctionProcess; from tests.rewards.test_process import answer;"
+        f"process = FunctionProcess([own('starts_a_daemon', pid_file={str(pid_file)!r}, then='sleep')]);"
+        "answer(process, 0, completion(), 600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as parent:
+        assert comes_true(lambda: pid_file.exists() and bool(pid_file.read_text()))
+        assert alive(int(pid_file.read_text()))
+        parent.kill()
+    assert ends(int(pid_file.read_text()))
+
+
+def test_a_child_has_a_limit_of_memory() -> None:
+    process = FunctionProcess([own("takes_memory", mib=2048)], memory=1 << 30)
+    assert fails(answer(process, 0, completion(), 60.0), "MemoryError")
+    process.close()
+
+
 def test_the_child_ends_with_a_parent_that_is_killed() -> None:
     program = (
         "import os, time; from tests.rewards.completions import completion, own;"
