@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Generator, Iterator
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +75,18 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
     """For ``pytest -n 3 --no-loadscope-reorder``."""
     return GroupScheduling(config, log)
+
+
+@pytest.fixture
+def user_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory of a user's modules, which no other one of the same name hides, as in the repository."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = dict(sys.modules)
+    yield tmp_path
+    for name in sys.modules.keys() - modules.keys():
+        if (sys.modules[name].__dict__.get("__file__") or "").startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
-
-import pytest
 
 from examples.tutorial.prepare import prepare
 from megarl.config import load
@@ -24,16 +21,13 @@ def test_the_listings_equal_the_files() -> None:
         assert text == (FILES / name).read_text(encoding="utf-8"), name
 
 
-def test_the_runs_pass_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare(tmp_path)
+def test_the_runs_pass_the_checks(user_directory: Path) -> None:
+    prepare(user_directory)
     for name, text in LISTINGS.items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "letters_reward", raising=False)
+        (user_directory / name).write_text(text, encoding="utf-8")
     for name in ("letters.yaml", "short.yaml"):
         assert load(name, (), check).run.steps == 60
-    rows = (tmp_path / "prompts.jsonl").read_text().splitlines(), (tmp_path / "held_out.jsonl").read_text().splitlines()
+    rows = [(user_directory / f"{name}.jsonl").read_text().splitlines() for name in ("prompts", "held_out")]
     assert [len(set(own)) for own in rows] == [320, 80]
     assert not set(rows[0]) & set(rows[1])
     assert rows[0][0] in PAGE

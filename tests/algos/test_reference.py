@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -108,35 +106,22 @@ def test_records_are_documented_with_all_fields() -> None:
 # ---- the examples
 
 
-@contextmanager
-def example(file: str, debug: str, directory: Path) -> Iterator[PPOConfig]:
+def example(file: str, debug: str, directory: Path) -> PPOConfig:
     """A debug run with the example of that file, in a directory that contains the file."""
     found = re.search(rf"`{file}`.*?```python\n(.*?)```.*?```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
     assert found is not None
+    (directory / "configs").symlink_to(REPOSITORY / "configs")
     (directory / file).write_text(found[1])
     (directory / "run.yaml").write_text(f"defaults: [{REPOSITORY / 'configs' / 'debug' / debug}]\n{found[2]}")
-    path = list(sys.path)
-    try:
-        config = load(directory / "run.yaml")
-        assert isinstance(config, PPOConfig)
-        assert check_own_functions(config) == []
-        yield config
-    finally:
-        sys.path[:] = path
-        sys.modules.pop(file.removesuffix(".py"), None)
+    config = load(directory / "run.yaml")
+    assert isinstance(config, PPOConfig)
+    assert check_own_functions(config) == []
+    return config
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_the_example_advantage_computes_what_it_documents(here: Path) -> None:
-    with example("my_advantages.py", "grpo.yaml", here) as config:
-        chosen = config.algo.advantage
-        compare = registry.bound(registry.GROUP_ADVANTAGES, chosen.name, chosen.options)
+def test_the_example_advantage_computes_what_it_documents(user_directory: Path) -> None:
+    chosen = example("my_advantages.py", "grpo.yaml", user_directory).algo.advantage
+    compare = registry.bound(registry.GROUP_ADVANTAGES, chosen.name, chosen.options)
     missing = float("nan")
     samples = Samples(
         scores=torch.tensor([1.0, 5.0, 4.0, missing, 2.0, missing, 8.0, 2.0]),
@@ -149,10 +134,9 @@ def test_the_example_advantage_computes_what_it_documents(here: Path) -> None:
     assert compare(samples).tolist() == [-2.0, 0.0, 4.0, 0.0, 0.0, 0.0, 6.0, -6.0]
 
 
-def test_the_example_loss_computes_what_it_documents(here: Path) -> None:
-    with example("my_losses.py", "ppo.yaml", here) as config:
-        chosen = config.algo.policy_loss
-        damped = registry.bound(registry.POLICY_LOSSES, chosen.name, chosen.options)
+def test_the_example_loss_computes_what_it_documents(user_directory: Path) -> None:
+    chosen = example("my_losses.py", "ppo.yaml", user_directory).algo.policy_loss
+    damped = registry.bound(registry.POLICY_LOSSES, chosen.name, chosen.options)
     new = torch.tensor([[0.5, 0.0]], dtype=torch.float64, requires_grad=True)
     old, mask = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[True, False]])
     terms = damped(new, old, torch.full((1, 2), 2.0, dtype=torch.float64), mask)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 import textwrap
 from pathlib import Path
 
-import pytest
 import yaml
 
 from megarl.config import load
@@ -36,17 +34,17 @@ def test_every_function_is_documented_with_its_arguments() -> None:
     }
 
 
-def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_runs(user_directory: Path) -> None:
     (configuration,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
-    _write_module(tmp_path, monkeypatch)
+    _write_module(user_directory)
     functions = Reward(**yaml.safe_load(configuration)["reward"]).functions
     assert not check_functions(functions)
     given = [completion("Thanks, 7.", answer="#### 7")]
     assert [BoundFunction(function).replies(given) for function in functions[:2]] == [[1.0], [0.5]]
 
 
-def test_the_run_without_a_model_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _write_module(tmp_path, monkeypatch)
+def test_the_run_without_a_model_can_be_planned(user_directory: Path) -> None:
+    _write_module(user_directory)
     (command,) = re.findall(r'^    python -c "(.*)"$', PAGE, flags=re.MULTILINE)
     exec(command)
     rows = re.findall(r'^    (\{"prompt": .*\})$', PAGE, flags=re.MULTILINE)
@@ -59,13 +57,10 @@ def test_the_run_without_a_model_can_be_planned(tmp_path: Path, monkeypatch: pyt
     assert [len(prompt.token_ids) for prompt in data.train] == [16, 20]
 
 
-def _write_module(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's own function, in the working directory."""
+def _write_module(directory: Path) -> None:
+    """Writes the page's own function."""
     (module,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     (directory / "my_rewards.py").write_text(module)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
-    monkeypatch.chdir(directory)
 
 
 def _written(default: object) -> str:

@@ -93,6 +93,7 @@ def test_results_are_shown_and_summarised(place: Path) -> None:
     assert "dabc" not in output
 
 
+@pytest.mark.process  # matplotlib looks for the fonts of the machine where it has no cache of them
 def test_curves_are_drawn(place: Path) -> None:
     run()
     draw_curves(place, place / "curves.png")
