@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
+from pathlib import Path
 
 import pytest
+from transformers import TrainingArguments
 
 from megarl.config import ConfigError, load
 from megarl.config.foreign_keys import SYSTEMS, foreign_keys, has_path
@@ -41,6 +44,15 @@ def test_every_system_has_many_keys_without_duplicates() -> None:
     assert len(ROWS) >= 120
 
 
+def test_trls_keys_are_fields_of_its_configurations() -> None:
+    """The file has the names in GRPOConfig, RLOOConfig, SFTConfig, RewardConfig, ModelConfig and ScriptArguments of 1.16.0."""
+    fields = {
+        *Path(__file__).with_name("trl_fields.txt").read_text(encoding="utf-8").split(),
+        *(field.name for field in dataclasses.fields(TrainingArguments)),
+    }
+    assert {key for row in ROWS for key in row.keys.get("trl", ())} - fields == set()
+
+
 @pytest.mark.parametrize(
     ("override", "path"),
     [
@@ -53,6 +65,8 @@ def test_every_system_has_many_keys_without_duplicates() -> None:
         ("algo.policy_loss.epsilon_high=0.28", "algo.policy_loss.clip_high"),
         ("algo.beta=0.1", "algo.kl.coef"),
         ("algo.kl_coef=0.1", "algo.kl.coef"),
+        ("vf_coef=0.1", "algo.value_loss.scale (half of vf_coef"),
+        ("vllm_server_host=localhost", "a run starts its own engines"),
         ("algo.adv_estimator=grpo", "algo.advantage"),
         ("num_train_epochs=1", "run.epochs"),
         ("trainer.total_epochs=1", "run.epochs"),

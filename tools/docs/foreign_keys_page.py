@@ -11,8 +11,9 @@ What the keys of other systems are here. `megarl plan` and `megarl train` say th
 know, with or without the section in which it stands there: `num_generations`, `rollout.n` and
 `actor_rollout_ref.rollout.n` are all answered with `data.samples_per_prompt`.
 
-The keys are those of TRL 1.16 (`GRPOConfig`, `RLOOConfig`, `SFTConfig` with transformers 5; `PPOConfig` as of July
-2026), verl 0.9.1, NeMo-RL 0.6, prime-rl 0.4 and OpenRLHF 0.11. In the last column, *there* is the other system and
+The keys are those of TRL 1.16 (`GRPOConfig`, `RLOOConfig`, `SFTConfig`, `RewardConfig`, `ModelConfig` and
+`ScriptArguments`, with transformers 5), verl 0.9.1, NeMo-RL 0.6, prime-rl 0.4 and OpenRLHF 0.11. TRL has had no PPO since
+1.13; the keys of its `PPOConfig` are answered, but not listed. In the last column, *there* is the other system and
 *here* is MegaRL. Rows without a field here say why; *not there yet* is something that MegaRL does not have.
 
 Reward functions need no change: `adapter: trl` or `adapter: verl` calls them as they are ([rewards](rewards.md)).
