@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from megarl.cluster import ray_api
 from megarl.cluster.cleanup import MARK, marked_processes
 from megarl.cluster.driver_environment import interrupts_raise, no_interrupt_is_lost, temporary_directory
 from megarl.cluster.ray_worker import RayWorker
+from megarl.cluster.session import Session
 from megarl.errors import RunError
 from tests.leftovers import Trace, comes_true
 
@@ -95,6 +97,27 @@ def test_a_session_removes_a_tree_that_is_deeper_than_python_can_recurse() -> No
             os.chdir("d")
         os.chdir(before)
     assert not Path(directory).exists()
+
+
+def test_rays_head_does_not_grow_with_the_calls(session: Session) -> None:
+    """By 3.2 kB a call with the history of Ray's tasks: 8 MB here."""
+    node: Any = ray._private.worker._global_node  # pyright: ignore[reportAttributeAccessIssue]
+    head = node.all_processes["gcs_server"][0].process.pid
+    actor = session.launch("a worker", [0], SimpleNamespace, step=int).actor
+
+    def resident_mib() -> float:
+        pages = int(Path(f"/proc/{head}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGESIZE") / 2**20
+
+    def call(times: int) -> None:
+        for _ in range(times):
+            ray.get([actor.run.remote("step", (), {}) for _ in range(100)])
+        time.sleep(2.5)  # workers would report every second
+
+    call(1)
+    before = resident_mib()
+    call(25)
+    assert resident_mib() - before < 2
 
 
 _CLUSTER = """
