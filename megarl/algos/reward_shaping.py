@@ -87,8 +87,9 @@ def zero_missing_end(scores: Tensor, finished: Tensor) -> Tensor:
 def keep_finished(response_mask: Tensor, finished: Tensor) -> Tensor:
     """The tokens of finished responses, [B, R] bool: the policy does not learn from the others.
 
-    The scores of the others still count in the baselines of their groups, and their tokens in the denominators. Source:
-    TRL, mask_truncated_completions; NeMo-Aligner, is_end.
+    The scores of the others still count in the baselines of their groups, and their tokens in the denominators. Where
+    no response of a step is finished, the actor takes no optimizer step. Source: TRL, mask_truncated_completions;
+    NeMo-Aligner, is_end.
     """
     return response_mask & finished[:, None]
 

@@ -71,10 +71,11 @@ def build_experience(
     corrected = weights
     if trust_region is not None:
         corrected = trust_region.float() if weights is None else weights * trust_region
-    from_update = columns.old_logprobs is None and algo.old_logprobs_from_update
+    recomputed = columns.old_logprobs is not None
+    from_update = not recomputed and algo.old_logprobs_from_update
     metrics = experience_metrics(batch, advantages, values, corrected, context, reduce, largest)
     if not from_update:
-        metrics |= old_logprob_metrics(batch, context, reduce, recomputed=columns.old_logprobs is not None)
+        metrics |= old_logprob_metrics(batch, context, reduce, recomputed=recomputed)
     returns = advantages.returns
     if value_norm is not None and moments is not None and returns is not None:
         moments = moments.update(returns, batch.scored_mask, reduce, beta=value_norm.beta)
@@ -84,7 +85,7 @@ def build_experience(
         "returns": returns,
         "weights": weights,
         "actor_mask": actor_mask(batch, trust_region, reduce),
-        "scored_mask": scored_mask(batch, reduce) if returns is not None or from_update else None,
+        "scored_mask": scored_mask(batch, reduce) if returns is not None or not recomputed else None,
     }
     if from_update and context.max_staleness:
         tensors["ages"] = context.version - batch.versions
@@ -103,7 +104,7 @@ def _experience_chunk(
     from_update = columns.old_logprobs is None and algo.old_logprobs_from_update
     old = chunk.rollout_logprobs if columns.old_logprobs is None else columns.old_logprobs[index]
     needs_rollout = from_update or correction.sequence_mask is not None or correction.interpolates
-    ref = columns.ref_logprobs if algo.kl.placement == "loss" else None
+    ref = columns.ref_logprobs if algo.kl.placement == "loss" or columns.old_logprobs is None else None
     return ExperienceChunk(
         sample_ids=chunk.sample_ids,
         prompt_ids=chunk.prompt_ids,
@@ -166,12 +167,13 @@ def age_metrics(batch: PaddedBatch, context: StepContext, reduce: Reduce) -> dic
 def old_logprob_metrics(
     batch: PaddedBatch, context: StepContext, reduce: Reduce, *, recomputed: bool
 ) -> dict[str, float]:
-    """The metrics of the old log-probabilities, of the actor (``recomputed``) or of the engines in their place."""
+    """The metrics of the old log-probabilities: of the actor (``recomputed``), or those of the engines, which say so."""
     scored, old = batch.scored, (batch.old, batch.rollout, batch.mask)
     kl = None if batch.ref is None else k1(batch.old, batch.ref)[scored]
     means = dict(policy_drift(batch.old[scored], kl, batch.mask[scored], batch.lengths[scored]))
-    if recomputed:
-        means |= mismatch(*old)
+    if not recomputed:
+        return averaged({name.replace("objective/", "rollout/"): mean for name, mean in means.items()}, reduce)
+    means |= mismatch(*old)
     if context.max_staleness:
         means |= gaps_by_age(*old, context.version - batch.versions, oldest=context.max_staleness)
     return averaged(means, reduce)

@@ -91,7 +91,7 @@ class ExperienceChunk:
         prompt_ids, response_ids, loss_mask: those of the ``RolloutChunk``.
         old_logprobs: nats, by the actor before the update, or by the engines in their place; None where they are those
             of the update itself.
-        ref_logprobs: nats, by the reference; None where the loss has no KL penalty.
+        ref_logprobs: nats, by the reference; None where the loss reads them neither for a penalty nor for metrics.
         rollout_logprobs: nats, by the engines; None where the loss does not read them.
         proximal_weights: position of the old policy between the engines' (0) and the one in training (1); None where
             ``old_logprobs`` are the old policy's.

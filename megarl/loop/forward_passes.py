@@ -35,7 +35,7 @@ class ForwardPasses:
         self._parts = config.rollout.inference_parts if config.algo.filter is None else 1
         self._roles = {name: roles[role] for name, role in ROLES.items() if role in roles}
         self._names = list(self._roles)
-        if config.algo.correction.old_logprobs != "recompute" or config.algo.old_logprobs_from_update:
+        if not config.algo.has_logprob_pass:
             self._names.remove("logprobs")
         self._early = self._names
         if config.rollout.max_staleness:

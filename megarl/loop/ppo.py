@@ -134,9 +134,9 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
 
     def _adapt_kl_coef(self, metrics: Sequence[Metrics], samples: int) -> None:
         name = {"sequence_sum": "objective/kl", "token_mean": "objective/kl_token_mean"}[self._config.algo.kl.unit]
-        for known in metrics:
-            if name in known:  # in none without a reference, or without a scored response
-                self._kl.update(known[name], samples)
+        known = [found[name] for found in metrics if name in found]
+        if known:  # in none without a reference, or without a scored response
+            self._kl.update(sum(known) / len(known), samples)
 
     def state(self, directory: Path) -> dict[str, Any]:
         """Returns the driver's part of a checkpoint; writes the rollouts that wait for the training."""

@@ -151,8 +151,8 @@ class PolicyLoss:
         terms = with_term(terms, "entropy", align(entropy, mask), coef=-self._algo.entropy_coef)
         learned = columns.mask_of("actor_mask")
         loss, metrics = self._aggregate(terms, parts, columns, learned=learned, reported=mask)
-        if self._algo.old_logprobs_from_update:
-            metrics = replace(metrics, quotients=self._old_logprob_metrics(old, columns))
+        if not self._algo.has_logprob_pass:
+            metrics = replace(metrics, quotients=self._actor_metrics(new.detach(), columns))
         return self._spec.share * loss, metrics
 
     def _old_logprobs(self, new: Tensor, columns: ExperienceColumns) -> Tensor:
@@ -164,15 +164,17 @@ class PolicyLoss:
             return proximal_logprobs(old, new, columns("proximal_weights"), method=method)
         return old
 
-    def _old_logprob_metrics(self, old: Tensor, columns: ExperienceColumns) -> Means:
-        """Returns what ``experience.build`` reports where the old log-probabilities are known before the update."""
-        mask, rollout = columns.mask, columns("rollout_logprobs")
+    def _actor_metrics(self, new: Tensor, columns: ExperienceColumns) -> Means:
+        """Returns what ``experience.build`` reports where the actor's log-probabilities are known before the update."""
+        mask = columns.mask
         scored = (columns.mask_of("scored_mask") | ~mask).all(-1)
-        kl = k1(old, columns("ref_logprobs"))[scored] if self._algo.kl.coef > 0 else None
-        lengths = columns.whole[scored].sum(-1)
-        means = {**policy_drift(old[scored], kl, mask[scored], lengths), **mismatch(old, rollout, mask)}
-        if oldest := self._spec.max_staleness:
-            means |= gaps_by_age(old, rollout, mask, columns("ages"), oldest=oldest)
+        kl = k1(new, columns("ref_logprobs"))[scored] if self._algo.kl.coef > 0 else None
+        means = dict(policy_drift(new[scored], kl, mask[scored], columns.whole[scored].sum(-1)))
+        if self._algo.old_logprobs_from_update:
+            rollout = columns("rollout_logprobs")
+            means |= mismatch(new, rollout, mask)
+            if oldest := self._spec.max_staleness:
+                means |= gaps_by_age(new, rollout, mask, columns("ages"), oldest=oldest)
         return means
 
     def _weights(self, new: Tensor, old: Tensor, columns: ExperienceColumns) -> Tensor:

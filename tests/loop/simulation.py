@@ -162,8 +162,7 @@ class Simulation:
             algo=SimpleNamespace(
                 filter=setup.filtered or None,
                 kl=SimpleNamespace(reference_sync=None),
-                correction=SimpleNamespace(old_logprobs="recompute"),
-                old_logprobs_from_update=False,
+                has_logprob_pass=True,
             ),
             role=lambda name: SimpleNamespace(tokens_per_micro_batch=20),
         )

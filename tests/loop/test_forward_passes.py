@@ -138,8 +138,7 @@ def test_an_engine_that_dies_changes_no_number() -> None:
     ("settings", "names"),
     [
         ({}, ["logprobs", "ref", "values"]),
-        ({"old_logprobs": "rollout"}, ["ref", "values"]),
-        ({"from_update": True}, ["ref", "values"]),
+        ({"has_logprob_pass": False}, ["ref", "values"]),
         ({"staleness": 1}, ["ref"]),
         ({"staleness": 1, "together": True}, []),
         ({"staleness": 1, "moves": True}, []),
@@ -151,8 +150,7 @@ def test_roles_whose_passes_need_not_wait_for_training(settings: Mapping[str, An
         algo=SimpleNamespace(
             filter=None,
             kl=SimpleNamespace(reference_sync=object() if settings.get("moves") else None),
-            correction=SimpleNamespace(old_logprobs=settings.get("old_logprobs", "recompute")),
-            old_logprobs_from_update=settings.get("from_update", False),
+            has_logprob_pass=settings.get("has_logprob_pass", True),
         ),
         rollout=SimpleNamespace(max_staleness=settings.get("staleness", 0), inference_parts=2),
     )

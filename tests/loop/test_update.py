@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from megarl.algos.kl import KLController
 from megarl.config.schema import EarlyStop
+from megarl.loop.ppo import PPOTrainer
 from megarl.loop.update import Updater, mean_kl
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import UpdateRequest
@@ -185,3 +187,13 @@ def test_the_mean_is_over_tokens() -> None:
 def test_steps_without_tokens_are_excluded_from_the_mean() -> None:
     assert mean_kl([{"policy/ppo_kl": 0.4}, {}], [schedule(10), schedule(30)]) == pytest.approx(0.4)
     assert mean_kl([{}], [schedule(10)]) == 0.0
+
+
+def test_the_kl_coefficient_adapts_once_to_the_actors_kl_in_a_steps_updates() -> None:
+    config = SimpleNamespace(algo=SimpleNamespace(kl=SimpleNamespace(unit="sequence_sum")))
+    trainer: Any = SimpleNamespace(_config=config, _kl=KLController(0.1, target=6.0, horizon=100.0))
+    of_engines = {"rollout/kl": 0.0}
+    PPOTrainer._adapt_kl_coef(trainer, [of_engines, {"objective/kl": 6.0}, {"objective/kl": 6.6}], 10)
+    assert trainer._kl.coef == pytest.approx(0.1 * (1 + 0.05 * 10 / 100))  # their mean is 6.3, 5% above the target
+    PPOTrainer._adapt_kl_coef(trainer, [of_engines, {}], 10)
+    assert trainer._kl.coef == pytest.approx(0.1005)

@@ -151,7 +151,8 @@ def test_rollout_logprobs_may_replace_old_logprobs() -> None:
     assert all(built[i].old_logprobs is ROLLOUT[i] for i in range(4))
     assert not [name for name in metrics if name.startswith("rollout_corr/")], "there is nothing to compare"
     total = -sum(ROLLOUT[i].values.astype(np.float64).sum() for i in range(4))
-    assert metrics["objective/entropy"] == pytest.approx(total / 12, rel=1e-5)
+    assert metrics["rollout/entropy"] == pytest.approx(total / 12, rel=1e-5)
+    assert "objective/entropy" not in metrics, "the actor's is known in the update alone"
 
 
 def test_old_logprobs_may_come_from_the_update() -> None:

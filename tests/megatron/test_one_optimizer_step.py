@@ -1,4 +1,7 @@
-"""With one optimizer step per step, the forward pass before it is skipped: losses, weights and metrics are the same."""
+"""With one optimizer step per step, the forward pass before it is skipped: losses, weights and metrics are the same.
+
+Where the engines' log-probabilities take the place of the old ones, the update measures the actor likewise.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,9 @@ ALGOS: dict[str, dict[str, Any]] = {
     "sapo": {"policy_loss": "sapo", "aggregation": "sequence_mean"},
     "gmpo": {"policy_loss": "gmpo", "aggregation": "sequence_mean", "kl": {**PENALTY, "estimator": "full"}},
 }
+ENGINES = ("rollout", "loglinear", "linear")
+"""Choices of old log-probabilities that the engines' take part in."""
+DRIFT = ("objective/kl", "objective/kl_per_token", "objective/kl_token_mean", "objective/entropy")
 Told = dict[str, float]
 
 
@@ -67,8 +73,11 @@ def _sampled(count: int, logprobs: Any) -> list[Any]:
 
 def _both(
     rank: int, directory: Path, other: Path, layout: Layout, budget: int, count: int
-) -> dict[str, tuple[Told, Told, float]]:
-    """By case: what is told without and with the pass, and how far the weights are apart, relative to their move."""
+) -> tuple[dict[str, tuple[Told, Told, float]], dict[str, tuple[Told, Told]]]:
+    """By case: what is told without and with the pass, and how far the weights are apart, relative to their move.
+
+    And by choice of ENGINES: what is told with it, and what is to be told of actor and engines.
+    """
     import torch.distributed as dist
 
     from megarl.data.schedule import inference_schedule, update_schedules
@@ -110,7 +119,8 @@ def _both(
         context = StepContext(kl_coef=0.3, version=VERSION, max_staleness=OLDEST, groups=count)
         built, told = build_experience(passes.chunks, sampled, columns, algo, None, context, *reductions)
         experience = everywhere(built if actor.reports else None)
-        assert all((chunk.old_logprobs is not None) == recomputed for chunk in experience.values())
+        known = recomputed or algo.correction.old_logprobs in ENGINES
+        assert all((chunk.old_logprobs is not None) == known for chunk in experience.values())
         spec = PolicySpec(
             algo=algo, temperature=TEMPERATURE, share=1.0, mix_share=0.0, max_staleness=OLDEST, value_norm=None
         )
@@ -125,7 +135,23 @@ def _both(
         moved = max(float((value - start[key]).abs().max()) for key, value in expected.items())
         apart = max(float((value - expected[key]).abs().max()) for key, value in weights.items())
         found[name] = (known, recomputed, apart / moved)
-    return found if actor.reports else {}
+    penalised = {"kl": {"coef": 0.3}}
+    recomputed, _ = step(penalised, recomputed=True)
+    rows = [(i, row) for i in range(count) for row in range(3) if not math.isnan(scores[i][row])]
+    of_engines = [sampled[i].rollout_logprobs[row].astype(float) for i, row in rows]
+    drifts = [own - ref[i][row] for own, (i, row) in zip(of_engines, rows, strict=True)]
+    expected = {
+        **{name: recomputed[name] for name in recomputed if name in DRIFT},
+        "rollout/kl": np.mean([own.sum() for own in drifts]),
+        "rollout/kl_per_token": np.concatenate(drifts).mean(),
+        "rollout/kl_token_mean": np.mean([own.mean() for own in drifts]),
+        "rollout/entropy": -np.mean([own.sum() for own in of_engines]),
+    }
+    measured = {}
+    for method in ENGINES:
+        told, _ = step({**penalised, "correction": {"old_logprobs": method}}, recomputed=False)
+        measured[method] = (told, expected)
+    return (found, measured) if actor.reports else ({}, {})
 
 
 LAYOUTS = [
@@ -150,7 +176,11 @@ def test_skipping_the_pass_before_the_update_is_exact(
 ) -> None:
     directory, other = (save_model(tmp_path / name, seed=seed) for seed, name in enumerate(("policy", "reference")))
     results = pool.run(_both, directory, other, layout, budget, chunks, world_size=layout.world_size)
-    for found in filter(None, results):
+    for found, measured in results:
+        for method, (told, expected) in measured.items():
+            assert expected.keys() > {*DRIFT}, method
+            assert {name: told[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6), method
+            assert abs(told["objective/kl"] - told["rollout/kl"]) > 0.01, "the engines sampled with older weights"
         for name, (known, recomputed, apart) in found.items():
             assert known.keys() == recomputed.keys(), name
             assert known == pytest.approx(recomputed, rel=1e-5, abs=1e-6), name

@@ -81,7 +81,7 @@ class KL(Section):
     coef: NotNegative = 0.0
     """Weight of the penalty, reward or loss per nat; 0 is none, and needs no reference."""
     target: Positive | None = None
-    """Adapt coef until the mean divergence is this, nats of the unit; null keeps coef."""
+    """Adapt coef until the mean divergence of the actor is this, nats of the unit; null keeps coef."""
     horizon: Positive = 10000.0
     """Samples over which coef adapts: a step of n samples changes it by a factor of 1 +- 0.2 * n / horizon at most."""
     unit: Literal["sequence_sum", "token_mean"] = "sequence_sum"
@@ -251,6 +251,11 @@ class Algo(Section):
             "algo.correction.m2po": correction.m2po is not None,
         }
         return tuple(name for name, read in reads.items() if read)
+
+    @property
+    def has_logprob_pass(self) -> bool:
+        """Whether the actor computes log-probabilities before the update, in a pass of its own."""
+        return self.correction.old_logprobs == "recompute" and bool(self.reads_old_logprobs)
 
     @property
     def old_logprobs_from_update(self) -> bool:
