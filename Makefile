@@ -8,6 +8,8 @@ SHELL := /bin/bash
 export PYTHON ?=
 # Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Those of minutes, without arguments.
+BENCHMARKS := config_load packed_attention gateway plan debug_run save reshard convert
 # Of the demo.
 SEED ?= 0
 # Of the chaos.
@@ -58,7 +60,7 @@ help:
 	@echo 'matrix every layout of the debug run on one recorded batch, every recipe, and every family in live engines, about 20 minutes'
 	@echo 'chaos  100 runs with a fault at a random time: a killed, stopped or starved process, a preemption, a damaged file, a full disk; TRIALS=10 is fewer'
 	@echo 'lint   lint, format check and types'
-	@echo 'bench  run the benchmarks'
+	@echo 'bench  run the benchmarks that take minutes: $(BENCHMARKS); the others by hand: python -m benchmarks.NAME --help'
 	@echo 'docs   write the pages of configuration fields, algorithms and the keys of other systems'
 	@echo 'docs-site  make a site of docs/ with a search, in site/; MkDocs is installed into $(DOCS)'
 	@echo 'clean  remove outputs and caches, but not $(VENV), $(GPU), $(NEMO_RUN), $(RAY), $(AGENTS) and $(DOCS)'
@@ -165,7 +167,7 @@ chaos: setup
 	CHAOS_TRIALS=$(TRIALS) $(BIN)/python -m pytest tests/chaos
 
 bench: setup
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	@set -e; $(foreach name,$(BENCHMARKS),echo '== $(name)'; $(BIN)/python -m benchmarks.$(name);)
 
 docs: setup
 	$(BIN)/python -m tools.docs.configuration_page > docs/configuration.md

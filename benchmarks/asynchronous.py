@@ -1,6 +1,6 @@
 """Asynchronous training against the synchronous loop, with the trainer on one core and the engine on another.
 
-    python benchmarks/asynchronous.py [--load even] [--steps 16] [--repetitions 1]
+    python -m benchmarks.asynchronous [--load even] [--steps 16] [--repetitions 1] [key.path=value ...]
 
 A small random model is trained with GRPO. In every repetition each way of training runs once, one after the other; the
 table has medians, and medians of the ratios within a repetition. The loads:
@@ -34,8 +34,6 @@ from typing import Any
 
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from examples.sort_letters.checkpoint import tokenizer
 from megarl.environments.environment import Action, Environment, EnvironmentTask, Observation
 from megarl.rewards.functions import Completion
@@ -54,7 +52,7 @@ SETTINGS: Mapping[str, Any] = {
     "algo": {"advantage": "grpo", "correction": {"weights": {"name": "token_mask", "upper": 5.0}}},
     "actor": {"optimizer": {"lr": 1.0e-6, "betas": [0.9, 0.95]}},
     "reward": {"functions": [{"name": "benchmarks.asynchronous:tokens"}]},
-    "resharding": {"gate": None},
+    "resharding": {"logprob_check": None},
     "tracking": {"samples": 0, "tensorboard": False},
 }
 EXACT = ["rollout.max_staleness=1"]
@@ -204,15 +202,13 @@ def run(overrides: Sequence[str], steps: int) -> Times:
         return Times.of([json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()])
 
 
-def measure(load: Load, steps: int, repetitions: int) -> Mapping[str, Sequence[Times]]:
+def measure(load: Load, overrides: Sequence[str], steps: int, repetitions: int) -> Mapping[str, Sequence[Times]]:
     """Runs every way of training once in each repetition."""
     ways = {SYNCHRONOUS: (), **load.ways}
     with tempfile.TemporaryDirectory() as directory:
         tokenizer().save_pretrained(directory)
-        shared = [*load.overrides, *([f"model.tokenizer={directory}"] if load.talks else [])]
-        rounds = [
-            {name: run([*shared, *overrides], steps) for name, overrides in ways.items()} for _ in range(repetitions)
-        ]
+        shared = [*load.overrides, *([f"model.tokenizer={directory}"] if load.talks else []), *overrides]
+        rounds = [{name: run([*shared, *own], steps) for name, own in ways.items()} for _ in range(repetitions)]
     return {name: [times[name] for times in rounds] for name in ways}
 
 
@@ -240,11 +236,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--load", choices=LOADS, action="append", help="all of them without this")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--repetitions", type=int, default=1)
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings of all runs")
     options = parser.parse_args(arguments)
     columns = ("step", "waiting", "training", "sync", "share", "idle", "age, max", "gain")
     print(f"{'load':15}{'mode, age':14}" + "".join(f"{column:>11}" for column in columns))
     for name in options.load or LOADS:
-        report(name, measure(LOADS[name], options.steps, options.repetitions))
+        report(name, measure(LOADS[name], options.overrides, options.steps, options.repetitions))
 
 
 if __name__ == "__main__":

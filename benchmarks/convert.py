@@ -1,5 +1,7 @@
 """Import and export of a random model with 1.1 billion bfloat16 parameters, against a plain copy of its files.
 
+    python -m benchmarks.convert [--layers 22] [--vocab-size 32000]
+
 Everything is written to one temporary directory, with an ``fsync`` of every file, and removed. A copy, a conversion and
 transformers' load and save each run in a process of their own, whose peak of resident memory is reported; before each,
 the system is asked to drop the input's pages (``posix_fadvise``), so that they read from the disk. The order is that of
@@ -16,9 +18,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter, process_time
+from typing import Any
 
 import torch
 
@@ -45,12 +48,12 @@ CONFIG = {
 GB = 1e9
 
 
-def write_random(directory: Path) -> None:
+def write_random(directory: Path, config: Mapping[str, Any]) -> None:
     """The model's files, a tensor at a time."""
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(CONFIG))
+    (directory / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
-    files = lay_out(model_spec(CONFIG).canonical(), max_file_bytes=10**9)
+    files = lay_out(model_spec(config).canonical(), max_file_bytes=10**9)
     for file in files:
         with open(directory / file.name, "wb") as stream:
             stream.write(file.header)
@@ -105,7 +108,7 @@ WORK: dict[str, Callable[[Path, Path], None]] = {
 
 def _measured(name: str, source: Path, target: Path) -> tuple[float, float, float]:
     """Seconds, CPU seconds, and the peak of resident GB, of some work in a process of its own."""
-    command = [sys.executable, __file__, "--work", name, str(source), str(target)]
+    command = [sys.executable, "-m", "benchmarks.convert", "--work", name, str(source), str(target)]
     *_, last = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     seconds, cpu, peak = json.loads(last)
     return seconds, cpu, peak / GB
@@ -128,10 +131,24 @@ def _work(name: str, source: Path, target: Path) -> None:
     print(json.dumps([seconds, cpu + others.ru_utime + others.ru_stime, peak]))
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=22)
+    parser.add_argument("--vocab-size", type=int, default=32000)
+    parser.add_argument("--work", nargs=3, metavar=("WHAT", "SOURCE", "TARGET"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.work is not None:
+        name, source, target = options.work
+        _work(name, Path(source), Path(target))
+    else:
+        measure_all({**CONFIG, "num_hidden_layers": options.layers, "vocab_size": options.vocab_size})
+
+
+def measure_all(config: Mapping[str, Any]) -> None:
+    """Prints the table."""
     with tempfile.TemporaryDirectory(prefix="megarl-convert-") as name:
         root = Path(name)
-        write_random(root / "hf")
+        write_random(root / "hf", config)
         nbytes = sum(path.stat().st_size for path in (root / "hf").glob("*.safetensors"))
         rows: list[tuple[str, float, float, float]] = []
 
@@ -155,10 +172,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", nargs=3, metavar=("WHAT", "SOURCE", "TARGET"), help=argparse.SUPPRESS)
-    chosen = parser.parse_args().work
-    if chosen is None:
-        main()
-    else:
-        _work(chosen[0], Path(chosen[1]), Path(chosen[2]))
+    main(sys.argv[1:])

@@ -1,11 +1,11 @@
 """Times and memory of a debug run, from a process that watches it: seconds by stage, and the largest memory at once.
 
-    python benchmarks/debug_run.py [CONFIG] [key.path=value ...] [-- key.path=value ...] [-- ...]
+    python -m benchmarks.debug_run [CONFIG] [key.path=value ...] [-- key.path=value ...] [-- ...]
 
 CONFIG is configs/debug/ppo.yaml by default. After each ``--`` come the settings of one of several runs; the first ones
 are those of all runs. Threads side by side, with a model of 27 million parameters, on a machine that does nothing else:
 
-    python benchmarks/debug_run.py configs/debug/grpo.yaml evaluation=null run.steps=3 cluster.devices_per_node=1 \
+    python -m benchmarks.debug_run configs/debug/grpo.yaml evaluation=null run.steps=3 cluster.devices_per_node=1 \
         groups.train.devices=0 groups.train.roles.actor='{tp: 1, recompute: none, tokens_per_micro_batch: 1024}' \
         groups.train.roles.reference='{tokens_per_micro_batch: 1024}' rollout.sleep=false rollout.kv_cache_mib=512 \
         rollout.max_new_tokens=128 rollout.max_model_len=160 data.prompts_per_step=8 data.samples_per_prompt=8 \

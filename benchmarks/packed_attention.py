@@ -1,13 +1,15 @@
 """Packed attention by rectangles against one call per sequence: CPU time of forward and backward, and their ratio.
 
-    python benchmarks/packed_attention.py
+    python -m benchmarks.packed_attention [--rounds 5]
 
 The shapes are those of a small model on short answers, and of longer sequences, where nothing may be lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import sys
+from collections.abc import Callable, Sequence
 from time import process_time
 
 import numpy as np
@@ -25,10 +27,12 @@ PACKS = {
     "16 of 50 to 200 tokens": (16, 50, 200),
     "4 of 500 to 700 tokens": (4, 500, 700),
 }
-ROUNDS = 5
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args(arguments).rounds
     torch.set_num_threads(1)
     config = TransformerConfig(num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS, kv_channels=DIM)
     attention = PackedAttention(config=config)
@@ -45,7 +49,7 @@ def main() -> None:
             return torch.cat([_alone(*parts) for parts in zip(*(x.split(lengths) for x in qkv), strict=True)])
 
         torch.testing.assert_close(by_rectangle(), one_by_one(), rtol=0, atol=1e-5)
-        ours, loop = _milliseconds(by_rectangle), _milliseconds(one_by_one)
+        ours, loop = _milliseconds(by_rectangle, rounds), _milliseconds(one_by_one, rounds)
         print(f"{name:24} rectangles {ours:6.2f} ms, one by one {loop:6.2f} ms: {ours / loop:.2f} of it")
 
 
@@ -56,10 +60,10 @@ def _alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _milliseconds(forward: Callable[[], torch.Tensor]) -> float:
+def _milliseconds(forward: Callable[[], torch.Tensor], rounds: int) -> float:
     """The best of some rounds of forward and backward passes."""
     best = float("inf")
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         start = process_time()
         for _ in range(10):
             forward().sum().backward()
@@ -68,4 +72,4 @@ def _milliseconds(forward: Callable[[], torch.Tensor]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

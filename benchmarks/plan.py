@@ -1,6 +1,6 @@
 """Planning the weights of a dense 405B model and of a 235B mixture of experts into 512 engine ranks, on one core.
 
-    python benchmarks/plan.py
+    python -m benchmarks.plan [--rollout tp=8,replicas=64]
 
 Each is planned with ``megarl plan weights`` in a process of its own: its time from start to end and its largest memory.
 The aim is 10 s and 4 GiB each.
@@ -8,19 +8,19 @@ The aim is 10 s and 4 GiB each.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
-ROLLOUT = "tp=8,replicas=64"
 
 LLAMA_405B: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -73,11 +73,14 @@ class Cost:
     memory: int
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollout", default="tp=8,replicas=64", help="the engines; the aim is for 512 ranks")
+    rollout = parser.parse_args(arguments).rollout
     columns = ("process", "of CPU", "planning", "memory", "messages", "bytes", "redundancy")
     print(f"{'':42}" + "".join(f"{column:>12}" for column in columns))
     for name, config, train in CASES:
-        report, cost = measured(config, train)
+        report, cost = measured(config, train, rollout)
         cells = (
             f"{cost.wall:.1f} s",
             f"{cost.cpu:.1f} s",
@@ -88,17 +91,17 @@ def main() -> None:
             f"{report['redundancy']:.4f}",
         )
         print(f"{f'{name}, {train}':42}" + "".join(f"{cell:>12}" for cell in cells))
-    print(f"into {ROLLOUT}; buckets of 256 MiB; aim: below 10 s and 4 GiB")
+    print(f"into {rollout}; buckets of 256 MiB; aim: below 10 s and 4 GiB")
 
 
-def measured(config: Mapping[str, Any], train: str) -> tuple[dict[str, Any], Cost]:
+def measured(config: Mapping[str, Any], train: str, rollout: str) -> tuple[dict[str, Any], Cost]:
     """What ``megarl plan weights`` says in a fresh process that is kept on one core, and what that took."""
     core = {min(os.sched_getaffinity(0))}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "config.json"
         path.write_text(json.dumps(config))
         command = [sys.executable, "-m", "megarl", "plan", "weights", "--hf", str(path)]
-        command += ["--train", train, "--rollout", ROLLOUT, "--json"]
+        command += ["--train", train, "--rollout", rollout, "--json"]
         start = time.perf_counter()
         process = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=lambda: os.sched_setaffinity(0, core))
         assert process.stdout is not None
@@ -112,4 +115,4 @@ def measured(config: Mapping[str, Any], train: str) -> tuple[dict[str, Any], Cos
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

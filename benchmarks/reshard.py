@@ -1,6 +1,6 @@
 """A sync of 248 million parameters from TP2 x PP2 to a vLLM engine at TP2, against the usual way and the floors.
 
-    python benchmarks/reshard.py [--dtype float32] [--bucket-mib 64] [--repetitions 5]
+    python -m benchmarks.reshard [--dtype float32] [--bucket-mib 64] [--repetitions 5] [--layers 16]
 
 Processes are real: four trainer ranks, and vLLM with two ranks of its own. The trainers hold synthetic parameters by
 the shard maps of the layout, and no Megatron. Every repetition does all of it, one after the other:
@@ -24,13 +24,12 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from resharding.baseline import BUCKET_BYTES
-from resharding.engine import Engine
-from resharding.memory import Watch
-from resharding.model import ENGINE_TP, ENGINES, MIB, TRAINERS, Setup, full_buckets
-from resharding.processes import Process, Span, call_all, elapsed
-from resharding.trainer import Trainer
-
+from benchmarks.resharding.baseline import BUCKET_BYTES
+from benchmarks.resharding.engine import Engine
+from benchmarks.resharding.memory import Watch
+from benchmarks.resharding.model import ENGINE_TP, ENGINES, MIB, TRAINERS, Setup, full_buckets
+from benchmarks.resharding.processes import Process, Span, call_all, elapsed
+from benchmarks.resharding.trainer import Trainer
 from megarl.resharding import SyncSpec, serve_store
 from megarl.weights.topology import Place
 
@@ -188,8 +187,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--bucket-mib", type=float, default=64.0)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=16)
     options = parser.parse_args(arguments)
-    setup = Setup(dtype=options.dtype, bucket_mib=options.bucket_mib)
+    setup = Setup(dtype=options.dtype, bucket_mib=options.bucket_mib, layers=options.layers)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         benchmark = Benchmark(setup, directory)
         try:

@@ -1,6 +1,6 @@
 """What a checkpoint costs the training: seconds that the steps wait for it, written at once and in the background.
 
-    python benchmarks/save.py [key.path=value ...]
+    python -m benchmarks.save [key.path=value ...]
 
 Each of two runs fine-tunes a random model of 100 million parameters on one virtual device. The save after the last step
 is left out: it is always written at once.

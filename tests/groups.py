@@ -34,6 +34,7 @@ _LONG = (
     "tests/chaos/test_chaos.py",
     "tests/e2e/test_recipes.py",
     "tests/launch/test_ray_job.py",
+    "tests/test_benchmarks.py",
     "tests/sort_letters/test_whole.py",
     "tests/e2e/test_grpo.py",
     "tests/launchers/test_local.py",

@@ -1,1 +1,1 @@
-"""The parts of ``benchmarks/reshard.py``."""
+"""The parts of ``benchmarks.reshard``."""

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from resharding.model import ACTOR, FullBucket, Setup, full_buckets
-from resharding.processes import Span
+from benchmarks.resharding.model import ACTOR, FullBucket, Setup, full_buckets
+from benchmarks.resharding.processes import Span
 
 BUCKET_BYTES = 512 << 20
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import xxhash
 
+from benchmarks.resharding.baseline import Load
+from benchmarks.resharding.model import ENGINE_TP, ENGINES, Setup
+from benchmarks.resharding.processes import Span, measure
 from megarl.config.schema import Rollout
 from megarl.resharding import ConnectRequest, Receiver, SyncSpec, connect
 from megarl.rollout.engine import EngineOptions, RolloutEngine
-from resharding.baseline import Load
-from resharding.model import ENGINE_TP, ENGINES, Setup
-from resharding.processes import Span, measure
 
 PROBE = [list(range(2, 60)), list(range(900, 1000))]
 

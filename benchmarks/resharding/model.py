@@ -29,12 +29,12 @@ class Setup:
     Args:
         dtype: of all weights.
         bucket_mib: of our transfer.
-        layers: of the model; 16 make 248 million parameters.
+        layers: a multiple of 2, the stages; 16 make 248 million parameters.
     """
 
     dtype: str
     bucket_mib: float
-    layers: int = 16
+    layers: int
 
     @property
     def config(self) -> dict[str, object]:

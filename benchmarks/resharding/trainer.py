@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import torch
 import xxhash
 
+from benchmarks.resharding.baseline import Gather
+from benchmarks.resharding.model import MIB, Setup
+from benchmarks.resharding.processes import Span, measure
 from megarl.resharding import Sender, SyncSpec, connect
-from resharding.baseline import Gather
-from resharding.model import MIB, Setup
-from resharding.processes import Span, measure
 
 
 class Trainer:
