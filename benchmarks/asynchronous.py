@@ -77,7 +77,7 @@ class Load:
 
 
 EIGHT = "data={prompts_per_step: 2, samples_per_prompt: 4}"
-EQUAL = [EIGHT, "rollout={min_new_tokens: 448, max_new_tokens: 448}"]
+EQUAL = [EIGHT, "rollout={ignore_eos: true, max_new_tokens: 448}"]
 LOADS: Mapping[str, Load] = {
     "even": Load(overrides=EQUAL, ways={"exact, 1": EXACT}),
     "lengths": Load(
@@ -106,8 +106,7 @@ LOADS: Mapping[str, Load] = {
             "environment={name: 'benchmarks.asynchronous:SlowTool'}",
             "reward.functions=[]",
             "model.vocab_size=99",
-            "rollout={min_new_tokens: 32, max_new_tokens: 48}",
-            f"rollout.stop_token_ids={list(range(4, 99))}",
+            "rollout={max_new_tokens: 160, stop_token_ids: [4, 5]}",
         ],
         ways={"exact, 1": EXACT, "bounded, 2": [*BOUNDED, TWO], "inflight, 2": [*INFLIGHT, TWO]},
         talks=True,

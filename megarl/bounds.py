@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+Temperature = Annotated[float, Field(ge=0.01, le=2)]  # vLLM (0.32) raises lower ones to 0.01, and refuses higher ones
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

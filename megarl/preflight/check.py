@@ -146,7 +146,7 @@ def _tokenizer(
 def _end_token(config: StageConfig, tokenizer: Tokenizer | None) -> Iterator[Problem]:
     """Engines must stop at the token with which the tokenizer ends responses."""
     rollout = None if isinstance(config, SFTConfig) else config.rollout
-    if rollout is None or config.model.path is None:
+    if rollout is None or rollout.ignore_eos or config.model.path is None:
         return
     try:
         stops = {*stop_token_ids(config.model.path), *rollout.stop_token_ids}

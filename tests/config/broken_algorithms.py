@@ -29,8 +29,10 @@ ALGORITHMS: Cases = {
         ([*GRPO, f"{SAMPLES}=1", "algo.advantage=dr_grpo"], SAMPLES, "at least 2 with advantage dr_grpo"),
         ([*GRPO, f"{SAMPLES}=2", "algo.advantage=rloo_std"], SAMPLES, "at least 3 with advantage rloo_std"),
     ],
-    algorithm_rules.samples_differ_from_the_likeliest: [
-        ([*GRPO, "algo.advantage=remax", f"{SAMPLES}=1", "rollout.top_k=1"], "rollout.top_k", "the likeliest response"),
+    rollout_rules.all_tokens_are_sampled: [
+        (["rollout.top_p=0.8"], "rollout.top_p", "1.0 in stage ppo"),
+        ([*GRPO, "rollout.top_k=50"], "rollout.top_k", "null in stage ppo"),
+        (["rollout={min_new_tokens: 4, max_new_tokens: 4}"], "rollout.min_new_tokens", "0 in stage ppo"),
     ],
     rollout_rules.samples_differ: [
         (["rollout.top_k=1"], SAMPLES, "would all be the same"),

@@ -97,6 +97,10 @@ LAYOUTS: Cases = {
         )
     ],
     rollout_rules.new_tokens_in_order: [(["rollout.min_new_tokens=33"], "rollout.min_new_tokens", "at most")],
+    rollout_rules.ends_are_read: [
+        (["rollout={ignore_eos: true, min_new_tokens: 4}"], "rollout.min_new_tokens", "no effect with"),
+        (["rollout.ignore_eos=true", "environment.name=tools"], "rollout.ignore_eos", "false with an environment"),
+    ],
     rollout_rules.stops_can_be_met: [
         (["rollout.stop=[x]"], "rollout.stop", "needs a tokenizer"),
         (["rollout.stop=[a, '']", "model.tokenizer=somewhere"], "rollout.stop", "empty text"),

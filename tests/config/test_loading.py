@@ -337,7 +337,8 @@ def test_nothing_is_coerced() -> None:
 
 def test_numbers_are_checked_against_their_bounds() -> None:
     beyond = {
-        "rollout.temperature": "0",
+        "rollout.temperature": "0.009",
+        "evaluation.temperature": "2.01",
         "rollout.top_p": "1.01",
         "rollout.top_k": "0",
         "rollout.min_new_tokens": "-1",

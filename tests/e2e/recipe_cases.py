@@ -77,7 +77,6 @@ CASES: dict[str, Case] = {
         mini_batches=1,
         truncation=(13, 4),
         changes={
-            "rollout": {"min_new_tokens": 12},
             "algo": {"scores": {"truncate_at": {"token": 13, "after": 4}}, "kl": {"horizon": 24}},
             "actor": {"optimizer": {"schedule": "anneal"}},
             "critic": {"optimizer": {"schedule": "anneal"}},

@@ -26,19 +26,19 @@ SETTINGS = [
     "algo.kl={in: reward, estimator: k1, coef: 0}",
     "cluster.devices_per_node=3",
     "rollout.sleep=false",
-    "rollout.min_new_tokens=100",
     "rollout.max_new_tokens=160",
     "rollout.max_model_len=256",
     "model.random.config.max_position_embeddings=512",
     "rollout.max_staleness=1",
     "evaluation=null",
+    'reward.functions=[{name: "tests.e2e.rules:remainder", args: {divisor: 7}}]',
     f"run.steps={STEPS}",
     "checkpoint.every=1",
 ]
 LONG = [
     "data.prompts_per_step=2",
     "data.samples_per_prompt=2",
-    "rollout.min_new_tokens=300",
+    "rollout.ignore_eos=true",
     "rollout.max_new_tokens=400",
     "rollout.max_model_len=448",
 ]

@@ -21,17 +21,10 @@ NEW_TOKENS = 12
 
 
 def rollout_config(tp: int = 1, **changes: Any) -> Rollout:
-    """Temperature, top-p and top-k are on; the changes are of other fields."""
-    return Rollout(
-        devices="0",
-        tp=tp,
-        temperature=0.7,
-        top_p=0.9,
-        top_k=20,
-        max_new_tokens=NEW_TOKENS,
-        max_model_len=MAX_LEN,
-        **{"kv_cache_mib": 16, **changes},
-    )
+    """Temperature, top-p and top-k are on, unless they are changed."""
+    lengths = {"max_new_tokens": NEW_TOKENS, "max_model_len": MAX_LEN}
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
+    return Rollout(devices="0", tp=tp, **{**lengths, **sampling, "kv_cache_mib": 16, **changes})
 
 
 def requests(count: int = 6, *, first_seed: int = 0) -> list[SampleRequest]:

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.config.schema import Rollout
 from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.requests import generation_params
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
 from tests.leftovers import open_shared_memory
 
@@ -26,6 +28,35 @@ def generate(
         answers += [engine.generate(item) for item in itertools.islice(waiting, room)]
     infos = [info for answer in answers for info in answer.result()[1]]
     return infos, [answer.result()[0][index] for index, answer in enumerate(answers)]
+
+
+def generate_with(engine: RolloutEngine, rollout: Rollout, requests: Sequence[SampleRequest]) -> RolloutChunk:
+    """Generates a chunk with other settings, none of which vLLM reads at its start."""
+    other = RolloutEngine(engine._model_dir, rollout, engine._options, engine_id=engine._engine_id)
+    other._llm, other._requests, other._state = engine._llm, engine._requests, engine._state
+    return generate(other, requests, [len(requests)])[1][0]
+
+
+def request_parameters(engine: RolloutEngine, request: SampleRequest) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What vLLM is asked for to answer a request, and its defaults, by the names of all that it can be asked for."""
+    from vllm import SamplingParams
+
+    asked = generation_params(engine._rollout, request, engine._stop_token_ids)
+    names = SamplingParams.__struct_fields__
+    return tuple({name: getattr(params, name) for name in names} for params in (asked, SamplingParams()))
+
+
+def sampling_configuration(engine: RolloutEngine) -> dict[str, Any]:
+    """What of the running vLLM's configuration changes what is sampled, or the log-probabilities of it."""
+    config = engine._llm.vllm_config
+    model = config.model_config
+    names = ("generation_config", "override_generation_config", "logits_processors", "logprobs_mode")
+    others = ("speculative_config", "watermark_config", "diffusion_config")
+    return {
+        **{name: getattr(model, name) for name in (*names, "enable_trace_replay")},
+        **{name: getattr(config, name) for name in others},
+        "defaults": model.get_diff_sampling_param(),
+    }
 
 
 def begin(engine: RolloutEngine, requests: Sequence[SampleRequest]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from importlib import metadata
@@ -9,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout.vllm_environment import lazy_metadata, scratch_directory, set_vllm_environment, vllm_device
+from megarl.config.schema import Rollout
+from megarl.rollout.engine import EngineOptions, RolloutEngine
+from megarl.rollout.vllm_environment import (
+    lazy_metadata,
+    refuse_logits_processors,
+    scratch_directory,
+    set_vllm_environment,
+    vllm_device,
+)
+from tests.config.debug import debug
 
 ROOM = 107 - 37
 
@@ -55,6 +65,25 @@ def test_the_build_of_vllm(version: str, device: str, monkeypatch: pytest.Monkey
     assert vllm_device() == "cpu"
     monkeypatch.setattr(metadata, "version", lambda _: version)
     assert vllm_device() == device
+
+
+def test_packages_that_change_what_every_engine_samples_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before vLLM is imported, which would load them without a word."""
+    directory = tmp_path / "steering-1.0.dist-info"
+    directory.mkdir()
+    (directory / "METADATA").write_text("Metadata-Version: 2.1\nName: steering\nVersion: 1.0\n")
+    (directory / "entry_points.txt").write_text("[vllm.logits_processors]\nbias = steering.vllm:Bias\n")
+    (tmp_path / "config.json").write_text(json.dumps(debug().model.hf_config()))
+    rollout = Rollout(devices="0", max_new_tokens=4, max_model_len=8)
+    engine = RolloutEngine(tmp_path, rollout, EngineOptions(vocab_size=8, device="cpu"), engine_id=0)
+    refuse_logits_processors()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        ValueError, match=r"^steering adds the logits processor steering\.vllm:Bias to every vLLM engine"
+    ):
+        engine.start()
 
 
 def test_lazy_metadata_equals_that_of_all_packages() -> None:

@@ -53,13 +53,6 @@ def groups_of_samples_are_compared(algo: Algo, data: PromptData) -> Iterator[Pro
         yield Problem("data.samples_per_prompt", str(data.samples_per_prompt), rule, fix)
 
 
-def samples_differ_from_the_likeliest(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
-    """remax samples other responses than the likeliest one, which is its baseline."""
-    if algo.advantage.name == "remax" and rollout.top_k == 1:
-        rule = "more than 1 with advantage remax, which compares the samples with the likeliest response"
-        yield Problem("rollout.top_k", "1", rule, "set it to null")
-
-
 def decays_are_read(algo: Algo) -> Iterator[Problem]:
     """vapo's length_alpha sets lam_policy where that is null."""
     if algo.advantage.name == "vapo" and algo.advantage.options["lam_policy"] is not None:

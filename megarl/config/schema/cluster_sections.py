@@ -7,7 +7,7 @@ from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Field
 
-from megarl.bounds import BelowOne, Count, Natural, Positive
+from megarl.bounds import BelowOne, Count, Natural, Positive, Temperature
 from megarl.config.schema.base import Devices, GroupName, Section, parse_devices, without_removed
 from megarl.types import RoleName
 
@@ -137,16 +137,19 @@ class Rollout(Section):
     """Devices of the engines; they may be shared with groups."""
     tp: Count = 1
     """Tensor parallel size of each engine."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Divides the logits, in the trainers too."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the likeliest tokens that together have this probability; 1 samples from all."""
+    """Sample from the likeliest tokens that together have this probability; 1 samples from all, as stage ppo does."""
     top_k: Count | None = None
-    """Sample from this many likeliest tokens; null samples from all."""
+    """Sample from this many likeliest tokens; null samples from all, as stage ppo does."""
     min_new_tokens: Natural = 0
-    """Least number of tokens of a response: no end token is sampled before."""
+    """Least number of tokens of a response: no end token is sampled before. 0 in stage ppo."""
     max_new_tokens: Count
     """Largest number of tokens of a response."""
+    ignore_eos: bool = False
+    """Let the model's end tokens end no response: they are sampled like others, and all responses that nothing else
+    ends have max_new_tokens."""
     stop: tuple[str, ...] = Field(default=(), strict=False)
     """Texts that end a response and stay in it. Needs a tokenizer."""
     stop_token_ids: tuple[Natural, ...] = Field(default=(), strict=False)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megarl.bounds import Count, Natural, Positive, Seed
+from megarl.bounds import Count, Natural, Positive, Seed, Temperature
 from megarl.config.schema.base import Devices, Section
 from megarl.config.schema.cluster_sections import Rollout
 from megarl.config.schema.inputs import Fault, Source, dropped
@@ -60,7 +60,7 @@ class JudgeModel(Section):
     """Largest number of tokens of an answer; a longer one gives no score."""
     max_model_len: Count = 8192
     """Largest number of tokens of question and answer together."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """Of the answers; 0 takes the likeliest tokens."""
     kv_cache_mib: Count = 4096
     """Memory of the key-value cache of each engine rank, MiB."""
@@ -144,7 +144,7 @@ class Evaluation(Section):
     """Responses to each prompt."""
     greedy: bool = False
     """Take the likeliest token instead of sampling."""
-    temperature: Positive | None = None
+    temperature: Temperature | None = None
     """Divides the logits; null takes that of the rollouts."""
     pass_at: tuple[Count, ...] = Field(default=(), strict=False)
     """Values of k for pass@k: the estimated fraction of prompts that at least one of k responses solves."""
