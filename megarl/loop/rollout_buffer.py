@@ -33,6 +33,7 @@ from megarl.data.packing import sample_infos
 from megarl.loop.sampler import Sampled, Sampler
 from megarl.loop.scoring import Branches, Scoring
 from megarl.rollout.completions import load_chunks, save_chunks
+from megarl.rollout.requests import sampling_settings
 from megarl.types import ConversationOutcome, RolloutChunk
 
 
@@ -49,6 +50,7 @@ class RolloutBuffer:
         self._staleness, self._mode, self._last = config.rollout.max_staleness, config.rollout.mode, config.steps
         self._sampler, self._engines, self._colocation = sampler, engines, colocation
         self._overlaps = self._staleness > 0 and not colocation.shared
+        self._rollout = config.rollout
         self._sizes = config.data.prompts_per_step, config.data.samples_per_prompt
         self.version = self._taken = 0  # of the engines, and of the actor
         self._steps: dict[int, Task[Sampled]] = {}
@@ -167,15 +169,20 @@ class RolloutBuffer:
         """Returns the position in the prompts, and what is sampled; writes the rollouts of the latter to files."""
         sampled = {str(step): task.result for step, task in sorted(self._steps.items()) if task.finished}
         steps = {step: _save(each, directory / f"step-{step}") for step, each in sampled.items()}
-        return {**self._sampler.state(), **({"sampled": steps} if steps else {})}
+        if not steps:
+            return dict(self._sampler.state())
+        return {**self._sampler.state(), "sampled": steps, "sampling": sampling_settings(self._rollout)}
 
     def load(self, state: Mapping[str, Any], directory: Path) -> None:
         """Loads `state()`; raises ValueError if the prompts have changed.
 
-        Samples that have become too old for the configuration, or too few, are generated again.
+        Samples that have become too old for the configuration, or too few, or are of another distribution, are
+        generated again.
         """
-        self._sampler.load({name: value for name, value in state.items() if name != "sampled"})
+        self._sampler.load({name: value for name, value in state.items() if name not in ("sampled", "sampling")})
         for step, saved in state.get("sampled", {}).items():
+            if state.get("sampling") != sampling_settings(self._rollout):
+                continue
             prompts = [self._sampler.prompt(prompt_id) for prompt_id in saved["prompts"]]
             rollouts, scoring = _load(saved["samples"], directory / f"step-{step}.npz")
             greedy = greedy_scoring = None

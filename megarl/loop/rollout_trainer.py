@@ -141,7 +141,7 @@ class RolloutTrainer(Generic[C]):
         """
         rollouts = sampled.rollouts
         if self._config.rollout.replay is None:
-            self._skipped.add(step, updates, partial(write_rollouts, sampled))
+            self._skipped.add(step, updates, partial(write_rollouts, sampled, self._config.rollout))
         tokens = sum(sample.tokens for sample in rollouts.samples)
         if (model := sampled.scoring.model) is not None:
             self._meter.add("reward", "reward", sampled.scoring.samples, model.longest())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import PPOConfig, RAFTConfig, TrainingConfig
+from megarl.config.schema import Rollout
 from megarl.errors import RunError
 from megarl.files import read_lines
 from megarl.loop.sampler import Sampled
@@ -81,12 +82,12 @@ class SkippedBatches:
             print(f"the batch of step {step} is not in {self._directory}: {error}", file=sys.stderr, flush=True)
 
 
-def write_rollouts(sampled: Sampled, directory: Path) -> None:
+def write_rollouts(sampled: Sampled, rollout: Rollout, directory: Path) -> None:
     """Writes the rollouts of a step for `rollout.replay`."""
     for rollouts in filter(None, (sampled.rollouts, sampled.greedy_rollouts)):
         chunks = rollouts.chunks.only(range(len(rollouts.chunks)))
         for sample in rollouts.samples:
-            write_sample(directory, chunks[sample.chunk], sample.row)
+            write_sample(directory, chunks[sample.chunk], sample.row, rollout)
 
 
 def write_rows(step: int, samples: Sequence[SampleInfo], directory: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from megarl.config.schema import Rollout
 from megarl.rollout.completions import PendingChunk, Response, pack_chunk
 from megarl.rollout.engine import EngineOptions, RolloutEngine
+from megarl.rollout.requests import sampling_settings
 from megarl.types import RolloutChunk, SampleRequest, VersionSpan, WorkItem
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class RecordingEngine(RolloutEngine):
         response = super()._response(request, output, version)
         if _step(request.sample_id) != _EVALUATION:
             self._directory.mkdir(parents=True, exist_ok=True)
-            write_sample(self._directory, pack_chunk(0, [response])[1], 0)
+            write_sample(self._directory, pack_chunk(0, [response])[1], 0, self._rollout)
         return response
 
 
@@ -51,7 +52,7 @@ class ReplayingEngine(RolloutEngine):
         self._state.usable_version()
         pending = PendingChunk(item)
         for row, request in enumerate(item.requests):
-            pending.add(row, read_response(self._directory, request))
+            pending.add(row, read_response(self._directory, request, self._rollout))
         return pending
 
 
@@ -59,7 +60,7 @@ def recorded_steps(directory: Path) -> set[str]:
     return {_step(unquote(file.stem)) for file in directory.glob("*.npz")} - {_EVALUATION}
 
 
-def write_sample(directory: Path, chunk: RolloutChunk, row: int) -> None:
+def write_sample(directory: Path, chunk: RolloutChunk, row: int, rollout: Rollout) -> None:
     """Writes a sample to a file named by its id, so that it can be read with any division into chunks."""
     mask = {} if chunk.loss_mask is None else {"loss_mask": chunk.loss_mask[row]}
     np.savez(
@@ -69,12 +70,13 @@ def write_sample(directory: Path, chunk: RolloutChunk, row: int) -> None:
         rollout_logprobs=chunk.rollout_logprobs[row],
         finished=chunk.finished[row],
         versions=np.array([(span.start, span.stop, span.version, span.engine_id) for span in chunk.versions[row]]),
+        sampling=sampling_settings(rollout),
         **mask,  # pyright: ignore[reportArgumentType]
     )
 
 
-def read_response(directory: Path, request: SampleRequest) -> Response:
-    """Returns the recorded response to a request; raises ValueError if it is missing or of another prompt."""
+def read_response(directory: Path, request: SampleRequest, rollout: Rollout) -> Response:
+    """Returns the recorded response to a request; raises ValueError if it is missing, or of something else."""
     path = _file(directory, request.sample_id)
     advice = "record and replay with the same run.seed, data and steps"
     if not path.exists():
@@ -83,6 +85,11 @@ def read_response(directory: Path, request: SampleRequest) -> Response:
         if tuple(stored["prompt_ids"]) != request.prompt.token_ids:
             raise ValueError(
                 f"rollout.replay: {path} answers another prompt than {request.prompt.prompt_id!r}: {advice}"
+            )
+        if not np.array_equal(stored.get("sampling", ()), sampling_settings(rollout)):
+            raise ValueError(
+                f"rollout.replay: {path} has log-probabilities of another distribution than this run's: record and "
+                "replay with the same rollout.temperature, top_p, top_k and min_new_tokens"
             )
         return Response(
             request=request,

@@ -158,6 +158,9 @@ class Simulation:
                 rolling_update=setup.rolling,
                 inference_parts=setup.parts,
                 temperature=1.0,
+                top_p=1.0,
+                top_k=None,
+                min_new_tokens=0,
             ),
             algo=SimpleNamespace(
                 filter=setup.filtered or None,

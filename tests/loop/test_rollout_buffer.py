@@ -309,6 +309,24 @@ def test_a_changed_staleness_applies_from_the_resume_on(tmp_path: Path, before: 
             assert max(ages(step, resumed.trained[step])) <= after
 
 
+def test_samples_of_another_distribution_are_generated_again(tmp_path: Path) -> None:
+    """Their log-probabilities are not those of the trainers, as with another temperature since the checkpoint."""
+    setup = Setup(staleness=2, mode="exact", engines=2, steps=STEPS, filtered=False)
+    first = Simulation(setup, random.Random(0))
+    first.begin()
+    first.step(1)
+    state = first.buffer.state(tmp_path)
+    assert state["sampled"]
+    temperature, *others = state["sampling"]
+    resumed = Simulation(setup, random.Random(0))
+    resumed.buffer.load({**state, "sampling": [temperature / 2, *others]}, tmp_path)
+    assert "sampled" not in resumed.buffer.state(tmp_path)
+    resumed.begin(1)
+    for step in range(2, STEPS + 1):
+        resumed.step(step)
+        assert max(ages(step, resumed.trained[step])) <= 2
+
+
 def test_a_run_that_goes_on_beyond_its_end_samples_with_the_newest_weights(tmp_path: Path) -> None:
     ended = Simulation(Setup(staleness=2, mode="exact", engines=2, steps=3, filtered=False), random.Random(0))
     ended.begin()

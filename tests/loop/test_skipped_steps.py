@@ -12,6 +12,7 @@ import pytest
 
 from megarl.cluster.rollouts import Rollouts
 from megarl.config import TrainingConfig, load
+from megarl.config.schema import Rollout
 from megarl.data.prompts import greedy_requests, sample_requests
 from megarl.errors import RunError
 from megarl.loop.sampler import Sampled
@@ -23,6 +24,7 @@ from megarl.run.results import StepResult
 from megarl.types import Prompt, SampleRequest, VersionSpan, WorkItem
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
+ROLLOUT = Rollout(devices="0", max_new_tokens=2, max_model_len=4)
 CLEAN, SKIPPED = {"policy/skipped": 0.0}, {"policy/skipped": 1.0}
 
 
@@ -102,7 +104,7 @@ class Refs(dict[int, Any]):
 
 def replayed(directory: Path, requests: list[SampleRequest]) -> Any:
     engine: Any = object.__new__(ReplayingEngine)
-    engine._directory, engine._steps = directory, recorded_steps(directory)
+    engine._directory, engine._steps, engine._rollout = directory, recorded_steps(directory), ROLLOUT
     engine._state = type("State", (), {"usable_version": lambda self: 0})()
     chunks, _ = engine._generate(WorkItem(chunk=0, requests=tuple(requests))).chunk.result()
     return chunks[0]
@@ -112,7 +114,7 @@ def test_the_batches_of_the_last_steps_in_a_row_can_be_replayed(tmp_path: Path) 
     batches = SkippedBatches(config_of(tmp_path))
     for number, update in enumerate((SKIPPED, CLEAN, SKIPPED, SKIPPED, CLEAN), start=1):
         sampled, _, _ = sampled_step(number)
-        batches.add(number, [CLEAN, update], partial(write_rollouts, sampled))
+        batches.add(number, [CLEAN, update], partial(write_rollouts, sampled, ROLLOUT))
     directory = RunPaths(tmp_path).skipped
     assert recorded_steps(directory) == {"3", "4"}
     _, requests, chunks = sampled_step(4)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.config.schema import Rollout
 from megarl.rollout.completions import Response
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.replay import RecordingEngine, read_response, recorded_steps, write_sample
@@ -26,15 +27,18 @@ CHUNK = RolloutChunk(
 )
 
 
+ROLLOUT = Rollout(devices="0", max_new_tokens=4, max_model_len=8)
+
+
 def request(row: int, token_ids: tuple[int, ...]) -> SampleRequest:
     return SampleRequest(sample_id=CHUNK.sample_ids[row], prompt=Prompt(prompt_id="p", token_ids=token_ids), seed=0)
 
 
 @pytest.mark.parametrize(("row", "prompt"), [(0, (5, 6, 7)), (1, (8,))])
 def test_a_recorded_sample_is_replayed_bit_for_bit(tmp_path: Path, row: int, prompt: tuple[int, ...]) -> None:
-    write_sample(tmp_path, CHUNK, row)
+    write_sample(tmp_path, CHUNK, row, ROLLOUT)
     assert [path.parent for path in tmp_path.iterdir()] == [tmp_path]
-    response = read_response(tmp_path, request(row, prompt))
+    response = read_response(tmp_path, request(row, prompt), ROLLOUT)
     assert list(response.token_ids) == CHUNK.response_ids[row].tolist()
     assert np.array(response.logprobs, np.float32).tobytes() == CHUNK.rollout_logprobs[row].tobytes()
     assert response.finished == CHUNK.finished[row]
@@ -44,37 +48,37 @@ def test_a_recorded_sample_is_replayed_bit_for_bit(tmp_path: Path, row: int, pro
 def test_a_recorded_conversation_keeps_its_mask(tmp_path: Path) -> None:
     mask = Ragged.from_rows([[True], [False, True, True, False, True]], np.bool_)
     ids = Ragged.from_rows([[1], [9, 2, 3, 8, 0]], np.int32)
-    write_sample(tmp_path, replace(CHUNK, response_ids=ids, loss_mask=mask), 1)
-    response = read_response(tmp_path, request(1, (8,)))
+    write_sample(tmp_path, replace(CHUNK, response_ids=ids, loss_mask=mask), 1, ROLLOUT)
+    response = read_response(tmp_path, request(1, (8,)), ROLLOUT)
     assert (response.token_ids, response.loss_mask) == ([9, 2, 3, 8, 0], [False, True, True, False, True])
     assert len(response.logprobs) == 3
-    write_sample(tmp_path, CHUNK, 0)
-    assert read_response(tmp_path, request(0, (5, 6, 7))).loss_mask is None
+    write_sample(tmp_path, CHUNK, 0, ROLLOUT)
+    assert read_response(tmp_path, request(0, (5, 6, 7)), ROLLOUT).loss_mask is None
 
 
 def test_a_sample_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no sample '1/a b/0': record and replay with the same run\.seed"):
-        read_response(tmp_path, request(0, (5, 6, 7)))
+        read_response(tmp_path, request(0, (5, 6, 7)), ROLLOUT)
 
 
 def test_a_recording_lists_its_steps(tmp_path: Path) -> None:
     assert recorded_steps(tmp_path) == set()
-    write_sample(tmp_path, CHUNK, 0)
-    write_sample(tmp_path, CHUNK, 1)
+    write_sample(tmp_path, CHUNK, 0, ROLLOUT)
+    write_sample(tmp_path, CHUNK, 1, ROLLOUT)
     assert recorded_steps(tmp_path) == {"1"}
 
 
 def test_evaluations_are_not_replayed(tmp_path: Path) -> None:
     """Their samples have the same ids after every step: played back, they would hide that the weights have changed."""
-    write_sample(tmp_path, CHUNK, 0)
-    write_sample(tmp_path, replace(CHUNK, sample_ids=("0/a/0", "0/b/0")), 0)
+    write_sample(tmp_path, CHUNK, 0, ROLLOUT)
+    write_sample(tmp_path, replace(CHUNK, sample_ids=("0/a/0", "0/b/0")), 0, ROLLOUT)
     assert recorded_steps(tmp_path) == {"1"}
 
 
 def test_an_engine_records_only_training_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutEngine, "_response", lambda _engine, _request, output, _version: output)
     engine = object.__new__(RecordingEngine)
-    engine._directory = tmp_path
+    engine._directory, engine._rollout = tmp_path, ROLLOUT
     prompt = Prompt(prompt_id="p", token_ids=(1,))
     for name in ("0/a/0", "1/a/0", "0/b/0", "1/b/0"):
         asked = SampleRequest(sample_id=name, prompt=prompt, seed=0)
@@ -84,6 +88,24 @@ def test_an_engine_records_only_training_rollouts(tmp_path: Path, monkeypatch: p
 
 
 def test_another_prompt_is_refused(tmp_path: Path) -> None:
-    write_sample(tmp_path, CHUNK, 0)
+    write_sample(tmp_path, CHUNK, 0, ROLLOUT)
     with pytest.raises(ValueError, match="answers another prompt than 'p'"):
-        read_response(tmp_path, request(0, (5, 6, 8)))
+        read_response(tmp_path, request(0, (5, 6, 8)), ROLLOUT)
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 3}, {"min_new_tokens": 2}])
+def test_log_probabilities_of_another_distribution_are_refused(tmp_path: Path, change: dict[str, float]) -> None:
+    write_sample(tmp_path, CHUNK, 0, ROLLOUT.model_copy(update=change))
+    with pytest.raises(ValueError, match="log-probabilities of another distribution"):
+        read_response(tmp_path, request(0, (5, 6, 7)), ROLLOUT)
+    assert read_response(tmp_path, request(0, (5, 6, 7)), ROLLOUT.model_copy(update=change))
+
+
+def test_a_recording_that_does_not_say_how_it_was_sampled_is_refused(tmp_path: Path) -> None:
+    write_sample(tmp_path, CHUNK, 0, ROLLOUT)
+    (file,) = tmp_path.iterdir()
+    columns = dict(np.load(file))
+    del columns["sampling"]
+    np.savez(file, **columns)
+    with pytest.raises(ValueError, match="log-probabilities of another distribution"):
+        read_response(tmp_path, request(0, (5, 6, 7)), ROLLOUT)
