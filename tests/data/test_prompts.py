@@ -141,6 +141,14 @@ def test_sample_seeds_belong_to_the_sample() -> None:
     assert [r.sample_id for r in twice] == [f"5/p0/{i}" for i in range(4)]
 
 
+def test_no_column_of_a_row_changes_how_it_is_sampled(tmp_path: Path) -> None:
+    wanted = {"temperature": 0.1, "top_p": 0.5, "max_new_tokens": 3, "sampling_params": {"top_k": 1}}
+    (prompt,) = load(jsonl(tmp_path, [{"token_ids": [3], **wanted}]))
+    assert prompt.fields == wanted
+    (request,) = sample_requests([prompt], 1, seed=0, step=1)
+    assert (request.temperature, request.max_new_tokens) == (None, None)
+
+
 def test_every_distinct_prompt_has_one_greedy_response() -> None:
     first, second = prompts_of(2)
     requests = greedy_requests([first, second, first], step=3)

@@ -91,6 +91,7 @@ class GatewayWorld:
         text = text if isinstance(text, str) else await text
         ids = self.tokenizer.respond(text)
         assert request.max_new_tokens is not None
+        assert request.temperature is None, "that of the run"
         kept = tuple(ids[: request.max_new_tokens])
         self.record[request.sample_id] = (request.prompt.token_ids, kept)
         return SampledTurn(

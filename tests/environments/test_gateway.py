@@ -173,6 +173,73 @@ def test_what_cannot_be_honoured_is_refused(tokenizer: Path, tmp_path: Path) -> 
     asyncio.run(run())
 
 
+OTHER_SAMPLING: dict[str, Any] = {
+    "temperature": 0.2,
+    "top_p": 0.5,
+    "top_k": 3,
+    "seed": 1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+}
+"""What `override_sampling` ignores."""
+OTHER_DISTRIBUTIONS: dict[str, Any] = {
+    "min_p": 0.1,
+    "repetition_penalty": 1.2,
+    "length_penalty": 2.0,
+    "min_tokens": 4,
+    "logit_bias": {"5": 1},
+    "bad_words": ["x"],
+    "allowed_token_ids": [1],
+    "stop": ["x"],
+    "stop_sequences": ["x"],
+    "stop_token_ids": [3],
+    "ignore_eos": True,
+    "structured_outputs": {"regex": "x"},
+    "guided_json": {"type": "object"},
+    "response_format": {"type": "json_object"},
+    "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}},
+    "thinking_token_budget": 5,
+    "thinking": {"type": "enabled", "budget_tokens": 5},
+    "repetition_detection": {"max_pattern_size": 2},
+    "use_beam_search": True,
+    "best_of": 2,
+    "logits_processors": ["package:name"],
+    "vllm_xargs": {"bias": 1},
+    "extra_body": {"top_k": 3},
+    "sampling_params": {"top_k": 3},
+}
+ASKED: dict[str, dict[str, Any]] = {
+    CHAT: HELLO,
+    "/v1/completions": {"model": "policy", "prompt": "hello"},
+    "/v1/responses": {"model": "policy", "input": "hello"},
+    "/v1/messages": {**HELLO, "max_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_no_request_changes_the_distribution(tokenizer: Path, tmp_path: Path, path: str) -> None:
+    """Whose log-probabilities would not be those of the trainers: what the run does not sample with is refused."""
+
+    async def run() -> None:
+        async with gateway_world(tokenizer, lambda _: "yes", tmp_path) as world:
+            session = await world.session()
+            for name, value in (OTHER_SAMPLING | OTHER_DISTRIBUTIONS).items():
+                status, answer = await session.post(path, {**ASKED[path], name: value})
+                assert (status, name in answer["error"]["message"]) == (400, True), (name, answer)
+            assert not world.record
+            assert (await session.post(path, ASKED[path]))[0] == 200
+            await session.end()
+        async with gateway_world(tokenizer, lambda _: "yes", tmp_path, override_sampling=True) as world:
+            session = await world.session()
+            for name, value in OTHER_DISTRIBUTIONS.items():
+                assert (await session.post(path, {**ASKED[path], name: value}))[0] == 400, name
+            assert (await session.post(path, ASKED[path] | OTHER_SAMPLING))[0] == 200
+            assert len(world.record) == 1
+            await session.end()
+
+    asyncio.run(run())
+
+
 def test_other_sampling_can_be_ignored(tokenizer: Path, tmp_path: Path) -> None:
     async def run() -> None:
         async with gateway_world(tokenizer, lambda _: "yes", tmp_path, override_sampling=True) as world:
