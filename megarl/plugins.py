@@ -10,10 +10,9 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 Function = Callable[..., Any]
-T = TypeVar("T")
 
 
 def resolve(name: str, *, coroutines: bool = False) -> Function:
@@ -34,7 +33,7 @@ def resolve(name: str, *, coroutines: bool = False) -> Function:
     return function
 
 
-def resolve_class(name: str, base: type[T]) -> type[T]:
+def resolve_class[T](name: str, base: type[T]) -> type[T]:
     """Imports and returns a class, also from the working directory; raises ValueError with the broken rule."""
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:

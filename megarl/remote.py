@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
 W = TypeVar("W")
 A = TypeVar("A")
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
-R_co = TypeVar("R_co", covariant=True)
 
 Phase = Literal["start", "rollout", "scoring", "inference", "update", "sync", "checkpoint"]
 """A field of `cluster.time_limits`."""
 
 
-class RemoteMethod(Generic[W, P, R_co]):
+class RemoteMethod[W, **P, R_co]:
     """A method of the worker class W, with parameters P and result R; on an object it is an ordinary method.
 
     Args:

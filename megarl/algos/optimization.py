@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
-
-T = TypeVar("T")
 
 
 def linear_anneal(lr: float, index: int, total: int) -> float:
@@ -31,7 +29,7 @@ def tensorflow_eps(eps: float, beta2: float, step: int) -> float:
     return eps / math.sqrt(1 - beta2**step)
 
 
-def divided(items: Sequence[T], parts: int) -> list[Sequence[T]]:
+def divided[T](items: Sequence[T], parts: int) -> list[Sequence[T]]:
     """The items in order, in parts whose sizes differ by one at most.
 
     Splits an epoch into mini-batches, of an optimizer step each: no smaller last one is left, whose samples would weigh

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from megarl.algos.signatures import Signature, signature_of
 from megarl.plugins import resolve
@@ -20,14 +20,13 @@ if TYPE_CHECKING:
 
     from megarl.algos.policy_loss import LossTerms
 
-F = TypeVar("F", bound=Callable[..., Any])
 
 _NUMERICAL = ("dtype", "log_clamp")
 """Keyword arguments that are not options."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Kind(Generic[F]):
+class Kind[F: Callable[..., Any]]:
     """The functions that one field chooses from.
 
     Args:
@@ -67,7 +66,7 @@ class Kind(Generic[F]):
         return cast(F, partial(function, **self.presets[name]) if name in self.presets else function)
 
 
-def bound(kind: Kind[F], name: str, options: Mapping[str, Any]) -> F:
+def bound[F: Callable[..., Any]](kind: Kind[F], name: str, options: Mapping[str, Any]) -> F:
     """Returns the named function, or the user's own, with its options.
 
     Raises:

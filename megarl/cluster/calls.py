@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ray import ObjectRef
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -23,9 +23,6 @@ from megarl.config.schema import TimeLimits
 from megarl.errors import RunError, printable
 from megarl.remote import Phase
 
-W_co = TypeVar("W_co", covariant=True)
-R = TypeVar("R")
-S = TypeVar("S")
 T = TypeVar("T")
 
 _GRACE_S = 4.0
@@ -40,7 +37,7 @@ class WorkerError(RunError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Process(Generic[W_co]):
+class Process[W_co]:
     """A process with an object of class W; `actor` is the handle of its `RayWorker`.
 
     Args:
@@ -83,7 +80,7 @@ Routine = Generator[Awaited, None, T]
 """Work that takes several calls, one after the other: it yields what it waits for, and returns its result."""
 
 
-class Task(Generic[T]):
+class Task[T]:
     """A routine in progress."""
 
     def __init__(self, routine: Routine[T]) -> None:
@@ -115,7 +112,7 @@ class Task(Generic[T]):
         return self if self.finished or self._awaited is None else self._awaited
 
 
-def together(routines: Iterable[Routine[T]]) -> Routine[list[T]]:
+def together[T](routines: Iterable[Routine[T]]) -> Routine[list[T]]:
     """Runs routines at the same time; returns their results in the order of the routines."""
     tasks = [Task(routine) for routine in routines]
     while unfinished := [task for task in tasks if not task.finished]:
@@ -125,7 +122,7 @@ def together(routines: Iterable[Routine[T]]) -> Routine[list[T]]:
 
 
 @dataclass(eq=False, kw_only=True)
-class Call(Generic[R]):
+class Call[R]:
     """A method call on some processes.
 
     Args:
@@ -193,18 +190,18 @@ class Call(Generic[R]):
 
 
 @dataclass(eq=False, kw_only=True)
-class ChunkCall(Call[S], Generic[S, T]):
+class ChunkCall[S, T](Call[S]):
     """A call whose results by chunk, of type T, stay in the object store; other results go to the driver."""
 
     chunks: ChunkRefs[T]
 
 
-def gather_by_chunk(call: Call[dict[int, T] | None]) -> dict[int, T]:
+def gather_by_chunk[T](call: Call[dict[int, T] | None]) -> dict[int, T]:
     """Waits for results by chunk, and joins those of the reporting ranks."""
     return {chunk: column for result in call.wait() if result is not None for chunk, column in result.items()}
 
 
-def rank0_result(call: Call[R | None]) -> R:
+def rank0_result[R](call: Call[R | None]) -> R:
     """Waits for a call, and returns the result of its first reporting rank; other ranks return the same or None."""
     results = [result for result in call.wait() if result is not None]
     assert results, f"{call.label}: no rank reports"

@@ -6,18 +6,16 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, parse_devices
 from megarl.config.schema import Cluster, Threads
-
-C = TypeVar("C", bound=RunConfig)
 
 _CGROUP = Path("/sys/fs/cgroup/cpu.max")
 _WITH_ENGINES = (EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig)
 
 
-def with_threads(config: C, earlier: Mapping[str, Any], cores: int | None = None) -> C:
+def with_threads[C: RunConfig](config: C, earlier: Mapping[str, Any], cores: int | None = None) -> C:
     """Returns a configuration with numbers for `auto` in `cluster.threads_per_device`.
 
     Args:

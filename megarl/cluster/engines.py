@@ -37,7 +37,6 @@ from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
 
 Q = TypeVar("Q")
 R = TypeVar("R")
-T = TypeVar("T")
 
 _OVERLOAD = 2
 """A prompt leaves the engine that has its beginning where that has so many times the tokens of the least busy one."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray import ObjectRef
@@ -17,7 +17,6 @@ from ray.util.placement_group import PlacementGroup
 from megarl.errors import RunError
 from megarl.files import full_disk
 
-T = TypeVar("T")
 _ray: Any = ray
 _AGENT = "--dashboard_agent_command"
 _TRIED = "2.60."
@@ -47,7 +46,7 @@ def skip_idle_processes(*_: object) -> None:
         services.start_ray_process = _without_agent(services.start_ray_process)
 
 
-def _without_agent(start: Callable[..., T]) -> Callable[..., T]:
+def _without_agent[T](start: Callable[..., T]) -> Callable[..., T]:
     """Returns Ray's function that starts a process, which gives a raylet an idle process in place of the agent.
 
     A raylet ends with its agent, and waits for the files with its ports, of which -1 is none.
@@ -95,7 +94,7 @@ def kill(actor: Any) -> None:
     _ray.kill(actor, no_restart=True)
 
 
-def put(value: T) -> ObjectRef[T]:
+def put[T](value: T) -> ObjectRef[T]:
     """Puts a value into the object store."""
     return _ray.put(value)
 
@@ -105,7 +104,7 @@ def allow_blocking_get() -> None:
     _ray._private.worker.blocking_get_inside_async_warned = True
 
 
-def get(ref: ObjectRef[T]) -> T:
+def get[T](ref: ObjectRef[T]) -> T:
     """Returns the value of a reference; raises RayError if the call that makes it failed."""
     return _ray.get(ref)
 

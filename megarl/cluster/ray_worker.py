@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 from ray import ObjectRef
 
@@ -32,10 +32,8 @@ from megarl.errors import RunError
 from megarl.remote import Phase
 from megarl.stacks import answer_signal
 
-T = TypeVar("T")
 
-
-class ChunkRefs(Generic[T]):
+class ChunkRefs[T]:
     """References to values in the object store, by chunk.
 
     Reading a chunk fetches it, once. A worker releases the chunks that it has read at the end of the call, with the
@@ -80,7 +78,7 @@ class ChunkRefs(Generic[T]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed(Generic[T]):
+class Timed[T]:
     """A result for the driver, the duration of the method, and what the process has done since the last result."""
 
     result: T

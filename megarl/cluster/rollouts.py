@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from megarl.cluster.calls import Awaited, ChunkCall
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.rollout.completions import Ends
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +119,7 @@ class PendingTruncation:
         return Rollouts(samples=tuple(samples), chunks=ChunkRefs[RolloutChunk].of(call.chunks for call in self.calls))
 
 
-def split(items: Sequence[T], count: int) -> list[Sequence[T]]:
+def split[T](items: Sequence[T], count: int) -> list[Sequence[T]]:
     """Splits into at most `count` parts of adjacent items, with sizes that differ by at most 1."""
     count = min(count, len(items))
     bounds = itertools.pairwise(len(items) * part // count for part in range(count + 1))

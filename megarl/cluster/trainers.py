@@ -19,7 +19,6 @@ from megarl.remote import RemoteMethod
 from megarl.rollout.vllm_environment import vllm_device
 from megarl.types import Layout, RankSchedule, RoleName
 
-W = TypeVar("W")
 P = ParamSpec("P")
 Q = TypeVar("Q")
 Q_co = TypeVar("Q_co", covariant=True)
@@ -174,7 +173,7 @@ def launch_trainers(config: RunConfig, session: Session) -> Trainers:
     return Trainers(session=session, groups=groups, roles=roles)
 
 
-def launch_group(
+def launch_group[W](
     session: Session, config: RunConfig, name: str, worker: Callable[[RunConfig, str, int], W]
 ) -> WorkerGroup[W]:
     """Launches a process with a `worker` on each device of a group, and returns at once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from ray import ObjectRef
 
@@ -16,7 +16,6 @@ from megarl.remote import RemoteMethod
 if TYPE_CHECKING:
     from megarl.cluster.session import Session
 
-W = TypeVar("W")
 P = ParamSpec("P")
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -24,7 +23,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class WorkerGroup(Generic[W]):
+class WorkerGroup[W]:
     """Processes with one object of class W each. Calls return at once; a process runs its calls in order.
 
     Args:

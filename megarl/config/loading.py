@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -19,8 +19,6 @@ from megarl.config.schema.base import parse_devices
 from megarl.config.schema.schema_walk import keys
 from megarl.config.schema_problems import schema_problems
 from megarl.files import write_durably
-
-C = TypeVar("C", bound=RunConfig)
 
 
 def load(
@@ -69,7 +67,7 @@ def build(raw: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def on_first_nodes(config: C, nodes: int) -> C:
+def on_first_nodes[C: RunConfig](config: C, nodes: int) -> C:
     """Returns a configuration without the devices of the other nodes; raises ConfigError where that breaks a rule."""
     fields, per_node = config.model_dump(mode="json", by_alias=True), config.cluster.devices_per_node
     fields["cluster"] |= {"nodes": nodes, "min_nodes": None}

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import Any, Final, cast
 
 from megarl.config.schema import Fault, SourceFields
 from megarl.files import format_bytes, open_file, parse_json
@@ -17,8 +17,6 @@ _SHOWN = 10
 _LONGEST_REASON = 500
 _LONGEST_LINE = 256 << 20
 """Bytes of a line that is read."""
-
-T = TypeVar("T")
 
 
 class UnusableRowError(ValueError):
@@ -62,7 +60,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows(Generic[T]):
+class Rows[T]:
     """The items of a source, in its order, and the rows that are not used."""
 
     items: Sequence[T]
@@ -89,7 +87,7 @@ def read_rows(source: SourceFields) -> Iterator[Row]:
         yield from _dataset(source)
 
 
-def parse_rows(
+def parse_rows[T](
     source: SourceFields, parse: Callable[[Row, dict[str, Any]], T], drop: Collection[Fault] = ()
 ) -> Rows[T]:
     """Parses every row of a source.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 
 def stable_hash(*parts: int | str) -> int:
@@ -25,9 +25,6 @@ class Keyed(Protocol):
     def content(self) -> bytes: ...
 
 
-T = TypeVar("T", bound=Keyed)
-
-
 @dataclass(frozen=True, kw_only=True)
 class StreamState:
     """The position of a stream: item `position` of `epoch`; `digest` identifies data and seed."""
@@ -37,7 +34,7 @@ class StreamState:
     digest: int
 
 
-class Stream(Generic[T]):
+class Stream[T: Keyed]:
     """An endless stream; each epoch has all items, in an order that depends on (seed, epoch) and the keys alone.
 
     Raises:

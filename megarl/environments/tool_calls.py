@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 from megarl.data.tokenizer import Message
 from megarl.environments.environment import ToolCall
-
-T = TypeVar("T")
 
 Schemas = Sequence[Mapping[str, Any]]
 """Descriptions of tools, as chat templates get them."""
@@ -197,7 +195,7 @@ def _call(value: Any, key: str, index: int) -> ToolCall:
     return ToolCall(name=name, arguments=cast(dict[str, Any], arguments), call_id=f"call_{index}")
 
 
-def _writable(value: T) -> T:
+def _writable[T](value: T) -> T:
     """Returns a value of JSON; raises ValueError for NaN and halves of characters, which templates cannot write."""
     json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     return value

@@ -167,7 +167,7 @@ def age_metrics(batch: PaddedBatch, context: StepContext, reduce: Reduce) -> dic
 def old_logprob_metrics(
     batch: PaddedBatch, context: StepContext, reduce: Reduce, *, recomputed: bool
 ) -> dict[str, float]:
-    """The metrics of the old log-probabilities: of the actor (``recomputed``), or those of the engines, which say so."""
+    """The metrics of the old log-probabilities: of the actor (``recomputed``), or of the engines, which say so."""
     scored, old = batch.scored, (batch.old, batch.rollout, batch.mask)
     kl = None if batch.ref is None else k1(batch.old, batch.ref)[scored]
     means = dict(policy_drift(batch.old[scored], kl, batch.mask[scored], batch.lengths[scored]))

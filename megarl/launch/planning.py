@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megarl.config import ConfigError, EvalConfig, Problem, RunConfig
 from megarl.config.inheritance import merged
@@ -21,8 +21,6 @@ from megarl.launch.request import JOB_RAY, LaunchMode, LaunchRequest, as_option,
 from megarl.launch.sweep_cells import Cell, load_cells, read_sweeps, run_directory
 
 _EXPORTS_A_MODEL = ("sft", "ppo", "raft")  # stages whose export has the architecture of their initial model
-
-T = TypeVar("T")
 
 
 class RefusedError(ValueError):
@@ -66,7 +64,7 @@ def plan(request: LaunchRequest) -> list[PlannedJob]:
     return planned
 
 
-def _collect(errors: list[ConfigError], make: Callable[[], T]) -> T | None:
+def _collect[T](errors: list[ConfigError], make: Callable[[], T]) -> T | None:
     """Returns the result of `make`, or appends its error and returns None."""
     try:
         return make()

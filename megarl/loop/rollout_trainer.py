@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,10 +37,8 @@ from megarl.run.results import EvaluationResult, StepResult, TokenColumns, no_co
 from megarl.run.sinks import Metrics
 from megarl.types import SampleInfo
 
-C = TypeVar("C", bound=PPOConfig | RAFTConfig)
 
-
-class RolloutTrainer(Generic[C]):
+class RolloutTrainer[C: PPOConfig | RAFTConfig]:
     """Launches trainers, engines and scorers, and moves the actor's weights into the engines.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ Head = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuxBatch(Generic[Chunk]):
+class AuxBatch[Chunk: TokenChunk]:
     """Further micro-batches of optimizer steps, with a loss of their own that is added to the step's.
 
     Args:

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from megarl.data.packing import TokenChunk
 from megarl.experience.padded_batch import Columns, Selectable
 from megarl.experience.records import StepContext
 from megarl.types import RankSchedule, RolloutChunk, Schedule, TextChunk
 
-S = TypeVar("S", Schedule, RankSchedule)
-C = TypeVar("C", bound=Selectable[Any])
-
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardRequest(Generic[S]):
+class ForwardRequest[S: (Schedule, RankSchedule)]:
     """A forward pass; ``temperature`` is that of log-probabilities."""
 
     schedule: S
@@ -33,7 +30,7 @@ class ForwardRequest(Generic[S]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExperienceRequest(Generic[S]):
+class ExperienceRequest[S: (Schedule, RankSchedule)]:
     """The experience of a step; the schedule is that of the actor's inference."""
 
     schedule: S
@@ -48,7 +45,7 @@ class ExperienceRequest(Generic[S]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainBatch(Generic[S]):
+class PretrainBatch[S: (Schedule, RankSchedule)]:
     """Texts of optimizer steps, with a schedule for each, whose packs are as long as the step's own."""
 
     schedules: Sequence[S]
@@ -60,7 +57,7 @@ class PretrainBatch(Generic[S]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateRequest(Generic[S]):
+class UpdateRequest[S: (Schedule, RankSchedule)]:
     """Optimizer steps of a role.
 
     Args:
@@ -81,6 +78,8 @@ class UpdateRequest(Generic[S]):
         return UpdateRequest(schedules=schedules, chunks=chunks, kl_coef=self.kl_coef, texts=texts)
 
 
-def _part(schedules: Sequence[Schedule], chunks: C, replica: int) -> tuple[tuple[RankSchedule, ...], C]:
+def _part[C: Selectable[Any]](
+    schedules: Sequence[Schedule], chunks: C, replica: int
+) -> tuple[tuple[RankSchedule, ...], C]:
     own = tuple(schedule.ranks[replica] for schedule in schedules)
     return own, chunks.only(sorted({chunk for schedule in own for chunk in schedule.chunks}))

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 from megarl.config import ConfigError, Problem
 from megarl.models import ModelSpec, model_spec
@@ -14,8 +13,6 @@ from megarl.types import Layout
 from megarl.weights.hf_files import read_config
 from megarl.weights.shard_map import ITEM_BYTES
 from megarl.weights.topology import Distance, Place
-
-T = TypeVar("T")
 
 LINKS = {"device": Distance.DEVICE, "node": Distance.NODE, "network": Distance.NETWORK}
 _SPEEDS = {"device": 2000.0, "node": 400.0, "network": 50.0}
@@ -107,7 +104,7 @@ def parse_request(
     )
 
 
-def parse_pairs(text: str, keys: Sequence[str], what: str, read: Callable[[str], T | None]) -> dict[str, T]:
+def parse_pairs[T](text: str, keys: Sequence[str], what: str, read: Callable[[str], T | None]) -> dict[str, T]:
     """Parses ``key=value,key=value``; ``read`` returns None for a wrong value. Raises ValueError with every problem."""
     values: dict[str, T] = {}
     rules: list[str] = []

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import TypeVar
 
 from megarl.config import PPOConfig, Problem, RAFTConfig, RewardModelConfig, RunConfig, SFTConfig, TrainingConfig
 from megarl.config.rules import broken_rules
 from megarl.preflight.datasets import Sets
 
-C = TypeVar("C", bound=RunConfig)
 
-
-def with_steps(config: C, data: Sets | None = None) -> C:
+def with_steps[C: RunConfig](config: C, data: Sets | None = None) -> C:
     """Returns a configuration with the steps of its epochs, or without data with one: for what does not depend on them.
 
     `check` has found no problem with them.

@@ -12,9 +12,9 @@ know, with or without the section in which it stands there: `num_generations`, `
 `actor_rollout_ref.rollout.n` are all answered with `data.samples_per_prompt`.
 
 The keys are those of TRL 1.16 (`GRPOConfig`, `RLOOConfig`, `SFTConfig`, `RewardConfig`, `ModelConfig` and
-`ScriptArguments`, with transformers 5), verl 0.9.1, NeMo-RL 0.6, prime-rl 0.4 and OpenRLHF 0.11. TRL has had no PPO since
-1.13; the keys of its `PPOConfig` are answered, but not listed. In the last column, *there* is the other system and
-*here* is MegaRL. Rows without a field here say why; *not there yet* is something that MegaRL does not have.
+`ScriptArguments`, with transformers 5), verl 0.9.1, NeMo-RL 0.6, prime-rl 0.4 and OpenRLHF 0.11. TRL has had no PPO
+since 1.13; the keys of its `PPOConfig` are answered, but not listed. In the last column, *there* is the other system
+and *here* is MegaRL. Rows without a field here say why; *not there yet* is something that MegaRL does not have.
 
 A number that differs from TRL's with everything else equal: the row of the padding token in the embedding is trained here
 like any other, and never by transformers (`padding_idx`). It matters where that token also occurs in texts.

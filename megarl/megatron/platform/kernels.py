@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
@@ -22,8 +22,6 @@ from megarl.models.transformer_engine import refusals
 Kernel = Literal["norms", "activation", "rope", "logprobs"]
 Device = Literal["cpu", "cuda"]
 LayerKind = Literal["local", "transformer_engine"]
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -59,12 +57,12 @@ def is_compiled(kernel: Kernel, device: str) -> bool:
     return (kernel, device) in _COMPILED
 
 
-def implementation(kernel: Kernel, eager: F, device: str) -> F:
+def implementation[F: Callable[..., Any]](kernel: Kernel, eager: F, device: str) -> F:
     """Returns what computes a function on a type of device: itself, or itself compiled."""
     return compiled(eager) if is_compiled(kernel, device) else eager
 
 
-def compiled(eager: F) -> F:
+def compiled[F: Callable[..., Any]](eager: F) -> F:
     """Returns the function compiled at its first call: for each dtype, width and need of gradients, for all lengths."""
     return _compiled(eager)
 
