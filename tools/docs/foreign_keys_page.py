@@ -16,8 +16,8 @@ The keys are those of TRL 1.16 (`GRPOConfig`, `RLOOConfig`, `SFTConfig`, `Reward
 since 1.13; the keys of its `PPOConfig` are answered, but not listed. In the last column, *there* is the other system
 and *here* is MegaRL. Rows without a field here say why; *not there yet* is something that MegaRL does not have.
 
-A number that differs from TRL's with everything else equal: the row of the padding token in the embedding is trained here
-like any other, and never by transformers (`padding_idx`). It matters where that token also occurs in texts.
+A number that differs from TRL's with everything else equal: the row of the padding token in the embedding is trained
+here like any other, and never by transformers (`padding_idx`). It matters where that token also occurs in texts.
 
 Reward functions need no change: `adapter: trl` or `adapter: verl` calls them as they are ([rewards](rewards.md)).
 Columns of rows have the same names ([data](data.md)). [recipes](recipes.md) has configurations with these systems'
