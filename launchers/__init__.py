@@ -1,9 +1,12 @@
 """Experiment scripts for NeMo-Run: ``python -m launchers.ppo``, ``launchers.pipeline`` and ``launchers.sweep``."""
 
 import sys
+import warnings
 from importlib.util import find_spec
 
 if find_spec("nemo_run") is None:
     print("NeMo-Run is not installed here: make nemo-run, then", file=sys.stderr, end=" ")
     print(".venv-nemo-run/bin/python -m launchers.ppo ...", file=sys.stderr)
     raise SystemExit(2)
+
+warnings.filterwarnings("ignore", module="fastapi")  # of a module that NeMo-Run's leptonai imports

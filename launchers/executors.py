@@ -35,14 +35,16 @@ def slurm(job: BatchJob, config: RunConfig, *, title: str, anyway: bool = False)
         additional_parameters=dict(_sbatch(job)),
         container_image=pyxis and pyxis.image,
         container_mounts=list(job.mounts) if pyxis else [],
+        container_env=list(profile.env) if pyxis else None,
         # These come after NeMo-Run's own options and override two that would kill the nodes before they clean up.
-        srun_args=[*job.srun, *([f"--container-env={','.join(profile.env)}"] if pyxis and profile.env else [])],
+        srun_args=list(job.srun),
         # Not env_vars: NeMo-Run writes their names in capitals and their values without quotes.
         setup_lines=render("setup.sh.j2", job=job, config=as_yaml(config), end=_END),
         dependency_type="afterany" if anyway else "afterok",
         job_name_prefix=f"{title}.",
         tunnel=tunnel,
         packager=run.Packager(),
+        poll_estimated_start_time=False,  # where squeue fails, that prints that the job is no longer pending
     )
 
 

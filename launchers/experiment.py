@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import NoReturn
 
 import nemo_run as run
 import paramiko
 from invoke.exceptions import ThreadException, UnexpectedExit
-from nemo_run.config import get_nemorun_home
+from torchx.specs import parse_app_handle
 
 from megarl.launch.submit import sbatch_environment
 
@@ -34,7 +34,6 @@ _NOT_ENDED = {
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 2.0, 30.0  # many users share the accounting: it is asked less and less often
 _LIMIT_S = 120.0
 _PRIVATE = 0o077  # the umask for NeMo-Run's files, which contain the profile's env and setup
-_ERROR_CHARACTERS = 4000
 
 
 class AccountingError(RuntimeError):
@@ -54,22 +53,17 @@ class ExperimentTask:
 
 def show(title: str, tasks: Sequence[ExperimentTask]) -> None:
     """Prints what NeMo-Run would submit or start, and leaves no files."""
-    os.umask(_PRIVATE)
-    home = Path(get_nemorun_home())
-    made = [path for path in (home / "experiments" / title, home / "experiments", home) if not path.exists()]
-    with redirect_stdout(sys.stderr), run.Experiment(title, log_level="WARN") as experiment:
-        _add(experiment, tasks)
-        experiment.dryrun(log=False, delete_exp_dir=False)
-    directory = Path(experiment.jobs[0].executor.job_dir).parent
-    for task in tasks:
-        files = (directory / f"{task.name}_sbatch.sh", directory / task.name / "scripts" / f"{task.name}.sh")
-        after = f", after {', '.join(task.after)}" if task.after else ""
-        for file in (file for file in files if file.exists()):
-            print(f"# ---- {file.relative_to(directory)}{after}", file.read_text(encoding="utf-8").rstrip(), sep="\n")
-    shutil.rmtree(directory)
-    for path in made:
-        with suppress(OSError):  # it is not empty: another process uses it
-            path.rmdir()
+    with TemporaryDirectory() as base:
+        with run.Experiment(title, base_dir=base, clean_mode=True, log_level="WARN") as experiment:
+            _add(experiment, tasks)
+            experiment.dryrun(log=False, delete_exp_dir=False)
+        directory = Path(experiment.jobs[0].executor.job_dir).parent
+        for task in tasks:
+            files = (directory / f"{task.name}_sbatch.sh", directory / task.name / "scripts" / f"{task.name}.sh")
+            after = f", after {', '.join(task.after)}" if task.after else ""
+            for file in (file for file in files if file.exists()):
+                text = file.read_text(encoding="utf-8").rstrip()
+                print(f"# ---- {file.relative_to(directory)}{after}", text, sep="\n")
 
 
 def start(title: str, tasks: Sequence[ExperimentTask], *, detach: bool) -> int:
@@ -82,12 +76,6 @@ def start(title: str, tasks: Sequence[ExperimentTask], *, detach: bool) -> int:
         _add(experiment, tasks)
         experiment.run(tail_logs=True)
     states = {job.id: job.state.name for job in experiment.jobs}
-    for job in (job for job in experiment.jobs if states[job.id] != "SUCCEEDED"):
-        # NeMo-Run 0.4 loses the last lines of a local task.
-        directory = Path(job.executor.job_dir)
-        for file in directory.glob("nemo_run/*/*/*/stderr.log"):
-            said = file.read_text(errors="replace")[-_ERROR_CHARACTERS:]
-            print(f"{directory.name}, the end of {file}:", said, file=sys.stderr)
     return _report(tasks, states, succeeded="SUCCEEDED")
 
 
@@ -99,7 +87,7 @@ def _add(experiment: run.Experiment, tasks: Sequence[ExperimentTask]) -> None:
 
 @contextmanager
 def _interruptible(experiment: run.Experiment) -> Iterator[None]:
-    """Cancels the local tasks at SIGINT or SIGTERM; NeMo-Run itself lets them run on."""
+    """Cancels the local tasks at SIGINT or SIGTERM, after which NeMo-Run waits for them (run/experiment.py, _run_dag)."""
 
     def end(number: int, _: FrameType | None) -> NoReturn:
         for ignored in before:
@@ -146,7 +134,7 @@ def _submit(
 
 def _numbers(experiment: run.Experiment) -> dict[str, str]:
     """Returns the numbers of the submitted jobs by task."""
-    return {job.id: job.handle.partition("://")[2].split("/")[1] for job in experiment.jobs if job.handle}
+    return {job.id: parse_app_handle(job.handle).app_id for job in experiment.jobs if job.handle}
 
 
 def _wait(experiment: run.Experiment, tunnel: _Tunnel, tasks: Sequence[ExperimentTask]) -> int:
@@ -180,7 +168,11 @@ def _report(tasks: Sequence[ExperimentTask], states: Mapping[str, str], *, succe
 def follow(
     tunnel: _Tunnel, numbers: Mapping[str, str], *, pause_s: float = _FIRST_PAUSE_S, limit_s: float = _LIMIT_S
 ) -> dict[str, str]:
-    """Prints changes of the jobs' states until all have ended; returns the last states, or raises AccountingError."""
+    """Prints changes of the jobs' states until all have ended; returns the last states, or raises AccountingError.
+
+    NeMo-Run 0.11 would cancel a job whose accounting fails for a minute, and give up on one that the accounting does not
+    know after ten seconds (run/torchx_backend/launcher.py, wait_and_exit).
+    """
     known: dict[str, str] = {}
     silent_since: float | None = None
     while True:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +28,6 @@ from megarl.launch.render import BatchJob
 from megarl.launch.request import LaunchMode, LaunchRequest, split_arguments
 
 _MOUNTED = "/nemo_run"  # NeMo-Run replaces it by the directory of a task, everywhere in a job without a container
-_WITHOUT_PYXIS = (0, 9)  # the first NeMo-Run that gives no options of Pyxis where there is no container
 _ENVIRONMENT = Path(".venv/bin/python")  # the interpreter of make setup
 _HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None and 'it has no torch')"
 
@@ -167,7 +165,7 @@ def _runs(planned: Sequence[PlannedJob]) -> Iterator[tuple[int, BatchJob, RunCon
 
 
 def _nemo_run_problems(job: BatchJob, tasks: Sequence[ExperimentTask], *, local: bool) -> Iterator[Problem]:
-    """Finds what the installed NeMo-Run, or the interpreter of the runs, cannot do."""
+    """Finds what NeMo-Run, or the interpreter of the runs, cannot do."""
     home, profile = get_nemorun_home(), job.profile
     if error := write_error(Path(home)):
         rule, fix = f"can be written ({error.strerror})", "set it to a directory that you can write"
@@ -193,18 +191,12 @@ def _broken(python: str, env: Mapping[str, str]) -> str:
 
 
 def _cluster_problems(home: str, profile: Profile, tasks: Sequence[ExperimentTask]) -> Iterator[Problem]:
-    """Finds what the installed NeMo-Run cannot do on a cluster, or would silently do otherwise."""
-    runtime, installed = profile.runtime, version("nemo-run")
-    pyxis = isinstance(runtime, Pyxis)
-    if not pyxis and tuple(map(int, installed.split(".")[:2])) < _WITHOUT_PYXIS:
-        rule = f"pyxis: NeMo-Run {installed} always gives srun options of Pyxis"
-        fix = "use the newest NeMo-Run, in an environment of its own (make nemo-run), or megarl launch slurm"
-        yield Problem(field="runtime", value=runtime.name, rule=rule, fix=fix)
+    """Finds paths that NeMo-Run does not quote, or replaces, in the scripts of a cluster's jobs."""
     if re.search(r"[\s,]", home):
         rule, fix = "without spaces and commas, which NeMo-Run does not quote", "choose another directory"
         yield Problem(field="NEMORUN_HOME", value=repr(home), rule=rule, fix=fix)
     texts = {"NEMORUN_HOME": home, **{task.name: f"{task.script}{task.executor}" for task in tasks}}
-    for name, text in () if pyxis else texts.items():
+    for name, text in () if isinstance(profile.runtime, Pyxis) else texts.items():
         if found := re.search(rf"\S*{_MOUNTED}\S*", text):
             rule = f"nowhere {_MOUNTED}: NeMo-Run puts the directory of the task in its place"
             yield Problem(field=name, value=found.group(), rule=rule, fix="choose other names of directories")

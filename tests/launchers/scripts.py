@@ -14,8 +14,8 @@ from typing import Any
 from tests.needs import lacking
 
 ROOT = Path(__file__).resolve().parents[2]
-NEWEST = ROOT / ".venv-nemo-run" / "bin" / "python"
-"""The interpreter of the environment with the newest NeMo-Run."""
+TORCH_FREE = ROOT / ".venv-nemo-run" / "bin" / "python"
+"""The interpreter of an environment that launches runs and cannot run them."""
 
 UMASK = 0o002
 """Of the users: what they make is for their groups, too."""
@@ -48,11 +48,11 @@ sys.exit(3 if (here / f"{{stage}}.fails").exists() else 0)
 """
 
 
-def newest() -> Path:
-    """The interpreter with the newest NeMo-Run; skips a test where it is missing, which CI does not accept."""
-    if not NEWEST.exists():
-        lacking("no environment with the newest NeMo-Run: make nemo-run")
-    return NEWEST
+def torch_free() -> Path:
+    """The interpreter without torch; skips a test where it is missing, which CI does not accept."""
+    if not TORCH_FREE.exists():
+        lacking("no environment that only launches runs: make nemo-run")
+    return TORCH_FREE
 
 
 @dataclass(frozen=True, kw_only=True)

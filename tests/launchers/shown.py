@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.launchers.scripts import NEWEST, ROOT, user
+from tests.launchers.scripts import ROOT, user
 
 GOLDEN = Path(__file__).parent / "golden"
 PIPELINE = ("pipeline", "configs/debug/sft.yaml", "configs/debug/reward_model.yaml")
@@ -29,7 +28,7 @@ cpus_per_task: 96
 sbatch: [--mail-type=FAIL, "--comment=it's a \\"test\\"", --spread-job]
 srun: [--mpi=none]
 env: {HF_HOME: /data/hf cache, Greeting: it's "two" words and $HOME}
-setup: [module load cuda/12.8, 'export DATA="$HOME/data"']
+setup: [module load cuda/13.0, 'export DATA="$HOME/data"']
 interface: ib0
 """
 _ENROOT = """\
@@ -60,21 +59,18 @@ class Shown:
     Args:
         profile: text of the cluster's profile.
         call: the script and its arguments.
-        newest: by the newest NeMo-Run, not that of the project's environment.
     """
 
     profile: str
     call: tuple[str, ...]
-    newest: bool = False
 
     def output(self) -> str:
         """The script's output without configurations and without what differs from call to call."""
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / "profile.yaml").write_text(self.profile, encoding="utf-8")
-            caller = user(Path(directory), NEWEST if self.newest else Path(sys.executable))
             script, *arguments = self.call
             options = ("--executor", "slurm", "--dry-run", "--profile", f"{directory}/profile.yaml", "--name", "demo")
-            done = caller.call(script, *arguments, *options)
+            done = user(Path(directory)).call(script, *arguments, *options)
             assert done.returncode == 0, done.stderr
             left = {file.name for file in Path(directory).iterdir()}
             assert left == {"profile.yaml"}, f"a dry run leaves nothing: {left}"
@@ -84,12 +80,11 @@ class Shown:
 
 
 SHOWN: Mapping[str, Shown] = {
-    "pyxis-0.4": Shown(profile=_PYXIS, call=PIPELINE),
-    "pyxis": Shown(profile=_PYXIS + _ALL, call=(*SFT, "cluster.device=cuda"), newest=True),
-    "bare": Shown(profile=_BARE, call=("sweep", *SFT[1:], "--sweep=run.seed=1,2,3", "--parallel=2"), newest=True),
-    "enroot": Shown(profile=_ENROOT, call=SFT, newest=True),
-    "apptainer": Shown(profile=_APPTAINER, call=(*SFT, "cluster.device=cuda"), newest=True),
-    "ssh": Shown(profile=_SSH, call=PIPELINE, newest=True),
+    "pyxis": Shown(profile=_PYXIS + _ALL, call=(*SFT, "cluster.device=cuda")),
+    "bare": Shown(profile=_BARE, call=("sweep", *SFT[1:], "--sweep=run.seed=1,2,3", "--parallel=2")),
+    "enroot": Shown(profile=_ENROOT, call=SFT),
+    "apptainer": Shown(profile=_APPTAINER, call=(*SFT, "cluster.device=cuda")),
+    "ssh": Shown(profile=_SSH, call=PIPELINE),
 }
 
 if __name__ == "__main__":

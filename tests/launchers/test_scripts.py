@@ -15,7 +15,7 @@ from launchers import sweep
 from megarl.launch.profile import SSH, Profile
 from tests.debian import program
 from tests.launch.slurm_command import finish
-from tests.launchers.scripts import ROOT, newest, user
+from tests.launchers.scripts import ROOT, torch_free, user
 from tests.launchers.shown import GOLDEN, PIPELINE, SFT, SHOWN
 from tests.needs import lacking
 
@@ -26,8 +26,6 @@ FILES = sorted(GOLDEN.glob("*.txt"))
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_dry_run_output_equals_the_golden_files(name: str) -> None:
-    if SHOWN[name].newest:
-        newest()
     golden = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
     assert SHOWN[name].output() == golden, "python -m tests.launchers.shown writes the files anew; read them then"
 
@@ -76,7 +74,7 @@ def test_the_page_documents_every_option_and_a_valid_profile() -> None:
 def test_the_first_command_on_the_page_works(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "nemo_run.md").read_text(encoding="utf-8")
     ((script, arguments),) = re.findall(r"^ +\S+/python -m launchers\.(\S+) (.*)$", page, flags=re.MULTILINE)
-    done = user(tmp_path, newest()).call(script, *arguments.split(), f"run.dir={tmp_path / 'run'}", "--dry-run")
+    done = user(tmp_path, torch_free()).call(script, *arguments.split(), f"run.dir={tmp_path / 'run'}", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert ".venv/bin/python -m megarl train" in done.stdout
 
@@ -130,18 +128,11 @@ def test_a_missing_nemo_run_is_reported() -> None:
     assert "make nemo-run" in done.stderr
 
 
-def test_features_missing_in_the_installed_version_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "profile.yaml").write_text("runtime: bare\n")
-    said = refused(tmp_path, *SFT, "--executor=slurm", "--dry-run", "--profile", str(tmp_path / "profile.yaml"))
-    assert "runtime = bare" in said
-    assert "make nemo-run" in said
-
-
-def test_the_newest_version_gets_the_interpreter_and_unchanged_names(tmp_path: Path) -> None:
+def test_an_interpreter_without_torch_and_names_that_nemo_run_changes_are_refused(tmp_path: Path) -> None:
     run_dir, account = tmp_path / "nemo_run" / "first", tmp_path / "an account"
     account.mkdir()
-    said = refused(account, *SFT, f"run.dir={run_dir}", "--executor=slurm", "--dry-run", python=newest())
-    assert f"--python = {newest()}\n    rule: an interpreter that can run megarl; it has no torch" in said
+    said = refused(account, *SFT, f"run.dir={run_dir}", "--executor=slurm", "--dry-run", python=torch_free())
+    assert f"--python = {torch_free()}\n    rule: an interpreter that can run megarl; it has no torch" in said
     assert f"NEMORUN_HOME = '{account / 'home'}'" in said
     assert re.search(rf"sft = \S*{run_dir}", said)
     assert "nowhere /nemo_run" in said

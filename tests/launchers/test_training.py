@@ -1,4 +1,4 @@
-"""A run that trains, on this machine, by the NeMo-Run of the project's environment.
+"""A run that trains, on this machine, by NeMo-Run.
 
 tests/slurm/test_nemo_run.py passes trained models from stage to stage; the order of stages here is in test_local.py.
 """

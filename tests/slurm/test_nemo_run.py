@@ -1,4 +1,4 @@
-"""Experiments of the newest NeMo-Run on a real Slurm: options of the jobs, their ends, and messages."""
+"""Experiments of NeMo-Run on a real Slurm: options of the jobs, their ends, and messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launchers.scripts import ROOT, UMASK, User, newest, user
+from tests.launchers.scripts import ROOT, UMASK, User, user
 from tests.random_models import place_random_model
 from tests.slurm.cluster import Slurm
 from tests.slurm.jobs import Launcher
@@ -62,9 +62,9 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 @pytest.fixture
 def login(slurm: Slurm, tmp_path: Path) -> User:
-    """A user of the newest NeMo-Run on a login node."""
+    """A user of NeMo-Run on a login node."""
     misleading = {"SBATCH_PARTITION": "nowhere", "SBATCH_TIMELIMIT": "1", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "7"}
-    return user(tmp_path, newest(), **slurm.environment(**misleading))
+    return user(tmp_path, **slurm.environment(**misleading))
 
 
 def test_jobs_get_the_requested_options(login: User, slurm: Slurm) -> None:
@@ -147,7 +147,7 @@ def test_a_pipeline_trains_on_the_model_of_the_stage_before(launcher: Launcher, 
     one = "cluster: {devices_per_node: 1}\ngroups: {train: {devices: 0, roles: {reward: {tp: 1, pp: 1}}}}\n"
     files = [two_stages(tmp_path)[0], stage(tmp_path, "reward_model", model + unscaled + one)]
     place_random_model(Path(files[0]))
-    login = user(tmp_path, newest(), **launcher.environment)
+    login = user(tmp_path, **launcher.environment)
     done = login.call("pipeline", *files, *options(tmp_path, Path(sys.executable)), limit_s=800)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("sft", "reward_model"):
