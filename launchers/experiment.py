@@ -87,7 +87,7 @@ def _add(experiment: run.Experiment, tasks: Sequence[ExperimentTask]) -> None:
 
 @contextmanager
 def _interruptible(experiment: run.Experiment) -> Iterator[None]:
-    """Cancels the local tasks at SIGINT or SIGTERM, after which NeMo-Run waits for them (run/experiment.py, _run_dag)."""
+    """Cancels the local tasks at SIGINT or SIGTERM; NeMo-Run only waits (run/experiment.py, _wait_for_jobs)."""
 
     def end(number: int, _: FrameType | None) -> NoReturn:
         for ignored in before:
@@ -170,8 +170,8 @@ def follow(
 ) -> dict[str, str]:
     """Prints changes of the jobs' states until all have ended; returns the last states, or raises AccountingError.
 
-    NeMo-Run 0.11 would cancel a job whose accounting fails for a minute, and give up on one that the accounting does not
-    know after ten seconds (run/torchx_backend/launcher.py, wait_and_exit).
+    NeMo-Run 0.11 would cancel a job whose accounting fails for a minute, and give up on one that the accounting has not
+    noted after ten seconds (run/torchx_backend/launcher.py, wait_and_exit).
     """
     known: dict[str, str] = {}
     silent_since: float | None = None

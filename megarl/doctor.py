@@ -91,7 +91,7 @@ def examine() -> list[Finding]:
         _optional(DISTRIBUTION, "not installed, runs from its source", "make setup, or pip install --no-deps -e ."),
         *imports,
         *companions,
-        _optional("nemo-run", "not installed", f"pip install '{DISTRIBUTION}[launch]', to launch with NeMo-Run"),
+        _optional("nemo-run", "not installed", "make nemo-run, to launch with NeMo-Run"),
         *devices,
         *accelerations(cuda=cuda),
         *kernels(),

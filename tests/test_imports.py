@@ -42,7 +42,17 @@ ONLY_IMPORTER = {"megatron": "megatron", "vllm": "rollout", "ray": "cluster"}
 NEVER = ("nemo_run", "launchers")
 """What no part of the package imports: the scripts of launchers/ are above it, and alone with NeMo-Run."""
 
-OF_SCRIPTS = {"invoke", "jinja2", "launchers", "nemo_run", "paramiko", "torchx", "typer", "megarl.config", "megarl.launch"}
+OF_SCRIPTS = {
+    "invoke",
+    "jinja2",
+    "launchers",
+    "nemo_run",
+    "paramiko",
+    "torchx",
+    "typer",
+    "megarl.config",
+    "megarl.launch",
+}
 """What those scripts import besides the standard library, so that they run where there is no torch."""
 
 TORCH_FREE = (
