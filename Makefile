@@ -26,7 +26,7 @@ GPU_LOCK := requirements/cuda.txt
 INSTALLED := $(VENV)/installed
 PIP_OPTIONS := -qq --disable-pip-version-check --no-deps
 PIP_INSTALL := $(BIN)/python -m pip install $(PIP_OPTIONS)
-# Of the newest NeMo-Run, which does not live with vLLM.
+# Of a login node or a laptop that launches runs with NeMo-Run.
 NEMO_RUN := .venv-nemo-run
 NEMO_RUN_LOCK := requirements/nemo-run.txt
 # Of a Ray head with its dashboard, on top of $(VENV).
@@ -46,7 +46,7 @@ help:
 	@echo 'chromium  install the browser of the tests of megarl view (a Debian package, as root); without it they are skipped'
 	@echo 'sandbox  install bubblewrap (a Debian package, as root), in which the tool python runs programs; without it its tests are skipped'
 	@echo 'slurm  install what the tests with a real Slurm start (Debian packages, as root); without it they are skipped'
-	@echo 'nemo-run  install the newest NeMo-Run into $(NEMO_RUN), which launches runs but has no torch'
+	@echo 'nemo-run  install NeMo-Run without torch into $(NEMO_RUN), for a login node or a laptop that launches runs'
 	@echo 'ray    install Ray with its dashboard into $(RAY), on top of $(VENV): the tests submit jobs to it'
 	@echo 'agents  install an agent framework into $(AGENTS), on top of $(VENV): a test lets it talk to the gateway'
 	@echo 'verifiers  install the package verifiers into .venv-verifiers: a test lets the model play its environments'
