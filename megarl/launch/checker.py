@@ -28,6 +28,7 @@ from megarl.launch.profile import SSH, Apptainer, Bare, Enroot, Profile
 from megarl.launch.render import mounts
 from megarl.launch.request import LaunchMode, LaunchRequest, unwritable
 from megarl.preflight.check import check
+from megarl.preflight.models import without_weights
 from megarl.run.paths import RunPaths, read_config
 
 _EARLY_S = 60  # Slurm may send its signal this much early (sbatch's manual, --signal)
@@ -60,11 +61,16 @@ class Checker:
         key = config.model_dump_json(by_alias=True, exclude=_NAMES_NOTHING)
         if key not in self._checked:
             try:
-                check(config)
+                check(config, bare=self.request.dry_run)
                 self._checked[key] = None
             except ConfigError as error:
                 self._checked[key] = error
         return self._checked[key]
+
+    def unchecked(self, config: RunConfig) -> Iterator[str]:
+        """Yields a remark for each model of a dry run that has no weights yet."""
+        for field, path in {} if self.remote else without_weights(config).items():
+            yield f"{field}: {path} has a config.json and no weights yet; a dry run does not need them, the job does"
 
     def finished(self, config: RunConfig) -> list[Problem]:
         """Returns the problem that the run is finished, if it is."""

@@ -114,9 +114,8 @@ def _chain(request: LaunchRequest, checker: Checker, errors: list[ConfigError]) 
             refused += run_dirs
             continue
         earlier = tuple(checker.workdir / before.config.run.dir for before in runs)
-        job = _job([run.config], run.config.run.dir, request, checker, earlier=earlier)
+        planned.append(_job([run.config], run.config.run.dir, request, checker, earlier=earlier))
         runs.append(run)
-        planned.append(PlannedJob(job=job, configs=(run.config,)))
     return planned
 
 
@@ -170,9 +169,7 @@ def _sweep(
         fix = "choose another run.dir, or raise run.steps or run.epochs to continue them"
         errors.append(_wrong_run_dir(path, base, rule, fix))
         return []
-    job = _job(configs, base, request, checker, cells=cells, finished=finished)
-    remarks = tuple(f"{cell} is finished: left out" for cell in finished)
-    return [PlannedJob(job=job, configs=tuple(configs), remarks=remarks)]
+    return [_job(configs, base, request, checker, cells=cells, finished=finished)]
 
 
 def _overrides(path: Path, request: LaunchRequest) -> list[str]:
@@ -194,11 +191,11 @@ def _job(
     cells: Sequence[Cell] = (),
     finished: Sequence[Cell] = (),
     earlier: tuple[Path, ...] = (),
-) -> BatchJob:
+) -> PlannedJob:
     config, count = configs[0], len(cells) - len(finished)
     runs = f"{count} run{'s' * (count > 1)} of {config.stage} below {run_dir}"
     title = runs if cells else f"{config.stage} in {run_dir}"
-    return BatchJob(
+    job = BatchJob(
         title=" ".join(title.split()),
         name=request.job_name or (checker.workdir / run_dir).name,
         command="eval" if isinstance(config, EvalConfig) else "train",
@@ -213,6 +210,9 @@ def _job(
         earlier=earlier,
         profile=checker.profile,
     )
+    remarks = [f"{cell} is finished: left out" for cell in finished]
+    remarks += dict.fromkeys(remark for each in configs for remark in checker.unchecked(each))
+    return PlannedJob(job=job, configs=tuple(configs), remarks=tuple(remarks))
 
 
 def _components(config: RunConfig, request: LaunchRequest, profile: Profile) -> Iterator[Component]:

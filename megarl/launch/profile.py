@@ -131,7 +131,7 @@ class Profile(Section):
     env: Mapping[types.VariableName, types.Value] = {}
     """Environment variables of the job, not expanded; use setup to expand $NAME."""
     setup: types.Shell = ()
-    """Lines of shell that prepare the job on its first node: module load cuda, source ..., export ..."""
+    """Lines of shell that prepare the job on its first node: module load ..., source ..., export ..."""
     interface: types.Interface | None = None
     """Network interface between the nodes, such as ib0; null is that of the route between them."""
     start_limit: Positive = 600.0

@@ -37,7 +37,7 @@ JOBS: Mapping[str, BatchJob] = {
     "module": job(
         {
             "runtime": {"python": "python"},
-            "setup": ["module load cuda/12.8", 'source "$HOME/venv/bin/activate"'],
+            "setup": ["module load python/3.12", 'source "$HOME/venv/bin/activate"'],
             "env": {"HF_HOME": "/data/hf cache", "NCCL_DEBUG": "WARN"},
             "gpu_request": "gres",
             "gpu_type": "h100",

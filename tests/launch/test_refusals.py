@@ -152,7 +152,7 @@ def test_data_shared_by_cells_is_read_once(login: Login, monkeypatch: pytest.Mon
     from megarl.launch import checker
 
     read = []
-    monkeypatch.setattr(checker, "check", read.append)
+    monkeypatch.setattr(checker, "check", lambda config, **_: read.append(config))
     sweep = ["--sweep=actor.optimizer.lr=1e-5,2e-5", "--sweep=run.seed=1,2", "--sweep=rollout.temperature=0.9,1.0"]
     assert login.launch(login.config("many"), *sweep).exit_code == 0
     assert len(read) == 2

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from examples.sort_letters.checkpoint import write_checkpoint
 from megarl.config import load
 from megarl.config.schema import PPOConfig
 from megarl.run.status.reading import read_status
@@ -104,6 +105,18 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(login: Login) -> None:
     given = f"from the command line: partition; the rest from {profile}"
     assert result.stderr.endswith(f"settings of the cluster: {given}\n")
     assert login.launch(login.config("first"), "--dry-run").stderr.endswith(f"settings of the cluster: {profile}\n")
+
+
+def test_a_dry_run_needs_no_weights(login: Login) -> None:
+    model = login.home / "model"
+    write_checkpoint(model, seed=0)
+    (model / "model.safetensors").unlink()
+    file = login.config("first", f"model: {{path: {model}, random: null, vocab_size: null}}\n", stage="sft")
+    run = [file, "--sweep=run.seed=1,2"]
+    assert f"model.path = {model}\n" in login.refused(*run)
+    result = login.launch(*run, "--dry-run")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.count(f"model.path: {model} has a config.json and no weights yet; ") == 1
 
 
 def test_a_named_profile_replaces_the_users_default(login: Login) -> None:

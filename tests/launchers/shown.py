@@ -28,7 +28,7 @@ cpus_per_task: 96
 sbatch: [--mail-type=FAIL, "--comment=it's a \\"test\\"", --spread-job]
 srun: [--mpi=none]
 env: {HF_HOME: /data/hf cache, Greeting: it's "two" words and $HOME}
-setup: [module load cuda/13.0, 'export DATA="$HOME/data"']
+setup: [module load python/3.12, 'export DATA="$HOME/data"']
 interface: ib0
 """
 _ENROOT = """\
