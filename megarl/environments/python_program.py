@@ -62,7 +62,7 @@ _AS_ROOT = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", 
 
 
 def run_program(code: str, sandbox: Sandbox) -> str:
-    """Returns what a program prints, shortened.
+    """Returns what a program prints; of a long text the start and the end.
 
     Raises:
         RuntimeError: it failed or was ended; the message has the cause, and what it printed.
@@ -104,18 +104,10 @@ def bubblewrap() -> Sequence[str]:
     for namespaces in (_IN_USER_NAMESPACE, _AS_ROOT) if os.geteuid() == 0 else (_IN_USER_NAMESPACE,):
         alone = ("--cap-drop", "ALL", "--die-with-parent", "--new-session")
         command = (program, *namespaces, *alone, *mounts, "--chdir", _HOME, "--")
-        tried = subprocess.run(
-            [*command, sys.executable, "-I", "-c", ""],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env=_variables(_HOME),
-            timeout=60,
-        )
-        if tried.returncode == 0:
+        problem, printed = _run("", command, "/", _HOME)
+        if not problem:
             return command
-        problems.append(tried.stderr.strip().removeprefix("bwrap: ") or how_ended(tried.returncode))
+        problems.append(printed.removeprefix("bwrap: ") or problem)
     raise ValueError(f"bubblewrap cannot run here: {'; '.join(problems)}")
 
 

@@ -234,20 +234,21 @@ def tried(way, *args):
     return result if result != -1 else os.strerror(ctypes.get_errno())
 
 for pid in others:
-    print("kill", tried(os.kill, pid, 9))
+    print("kill", tried(os.kill, pid, 0))
     reading, writing = os.pipe()
     print("owner", tried(fcntl.fcntl, reading, fcntl.F_SETOWN, pid))
     print("open", tried(os.listdir, f"/proc/{{pid}}"))
 print("shm", tried(libc.shmget, key, 1 << 20, 0o600))
 print("connect", tried(socket.create_connection, ("127.0.0.1", {port})))
-print("mount", tried(libc.mount, b"none", b"/tmp", b"tmpfs", 0, None))
+os.mkdir("here")
+print("mount", tried(libc.mount, b"none", b"here", b"tmpfs", 0, None))
 print("unshare", tried(libc.unshare, 0x10000000))
 print("unshare", tried(libc.unshare, 0x20000))
 print("read", tried(os.listdir, directory))
-for path in ("/x", "/dev/x", "/usr/x", sys.prefix + "/x"):
-    print("write", tried(os.mknod, path))
-print("shared", tried(os.mknod, "/dev/shm/x"))
+for path in ("/", "/dev", "/usr", sys.prefix, "/tmp", "/dev/shm"):
+    print("write", os.access(path, os.W_OK))
 """
+"""None of them does harm where there is no sandbox."""
 
 
 @pytest.mark.process
@@ -275,7 +276,7 @@ def test_python_reaches_no_other_process_and_no_file(tmp_path: Path) -> None:
         "unshare No space left on device",
         "unshare Operation not permitted",
     ]
-    assert rest[5:] == ["read No such file or directory", *4 * ["write Read-only file system"], "shared None"]
+    assert rest[5:] == ["read No such file or directory", *4 * ["write False"], *2 * ["write True"]]
 
 
 BEGINS_DAEMONS = """
