@@ -74,7 +74,7 @@ def test_every_way_of_training_is_valid(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 def test_asynchronous_training_is_compared() -> None:
-    short = "rollout={min_new_tokens: 8, max_new_tokens: 8}"
+    short = "rollout.max_new_tokens=8"
     table = run("asynchronous", "--load", "even", "--steps", "4", short)
     assert re.search(rf"^even +{SYNCHRONOUS} .* 1\.00$", table, flags=re.MULTILINE), table
     assert re.search(r"^even +exact, 1 .*%", table, flags=re.MULTILINE), table
