@@ -79,6 +79,7 @@ def test_roles_without_weights_are_planned(tmp_path: Path) -> None:
     assert planned.output.count("the weights of ") == 2
 
 
+@pytest.mark.process
 def test_the_first_prompt_is_shown_as_the_model_sees_it(tmp_path: Path) -> None:
     tokenizer = tools_tokenizer(tmp_path / "tokenizer")
     prompts = written(tmp_path / "prompts.jsonl", [{"prompt": "hi"}, *[{"prompt": "ho"}] * 3])

@@ -47,7 +47,7 @@ class Characters:
 class ThreadChild:
     """Answers like the child process, in a thread of this one; an environment that exits closes the connection."""
 
-    def __init__(self, module: str, settings: EnvironmentSettings, name: str) -> None:
+    def __init__(self, module: str, settings: EnvironmentSettings, name: str, memory: int | None) -> None:
         self._make, self._limit_s = load_environment(settings), settings.time_limit
         self._ours, self._theirs = cast("tuple[Connection[Any, Any], ...]", Pipe())
         self.started = 0

@@ -50,7 +50,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "ppo": [{"prompt": "1+1?", "answer": "2"}, {"messages": [{"role": "user", "content": "hi"}]}],
 }
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
