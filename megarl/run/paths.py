@@ -13,6 +13,7 @@ import yaml
 from megarl.files import open_file
 
 _LARGEST_CONFIG = 1 << 20
+_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is faster, and not in every build
 _TRIES, _PAUSE_S = 3, 0.05  # to get the lock: `is_locked` holds it for an instant
 
 
@@ -55,15 +56,6 @@ def ema_export(export: Path) -> Path:
     return export.with_name(f"{export.name}-ema")
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """Reads YAML without aliases, of which a few lines can stand for more than any memory holds."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it has aliases")
-        return super().compose_node(parent, index)
-
-
 def read_config(path: Path) -> Mapping[str, Any]:
     """Returns the fields of a run's configuration; none if the file is missing, or is nothing that a run writes.
 
@@ -72,7 +64,11 @@ def read_config(path: Path) -> Mapping[str, Any]:
     try:
         with open_file(path) as file:
             text = file.read(_LARGEST_CONFIG + 1)
-        fields = _PlainLoader(text).get_single_data() if len(text) <= _LARGEST_CONFIG else None
+        # A few lines of aliases can stand for more than any memory holds.
+        aliases = (event for event in yaml.parse(text, Loader=_YAML) if isinstance(event, yaml.AliasEvent))
+        if len(text) > _LARGEST_CONFIG or next(aliases, None) is not None:
+            return {}
+        fields = _YAML(text).get_single_data()
     except (FileNotFoundError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return fields if isinstance(fields, Mapping) else {}

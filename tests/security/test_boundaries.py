@@ -203,7 +203,8 @@ def test_a_configuration_that_expands_without_end_is_no_configuration(tmp_path: 
         list(shown(run))
 
 
-def test_a_line_without_an_end_is_refused(tmp_path: Path) -> None:
+def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.files._LONGEST_LINE", 1 << 20)
     run = viewed_run(tmp_path / "run")
     for name in ("metrics.jsonl", "samples.jsonl"):
         os.truncate(run.path / name, 1 << 40)
