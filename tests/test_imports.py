@@ -112,6 +112,8 @@ def objections(part: str, name: str) -> Iterator[str]:
         yield f"only the scripts of launchers/ import {top}"
     if top == "megarl" and rest and rest[0] != part and HEIGHT[rest[0]] >= HEIGHT[part]:
         yield f"megarl.{part} is not above megarl.{rest[0]}"
+    if name.startswith("megatron.core.dist_checkpointing"):
+        yield "checkpoints are torch's own, and megarl.convert writes and reads Megatron-LM's format by itself"
     if part == "algos" and (name.startswith("torch.distributed") or rest[:1] == ["config"]):
         yield "algorithm math is pure: no configuration, nothing distributed"
 

@@ -142,7 +142,7 @@ def _extra_states(whole: ShardMap) -> Iterator[str]:
     """Yields the keys of the extra state of Megatron's modules, which is empty without quantisation.
 
     Modules need it when they load: those of Transformer Engine all, others the linear layers. The key of a part names
-    its indices along the leading axes (ShardedObject.unique_key, megatron-core 0.16.1).
+    its indices along the leading axes (ShardedObject.unique_key, megatron-core 0.19.2).
     """
     leading = {shard.param: shard.leading for shard in whole.shards}
     modules: dict[str, tuple[int, ...]] = {}

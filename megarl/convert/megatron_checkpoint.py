@@ -90,7 +90,7 @@ def _stacked(index: DCPIndex) -> DCPIndex:
     """Returns a Megatron checkpoint's index with layers and experts as leading axes.
 
     Some models write them so; others write a tensor for each (``non_homogeneous_layers`` and ``singleton_local_shards``
-    of TransformerBlock, SequentialMLP and MLP, megatron-core 0.16.1).
+    of TransformerBlock, SequentialMLP and MLP, megatron-core 0.19.2).
     """
     places = {key: _StackPlace.of(key) for key in index.tensors}
     counts: dict[tuple[str, int], int] = {}

@@ -1,51 +1,46 @@
-"""A role's state on disk: sharded tensors in canonical coordinates, in Megatron's checkpoint format.
+"""A role's state on disk: boxes of canonical tensors, in the format of torch.distributed.checkpoint.
 
 Weights, their average and optimizer state are stored as boxes of Hugging Face tensors: any layout loads what any other
-has saved, padding is not stored, and each element is written once. Megatron's own sharded state reads its global
-parallel state, and gathers the optimizer's state over DP or ties it to TP and PP (optimizer/distrib_optimizer.py,
-0.16). This file uses the default process group, which is the group's world.
+has saved, padding is not stored, and each element is written once. This file uses the default process group, which is
+the group's world.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from operator import sub
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save as plan_save
-from torch.distributed.checkpoint.utils import _DistWrapper
-from torch.futures import Future
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from megarl.files import FileRecord, sync, write_errors
 from megarl.megatron.model_engine import ModelEngine
 from megarl.megatron.optimizer import OptimizerShard, shards
-from megarl.megatron.parallel import barrier
 from megarl.types import RankCoords
-from megarl.weights.dcp_metadata import check_tensors_alone
+from megarl.weights.dcp_metadata import METADATA, check_tensors_alone
 from megarl.weights.hf_files import CheckpointError
 from megarl.weights.shard_map import Box, Shard, row_major_boxes
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _COUNTERS = ("steps_taken", "adam_steps")
 """Attributes of an engine, equal on all of its ranks."""
+_COUNTERS_FILE = "common.pt"
+_RANK_FILE = "__{}_0.distcp"
+"""FileSystemWriter's name."""
 
 
 def save_role(role: ModelEngine, directory: Path) -> list[FileRecord]:
@@ -66,44 +61,40 @@ def save_role(role: ModelEngine, directory: Path) -> list[FileRecord]:
 def plan_role(
     role: ModelEngine, directory: Path, group: dist.ProcessGroup | None = None
 ) -> Callable[[], list[FileRecord]]:
-    """Divides the writing of a role's state among its ranks; returns what does this rank's part, see `save_role`.
+    """Returns what writes this rank's part of a role's state, see `save_role`.
 
     Args:
         group: of the same ranks, for the write alone; what is written is then a copy in host memory, so that the write
             may run in a thread while the role is trained.
     """
     assert role.ema is None or not role.ema.in_use, f"{role.name} has its average for its weights"
-    if dist.get_rank() == 0:
-        directory.mkdir()
-    barrier()
-    state = {"counters": {name: getattr(role, name) for name in _COUNTERS}, **_tensors(role)}
-    plan = _Plan(copies=group is not None)
-    with _first_error(f"{role.name} cannot be saved"), write_errors(directory / "common.pt"):
-        dist_checkpointing.save(state, str(directory), plan, validate_access_integrity=False)
-    return partial(_write, role.name, plan.writer, directory, group)
+    planner = _SavePlanner([box for box in _held(role) if box.written], copied=group is not None)
+    writer = _Writer(directory, {name: getattr(role, name) for name in _COUNTERS})
 
+    def write() -> list[FileRecord]:
+        with _first_error(f"{role.name} cannot be saved"):
+            save_state({}, storage_writer=writer, planner=planner, process_group=group)
+        rank = dist.get_rank()
+        files = [directory / _RANK_FILE.format(rank)]
+        if rank == 0:
+            files += [directory / METADATA, directory / _COUNTERS_FILE]
+        for path in (*files, directory):
+            sync(path)
+        return [FileRecord.of(path, directory) for path in files]
 
-def _write(name: str, writer: _PlannedWriter, directory: Path, group: dist.ProcessGroup | None) -> list[FileRecord]:
-    with _first_error(f"{name} cannot be saved"):
-        writer.write(group)
-    rank = dist.get_rank()
-    files = [path for path in sorted(directory.iterdir()) if _writer(path) == rank]
-    for path in (*files, directory):
-        sync(path)
-    return [FileRecord.of(path, directory) for path in files]
+    return write
 
 
 def restore_role(role: ModelEngine, directory: Path) -> None:
     """Loads a role's state, saved under any layout; raises RuntimeError if it belongs to another model. Collective."""
     with _first_error(f"{role.name} cannot be restored from {directory}"):
         check_tensors_alone(directory)  # torch reads the pickle again, without restrictions (FileSystemReader, 2.13)
-    counters = dist_checkpointing.load_common_state_dict(str(directory))["counters"]
-    for name in _COUNTERS:
-        setattr(role, name, counters[name])
-    _set_adam_steps(role)
-    with _first_error(f"{role.name} cannot be restored from {directory}"):
-        # In place: the tensors are views of the parameters and of the optimizer's state.
-        dist_checkpointing.load(_tensors(role), str(directory), validate_access_integrity=False)
+        counters = torch.load(directory / _COUNTERS_FILE, weights_only=True)["counters"]
+        for name in _COUNTERS:
+            setattr(role, name, counters[name])
+        _set_adam_steps(role)
+        # In place: the boxes are views of the parameters and of the optimizer's state.
+        load_state({}, storage_reader=FileSystemReader(directory), planner=_LoadPlanner(_held(role)))
 
 
 @contextmanager
@@ -118,102 +109,90 @@ def _first_error(what: str) -> Iterator[None]:
         raise RuntimeError(f"{what}: {error}") from error
 
 
-class _PlannedWriter(FileSystemWriter):
-    """Keeps the part that torch's saver gives this rank to write, and writes it when asked; errors name the file.
+class _HeldBox(NamedTuple):
+    """A box of a stored tensor on this rank.
 
     Args:
-        copies: what is written is a copy of the planned tensors in host memory, made before.
+        data: its elements, a view.
+        written: by this rank; others may hold it as well.
     """
 
-    def __init__(self, directory: str | Path, *, copies: bool) -> None:
-        # Copying ahead waits for the device's work, which is that of the training.
-        super().__init__(directory, thread_count=1, sync_files=True, per_thread_copy_ahead=0)
-        self._copies = copies
-        self._part: tuple[Any, Any] | None = None
-        self._metadata: Any = None
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        self._part = plan, _Copies(plan, planner, ahead=self._copies)
-        nothing: Future[list[Any]] = Future()
-        nothing.set_result([])
-        return nothing
-
-    def finish(self, metadata: Any, results: Any) -> None:
-        self._metadata = metadata
-
-    def write(self, group: dist.ProcessGroup | None) -> None:
-        """Writes this rank's file, and on the first rank the metadata of all; collective over the group."""
-        _DistWrapper(group, use_dist=True, coordinator_rank=0).all_reduce("write", self._write_part, self._finish)
-
-    def _write_part(self) -> Any:
-        assert self._part is not None, "torch's saver plans first"
-        (plan, planner), self._part = self._part, None
-        tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
-        nbytes = sum(tensor.chunk.sizes.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
-        with write_errors(Path(self.path) / f"{plan.storage_data.prefix}0.distcp", nbytes):
-            return super().write_data(plan, planner).wait()
-
-    def _finish(self, results: Any) -> None:
-        with write_errors(Path(self.path) / ".metadata"):
-            super().finish(self._metadata, results)
+    index: MetadataIndex
+    info: TensorWriteData
+    data: torch.Tensor
+    written: bool
 
 
-class _Copies:
-    """Stands for a planner: gives the writer copies in host memory, and frees each when it asks for the next one.
+class _SavePlanner(DefaultSavePlanner):
+    """Plans boxes, and gives each to the writer as a copy in host memory, which is freed when it asks for the next one.
 
     torch.save leaves what it has written to the garbage collector: its pickler is a class that is made for the call
     (torch/serialization.py, 2.13), and the copies of a whole checkpoint might wait there.
 
     Args:
-        ahead: all are made now.
+        copied: all are copied now.
     """
 
-    def __init__(self, plan: Any, planner: Any, *, ahead: bool) -> None:
-        self._planner = planner
-        self._tensors = {item.index: self._copy(item) for item in plan.items} if ahead else None
-        self._written: Any = None
+    def __init__(self, boxes: Sequence[_HeldBox], *, copied: bool) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.nbytes = sum(box.data.nbytes for box in boxes)
+        self._items = [WriteItem(index=box.index, type=WriteItemType.SHARD, tensor_data=box.info) for box in boxes]
+        self._copied = copied
+        self._tensors = {box.index: box.data.to("cpu", copy=True) if copied else box.data for box in boxes}
+        self._written = torch.empty(0)
 
-    def resolve_data(self, item: Any) -> Any:
-        if isinstance(self._written, torch.Tensor):
-            self._written.untyped_storage().resize_(0)
-        self._written = self._copy(item) if self._tensors is None else self._tensors.pop(item.index)
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan(self._items)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        self._written.untyped_storage().resize_(0)
+        tensor = self._tensors.pop(write_item.index)
+        self._written = tensor if self._copied else tensor.to("cpu", copy=True)
         return self._written
 
-    def _copy(self, item: Any) -> Any:
-        data = self._planner.resolve_data(item)
-        return data.detach().to("cpu", copy=True) if isinstance(data, torch.Tensor) else data  # or an object's bytes
+
+class _Writer(FileSystemWriter):
+    """Writes a file per rank, and those of all on the first; errors name the file."""
+
+    def __init__(self, directory: Path, counters: Mapping[str, int]) -> None:
+        # Copying ahead waits for the device's work, which is that of the training.
+        super().__init__(directory, per_thread_copy_ahead=0, overwrite=False)
+        self._directory, self._counters = directory, counters
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        with write_errors(self._directory / _RANK_FILE.format(dist.get_rank()), planner.nbytes):
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        with write_errors(self._directory / _COUNTERS_FILE):
+            torch.save({"counters": self._counters}, self._directory / _COUNTERS_FILE)
+        with write_errors(self._directory / METADATA):
+            super().finish(metadata, results)
 
 
-class _Plan(SaveShardedStrategy):
-    """Megatron's torch_dist format, written by the calling process itself; replicas over DP share the writing.
+class _LoadPlanner(DefaultLoadPlanner):
+    """Reads boxes in place, from the stored ones that overlap with them."""
 
-    Megatron's strategy copies everything and forks writers even for a synchronous save, and starts a queue manager that
-    outlives it (dist_checkpointing/strategies/filesystem_async.py, 0.16).
-    """
+    def __init__(self, boxes: Sequence[_HeldBox]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._boxes = boxes
+        self._tensors = {box.index: box.data for box in boxes}
 
-    writer: _PlannedWriter
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for box in self._boxes:
+            key = box.index.fqn
+            stored: Any = self.metadata.state_dict_metadata.get(key)
+            if stored is None:
+                raise ValueError(f"it has no {key}")
+            if stored.size != box.info.size:
+                raise ValueError(f"{key} is {list(stored.size)} there, not {list(box.info.size)}")
+            items += create_read_items_for_chunk_list(key, stored, [box.info.chunk])
+        return LoadPlan(items)
 
-    def __init__(self, *, copies: bool) -> None:
-        super().__init__("torch_dist", 1)
-        self._copies = copies
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        self.writer = _PlannedWriter(checkpoint_dir, copies=self._copies)
-        plan_save(
-            mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=self.writer,
-            planner=MCoreSavePlanner(flatten_state_dict=False),  # torch has one rank write each box, the least busy
-        )
-
-
-def _writer(path: Path) -> int:
-    """Returns the rank that wrote a file: ``__{rank}_{number}.distcp``, and rank 0 the others."""
-    return int(path.name.split("_")[2]) if path.name.startswith("__") else 0
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._tensors[index]
 
 
 def _set_adam_steps(role: ModelEngine) -> None:
@@ -235,12 +214,13 @@ def _shards(role: ModelEngine) -> Iterator[OptimizerShard]:
     return iter(()) if role.optimizer is None else shards(role.model, role.optimizer)
 
 
-def _tensors(role: ModelEngine) -> dict[str, ShardedTensor]:
-    """Returns all tensors of the role that this rank holds."""
-    parameters, boxes = role.model.parameters(), _Boxes(role)
-    tensors: list[ShardedTensor] = []
+def _held(role: ModelEngine) -> list[_HeldBox]:
+    """Returns the boxes of all tensors of the role that this rank holds."""
+    parameters = role.model.parameters()
+    divide = _Boxes(role)
+    held: list[_HeldBox] = []
     for name, parameter in parameters.items():
-        tensors += boxes.sharded("weight", name, parameter.detach().view(-1), range(parameter.numel()))
+        held += divide("weight", name, parameter.detach().view(-1), range(parameter.numel()))
     for shard in _shards(role):
         state = {name: shard.adam[name] for name in _MOMENTS if name in shard.adam}
         if shard.main.dtype != parameters[shard.name].dtype:
@@ -248,28 +228,37 @@ def _tensors(role: ModelEngine) -> dict[str, ShardedTensor]:
         if role.ema is not None:
             state["average"] = role.ema.values[shard.name]
         for kind, values in state.items():
-            tensors += boxes.sharded(kind, shard.name, values, shard.span)
-    return {str(index): tensor for index, tensor in enumerate(tensors)}
+            held += divide(kind, shard.name, values, shard.span)
+    return held
 
 
 class _Boxes:
     """Divides a rank's parameters into boxes of canonical tensors."""
 
     def __init__(self, role: ModelEngine) -> None:
-        layout, self._role = role.layout, role
+        self._role = role
         self._tensors = role.spec.canonical(role.head)
         self._shards: dict[str, list[Shard]] = defaultdict(list)
         for shard in role.shard_map.shards:
             self._shards[shard.param].append(shard)
-        self._first_holder: dict[tuple[str, Box], RankCoords] = {}
-        """The first rank of this replica that holds a region: tied weights, norms and the like are on several."""
-        for pp, tp in product(range(layout.pp), range(layout.tp)):
-            coords = replace(role.coords, pp=pp, tp=tp)
-            for shard in role.spec.megatron_map(layout, layout.rank(coords), role.head).shards:
-                self._first_holder.setdefault((shard.name, shard.region), coords)
+        holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
+        """Ranks by region: replicas, and several ranks of each where it is of tied weights, norms and the like."""
+        layout = role.layout
+        for pp, tp, ep in product(range(layout.pp), range(layout.tp), range(layout.ep)):
+            ranks = [layout.rank(RankCoords(tp=tp, dp=dp, pp=pp)) for dp in range(ep, layout.dp, layout.ep)]
+            for shard in role.spec.megatron_map(layout, ranks[0], role.head).shards:
+                holders[shard.name, shard.region] += ranks
+        loads = [0] * layout.world_size
+        self._writers: dict[tuple[str, Box], RankCoords] = {}
+        """The least busy of the ranks that hold a region."""
+        for (name, region), ranks in holders.items():
+            writer = min(ranks, key=loads.__getitem__)
+            loads[writer] += region.size
+            self._writers[name, region] = layout.coords(writer)
 
-    def sharded(self, kind: str, param: str, values: torch.Tensor, span: range) -> Iterator[ShardedTensor]:
+    def __call__(self, kind: str, param: str, values: torch.Tensor, span: range) -> Iterator[_HeldBox]:
         """Divides a run of a flattened parameter, or of its optimizer state, [len(span)]."""
+        coords = self._role.coords
         for box in row_major_boxes(self._role.shard_map.params[param].shape, span.start, span.stop):
             block, values = values[: box.size].view(box.shape), values[box.size :]
             for shard in self._shards[param]:
@@ -279,15 +268,18 @@ class _Boxes:
                 inside = Box(*(tuple(map(sub, edge, box.start)) for edge in (part.box.start, part.box.stop)))
                 data = block[inside.slices]
                 data = (data.mT if part.transposed else data).view(part.region.shape)
-                # Ranks of one replica may hold other runs of the same region, so only the first of them writes it.
-                holder = self._first_holder[shard.name, shard.region]
-                yield ShardedTensor(
-                    key=f"{kind}.{part.name}",
+                writer = self._writers[shard.name, shard.region]
+                if kind != "weight":
+                    # Replicas divide it, and other ranks of TP or PP divide it in other places.
+                    writer = replace(writer, dp=coords.dp)
+                start = torch.Size(part.region.start)
+                yield _HeldBox(
+                    index=MetadataIndex(f"{kind}.{part.name}", start),
+                    info=TensorWriteData(
+                        chunk=ChunkStorageMetadata(offsets=start, sizes=data.shape),
+                        properties=TensorProperties(dtype=data.dtype),
+                        size=torch.Size(self._tensors[part.name].shape),
+                    ),
                     data=data,
-                    dtype=data.dtype,
-                    local_shape=tuple(data.shape),
-                    global_shape=self._tensors[part.name].shape,
-                    global_offset=part.region.start,
-                    axis_fragmentations=None,
-                    replica_id=int(holder != self._role.coords),
+                    written=writer == coords,
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import queue
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,24 +36,14 @@ def load(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: 
     return len(parameters)
 
 
-def save(
-    rank: int,
-    config: dict[str, Any],
-    layout: Layout,
-    directory: str,
-    hf: str,
-    metadata: dict[str, Any],
-    forking: bool = False,
-) -> None:
+def save(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: str, metadata: dict[str, Any]) -> None:
     """Saves Megatron's model with the tensors of HF, by Megatron's sharded state.
 
     Args:
         metadata: what Megatron's modules are asked for in their sharded state.
-        forking: let Megatron's own strategy fork its writers; otherwise each rank writes itself, which is quicker.
     """
     from megatron.core import dist_checkpointing
-
-    from megarl.megatron.state import _Plan
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     spec, model, _ = _model(rank, config, layout)
     tensors, parameters = read_directory(Path(hf)), model.parameters()
@@ -68,22 +58,9 @@ def save(
         Path(directory).mkdir(parents=True)
     torch.distributed.barrier()
     state = {**_sharded(model, metadata), "checkpoint_version": 3.0, "iteration": 7}
-    with patch.dict(multiprocessing.current_process()._config, daemon=False):  # which may not fork
-        plan = _Plan(copies=False)
-        dist_checkpointing.save(state, directory, ("torch_dist", 1) if forking else plan)
-        if not forking:
-            plan.writer.write(None)
-    if forking:
-        _end_manager()
-
-
-def _end_manager() -> None:
-    """Ends the process that keeps the queue of Megatron's writers: it would outlive this one."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    queue: Any = filesystem_async._results_queue
-    queue._manager.shutdown()
-    filesystem_async._results_queue = None
+    # In place of a queue of a process of its own, which would outlive this one.
+    with patch.object(filesystem_async, "get_write_results_queue", queue.Queue):
+        dist_checkpointing.save(state, directory, content_metadata=metadata)
 
 
 def _model(rank: int, config: dict[str, Any], layout: Layout) -> tuple[Any, Any, Any]:
@@ -107,9 +84,9 @@ def _chunks(model: Any) -> dict[str, Any]:
 
 
 def _sharded(model: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Megatron's sharded state; of tied embeddings it reads the global group, which Megatron-LM's programs have set."""
+    """Megatron's sharded state; of tied embeddings it reads the global rank, which Megatron-LM's programs have set."""
     from megatron.core import parallel_state
 
     metadata = {**metadata, "dp_cp_group": model.groups.dp_cp}
-    with patch.object(parallel_state, "_DATA_PARALLEL_GROUP_WITH_CP", model.groups.dp_cp):
+    with patch.object(parallel_state, "_MPU_DATA_PARALLEL_RANK", model.groups.dp_cp.rank()):
         return {name: chunk.sharded_state_dict(metadata=dict(metadata)) for name, chunk in _chunks(model).items()}

@@ -11,7 +11,7 @@ from megarl.convert.exporting import export_checkpoint
 from megarl.convert.importing import import_checkpoint
 from megarl.convert.resources import Resources
 from megarl.types import Layout
-from tests.convert import jobs
+from tests.convert import jobs, megatron_lm
 from tests.convert.directories import Tensors, assert_equal, make_directory, read_directory
 from tests.pool import RankPool
 from tests.weights import models
@@ -61,11 +61,24 @@ def test_export_reads_what_megatron_saves(family: str, layout: Layout, tmp_path:
     _export(tmp_path, tensors)
 
 
-def test_export_reads_what_megatrons_forked_writers_save(tmp_path: Path, pool: RankPool) -> None:
-    config = models.llama_config()
-    tensors = make_directory(tmp_path / "hf", config)
-    _save(pool, config, Layout(tp=2), tmp_path, {}, True)
-    _export(tmp_path, tensors)
+LM = models.llama_config(num_hidden_layers=2, num_key_value_heads=2)
+
+
+@pytest.mark.parametrize("sharding", ["dp_reshardable", "fully_reshardable"])
+def test_export_reads_what_megatron_lm_saves(sharding: str, tmp_path: Path, pool: RankPool) -> None:
+    """With its optimizer's state, its arguments and the state of its random generators."""
+    make_directory(tmp_path / "hf", LM)
+    directory = tmp_path / "ckpt/iter_0000007"
+    expected = pool.run(megatron_lm.save, LM, str(directory), sharding, world_size=2)[0]
+    (tmp_path / "ckpt/latest_checkpointed_iteration.txt").write_text("7")
+    _export(tmp_path, expected)
+
+
+def test_megatron_lm_loads_an_import(tmp_path: Path, pool: RankPool) -> None:
+    tensors = make_directory(tmp_path / "hf", LM)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+    for loaded in pool.run(megatron_lm.load, LM, str(tmp_path / "ckpt/release"), world_size=2):
+        assert_equal(loaded, tensors)
 
 
 @pytest.mark.parametrize("metadata", [{"non_homogeneous_layers": True}, {"singleton_local_shards": True}], ids=str)
@@ -79,9 +92,9 @@ def test_export_reads_one_tensor_per_layer(
     _export(tmp_path, tensors)
 
 
-def _save(pool: RankPool, config: dict[str, Any], layout: Layout, tmp_path: Path, *how: Any) -> None:
+def _save(pool: RankPool, config: dict[str, Any], layout: Layout, tmp_path: Path, metadata: dict[str, Any]) -> None:
     directory = tmp_path / "ckpt/iter_0000007"
-    pool.run(jobs.save, config, layout, str(directory), str(tmp_path / "hf"), *how, world_size=layout.world_size)
+    pool.run(jobs.save, config, layout, str(directory), str(tmp_path / "hf"), metadata, world_size=layout.world_size)
     (tmp_path / "ckpt/latest_checkpointed_iteration.txt").write_text("7")
 
 
