@@ -29,13 +29,7 @@ from megarl.rollout.completions import (
 from megarl.rollout.engine_memory import cache_bytes
 from megarl.rollout.engine_state import EngineState
 from megarl.rollout.requests import Requests, generation_params, scoring_params, stop_token_ids
-from megarl.rollout.vllm_environment import (
-    importing_vllm,
-    refuse_logits_processors,
-    scratch_directory,
-    set_vllm_environment,
-    temporary_files_in,
-)
+from megarl.rollout.vllm_environment import importing_vllm, scratch_directory, set_vllm_environment, temporary_files_in
 from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
 from megarl.weights.hf_files import read_config
 from megarl.weights.shard_map import ShardMap
@@ -123,7 +117,6 @@ class RolloutEngine:
 
         Returns the number of responses that vLLM generates at once.
         """
-        refuse_logits_processors()
         options, self._scratch = self._options, scratch_directory()
         set_vllm_environment(options.device, self._scratch.name, options.threads)
         with importing_vllm(options.device):

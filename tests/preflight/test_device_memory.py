@@ -193,9 +193,13 @@ def test_an_engine_on_a_cpu_has_a_copy_of_its_output_layer_and_a_buffer(tmp_path
     """And in a batch, logits or activations, whichever are more."""
     path = written(tmp_path, {**MODEL, "vocab_size": 64000})
     copies, activations = 2 * 256 * (64000 + 4096), 2 * 4096 * 4 * (256 + 512)
+    config = json.loads(path.read_text())
+    del config["algo"], config["groups"]["train"]["roles"]["reference"]
+    raft = path.with_name("raft.yaml")
+    raft.write_text(json.dumps({**config, "stage": "raft"}))
     plain, filtered = (
-        {name: phase.engine for name, phase in phases(path, "cluster.device=cpu", *overrides).items()}
-        for overrides in ((), ("rollout.top_p=0.9",))
+        {name: phase.engine for name, phase in phases(file, "cluster.device=cpu", *overrides).items()}
+        for file, overrides in ((path, ()), (raft, ("rollout.top_p=0.9",)))
     )
     assert plain.pop("generate") == copies + 8 * 256 * 64000 > copies + activations
     assert filtered["generate"] == copies + 21 * 256 * 64000

@@ -12,13 +12,7 @@ import pytest
 
 from megarl.config.schema import Rollout
 from megarl.rollout.engine import EngineOptions, RolloutEngine
-from megarl.rollout.vllm_environment import (
-    lazy_metadata,
-    refuse_logits_processors,
-    scratch_directory,
-    set_vllm_environment,
-    vllm_device,
-)
+from megarl.rollout.vllm_environment import lazy_metadata, scratch_directory, set_vllm_environment, vllm_device
 from tests.config.debug import debug
 
 ROOM = 107 - 37
@@ -78,7 +72,6 @@ def test_packages_that_change_what_every_engine_samples_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(debug().model.hf_config()))
     rollout = Rollout(devices="0", max_new_tokens=4, max_model_len=8)
     engine = RolloutEngine(tmp_path, rollout, EngineOptions(vocab_size=8, device="cpu"), engine_id=0)
-    refuse_logits_processors()
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(
         ValueError, match=r"^steering adds the logits processor steering\.vllm:Bias to every vLLM engine"
