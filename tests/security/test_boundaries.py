@@ -47,6 +47,7 @@ READERS = {
     "convert/inspecting.py": "weights_only=not allow_pickle",
     "convert/stored.py": "class _ArchiveUnpickler(pickle.Unpickler)",
     "environments/environment_calls.py": '"megarl.environments.environment_child", children.settings',
+    "megatron/state.py": "weights_only=True",
     "rollout/completions.py": "np.load(path) as",
     "rollout/replay.py": "np.load(path) as",
     "weights/dcp_metadata.py": "class _MetadataUnpickler(pickle.Unpickler)",
