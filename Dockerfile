@@ -8,6 +8,8 @@ FROM ${BASE}
 COPY --from=ghcr.io/astral-sh/uv:0.8.22 /uv /usr/local/bin/
 WORKDIR /megarl
 ENV UV_PYTHON_INSTALL_DIR=/opt/python PIP_CONSTRAINT=
+# The tool python runs programs in bubblewrap.
+RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap && rm -rf /var/lib/apt/lists/*
 RUN uv python install --no-bin 3.12
 COPY . .
 RUN make setup-gpu PYTHON="$(uv python find --managed-python 3.12)"

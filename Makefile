@@ -86,7 +86,7 @@ chromium:
 	@"$$(tools/setup/find_python.sh)" tests/debian.py chromium
 
 sandbox:
-	@'$(PYTHON)' tests/debian.py sandbox
+	@"$$(tools/setup/find_python.sh)" tests/debian.py sandbox
 
 nemo-run: $(NEMO_RUN)/installed
 
