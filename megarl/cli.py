@@ -16,6 +16,7 @@ from megarl.errors import UsageError, printable
 from megarl.launch.cli import app as launchers
 from megarl.plan.cli import ConfigCommand
 from megarl.plan.cli import app as plans
+from megarl.texts import escape_output
 
 if TYPE_CHECKING:
     from megarl.config import PPOConfig, RAFTConfig, RunConfig, TrainingConfig
@@ -382,4 +383,5 @@ def _stop(error: Exception, *, code: int) -> NoReturn:
 
 def main() -> None:
     """The entry point of the `megarl` command."""
+    escape_output()
     app()

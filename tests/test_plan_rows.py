@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,25 @@ def test_skipped_rows_are_counted_by_rule(tmp_path: Path) -> None:
         f"{train}: 8 rows, 5 used, 3 left out (1 too long, 2 with equal responses); 0.4 epochs in 1 step of 2"
     )
     assert lines["evaluation"].startswith(f"{held_out}: 2 rows, 1 used, 1 left out (1 with equal responses); ")
+
+
+@pytest.mark.process
+def test_a_prompt_of_megabytes_is_refused_at_once(tmp_path: Path) -> None:
+    rows = [{"prompt": "hi"}] * 4 + [{"prompt": "abcdefgh" * 1_000_000}]
+    prompts = written(tmp_path / "prompts.jsonl", rows)
+    tokenizer = tools_tokenizer(tmp_path / "tokenizer")
+    given = [
+        f"data.prompts={prompts}",
+        f"model.tokenizer={tokenizer}",
+        "data.chat_template=true",
+        "model.vocab_size=null",
+        "evaluation=null",
+    ]
+    begun = time.process_time()
+    with pytest.raises(ConfigError, match="line 5: 8000000 characters cannot fit into 32 tokens"):
+        said("grpo", *given)
+    assert said("grpo", *given, "data.too_long=drop")["prompts"].startswith(f"{prompts}: 5 rows, 4 used")
+    assert time.process_time() - begun < 4, "encoding takes a second for a million characters"
 
 
 def test_prompts_are_printed_with_their_epochs(tmp_path: Path) -> None:

@@ -99,6 +99,12 @@ class Guard:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
+    def remove(self, file: Path) -> None:
+        """Has the guard remove a file, too, when it cleans up."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(os.fsencode(file.absolute()) + b"\0")
+        self._process.stdin.flush()
+
     def finish(self, *, failed: bool) -> bool:
         """Has the guard clean up, and waits for it; returns whether nothing is left."""
         try:
@@ -167,9 +173,12 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 def main() -> None:
     """Cleans up when the pipe is closed; see `Guard`."""
-    told = sys.stdin.read()
+    *files, told = sys.stdin.buffer.read().split(b"\0")
     mark, directory, *logs = sys.argv[1:]
     try:
         clean_up(mark, directory, Path(logs[0]) if logs and not told else None)
     except RunError as error:
         sys.exit(str(error))
+    finally:
+        for file in files:
+            Path(os.fsdecode(file)).unlink(missing_ok=True)

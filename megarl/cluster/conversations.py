@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from megarl.cluster.calls import Call, ChunkCall, Process
@@ -165,6 +166,9 @@ def launch_conversations(
     devices, count = len(session.placement.slots), settings.processes
     args = (settings, tokenizer, arguments, limits, ends)
     places = [_gateway_place(config, index) if gateway else None for index in range(count)]
+    for place in places:
+        if place is not None:
+            session.remove_at_end(Path(place.file))
     processes = [
         session.launch_stepping_at(f"environments {index}", index * devices // count, EnvironmentProcess, *args, place)
         for index, place in enumerate(places)

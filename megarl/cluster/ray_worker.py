@@ -31,6 +31,7 @@ from megarl.collector import importing
 from megarl.errors import RunError
 from megarl.remote import Phase
 from megarl.stacks import answer_signal
+from megarl.texts import escape_output
 
 
 class ChunkRefs[T]:
@@ -299,5 +300,6 @@ def _print_to(log_file: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    escape_output()
     faulthandler.enable(file=2)
     answer_signal(Path(log_file))

@@ -66,6 +66,8 @@ class Session:
         self._cluster, self._log_dir, self._address = cluster, log_dir, address
         self._ending = ExitStack()
         self._processes: list[Process[Any]] = []  # Ray ends a process without a handle
+        self._files: list[Path] = []  # to remove at the end
+        self._guard: Guard | None = None
         self.monitor = CallMonitor(cluster.time_limits)
         self.monitor.explainer = partial(report_hang, logs=log_dir.absolute(), joined=address is not None)
 
@@ -78,6 +80,7 @@ class Session:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as ending:
             ending.enter_context(interrupts_raise())
+            ending.callback(self._remove_files)
             ending.enter_context(answering(self._log_dir / "driver.log", lambda: self.monitor.in_progress()))
             with no_interrupt_is_lost():
                 if self._address is None:
@@ -162,6 +165,12 @@ class Session:
         self._processes.append(process)
         return process
 
+    def remove_at_end(self, file: Path) -> None:
+        """Removes a file when the session ends; on a Ray of its own also after a SIGKILL of this process."""
+        self._files.append(file)
+        if self._guard is not None:
+            self._guard.remove(file)
+
     def end(self, process: Process[Any]) -> None:
         """Ends a process, also one that is stopped or dead, and waits until it is gone, for a while."""
         self._processes.remove(process)
@@ -212,6 +221,10 @@ class Session:
         call = Call[str](label="free_address", phase="start", processes=[process], done=done, monitor=self.monitor)
         return self.monitor.follow(call).wait()[0]
 
+    def _remove_files(self) -> None:
+        for file in self._files:
+            file.unlink(missing_ok=True)
+
     def _join(self) -> None:
         try:
             ray_api.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
@@ -225,7 +238,8 @@ class Session:
         """Starts Ray on this machine, and adds what undoes it to `ending`."""
         mark = secrets.token_hex(8)
         directory = ending.enter_context(temporary_directory())
-        ending.callback(Guard(mark, directory, os.environ).dismiss)  # for a SIGKILL: an agent of Ray's lives on
+        self._guard = Guard(mark, directory, os.environ)  # for a SIGKILL: an agent of Ray's lives on
+        ending.callback(self._guard.dismiss)
         ending.enter_context(environment({**_LOCAL_ENV, MARK: mark}))
         ending.enter_context(random_token())
         ending.enter_context(on_loopback())

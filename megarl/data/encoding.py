@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from megarl.data.sources import UnusableRowError, listed
-from megarl.data.tokenizer import Message, Tokenizer
+from megarl.data.tokenizer import Message, TextTooLongError, Tokenizer
 from megarl.files import parse_json
 
 Ids = npt.NDArray[np.int32]
@@ -46,7 +46,8 @@ class Encoder:
             tokenizer.check(vocab_size=vocab_size, chat_template=chat_template)
         elif chat_template:
             raise ValueError("chat_template needs a tokenizer, and there is none")
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._tokenizer = None if tokenizer is None else tokenizer.limited(max_tokens)
+        self._vocab_size = vocab_size
         self._chat_template, self._max_tokens = chat_template, max_tokens
         self._template_arguments = template_arguments
 
@@ -61,7 +62,7 @@ class Encoder:
             return self.chat(chat, columns.get("tools"))
         if "tools" in columns:
             raise ValueError("tools are for a prompt that is a chat: give messages, or set chat_template to true")
-        return _as_array("prompt", self._require_tokenizer().encode(value))
+        return self._encoded("prompt", lambda tokenizer: tokenizer.encode(value))
 
     def chat_of(self, name: str, value: Any) -> list[Message] | None:
         """Returns the messages of a prompt in a column; None of text and ids."""
@@ -75,8 +76,8 @@ class Encoder:
         """Encodes a prompt that is a chat; `tools` is the row's column of that name."""
         if chat[-1]["role"] == "assistant":
             raise ValueError("the last message of a prompt is the assistant's: nothing is left to answer")
-        tokenizer, offered = self._require_tokenizer(), _tools(tools)
-        return _as_array("prompt", tokenizer.chat(chat, tools=offered, arguments=self._template_arguments))
+        offered, arguments = _tools(tools), self._template_arguments
+        return self._encoded("prompt", lambda tokenizer: tokenizer.chat(chat, tools=offered, arguments=arguments))
 
     def response(self, columns: Columns, *names: str) -> Ids:
         """Encodes a response, found as `prompt` finds a prompt."""
@@ -101,7 +102,7 @@ class Encoder:
         """Encodes a response that is text; raises UnusableRowError if it is empty or white space."""
         if not text.strip():
             raise UnusableRowError("empty", "a response is empty")
-        return _as_array("response", self._require_tokenizer().respond(text))
+        return self._encoded("response", lambda tokenizer: tokenizer.respond(text))
 
     def ids(self, name: str, value: object) -> Ids:
         """Checks ids and returns them as an array; raises UnusableRowError if there are none."""
@@ -119,10 +120,14 @@ class Encoder:
             reason = f"{tokens} tokens are too many: at most {max(self._max_tokens, 0)} fit"
             raise UnusableRowError("too_long", reason, tokens)
 
-    def _require_tokenizer(self) -> Tokenizer:
+    def _encoded(self, name: str, encode: Callable[[Tokenizer], list[int]]) -> Ids:
+        """Encodes a part of a row; raises UnusableRowError if it is empty, or cannot fit."""
         if self._tokenizer is None:
             raise ValueError("text needs a tokenizer, and there is none; set model.tokenizer, or give token ids")
-        return self._tokenizer
+        try:
+            return _as_array(name, encode(self._tokenizer))
+        except TextTooLongError as error:
+            raise UnusableRowError("too_long", str(error), error.tokens) from None
 
 
 def first_of(columns: Mapping[str, Any], *names: str) -> str:

@@ -20,7 +20,7 @@ _LONGEST_LINE = 256 << 20
 
 
 class UnusableRowError(ValueError):
-    """A row can be read but not be trained on; `tokens` is the length of a row that is too long."""
+    """A row can be read but not be trained on; a row that is too long has at least so many `tokens`."""
 
     def __init__(self, fault: Fault, message: str, tokens: int = 0) -> None:
         super().__init__(message)
@@ -115,7 +115,7 @@ def parse_rows[T](
         except ValueError as error:
             broken.append((row.where, str(error)))
     if broken:
-        most = f"; the longest has {longest} tokens" if longest else ""
+        most = f"; the longest has at least {longest} tokens" if longest else ""
         heading = f"{len(broken)} of {len(made) + len(left_out) + len(broken)} rows are broken{most}:"
         raise ValueError("\n      ".join(([heading] if len(broken) > 1 else []) + _report(broken)))
     if not made:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,6 +26,14 @@ LARGEST_FILE = 256 << 20
 
 Message = Mapping[str, Any]
 """Role, content, and other keys that chat templates read."""
+
+
+class TextTooLongError(ValueError):
+    """A text or a chat cannot fit into a limit of tokens; `tokens` is the least number that it can have."""
+
+    def __init__(self, what: str, tokens: int, limit: int) -> None:
+        super().__init__(f"{what} cannot fit into {limit} tokens")
+        self.tokens = tokens
 
 
 class Tokenizer:
@@ -50,13 +60,26 @@ class Tokenizer:
         if not isinstance(hf.eos_token_id, int):
             raise ValueError(f"{name}: the tokenizer names no end token; set eos_token in tokenizer_config.json")
         self.end_token_id = hf.eos_token_id
-        self._ids = max(hf.get_vocab().values(), default=-1) + 1
+        vocabulary = hf.get_vocab()
+        self._ids = max(vocabulary.values(), default=-1) + 1
+        self._longest = max(map(len, vocabulary), default=1)
+        self._max_tokens: int | None = None
         if self._encode("a", special=True)[-1:] == [self.end_token_id]:
             raise ValueError(f"{name}: the tokenizer ends every text; set add_eos_token to false, as prompts continue")
 
     def __len__(self) -> int:
         """The largest id plus 1."""
         return self._ids
+
+    def limited(self, tokens: int) -> Tokenizer:
+        """Returns this tokenizer for texts and chats of at most so many tokens.
+
+        Of longer ones, those that are more than so many times the longest token raise TextTooLongError before they are
+        encoded: encoding takes about a second and 400 MB for 1 MB of text.
+        """
+        limited = copy.copy(self)
+        limited._max_tokens = max(tokens, 0)
+        return limited
 
     @property
     def hf(self) -> PreTrainedTokenizerBase:
@@ -96,8 +119,10 @@ class Tokenizer:
             arguments: further ones of the template.
 
         Raises:
+            TextTooLongError: see `limited`.
             ValueError: the template refuses the chat, or ignores the tools, their calls or their answers.
         """
+        self.check_length(messages)
         if not self.has_chat_template:
             reason = f"a chat needs a chat template, and the tokenizer of {self._name} has none"
             raise ValueError(f"{reason}; take an instruct model, or write the prompt as a text")
@@ -119,6 +144,13 @@ class Tokenizer:
                 if same:
                     raise ValueError(f"the chat template ignores {what}: remove them, or choose another tokenizer")
         return self._encode(text, special=False)
+
+    def check_length(self, chat: Sequence[Message]) -> None:
+        """Raises TextTooLongError if a chat is sure not to fit; a template may leave out what the model has said."""
+        if self._max_tokens is not None and len(chat) > self._max_tokens:
+            raise TextTooLongError(f"{len(chat)} messages", len(chat), self._max_tokens)
+        given = (message.get("content") for message in chat if message["role"] != "assistant")
+        self._check_characters(sum(len(content) for content in given if isinstance(content, str)))
 
     def written(
         self,
@@ -159,8 +191,15 @@ class Tokenizer:
         return text
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
+        self._check_characters(len(text))
         with _rust_errors(f"{self._name}: the tokenizer cannot encode a text"):
-            return self._backend.encode(text, add_special_tokens=special).ids
+            # A batch, other than a single text, is encoded without the interpreter's lock.
+            return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+
+    def _check_characters(self, characters: int) -> None:
+        if self._max_tokens is not None and characters > self._max_tokens * self._longest:
+            least = math.ceil(characters / self._longest)
+            raise TextTooLongError(f"{characters} characters", least, self._max_tokens)
 
 
 @contextmanager

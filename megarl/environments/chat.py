@@ -18,7 +18,12 @@ class ChatRenderer(Protocol):
     """
 
     def begin(self, messages: Sequence[Message] | str, tools: Schemas) -> list[int]:
-        """Returns the prompt of the first turn; raises ValueError if the chat or the tools cannot be written."""
+        """Returns the prompt of the first turn.
+
+        Raises:
+            TextTooLongError: the chat cannot fit into the context.
+            ValueError: the chat or the tools cannot be written.
+        """
         ...
 
     def read(self, token_ids: Sequence[int], finished: bool, *, prompt: Sequence[int], tools: Schemas) -> Action:
@@ -43,6 +48,9 @@ class ChatRenderer(Protocol):
             before: the chat up to the turn.
             messages: after the turn.
             tools: the same as before the turn.
+
+        Raises:
+            TextTooLongError: the messages cannot fit into the context.
         """
         ...
 
@@ -67,6 +75,7 @@ class TemplateRenderer:
     Args:
         arguments: of the chat template.
         ends: ids that end turns, besides the end token of the tokenizer.
+        context: tokens of a chat; texts that cannot fit raise TextTooLongError.
     """
 
     def __init__(
@@ -76,8 +85,10 @@ class TemplateRenderer:
         *,
         ends: Collection[int] = (),
         history: Literal["template", "sampled"] = "template",
+        context: int | None = None,
     ) -> None:
         self._tokenizer, self._arguments, self._history = tokenizer, arguments, history
+        self._limited = tokenizer if context is None else tokenizer.limited(context)
         self._ends = {tokenizer.end_token_id, *ends}
         self._anchor = tokenizer.decode([tokenizer.end_token_id], special=True)
         fixed = tokenizer.has_chat_template and "chat_template" not in arguments
@@ -101,8 +112,8 @@ class TemplateRenderer:
     def prompt(self, messages: Sequence[Message] | str, tools: Schemas) -> list[int]:
         """Returns the ids of a chat, whether or not calls of its tools can be read."""
         if isinstance(messages, str):
-            return self._tokenizer.encode(messages)
-        return self._tokenizer.chat(messages, tools=tools or None, arguments=self._arguments)
+            return self._limited.encode(messages)
+        return self._limited.chat(messages, tools=tools or None, arguments=self._arguments)
 
     def read(self, token_ids: Sequence[int], finished: bool, *, prompt: Sequence[int], tools: Schemas) -> Action:
         del prompt
@@ -133,6 +144,7 @@ class TemplateRenderer:
         self, before: Sequence[Message], action: Action, messages: Sequence[Message], tools: Schemas
     ) -> str | None:
         """Returns the text that follows a turn, if that is proved."""
+        self._limited.check_length(messages)
         if self._local:
             before = shortened(before)
         elif self._after_query:
@@ -164,8 +176,8 @@ class TemplateRenderer:
 
     def _encoded_after(self, end: tuple[int, ...], text: str) -> list[int]:
         """Encodes a text as it reads after a token: some tokens take the white space that follows them."""
-        ids = self._tokenizer.continuation(self._decoded(end) + text)
-        return ids[len(end) :] if tuple(ids[: len(end)]) == end else self._tokenizer.continuation(text)
+        ids = self._limited.continuation(self._decoded(end) + text)
+        return ids[len(end) :] if tuple(ids[: len(end)]) == end else self._limited.continuation(text)
 
     def _written(self, chat: Sequence[Message], tools: Schemas) -> str | None:
         """Returns the text of a chat up to the start of an answer; None where the template refuses the chat."""

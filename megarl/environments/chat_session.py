@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
 from megarl.data.stream import stable_hash
-from megarl.data.tokenizer import Message
+from megarl.data.tokenizer import Message, TextTooLongError
 from megarl.environments.chat import ChatRenderer
 from megarl.environments.conversation import Branch, Conversation, SampledTurn
 from megarl.environments.environment import Action
 from megarl.types import Prompt, SampleRequest
 
+T = TypeVar("T")
 Sample = Callable[[SampleRequest], Awaitable[SampledTurn]]
 """Lets an engine sample the answer to a request."""
 
@@ -63,7 +66,8 @@ class _Chat:
 class ChatSession:
     """Samples the turns of a conversation, and records them.
 
-    Turns may be sampled at the same time; those that continue the same ids begin branches.
+    Turns may be sampled at the same time; those that continue the same ids begin branches. Chats are rendered in
+    threads, one at a time in a session, so that a long one holds up no other session.
     """
 
     def __init__(self, conversation: Conversation, renderer: ChatRenderer, sample: Sample, limits: TurnLimits) -> None:
@@ -71,13 +75,15 @@ class ChatSession:
         self._renderer, self._sample, self._limits = renderer, sample, limits
         self._chats: list[_Chat] = []  # the newest first
         self._turns = 0
+        self._preparing = 0  # turns that are not yet sampled
+        self._rendering = asyncio.Lock()
         self._last: Branch | None = None  # of the last turn
         self._asked: Counter[str] = Counter()  # turns after the same ids
         self.closed = False
 
     @property
     def turns_left(self) -> int:
-        return self._limits.turns - self._turns
+        return self._limits.turns - self._turns - self._preparing
 
     def close(self) -> None:
         """Ends the conversation: turns that are being sampled are left out of it."""
@@ -110,9 +116,9 @@ class ChatSession:
         most: int | None = None,
     ) -> SessionTurn | None:
         """Like `turn`, with more about it."""
-        if self._has_no_turn():
+        if self._has_no_turn() or (found := await self._prepared(partial(self._continued, messages, tools))) is None:
             return None
-        chat, known = self._continued(messages, tools)
+        chat, known = found
         turn = await self._sampled(chat, most)
         if turn is not None:
             chat.messages = known
@@ -120,27 +126,30 @@ class ChatSession:
 
     async def complete(self, prompt: Sequence[int] | str, *, most: int | None = None) -> SessionTurn | None:
         """Samples what follows a prompt, whose ids continue a branch if they begin with all of its own."""
-        if self._has_no_turn():
+        if self._has_no_turn() or (chat := await self._prepared(partial(self._completed, prompt))) is None:
             return None
-        ids = tuple(self._renderer.begin(prompt, ()) if isinstance(prompt, str) else prompt)
-        if not ids:
-            raise ValueError("the prompt has no token")
-        for known in self._chats:
-            own = known.branch.ids
-            if not known.busy and ids[: len(own)] == own:
-                known.branch.give(ids[len(own) :])
-                chat = known
-                break
-        else:
-            chat = self._new(ids)
-        chat.by_ids = True
         return await self._sampled(chat, most)
 
     def _has_no_turn(self) -> bool:
-        if self._turns < self._limits.turns:
+        if self.turns_left > 0:
             return False
         self.conversation.limit = "max_turns"
         return True
+
+    async def _prepared(self, find: Callable[[], Awaitable[T]]) -> T | None:
+        """Finds the chat of a turn, one at a time; None where it cannot fit.
+
+        What it returns must begin to be sampled before anything else is awaited: its chat is not busy until then.
+        """
+        self._preparing += 1
+        try:
+            async with self._rendering:
+                return await find()
+        except TextTooLongError:
+            self.conversation.limit = "max_model_len"
+            return None
+        finally:
+            self._preparing -= 1
 
     async def _sampled(self, chat: _Chat, most: int | None) -> SessionTurn | None:
         prompt = chat.branch.ids
@@ -209,7 +218,23 @@ class ChatSession:
         if self._last is not None:
             self._last.finished = False
 
-    def _continued(
+    async def _completed(self, prompt: Sequence[int] | str) -> _Chat:
+        """Returns the chat that a prompt continues, with its ids, or a new one."""
+        text = isinstance(prompt, str)
+        ids = tuple(await asyncio.to_thread(self._renderer.begin, prompt, ()) if text else prompt)
+        if not ids:
+            raise ValueError("the prompt has no token")
+        for chat in self._chats:
+            own = chat.branch.ids
+            if not chat.busy and ids[: len(own)] == own:
+                chat.branch.give(ids[len(own) :])
+                break
+        else:
+            chat = self._new(ids)
+        chat.by_ids = True
+        return chat
+
+    async def _continued(
         self, messages: Sequence[Message] | str, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[_Chat, list[Message]]:
         """Returns the chat that the messages continue, with the ids of what follows its last turn, or a new one.
@@ -237,11 +262,12 @@ class ChatSession:
                 continue
             ids = chat.branch.ids
             prompt = ids[: len(ids) - len(chat.action.token_ids)]
-            given = self._renderer.follow(chat.messages, chat.action, rest, prompt=prompt, tools=tools)
+            follow = partial(self._renderer.follow, chat.messages, chat.action, rest, prompt=prompt, tools=tools)
+            given = await asyncio.to_thread(follow)
             if given is not None:
                 chat.branch.give(given)
                 return chat, [] if isinstance(rest, str) else [*known, *rest]
-        chat = self._new(tuple(self._renderer.begin(messages, tools)))
+        chat = self._new(tuple(await asyncio.to_thread(self._renderer.begin, messages, tools)))
         chat.tools = tools
         return chat, [] if isinstance(messages, str) else list(messages)
 

@@ -18,6 +18,7 @@ from megarl.config.schema import EnvironmentSettings
 from megarl.environments.builtin import load_environment
 from megarl.environments.environment import Environment, Observation
 from megarl.rewards.child_process import parent_connection, received
+from megarl.texts import printable_name
 
 _THREADS = 4
 """For each conversation: calls of tools overlap, and a call that hangs keeps its thread."""
@@ -146,7 +147,8 @@ def _observation(method: Method, value: Any) -> Observation:
         raise TypeError(f"{method} returned no messages, and is not done: a turn follows messages or a text")
     if not isinstance(value.messages, str) and not all(_is_message(message) for message in value.messages):
         raise TypeError(f"{method} returned messages {value.messages!r:.200}: each is a dict with a role and more")
-    numbers = {name: float(number) for name, number in {"reward": value.reward, **value.metrics}.items()}
+    metrics = {printable_name(name): number for name, number in value.metrics.items()}
+    numbers = {name: float(number) for name, number in {"reward": value.reward, **metrics}.items()}
     if wrong := [name for name, number in numbers.items() if not math.isfinite(number)]:
         raise TypeError(f"{method} returned {wrong[0]} = {numbers[wrong[0]]}: it must be finite")
     return replace(value, reward=numbers.pop("reward"), metrics=numbers)

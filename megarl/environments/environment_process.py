@@ -28,6 +28,7 @@ from megarl.environments.family_renderer import find_renderer
 from megarl.environments.gateway_request import GatewayPlace
 from megarl.errors import RunError
 from megarl.remote import remote
+from megarl.texts import short_reason
 from megarl.types import Prompt, Ragged, RolloutChunk, SampleInfo, SampleRequest, WorkItem
 
 if TYPE_CHECKING:
@@ -99,7 +100,11 @@ class EnvironmentProcess:
         """
         self._tokenizer = load_tokenizer(self._tokenizer_directory)
         self._renderer = find_renderer(
-            self._tokenizer, self._template_arguments, ends=self._ends, history=self._settings.history
+            self._tokenizer,
+            self._template_arguments,
+            ends=self._ends,
+            history=self._settings.history,
+            context=self._limits.context,
         )
         self._thread.start()
         if self._place is None:
@@ -198,8 +203,9 @@ class EnvironmentProcess:
                     told = isinstance(error, FailedEnvironmentError | ValueError)
                     reason = str(error) if told else "".join(traceback.format_exception(error)[-8:])
                     child = None
-                conversation.failure, failures = reason, failures + 1
-                print(f"conversation {request.sample_id} failed: {reason}", flush=True)
+                conversation.failure = short_reason(reason)
+                failures += 1
+                print(f"conversation {request.sample_id} failed: {conversation.failure}", flush=True)
                 if failures > self._settings.retries:
                     return conversation
 

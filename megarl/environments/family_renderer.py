@@ -19,13 +19,14 @@ def find_renderer(
     *,
     ends: Collection[int] = (),
     history: Literal["template", "sampled"] = "template",
+    context: int | None = None,
 ) -> ChatRenderer:
     """Returns what writes and reads the chats of a tokenizer.
 
     The chat template, with a family of the package `renderers` if that is installed, writes all of some chats like the
     template, and adds something: it reads calls that are not read otherwise, or continues with the history `sampled`.
     """
-    template = TemplateRenderer(tokenizer, arguments, ends=ends, history=history)
+    template = TemplateRenderer(tokenizer, arguments, ends=ends, history=history, context=context)
     if not tokenizer.has_chat_template or find_spec("renderers") is None:
         return template
     if template.reads_calls and history == "template":

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import logging
+import math
 import os
+import resource
 import secrets
 import time
 import traceback
@@ -15,6 +19,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from megarl import plugins
 from megarl.config.schema import EnvironmentSettings
@@ -36,7 +41,15 @@ from megarl.environments.gateway_session import GatewaySession, run_harness
 from megarl.errors import RunError
 
 _NO_SESSION = "the key is not that of a session that is in progress under this address"
-_LARGEST_BODY = 64 << 20
+_LARGEST_BODY = 8 << 20
+_HEADER_S = 60.0
+"""For the header of a request to come, on a new connection and after a request."""
+_MOST_STRANGERS = 1024
+"""Connections that have shown no key, of at most a quarter of the files that this process may open."""
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors of `accept` that asyncio reports a hundred times a second."""
+_REPORT_S = 60.0
+_LOG = logging.getLogger(__name__)
 _MESSAGES = "messages"
 
 
@@ -91,6 +104,10 @@ class Gateway:
         self._active = time.monotonic()  # of harnesses elsewhere
         self._conversations: set[asyncio.Task[Any]] = set()
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+        self._strangers = min(_MOST_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._trusted = set[web.RequestHandler]()  # connections that have shown a key
+        self._next_report = -math.inf
         self.url = ""
 
     async def start(self, host: str) -> None:
@@ -102,10 +119,21 @@ class Gateway:
         application.router.add_get("/{session}/v1/models", self._models)
         for path in _PROTOCOLS:
             application.router.add_post(f"/{{session}}/v1/{{protocol:{path}}}", self._turn)
-        self._runner = runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
-        await web.TCPSite(runner, host, self._port).start()
-        self.url = f"http://{host}:{runner.addresses[0][1]}"
+        _LOG.addFilter(_is_own_fault)
+        self._runner = web.AppRunner(
+            application,
+            access_log=None,
+            logger=_LOG,
+            shutdown_timeout=1.0,
+            auto_decompress=False,
+            keepalive_timeout=_HEADER_S,
+            lingering_time=0,
+        )
+        await self._runner.setup()
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._report)
+        self._listener = await loop.create_server(self._connection, host, self._port)
+        self.url = f"http://{host}:{self._listener.sockets[0].getsockname()[1]}"
         if self._command is None:
             with suppress(FileNotFoundError):
                 os.unlink(self._place.file)  # of an attempt that was killed
@@ -118,11 +146,9 @@ class Gateway:
         for conversation in self._conversations:
             conversation.cancel()
         await asyncio.gather(*self._conversations, return_exceptions=True)
-        if self._runner is not None:
+        if self._listener is not None and self._runner is not None:
+            self._listener.close()
             await self._runner.cleanup()
-        if self._command is None:
-            with suppress(FileNotFoundError):
-                os.unlink(self._place.file)
 
     async def converse(self, chat: ChatSession, task: EnvironmentTask) -> None:
         """Holds a conversation.
@@ -187,6 +213,25 @@ class Gateway:
             "no_proxy": direct,
         }
 
+    def _connection(self) -> web.RequestHandler:
+        """Returns the protocol of a new connection; closes the oldest ones without a key if there are too many."""
+        server: Any = None if self._runner is None else self._runner.server
+        connections = server.connections
+        self._trusted.intersection_update(connections)
+        strangers = [each for each in connections if each.connected and each not in self._trusted]
+        for oldest in strangers[: max(0, len(strangers) + 1 - self._strangers)]:
+            oldest.force_close()
+        return server()
+
+    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Prints what asyncio reports; once in a while that no file is left for a connection, which it tries again."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _EXHAUSTED:
+            loop.default_exception_handler(context)
+        elif (now := time.monotonic()) >= self._next_report:
+            self._next_report = now + _REPORT_S
+            print(f"gateway: a connection cannot be accepted now: {error.strerror}", flush=True)
+
     @web.middleware
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -194,6 +239,7 @@ class Gateway:
         """Refuses whoever lacks the key, and reports errors in the client's own format."""
         try:
             self._check_key(request)
+            self._trusted.add(request.protocol)
             return await handler(request)
         except GatewayError as error:
             return _error(request, error.status, str(error))
@@ -219,9 +265,15 @@ class Gateway:
         own = session.temperature
         sampling = self._sampling if own is None else replace(self._sampling, temperature=own)
         body = await _body(request)
-        ask = protocol.read(RequestFields(left=body, sampling=sampling, model=self._model, call_ids=session.call_ids))
-        if isinstance(ask.prompt, tuple) and max(ask.prompt) >= len(self._tokenizer):
-            raise GatewayError(f"prompt: {max(ask.prompt)} is no token id: they end at {len(self._tokenizer) - 1}")
+
+        def read() -> TurnAsk:
+            fields = RequestFields(left=_parsed(body), sampling=sampling, model=self._model, call_ids=session.call_ids)
+            ask = protocol.read(fields)
+            if isinstance(ask.prompt, tuple) and max(ask.prompt) >= len(self._tokenizer):
+                raise GatewayError(f"prompt: {max(ask.prompt)} is no token id: they end at {len(self._tokenizer) - 1}")
+            return ask
+
+        ask = await asyncio.to_thread(read)
         answered = await session.answered(ask)
         reply = GatewayReply(
             ask=ask,
@@ -245,7 +297,7 @@ class Gateway:
         return web.Response(text=self._session(request).task, content_type="application/json")
 
     async def _reward(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = _parsed(await _body(request))
         value, done, failure = body.pop("reward", None), body.pop("done", False), body.pop("failed", None)
         number = value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30)
         if not number or not isinstance(done, bool) or not isinstance(failure, str | None) or body:
@@ -274,9 +326,15 @@ class Gateway:
         return session
 
 
-async def _body(request: web.Request) -> dict[str, Any]:
+async def _body(request: web.Request) -> bytes:
+    if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
+        raise GatewayError(f"Content-Encoding: {encoding}: send the body as it is", 415)
+    return await request.read()
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
     try:
-        body: Any = json.loads(await request.read())
+        body: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise GatewayError(f"the body is not JSON: {error!s:.200}") from error
     if not isinstance(body, dict):
@@ -304,8 +362,17 @@ def _error(request: web.Request, status: int, message: str) -> web.Response:
     kinds = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
     error = {"type": kinds.get(status, "invalid_request_error"), "message": message}
     if request.path.endswith(f"/v1/{_MESSAGES}") or "anthropic-version" in request.headers:
-        return web.json_response({"type": "error", "error": error}, status=status)
-    return web.json_response({"error": {**error, "param": None, "code": None}}, status=status)
+        response = web.json_response({"type": "error", "error": error}, status=status)
+    else:
+        response = web.json_response({"error": {**error, "param": None, "code": None}}, status=status)
+    if status == 401:
+        response.force_close()  # nothing is read of the rest
+    return response
+
+
+def _is_own_fault(record: logging.LogRecord) -> bool:
+    """Returns whether something else has failed than the reading of a request that is not HTTP."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def make_gateway(settings: EnvironmentSettings, place: GatewayPlace, tokenizer: Tokenizer) -> Gateway:

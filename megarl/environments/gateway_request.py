@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from megarl.data.tokenizer import Message
@@ -74,7 +75,7 @@ class TurnAsk:
     stream: bool = False
     with_usage: bool = False
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Identifies what is asked: the same again is answered by the same turns."""
         asked = [self.messages, self.prompt, self.tools, self.most, self.count]

@@ -247,10 +247,10 @@ async def run_harness(
         await asyncio.wait((ended,), timeout=_GRACE_S)
         await asyncio.wait((reading,), timeout=1.0 if ended.done() else 0)  # a child may have left the group
         reading.cancel()
+        if output:
+            print(f"harness of {session.sample_id}:{_shown(output)}", flush=True)
     if status:
         raise FailedEnvironmentError(f"the harness ended with {how_ended(status)}{_shown(output)}")
-    if output:
-        print(f"harness of {session.sample_id}:{_shown(output)}", flush=True)
 
 
 async def _read(stream: asyncio.StreamReader, output: bytearray) -> None:

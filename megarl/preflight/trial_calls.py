@@ -24,6 +24,7 @@ from megarl.preflight.datasets import PromptSets, Sets
 from megarl.preflight.user_functions import adapter_fix
 from megarl.rewards.functions import resolve
 from megarl.rewards.scorer import RuleScorer, Unscored
+from megarl.texts import short_reason
 from megarl.types import Prompt, Ragged, RolloutChunk
 
 _LINES = 4
@@ -32,6 +33,8 @@ _LOAD_S = 300.0
 """For the user's modules to be loaded."""
 _MEMORY: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 """Bytes of a process that calls the user's code: half of the machine's."""
+_CHARACTERS = 2000
+"""Of a text of a row that stands for a response."""
 
 
 def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
@@ -54,7 +57,7 @@ def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
         try:
             first = asyncio.run(_first_prompt(config, sets))
         except (FailedEnvironmentError, RunError, ValueError) as error:
-            reason = "\n      ".join(str(error).splitlines()[-_LINES:])
+            reason = "\n      ".join(short_reason(str(error)).splitlines()[-_LINES:])
             rule = f"begins a conversation on a row of the data; it failed:\n      {reason}"
             fix = "correct it; docs/environments.md describes environments"
             raise ConfigError([Problem("environment.name", config.environment.name, rule, fix)]) from error
@@ -93,8 +96,8 @@ async def _first_prompt(config: PPOConfig | RAFTConfig | EvalConfig, sets: Promp
         await children.start(_LOAD_S)
         async with children.place() as child:
             reply = await child.call(0, "reset", task, config.run.seed)
-        history = config.environment.history
-        renderer = find_renderer(sets.tokenizer, data.chat_template_kwargs, history=history)
+        history, context = config.environment.history, config.rollout.max_model_len
+        renderer = find_renderer(sets.tokenizer, data.chat_template_kwargs, history=history, context=context)
         ids = renderer.begin(reply.observation.messages, reply.tools)
     finally:
         await children.close()
@@ -159,7 +162,7 @@ def _call(
 def _text(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int]:
     """Returns the first text or number of a prompt's row, such as its reference answer; else the prompt."""
     texts = [str(value) for value in prompt.fields.values() if isinstance(value, str | int | float)]
-    return tokenizer.encode(texts[0]) if tokenizer is not None and texts else prompt.token_ids
+    return tokenizer.encode(texts[0][:_CHARACTERS]) if tokenizer is not None and texts else prompt.token_ids
 
 
 def _chunk(prompt: Prompt, response: Sequence[int]) -> RolloutChunk:

@@ -20,6 +20,7 @@ import numpy as np
 from megarl.config.schema import RewardFunction
 from megarl.plugins import Function, check_options
 from megarl.rewards.functions import Completion, resolve
+from megarl.texts import short_reason
 
 _LARGEST = float(np.finfo(np.float32).max)
 _ASYNC_CALLS = 32
@@ -117,7 +118,7 @@ def failed(error: BaseException, count: int) -> list[Reply]:
     while own is not None and own.tb_frame.f_globals.get("__name__") in _FRAMES:
         own = own.tb_next
     reason = "".join(traceback.format_exception(type(error), error, own)).rstrip()
-    return [Failure(kind=type(error).__name__, reason=reason)] * count
+    return [Failure(kind=type(error).__name__, reason=short_reason(reason))] * count
 
 
 _FRAMES = (__name__, "megarl.rewards.reward_child")

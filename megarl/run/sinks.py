@@ -48,7 +48,7 @@ class JsonlSink:
 
     def __init__(self, path: Path, clock: Callable[[], float] | None = time.time) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._file, self._clock = path, path.open("a", encoding="utf-8"), clock
+        self._path, self._file, self._clock = path, path.open("a", encoding="utf-8", errors="backslashreplace"), clock
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         written = {} if self._clock is None else {WRITTEN: self._clock()}

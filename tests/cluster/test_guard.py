@@ -26,6 +26,7 @@ from pathlib import Path
 from megarl.cluster.cleanup import Guard
 directory, keep, how = sys.argv[1:]
 guard = Guard({MARKED!r}, directory, os.environ, Path(keep))
+guard.remove(Path("the key"))
 subprocess.Popen(["sleep", "600"], env={{**os.environ, {MARK!r}: {MARKED!r}}})
 stubborn = '''
 import signal, time
@@ -64,6 +65,7 @@ def test_temporary_files_are_removed_even_if_logs_cannot_be_kept(
 def test_nothing_is_left(how: str, ray: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     (tmp_path / "signal.py").write_text("raise ImportError('a module of the user')")
+    (tmp_path / "the key").touch()
     command = [sys.executable, "-P", "-c", AGENT, str(ray), str(kept), how]
     path = {**os.environ, "PYTHONPATH": str(ROOT)}
     agent = subprocess.Popen(command, cwd=tmp_path, env=path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -85,4 +87,5 @@ def test_nothing_is_left(how: str, ray: Path, tmp_path: Path) -> None:
     assert not ray.exists()
     assert marked_processes(MARKED) == []
     assert agent.returncode == (-signal.SIGKILL if how == "agent killed" else 0)
+    assert (tmp_path / "the key").exists() == how.startswith("guard killed")
     assert (kept / "raylet.out").exists() == (not how.endswith("good"))

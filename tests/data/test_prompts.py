@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,29 @@ def test_long_prompts(tmp_path: Path) -> None:
         load(source, max_tokens=3)
     assert "line 2: 4 tokens are too many: at most 3 fit" in str(error.value)
     assert "line 4: 5 tokens" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["prompt", "messages", "many messages"])
+def test_a_text_that_cannot_fit_is_not_encoded(tmp_path: Path, chatml: Path, kind: str) -> None:
+    """The longest token has 12 characters."""
+    text, said = "abcdefgh" * 1_000_000, {"role": "user", "content": "a"}
+    long = {
+        "prompt": {"prompt": text},
+        "messages": {"messages": [said, {**said, "content": text}]},
+        "many messages": {"messages": [said] * 200_000},
+    }
+    source, tokenizer = jsonl(tmp_path, [{"prompt": "a"}, long[kind]]), load_tokenizer(chatml)
+    begun = time.process_time()
+    found = load_rows(source, tokenizer, drop={"too_long"})
+    with pytest.raises(
+        ValueError, match="200000 messages" if kind == "many messages" else "800000. characters"
+    ) as error:
+        load(source, tokenizer)
+    assert time.process_time() - begun < 4, "encoding takes a second for a million characters"
+    assert [prompt.prompt_id for prompt in found.items] == ["1"]
+    assert "cannot fit into 100 tokens" in str(error.value)
+    fits = jsonl(tmp_path, [{"prompt": "<|im_start|>" * 100}], "fits.jsonl")
+    assert len(load(fits, tokenizer)[0].token_ids) == 100
 
 
 @pytest.mark.parametrize(

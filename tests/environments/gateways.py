@@ -104,7 +104,7 @@ class GatewayWorld:
     def chat(self, name: str) -> ChatSession:
         prompt = Prompt(prompt_id=name, token_ids=())
         conversation = Conversation(request=SampleRequest(sample_id=name, prompt=prompt, seed=7))
-        renderer = TemplateRenderer(self.tokenizer, {}, history="sampled")
+        renderer = TemplateRenderer(self.tokenizer, {}, history="sampled", context=self._limits.context)
         return ChatSession(conversation, renderer, self.sample, self._limits)
 
     def converse(self, name: str = "a", **fields: Any) -> tuple[Conversation, asyncio.Task[None]]:

@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from megarl.config.schema import EnvironmentSettings
+from megarl.data.tokenizer import load_tokenizer
 from megarl.environments import environment_calls, environment_process
 from megarl.environments.builtin import load_environment
 from megarl.environments.chat_session import TurnLimits
@@ -24,7 +26,9 @@ from megarl.environments.environment_calls import EnvironmentChild, EnvironmentC
 from megarl.environments.environment_child import EnvironmentHost
 from megarl.environments.environment_process import EnvironmentProcess
 from megarl.errors import RunError
+from megarl.texts import escape_output
 from megarl.types import ConversationOutcome, Prompt, Ragged, RolloutChunk, SampleInfo, SampleRequest, WorkItem
+from tests.environments.gateways import gateway_tokenizer
 
 LIMITS = TurnLimits(context=64, turn=8, turns=4)
 ANSWER = "abc"
@@ -34,6 +38,10 @@ class Characters:
     """A tokenizer whose ids are the codes of characters."""
 
     end_token_id, has_chat_template = 0, False
+
+    def limited(self, tokens: int) -> Characters:
+        del tokens
+        return self
 
     def encode(self, text: str) -> list[int]:
         return list(map(ord, text))
@@ -148,6 +156,40 @@ def test_failures_have_reasons_and_no_score_and_disturb_nobody() -> None:
     assert outcomes(infos)[0] == ConversationOutcome(turns=1, truncated=False, failure=None, metrics={"length": 3})
     assert chunk.rewards is not None
     assert chunk.rewards[0] == 1
+
+
+@pytest.mark.usefixtures("children")
+def test_half_a_character_fails_its_conversation_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason is short, also where it is printed; the name of a metric can be written."""
+    monkeypatch.setenv("PYTHONIOENCODING", "")
+    escape_output()
+    _, infos = converse([None, "half a character", "metric of half a character"], retries=1)
+    assert [outcome.failure is None for outcome in outcomes(infos)] == [True, False, True]
+    reason = outcomes(infos)[1].failure
+    assert reason is not None
+    assert reason.endswith("bad \ud800")
+    assert len(reason) < 3000
+    assert outcomes(infos)[2].metrics == {r"m\ud800": 1.0}
+    printed = capsys.readouterr().out
+    assert printed.splitlines().count(r"bad \ud800") == 2
+    assert len(printed) < 6000
+
+
+@pytest.mark.usefixtures("children")
+def test_a_text_of_megabytes_ends_its_conversation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without being encoded, as it cannot fit."""
+    directory = gateway_tokenizer(tmp_path)
+    monkeypatch.setattr(environment_process, "load_tokenizer", lambda _: load_tokenizer(directory))
+    begun = time.process_time()
+    chunk, infos = converse([None, "megabytes", "begins with megabytes"], retries=0)
+    assert time.process_time() - begun < 4, "encoding takes a second for a million characters"
+    ended, cut, never_begun = outcomes(infos)
+    assert (ended.turns, ended.truncated, ended.failure) == (1, False, None)
+    assert (cut.turns, cut.truncated, cut.failure) == (1, True, None)
+    assert never_begun.failure == "its first prompt leaves no room for a turn"
+    assert len(chunk.response_ids[1]) == len(ANSWER) + 1
 
 
 def test_a_call_that_hangs_fails_by_itself(children: list[ThreadChild]) -> None:

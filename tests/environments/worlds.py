@@ -44,7 +44,8 @@ class Faulty(Environment):
         self._way = task.fields.get("way")
         if self._way == "reset":
             raise KeyError("nothing here")
-        return {"nonsense": 7, "silent": []}.get(str(self._way), "go: ")
+        begun = {"nonsense": 7, "silent": [], "begins with megabytes": "abcdefgh" * 1_000_000}
+        return begun.get(str(self._way), "go: ")
 
     async def step(self, action: Action) -> Any:
         match self._way:
@@ -58,6 +59,12 @@ class Faulty(Environment):
                 await asyncio.to_thread(time.sleep, 2)
             case "step":
                 raise RuntimeError("no way")
+            case "half a character":
+                raise ValueError(f"{'x' * 1_000_000}\nbad \ud800")
+            case "metric of half a character":
+                return Observation(reward=1.0, done=True, metrics={"m\ud800": 1.0})
+            case "megabytes":
+                return Observation(messages="abcdefgh" * 1_000_000)
             case "once" if self._way not in self.begun:
                 self.begun.add("once")
                 raise RuntimeError("the first time")

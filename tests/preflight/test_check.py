@@ -403,7 +403,7 @@ def test_prompts_that_are_too_long_are_reported_with_the_length_they_need(tmp_pa
     lengths = [f"rollout.{name}" for name in ("max_new_tokens=32", "max_model_len=30")]
     with pytest.raises(ConfigError) as error:
         load(DEBUG, [*prompts(tmp_path, *[2] * 7, 9), *lengths], check)
-    assert "8 of 8 rows are broken; the longest has 9 tokens:" in str(error.value)
+    assert "8 of 8 rows are broken; the longest has at least 9 tokens:" in str(error.value)
     assert "2 tokens are too many: at most 0 fit" in str(error.value)
     assert "set it to 32 and the tokens of the longest prompt or more" in str(error.value)
 

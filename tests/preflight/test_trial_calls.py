@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -91,6 +92,18 @@ def test_a_function_may_fail_on_some_rows() -> None:
     functions = [{"name": "tests.rewards.functions:raises_once_in_a_while", "args": {"every": 4}}]
     made = load(GRPO, [f"reward.functions={json.dumps(functions)}"])
     call_functions(made, check(made))
+
+
+def test_a_text_of_megabytes_does_not_hold_up_a_trial_call(tmp_path: Path) -> None:
+    """The second response that is tried is a text of the row."""
+    rows = [{"prompt": "a", "answer": "abcdefgh" * 1_000_000}] * 4
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    data = [f"data.prompts={tmp_path / 'prompts.jsonl'}", f"model.tokenizer={tmp_path / 'tokenizer'}"]
+    begun = time.process_time()
+    (problem,) = refusal(["exits"], *data, "evaluation=null", "model.vocab_size=null").problems
+    assert problem.rule.endswith("its process ended by exit status 3")
+    assert time.process_time() - begun < 4, "encoding takes a second for a million characters"
 
 
 def begun(environment: str, *overrides: str) -> Sequence[int]:
