@@ -154,6 +154,7 @@ def test_any_layout_loads_any_others_checkpoint(
             assert torch.equal(found[key], values), f"{key} in {elsewhere}"
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_of_version_0_1_is_restored(pool: RankPool, tmp_path: Path) -> None:
     """Written with megatron-core 0.16.1 on two replicas: a bfloat16 actor with an average, one of its steps skipped.
 

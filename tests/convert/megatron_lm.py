@@ -34,9 +34,8 @@ def save(rank: int, config: dict[str, Any], directory: str, sharding: str) -> Te
         optimizer: Any = get_megatron_optimizer(
             OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True), [ddp]
         )
-        ddp.zero_grad_buffer()
-        tokens = torch.arange(8)[None] + rank
-        ddp(tokens, torch.arange(8)[None], None, labels=tokens + 1).sum().backward()
+        for parameter in model.parameters():
+            parameter.main_grad.normal_()
         ddp.finish_grad_sync()
         optimizer.step()
         metadata = {"singleton_local_shards": False, "distrib_optim_sharding_type": sharding}

@@ -52,9 +52,9 @@ READERS = {
     "rollout/replay.py": "np.load(path) as",
     "weights/dcp_metadata.py": "class _MetadataUnpickler(pickle.Unpickler)",
 }
-"""The files that read pickles or what may hold them, and why nothing in them runs: the two unpicklers know the classes
-of tensors alone, numpy loads no pickle by default, and the calls of environments are answered by the run's own child,
-with the user's code."""
+"""The files that read pickles or what may hold them, and why nothing in them runs: the two unpicklers, and torch's
+with weights_only, know the classes of tensors alone, numpy loads no pickle by default, and the calls of environments
+are answered by the run's own child, with the user's code."""
 
 
 def test_no_code_is_loaded_without_a_flag() -> None:
