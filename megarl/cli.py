@@ -12,11 +12,11 @@ import typer
 
 from megarl.collector import importing
 from megarl.convert.cli import app as convert
-from megarl.errors import UsageError, printable
+from megarl.errors import UsageError
 from megarl.launch.cli import app as launchers
 from megarl.plan.cli import ConfigCommand
 from megarl.plan.cli import app as plans
-from megarl.texts import escape_output
+from megarl.texts import escape_output, printable
 
 if TYPE_CHECKING:
     from megarl.config import PPOConfig, RAFTConfig, RunConfig, TrainingConfig

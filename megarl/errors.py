@@ -1,14 +1,7 @@
-"""Errors that end a command with their message alone, and how a terminal shows what others wrote."""
+"""Errors that end a command with their message alone."""
 
 import os
 from typing import Final
-
-_SPACES: Final = "\n\t\u00a0\u3000"  # spaces that str.isprintable denies
-
-
-def printable(text: str) -> str:
-    """Returns a text for a terminal: control characters, which could change what it shows, are escaped."""
-    return "".join(letter if letter.isprintable() or letter in _SPACES else ascii(letter)[1:-1] for letter in text)
 
 
 class RunError(RuntimeError):

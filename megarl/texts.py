@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
-from typing import Final
+from typing import Any, Final
 
 _REASON: Final = 2000
 _LINE: Final = 500
 _NAME: Final = 200
+_SPACES: Final = "\n\t\u00a0\u3000"  # spaces that str.isprintable denies
 
 
 def escape_output() -> None:
@@ -19,9 +19,15 @@ def escape_output() -> None:
     """
     encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
     os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+    streams: list[Any] = [sys.stdout, sys.stderr]
+    for stream in streams:
+        if hasattr(stream, "reconfigure"):  # Ray's streams are wrappers, a notebook's cannot be reconfigured
             stream.reconfigure(errors="backslashreplace")
+
+
+def printable(text: str) -> str:
+    """Returns a text for a terminal: control characters, which could change what it shows, are escaped."""
+    return "".join(letter if letter.isprintable() or letter in _SPACES else ascii(letter)[1:-1] for letter in text)
 
 
 def short_reason(reason: str) -> str:
@@ -35,6 +41,5 @@ def short_reason(reason: str) -> str:
 
 
 def printable_name(name: object) -> str:
-    """Returns at most 200 characters of a name, with escapes for those that cannot be printed or encoded."""
-    characters = str(name)[:_NAME]
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in characters)
+    """Returns at most 200 characters of a name, in one line, with escapes for those that cannot be encoded."""
+    return printable(" ".join(str(name)[:_NAME].split()))

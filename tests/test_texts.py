@@ -35,5 +35,5 @@ def test_a_reason_is_short_and_keeps_its_kind() -> None:
 
 
 def test_a_name_has_no_character_that_cannot_be_written() -> None:
-    assert printable_name("m\ud800\x1b[2J\n é") == r"m\ud800\x1b[2J\n é"
+    assert printable_name("m\ud800\x1b[2J\n é") == r"m\ud800\x1b[2J é"
     assert len(printable_name("long" * 1000)) == 200

@@ -20,8 +20,9 @@ from megarl.cluster import ray_api
 from megarl.cluster.ray_worker import ChunkRefs, Timed
 from megarl.cluster.spans import Span
 from megarl.config.schema import TimeLimits
-from megarl.errors import RunError, printable
+from megarl.errors import RunError
 from megarl.remote import Phase
+from megarl.texts import printable
 
 T = TypeVar("T")
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from megarl.cluster.ray_node import ray_directory
@@ -102,8 +103,9 @@ class Guard:
     def remove(self, file: Path) -> None:
         """Has the guard remove a file, too, when it cleans up."""
         assert self._process.stdin is not None
-        self._process.stdin.write(os.fsencode(file.absolute()) + b"\0")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # somebody killed the guard
+            self._process.stdin.write(os.fsencode(file.absolute()) + b"\0")
+            self._process.stdin.flush()
 
     def finish(self, *, failed: bool) -> bool:
         """Has the guard clean up, and waits for it; returns whether nothing is left."""

@@ -17,9 +17,9 @@ from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.environments.chat_session import TurnLimits
 from megarl.environments.environment_process import EnvironmentProcess, TurnRequest
 from megarl.environments.gateway_request import GatewayPlace, Sampling
-from megarl.errors import printable
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.requests import stop_token_ids
+from megarl.texts import printable
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
 
 

@@ -21,12 +21,12 @@ from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import Reward, RewardFunction, TimeLimits
 from megarl.data.packing import Chunks
 from megarl.data.tokenizer import has_tokenizer, load_tokenizer
-from megarl.errors import printable
 from megarl.remote import RemoteMethod, remote
 from megarl.rewards.adapters import Failure
 from megarl.rewards.functions import labels
 from megarl.rewards.judge import JUDGE_MODEL, JudgePrompts
 from megarl.rewards.scorer import Failures, RuleScorer, Scores, Unscored
+from megarl.texts import printable
 from megarl.types import Prompt, RolloutChunk
 
 R = TypeVar("R")

@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
@@ -223,7 +223,8 @@ class Session:
 
     def _remove_files(self) -> None:
         for file in self._files:
-            file.unlink(missing_ok=True)
+            with suppress(OSError):
+                file.unlink()
 
     def _join(self) -> None:
         try:

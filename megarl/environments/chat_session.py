@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from megarl.environments.conversation import Branch, Conversation, SampledTurn
 from megarl.environments.environment import Action
 from megarl.types import Prompt, SampleRequest
 
-T = TypeVar("T")
 Sample = Callable[[SampleRequest], Awaitable[SampledTurn]]
 """Lets an engine sample the answer to a request."""
 
@@ -116,7 +115,8 @@ class ChatSession:
         most: int | None = None,
     ) -> SessionTurn | None:
         """Like `turn`, with more about it."""
-        if self._has_no_turn() or (found := await self._prepared(partial(self._continued, messages, tools))) is None:
+        found = await self._prepared(partial(self._continued, messages, tools))
+        if found is None:
             return None
         chat, known = found
         turn = await self._sampled(chat, most)
@@ -126,21 +126,17 @@ class ChatSession:
 
     async def complete(self, prompt: Sequence[int] | str, *, most: int | None = None) -> SessionTurn | None:
         """Samples what follows a prompt, whose ids continue a branch if they begin with all of its own."""
-        if self._has_no_turn() or (chat := await self._prepared(partial(self._completed, prompt))) is None:
-            return None
-        return await self._sampled(chat, most)
+        chat = await self._prepared(partial(self._completed, prompt))
+        return None if chat is None else await self._sampled(chat, most)
 
-    def _has_no_turn(self) -> bool:
-        if self.turns_left > 0:
-            return False
-        self.conversation.limit = "max_turns"
-        return True
-
-    async def _prepared(self, find: Callable[[], Awaitable[T]]) -> T | None:
-        """Finds the chat of a turn, one at a time; None where it cannot fit.
+    async def _prepared[T](self, find: Callable[[], Awaitable[T]]) -> T | None:
+        """Finds the chat of a turn, one at a time; None where it cannot fit, or no turn is left.
 
         What it returns must begin to be sampled before anything else is awaited: its chat is not busy until then.
         """
+        if not self.turns_left:
+            self.conversation.limit = "max_turns"
+            return None
         self._preparing += 1
         try:
             async with self._rendering:

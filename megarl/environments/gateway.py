@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from aiohttp import web
@@ -44,8 +45,8 @@ _NO_SESSION = "the key is not that of a session that is in progress under this a
 _LARGEST_BODY = 8 << 20
 _HEADER_S = 60.0
 """For the header of a request to come, on a new connection and after a request."""
-_MOST_STRANGERS = 1024
-"""Connections that have shown no key, of at most a quarter of the files that this process may open."""
+_MAX_UNAUTHENTICATED = 1024
+"""Connections that have shown no key; at most a quarter of the files that this process may open."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Errors of `accept` that asyncio reports a hundred times a second."""
 _REPORT_S = 60.0
@@ -105,8 +106,8 @@ class Gateway:
         self._conversations: set[asyncio.Task[Any]] = set()
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
-        self._strangers = min(_MOST_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        self._trusted = set[web.RequestHandler]()  # connections that have shown a key
+        self._max_unauthenticated = min(_MAX_UNAUTHENTICATED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._authenticated = set[web.RequestHandler]()  # connections that have shown a key
         self._next_report = -math.inf
         self.url = ""
 
@@ -119,8 +120,8 @@ class Gateway:
         application.router.add_get("/{session}/v1/models", self._models)
         for path in _PROTOCOLS:
             application.router.add_post(f"/{{session}}/v1/{{protocol:{path}}}", self._turn)
-        _LOG.addFilter(_is_own_fault)
-        self._runner = web.AppRunner(
+        _LOG.addFilter(_is_server_fault)
+        self._runner = runner = web.AppRunner(
             application,
             access_log=None,
             logger=_LOG,
@@ -129,16 +130,16 @@ class Gateway:
             keepalive_timeout=_HEADER_S,
             lingering_time=0,
         )
-        await self._runner.setup()
+        await runner.setup()
+        assert runner.server is not None
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._report)
-        self._listener = await loop.create_server(self._connection, host, self._port)
+        self._listener = await loop.create_server(partial(self._connection, runner.server), host, self._port)
         self.url = f"http://{host}:{self._listener.sockets[0].getsockname()[1]}"
         if self._command is None:
             with suppress(FileNotFoundError):
                 os.unlink(self._place.file)  # of an attempt that was killed
-            descriptor = os.open(self._place.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
+            with os.fdopen(os.open(self._place.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 json.dump({"url": self.url, "key": self._key}, file)
 
     async def close(self) -> None:
@@ -213,24 +214,23 @@ class Gateway:
             "no_proxy": direct,
         }
 
-    def _connection(self) -> web.RequestHandler:
+    def _connection(self, server: web.Server) -> web.RequestHandler:
         """Returns the protocol of a new connection; closes the oldest ones without a key if there are too many."""
-        server: Any = None if self._runner is None else self._runner.server
         connections = server.connections
-        self._trusted.intersection_update(connections)
-        strangers = [each for each in connections if each.connected and each not in self._trusted]
-        for oldest in strangers[: max(0, len(strangers) + 1 - self._strangers)]:
+        self._authenticated.intersection_update(connections)
+        others = [each for each in connections if each.connected and each not in self._authenticated]
+        for oldest in others[: max(0, len(others) + 1 - self._max_unauthenticated)]:
             oldest.force_close()
         return server()
 
     def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Prints what asyncio reports; once in a while that no file is left for a connection, which it tries again."""
+        """Prints what asyncio reports; once a minute that no file is left for a connection."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in _EXHAUSTED:
             loop.default_exception_handler(context)
         elif (now := time.monotonic()) >= self._next_report:
             self._next_report = now + _REPORT_S
-            print(f"gateway: a connection cannot be accepted now: {error.strerror}", flush=True)
+            print(f"gateway: a connection cannot be accepted: {error.strerror}; tried again each second", flush=True)
 
     @web.middleware
     async def _guard(
@@ -239,7 +239,7 @@ class Gateway:
         """Refuses whoever lacks the key, and reports errors in the client's own format."""
         try:
             self._check_key(request)
-            self._trusted.add(request.protocol)
+            self._authenticated.add(request.protocol)
             return await handler(request)
         except GatewayError as error:
             return _error(request, error.status, str(error))
@@ -370,7 +370,7 @@ def _error(request: web.Request, status: int, message: str) -> web.Response:
     return response
 
 
-def _is_own_fault(record: logging.LogRecord) -> bool:
+def _is_server_fault(record: logging.LogRecord) -> bool:
     """Returns whether something else has failed than the reading of a request that is not HTTP."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 

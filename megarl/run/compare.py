@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megarl.errors import UsageError, printable
+from megarl.errors import UsageError
 from megarl.files import read_lines
 from megarl.run.paths import RunPaths, read_config
+from megarl.texts import printable
 
 _SHOWN = 10
 """Prompts in each of the two lists."""

@@ -87,5 +87,5 @@ def test_nothing_is_left(how: str, ray: Path, tmp_path: Path) -> None:
     assert not ray.exists()
     assert marked_processes(MARKED) == []
     assert agent.returncode == (-signal.SIGKILL if how == "agent killed" else 0)
-    assert (tmp_path / "the key").exists() == how.startswith("guard killed")
+    assert how.startswith("guard killed") or not (tmp_path / "the key").exists()
     assert (kept / "raylet.out").exists() == (not how.endswith("good"))

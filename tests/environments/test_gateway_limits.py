@@ -180,7 +180,7 @@ async def _turn(world: GatewayWorld, session: GatewayTest, held: tuple[Any, Any]
 def test_connections_without_a_key_push_out_each_other_alone(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateway_module, "_MOST_STRANGERS", 8, raising=False)
+    monkeypatch.setattr(gateway_module, "_MAX_UNAUTHENTICATED", 8, raising=False)
 
     async def run() -> None:
         async with gateway_world(tokenizer, lambda _: "yes", tmp_path) as world:

@@ -14,13 +14,13 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from megarl.errors import printable
 from megarl.run.attempts import Attempt
 from megarl.run.display import COLUMNS, counted, short
 from megarl.run.sinks import WRITTEN
 from megarl.run.status.format import ago, clock, duration, rate, step_duration
 from megarl.run.status.reading import RunStatus, StatusError, find_runs, read_status
 from megarl.run.status.run_state import StateName
+from megarl.texts import printable
 
 _EVERY_S = 5.0
 STYLES: Final[Mapping[StateName, str]] = {
