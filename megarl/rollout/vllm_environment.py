@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import warnings
@@ -33,7 +34,7 @@ _QUIET = {  # unless they are set already
     "VLLM_LOGGING_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore::FutureWarning:vllm.triton_utils.dispatcher",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TORCH_LOGS": "-torch._library.triton",
+    "TORCH_LOGS": "-torch._library.triton,-torch.utils.cpp_extension",
 }
 _SOCKETS = "VLLM_RPC_BASE_PATH"  # which vLLM leaves
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # which torch leaves; on CUDA it saves the next start from compiling again
@@ -64,6 +65,8 @@ def set_vllm_environment(device: str, scratch_dir: str, threads: int = 1) -> Non
     for name in _CONTRADICTING:
         os.environ.pop(name, None)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.triton_utils")
+    # Megatron-core needs Triton; vLLM for a CPU says before it sets up its logging (0.32) that it does not use it.
+    logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
 
 
 class _Distributions(Mapping[str, list[str]]):

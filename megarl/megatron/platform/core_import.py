@@ -43,6 +43,8 @@ def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
     # Megatron warns at import that Transformer Engine and apex are absent, and torch that nvcc is here without a GPU;
     # `megarl doctor` says it better.
     warnings.filterwarnings("ignore", module=r"megatron\..*")
+    # It calls collectives by names that torch 2.13 has renamed (0.19).
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # Megatron else takes the commit of a repository around it for its own (package_info.py, 0.19).
