@@ -19,6 +19,10 @@ ALLOWED = {
     "get_global_memory_buffer",  # scratch memory, which belongs to no layout
     "get_embedding_group",  # asked on stages between the ends, where ``embd`` is None, and answered with None
     "is_initialized",  # no
+    # Of groups that rebuild weights over DP, which no role has: None, and rank 0.
+    "get_gtp_weight_remat_group",
+    "get_expert_gtp_weight_remat_group",
+    "get_gtp_weight_remat_rank",
 }
 
 
