@@ -181,7 +181,8 @@ def test_half_a_character_fails_its_conversation_alone(
 def test_a_text_of_megabytes_ends_its_conversation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without being encoded, as it cannot fit."""
     directory = gateway_tokenizer(tmp_path)
-    monkeypatch.setattr(environment_process, "load_tokenizer", lambda _: load_tokenizer(directory))
+    tokenizer = load_tokenizer(directory)  # what it imports takes seconds
+    monkeypatch.setattr(environment_process, "load_tokenizer", lambda _: tokenizer)
     begun = time.process_time()
     chunk, infos = converse([None, "megabytes", "begins with megabytes"], retries=0)
     assert time.process_time() - begun < 4, "encoding takes a second for a million characters"

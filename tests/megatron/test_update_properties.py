@@ -149,7 +149,9 @@ def test_masked_tokens_change_nothing(reported: Reported, kind: str) -> None:
     assert len(alike) > 1
     assert alike[kind]["grad_norm"] > 0.1
     for name, step in alike.items():
-        assert step == pytest.approx(alike[kind], rel=1e-5, abs=1e-6), name
+        # Without a pass before the update, this is measured there.
+        same = {metric: value for metric, value in step.items() if metric != "objective/entropy"}
+        assert same == pytest.approx(alike[kind], rel=1e-5, abs=1e-6), name
 
 
 @pytest.mark.dist
