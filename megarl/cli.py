@@ -19,8 +19,7 @@ from megarl.plan.cli import app as plans
 from megarl.texts import escape_output, printable
 
 if TYPE_CHECKING:
-    from megarl.config import PPOConfig, RAFTConfig, RunConfig, TrainingConfig
-    from megarl.plan.rates import Rates
+    from megarl.config import RunConfig, TrainingConfig
 
 app = typer.Typer(
     name="megarl",
@@ -225,15 +224,6 @@ def local(config_path: ConfigPath, overrides: Overrides = None) -> None:
 def plan(
     config_path: ConfigPath,
     overrides: Overrides = None,
-    rates: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RUN_DIR|engine=2500,trainer=8000,...",
-            help="Also estimate steps with other divisions of the devices and other staleness, from a run's metrics or "
-            "from given rates. engine, trainer: response tokens/s of an engine and of a trainer device; token: least "
-            "seconds per token of a response; score, sync: seconds; length: tokens of a response.",
-        ),
-    ] = None,
 ) -> None:
     """Check CONFIG and print its placement, batches, algorithm and memory, without starting anything.
 
@@ -255,23 +245,8 @@ def plan(
         resume = describe_run(config)
         first_prompt = call_functions(config, sets)
         check_memory(config)
-        measured = None if rates is None else _read_rates(rates, config)
     print_plan(config, sets, resume, first_prompt=first_prompt)
     print_memory(config)
-    if measured is not None:
-        from megarl.plan.division import print_divisions
-
-        print_divisions(*measured)
-
-
-def _read_rates(text: str, config: RunConfig) -> tuple[PPOConfig | RAFTConfig, Rates]:
-    from megarl.config import ConfigError, PPOConfig, Problem, RAFTConfig
-    from megarl.plan.rates import Rates
-
-    if not isinstance(config, PPOConfig | RAFTConfig):
-        problem = Problem(field="--rates", value=text, rule="stage ppo or raft, which have engines", fix="leave it out")
-        raise ConfigError([problem])
-    return config, Rates.of(text, config)
 
 
 @plans.command("memory")

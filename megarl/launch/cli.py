@@ -1,4 +1,4 @@
-"""``megarl launch slurm | ray``: runs as jobs of a cluster."""
+"""``megarl launch slurm``: runs as jobs of a cluster."""
 
 from __future__ import annotations
 
@@ -46,12 +46,6 @@ _ROLLOUT_NODES = "The last N nodes have the engines, as the second component of 
 _RUNTIME, _FURTHER = "bare, the nodes' own file system; or pyxis, enroot, apptainer.", "Further option, as "
 _IMAGE = "Image; for Pyxis unless another runtime is given."
 _START_LIMIT = "Seconds for the nodes to find each other, and again to start Ray."
-_RESUMES = "How often the job starts the run again when it has saved and left, with exit code 75."
-_HEAD_PYTHON = "Interpreter on the head that has megarl: this one; with --working-dir python of the head's PATH."
-_WORKING_DIR = (
-    "Send this directory, 100 MiB at most, and run in its copy: for a machine that does not share the cluster's file "
-    "system. Default: run in the working directory, which all nodes must see."
-)
 SWEEP = _several(metavar="KEY.PATH=VALUE,...", help=_SWEEP)
 _ARGUMENT = typer.Argument(metavar="CONFIG|KEY.PATH=VALUE", show_default=False, help=_CONFIGS)
 
@@ -129,34 +123,6 @@ def slurm(
         **of_request, configs=configs, overrides=overrides, settings=_given(of_profile), sweeps=tuple(sweep or ())
     )
     raise typer.Exit(launch(request))
-
-
-@app.command()
-def ray(
-    config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")],
-    address: Annotated[str, typer.Option(metavar="URL", help="Dashboard of the cluster, as http://HEAD:8265.")],
-    overrides: Annotated[Texts, typer.Argument(metavar="KEY.PATH=VALUE", help="Settings to override.")] = None,
-    working_dir: Annotated[Path | None, typer.Option(metavar="DIR", help=_WORKING_DIR)] = None,
-    python: Annotated[Text, typer.Option(help=_HEAD_PYTHON)] = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Follow the job, or return once submitted.")] = True,
-    resumes: Annotated[int, typer.Option(metavar="N", min=0, help=_RESUMES)] = 3,
-) -> None:
-    """Run CONFIG as a job of a running Ray cluster: several nodes without Slurm, or KubeRay.
-
-    The configuration is checked first. The job's output is printed here, and its exit code is this command's; an
-    interrupt stops the job. The head and all nodes must see run.dir. docs/ray.md shows how to start a cluster.
-    """
-    from megarl.config import ConfigError
-    from megarl.errors import RunError
-    from megarl.launch.ray_job import launch
-
-    try:
-        options = {"address": address, "working_dir": working_dir, "python": python, "wait": wait, "resumes": resumes}
-        code = launch(config_path, overrides or (), **options)
-    except (ConfigError, RunError) as error:
-        typer.echo(str(error), err=True)
-        code = 2 if isinstance(error, ConfigError) else 1
-    raise typer.Exit(code)
 
 
 def _given(options: Mapping[str, object]) -> dict[str, object]:

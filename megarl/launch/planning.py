@@ -201,7 +201,7 @@ def _job(
         command="eval" if isinstance(config, EvalConfig) else "train",
         workdir=checker.workdir,
         run_dir=checker.workdir / run_dir,
-        configs=tuple(checker.workdir / submitted_as(config, "slurm") for config in configs),
+        configs=tuple(checker.workdir / submitted_as(config) for config in configs),
         cells=tuple(cell.name for cell in cells),
         finished=frozenset(cell.index for cell in finished),
         parallel=request.parallel,

@@ -102,10 +102,10 @@ def as_option(problem: Problem, settings: Mapping[str, object]) -> Problem:
     return Problem(field=option, value=value, rule=problem.rule, fix=problem.fix)
 
 
-def submitted_as(config: RunConfig, folder: str) -> Path:
-    """Returns the path of the resolved configuration in a folder of run.dir; its name has the content's hash."""
+def submitted_as(config: RunConfig) -> Path:
+    """Returns the path of the resolved configuration in run.dir; its name has the content's hash."""
     digest = hashlib.sha256(as_yaml(config).encode()).hexdigest()
-    return Path(config.run.dir, folder, f"config-{digest[:8]}.yaml")
+    return Path(config.run.dir, "slurm", f"config-{digest[:8]}.yaml")
 
 
 def unwritable(run_dir: object, error: OSError, what: str = "") -> Problem:
@@ -118,5 +118,8 @@ def names_other_ray(path: Path, overrides: Sequence[str]) -> Iterator[Problem]:
     cluster = merged(path, overrides)[0].get("cluster")
     address = cluster.get("address") if isinstance(cluster, Mapping) else None
     if address not in (None, _AUTO):
-        rule, fix = "null: the job starts a Ray of its own", "remove it, or use megarl launch ray"
+        rule, fix = (
+            "null: the job starts a Ray of its own",
+            "remove it, or submit the run to that cluster (docs/ray.md)",
+        )
         yield Problem(field="cluster.address", value=str(address), rule=rule, fix=fix)

@@ -64,15 +64,15 @@ def parse_request(
     layout = engines = spec = None
     speeds = dict(_SPEEDS)
     with collected("--train", train, "write tp=...,pp=...,dp=...,vpp=...,ep=...; any subset, ep a divisor of dp"):
-        sizes = parse_pairs(train, ("tp", "pp", "dp", "vpp", "ep"), "a whole number, 1 or more", _count)
+        sizes = _parse_pairs(train, ("tp", "pp", "dp", "vpp", "ep"), "a whole number, 1 or more", _count)
         tp, pp, dp, vpp, ep = (sizes.get(key, 1) for key in ("tp", "pp", "dp", "vpp", "ep"))
         layout = Layout(tp=tp, pp=pp, dp=dp, vpp=vpp, ep=ep)
     with collected("--rollout", rollout, "write tp=...,replicas=...; any subset"):
-        engines = {"tp": 1, "replicas": 1} | parse_pairs(
+        engines = {"tp": 1, "replicas": 1} | _parse_pairs(
             rollout, ("tp", "replicas"), "a whole number, 1 or more", _count
         )
     with collected("--link", link, "write device=...,node=...,network=...; any subset"):
-        speeds |= parse_pairs(link, tuple(LINKS), "a number above 0 (GB/s)", positive)
+        speeds |= _parse_pairs(link, tuple(LINKS), "a number above 0 (GB/s)", _positive)
     bucket_bytes = bucket_mib * 2**20
     if not _LEAST_BUCKET_BYTES <= bucket_bytes < math.inf:
         rule = f"must be at least {_LEAST_BUCKET_BYTES} bytes, an element of any dtype"
@@ -104,7 +104,7 @@ def parse_request(
     )
 
 
-def parse_pairs[T](text: str, keys: Sequence[str], what: str, read: Callable[[str], T | None]) -> dict[str, T]:
+def _parse_pairs[T](text: str, keys: Sequence[str], what: str, read: Callable[[str], T | None]) -> dict[str, T]:
     """Parses ``key=value,key=value``; ``read`` returns None for a wrong value. Raises ValueError with every problem."""
     values: dict[str, T] = {}
     rules: list[str] = []
@@ -128,8 +128,7 @@ def _count(text: str) -> int | None:
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
-def positive(text: str) -> float | None:
-    """Returns a number above 0; None for any other text."""
+def _positive(text: str) -> float | None:
     try:
         number = float(text)
     except ValueError:

@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import subprocess
-import sys
-import threading
 import time
 import urllib.request
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -25,6 +21,7 @@ DEVICES = 4
 PYTHON = ROOT / ".venv-ray" / "bin" / "python"
 _READY_S = 120
 _END_S = 20
+_JOB_S = 240
 _PORTS = (
     "port",
     "dashboard-port",
@@ -66,7 +63,7 @@ class RayHead:
             ending.callback(cleanup.remove, _END_S)
             ending.callback(cleanup.note)
             log = ending.enter_context(self._log.open("w"))
-            head = subprocess.Popen(self._command, env=self._own_environment(), stdout=log, stderr=log, cwd="/")
+            head = subprocess.Popen(self._command, env=self._own_environment(), stdout=log, stderr=log, cwd=ROOT)
             ending.callback(head.wait)
             ending.callback(head.terminate)
             self._wait(head)
@@ -76,18 +73,14 @@ class RayHead:
     def __exit__(self, *_: object) -> None:
         self._ending.close()
 
-    def launch(
-        self, *arguments: str | Path, environment: Mapping[str, str] | None = None, address: str | None = None
-    ) -> subprocess.Popen[str]:
-        """Starts ``megarl launch ray`` for this cluster, under its own address or another one."""
-        command = [sys.executable, "-m", "megarl", "launch", "ray", "--address", address or self.address]
-        return subprocess.Popen(
-            [*command, *map(str, arguments)],
-            env=dict(self.environment if environment is None else environment),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+    def job(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        """Runs `ray job` with the head's token."""
+        return subprocess.run(
+            [PYTHON, "-m", "ray.scripts.scripts", "job", *arguments],
+            env={**self.environment, "RAY_ADDRESS": self.address},
+            capture_output=True,
             text=True,
+            timeout=_JOB_S,
         )
 
     def _own_environment(self) -> dict[str, str]:
@@ -105,49 +98,3 @@ class RayHead:
             time.sleep(0.2)
             with suppress(OSError), urllib.request.urlopen(request, timeout=_END_S) as answer:
                 nodes = json.load(answer)["data"]["result"]["result"]
-
-
-class ForwardedPort:
-    """A context: connections to `address` are forwarded to the target, until they are cut.
-
-    Args:
-        target: as http://HOST:PORT.
-    """
-
-    def __init__(self, target: str) -> None:
-        host, _, port = target.removeprefix("http://").partition(":")
-        self._target = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._connections: list[socket.socket] = []
-        self.address = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-
-    def __enter__(self) -> ForwardedPort:
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self.cut()
-
-    def cut(self) -> None:
-        """Ends all connections; new ones can be made."""
-        while self._connections:
-            with suppress(OSError):
-                self._connections.pop().shutdown(socket.SHUT_RDWR)
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                ends = self._listener.accept()[0], socket.create_connection(self._target)
-                self._connections += ends
-                for source, sink in (ends, ends[::-1]):
-                    threading.Thread(target=_copy, args=(source, sink), daemon=True).start()
-
-
-def _copy(source: socket.socket, sink: socket.socket) -> None:
-    with suppress(OSError):
-        while data := source.recv(1 << 16):
-            sink.sendall(data)
-    with suppress(OSError):
-        sink.shutdown(socket.SHUT_WR)

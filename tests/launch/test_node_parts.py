@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import signal
 import socket
@@ -285,7 +284,6 @@ def test_a_log_that_cannot_be_written_does_not_stop_a_child(tmp_path: Path) -> N
 def test_failed_writes_to_the_job_directory_do_not_end_the_job(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "megarl.launch.node")  # ray_jobs raises that of every handler it finds
     directory = JobDirectory(str(tmp_path), SlurmJob.of(STEP))
     directory.path.rmdir()
     directory.reached("Ray ready")

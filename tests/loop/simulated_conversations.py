@@ -21,9 +21,9 @@ from megarl.environments.environment import FailedEnvironmentError, Observation
 from megarl.environments.environment_calls import LostEnvironmentError
 from megarl.environments.environment_child import Reply
 from megarl.environments.environment_process import EnvironmentProcess
-from megarl.plan.simulation import SimulatedTime
 from megarl.types import WorkItem
 from tests.environments.test_environment_process import Characters
+from tests.loop.simulated_time import SimulatedTime
 
 PROCESSES, CONCURRENCY, LAST = 2, 5, 1e4
 

@@ -12,12 +12,12 @@ from megarl.cluster.calls import Call, ChunkCall
 from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.data.stream import stable_hash
-from megarl.plan.simulation import SimulatedTime
 from megarl.resharding import SyncStats
 from megarl.rollout.completions import Response, pack_chunk, select_rows
 from megarl.types import SampleRequest, VersionSpan, WorkItem
 from tests.cluster.fakes import OPTIONS
 from tests.loop.simulated_sync import Meeting, call_of
+from tests.loop.simulated_time import SimulatedTime
 
 
 @dataclass(eq=False)

@@ -9,8 +9,8 @@ from typing import Any
 
 from megarl.cluster.calls import Call
 from megarl.cluster.resharder import Resharder
-from megarl.plan.simulation import SimulatedTime
 from megarl.resharding import SyncStats
+from tests.loop.simulated_time import SimulatedTime
 
 Leave = Callable[[str], None]
 """Lets a rank out of a meeting, with the reason of an abort or none."""

@@ -23,12 +23,12 @@ from megarl.loop.rollout_trainer import RolloutTrainer
 from megarl.loop.sampler import DynamicSampling, RolloutParts, Sampled, Sampler
 from megarl.loop.scoring import ScoresByReward, Scoring
 from megarl.megatron.worker_requests import ForwardRequest
-from megarl.plan.simulation import SimulatedTime
 from megarl.run.results import EvaluationResult
 from megarl.types import Layout, Prompt, Ragged, SampleInfo, Schedule
 from tests.loop.simulated_conversations import Conversations
 from tests.loop.simulated_engines import Engines
 from tests.loop.simulated_sync import resharder
+from tests.loop.simulated_time import SimulatedTime
 
 SEED, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, CHUNKS = 5, 3, 2, 4
 PROMPTS = [Prompt(prompt_id=f"p{index}", token_ids=(index, 7)) for index in range(11)]

@@ -11,10 +11,10 @@ import pytest
 from megarl.cluster import ray_api
 from megarl.cluster.calls import Condition
 from megarl.errors import RunError
-from megarl.plan.simulation import SimulatedTime
 from megarl.types import Prompt, SampleRequest
 from tests.loop.simulated_conversations import Conversations
 from tests.loop.simulated_engines import Engines
+from tests.loop.simulated_time import SimulatedTime
 from tests.loop.simulation import Setup, Simulation, content
 from tests.loop.test_rollout_buffer import ages, run, trained
 

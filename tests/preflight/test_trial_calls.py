@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from megarl.environments.python_program import bubblewrap
 from megarl.preflight.check import check
 from megarl.preflight.datasets import PromptSets
 from megarl.preflight.trial_calls import call_functions
+from tests.data.encoded_texts import encoded_lengths
 from tests.rewards.test_process import alive
 
 pytestmark = pytest.mark.process
@@ -94,16 +94,16 @@ def test_a_function_may_fail_on_some_rows() -> None:
     call_functions(made, check(made))
 
 
-def test_a_text_of_megabytes_does_not_hold_up_a_trial_call(tmp_path: Path) -> None:
+def test_a_text_of_megabytes_does_not_hold_up_a_trial_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second response that is tried is a text of the row."""
     rows = [{"prompt": "a", "answer": "abcdefgh" * 1_000_000}] * 4
     (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     tokenizer().save_pretrained(tmp_path / "tokenizer")
     data = [f"data.prompts={tmp_path / 'prompts.jsonl'}", f"model.tokenizer={tmp_path / 'tokenizer'}"]
-    begun = time.process_time()
+    lengths = encoded_lengths(monkeypatch)
     (problem,) = refusal(["exits"], *data, "evaluation=null", "model.vocab_size=null").problems
     assert problem.rule.endswith("its process ended by exit status 3")
-    assert time.process_time() - begun < 4, "encoding takes a second for a million characters"
+    assert 0 < max(lengths) < 100_000
 
 
 def begun(environment: str, *overrides: str) -> Sequence[int]:

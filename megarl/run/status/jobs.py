@@ -15,20 +15,20 @@ from megarl.files import open_file, read_json, read_lines, write_durably
 from megarl.run.attempts import Attempt
 from megarl.run.status.format import ago
 
-_FOLDERS = ("slurm", "ray")
+_FOLDER = "slurm"
 _SUBMITTED = "submitted.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A submission to a cluster. `job` is its number or name; None if only its configuration is known."""
+    """A submission to Slurm. `job` is its number; None if only its configuration is known."""
 
     job: str | None
     time: float
 
 
 def record_submission(folder: Path, job: str) -> None:
-    """Writes the number or name of a submitted job into the folder of its configuration, such as RUN_DIR/slurm.
+    """Writes the number of a submitted job into the folder of its configuration, RUN_DIR/slurm.
 
     An error is only printed, as the job exists.
     """
@@ -39,17 +39,16 @@ def record_submission(folder: Path, job: str) -> None:
 
 
 def last_submission(run_dir: Path) -> Submission | None:
-    """Returns the newest recorded submission, with the time of its file."""
-    found: list[Submission] = []
-    for file in (run_dir / folder / _SUBMITTED for folder in _FOLDERS):
-        with suppress(OSError, ValueError, KeyError, TypeError):  # missing or unreadable
-            found.append(Submission(job=read_json(file)["job"], time=file.stat().st_mtime))
-    return max(found, key=lambda submission: submission.time, default=None)
+    """Returns the recorded submission, with the time of its file."""
+    file = run_dir / _FOLDER / _SUBMITTED
+    with suppress(OSError, ValueError, KeyError, TypeError):  # missing or unreadable
+        return Submission(job=read_json(file)["job"], time=file.stat().st_mtime)
+    return None
 
 
 def prepared_configs(run_dir: Path) -> list[Path]:
     """Returns the configurations that were written for a cluster, the newest first; they precede the run."""
-    found = (file for folder in _FOLDERS for file in (run_dir / folder).glob("config-*.yaml"))
+    found = (run_dir / _FOLDER).glob("config-*.yaml")
     return sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)
 
 

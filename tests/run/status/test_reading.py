@@ -271,11 +271,10 @@ def test_a_directory_without_a_run_is_reported(tmp_path: Path) -> None:
             find_runs(path)
 
 
-@pytest.mark.parametrize("folder", ["slurm", "ray"])
-def test_a_submission_is_shown_until_it_starts(run: MadeRun, folder: str) -> None:
-    run.file(f"{folder}/config-0.yaml", 30, "stage: sft")
-    record_submission(run.path / folder, "4711")
-    os.utime(run.path / folder / "submitted.json", (NOW - 20, NOW - 20))
+def test_a_submission_is_shown_until_it_starts(run: MadeRun) -> None:
+    run.file("slurm/config-0.yaml", 30, "stage: sft")
+    record_submission(run.path / "slurm", "4711")
+    os.utime(run.path / "slurm" / "submitted.json", (NOW - 20, NOW - 20))
     assert read(run).submitted == Submission(job="4711", time=NOW - 20)
     run.start(1, ago=10)
     assert read(run).submitted is None
