@@ -158,7 +158,6 @@ def test_a_failed_part_does_not_stop_the_others_and_is_repeated(
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(900)
 def test_runs_and_raw_vllm_are_measured(tmp_path: Path) -> None:
     found = parts(tmp_path, "cpu")
     results = work_off(tmp_path, {name: found[name] for name in ("grpo-tiny", "vllm-tiny")}, {}, minutes=10)

@@ -81,7 +81,7 @@ DISK_KIB = 96 << 10
 RAY = {"raylet": "/raylet/raylet ", "gcs": "/gcs/gcs_server "}
 """Parts of the command lines of Ray's processes."""
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.e2e
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from megarl.run.attempts import read_attempts
 from tests.e2e.runs import ROOT, finish, lines, started
 from tests.leftovers import comes_true
 
-pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
 SFT = "configs/debug/sft.yaml"
 SETTINGS = [

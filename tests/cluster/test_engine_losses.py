@@ -28,7 +28,7 @@ from tests.cluster.fakes import OPTIONS
 from tests.cluster.syncing_workers import Engine, Trainer
 from tests.e2e.test_endings import process_that_prints_to
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.process
 
 SYNC_LIMIT_S = 12.0
 VALUES = RemoteMethod[Any, [], set[float]](Engine.values, "start")

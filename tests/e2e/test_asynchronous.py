@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.runs import Finished, finish, lines, started, train
 from tests.e2e.test_endings import process_that_prints_to, wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e]
 
 STEPS = 4
 GRPO = "configs/debug/grpo.yaml"

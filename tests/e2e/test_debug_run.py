@@ -21,7 +21,7 @@ SYNC = {f"sync/{stage}_seconds" for stage in STAGES} | {
     f"sync/{name}" for name in ("bytes", "messages", "staging_bytes", "seconds", "gb_per_second")
 }
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e]
 
 
 def test_it_succeeds_and_leaves_nothing(debug_run: DebugRun) -> None:

@@ -13,7 +13,7 @@ from megarl.run.status.reading import read_status
 from tests.e2e.runs import DEBUG, finish, lines, started
 from tests.security.listeners import assert_closed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e]
 
 ROLES = "groups.train.roles"
 SMALL = [

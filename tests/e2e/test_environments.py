@@ -20,7 +20,7 @@ from megarl.convert.resources import Resources
 from megarl.rewards.functions import Completion
 from tests.e2e.runs import finish, lines, started
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e]
 
 CONFIG = r"""
 stage: grpo

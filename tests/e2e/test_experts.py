@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.runs import lines, train
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e]
 
 ROLES = "groups.train.roles"
 MIXTURE = (

@@ -16,7 +16,7 @@ from tests.e2e.test_environments import check_turns
 from tests.environments.gateways import TEMPLATE, call_text
 from tests.needs import lacking
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e]
 
 CALLS = [call_text("add", a=number, b=1) for number in range(64)]
 THOUGHTS = "<think>\nlet me add\n</think>\n\n"

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.conftest import DebugRun
 from tests.e2e.runs import PARTS, lines, train
 
-pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
 ROLES = "groups.train.roles"
 LAYOUTS = {

@@ -23,7 +23,7 @@ from tests.e2e.runs import ROOT, lines
 from tests.oracle import selection
 from tests.oracle.models import Sample
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e]
 
 
 @pytest.fixture(scope="module")

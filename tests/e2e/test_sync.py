@@ -19,7 +19,7 @@ from tests.rollout.engine_process import EngineProcess
 from tests.rollout.models import VOCAB, qwen2, random_model, save
 from tests.rollout.oracles import assert_same
 
-pytestmark = [pytest.mark.e2e, pytest.mark.dist, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.dist]
 
 ALIGNMENT = 16  # of messages and parameters in a buffer
 

@@ -21,7 +21,7 @@ from tests.rollout.engine_process import EngineProcess, RemoteError
 from tests.rollout.models import qwen2, random_model, save
 from tests.rollout.oracles import assert_same
 
-pytestmark = [pytest.mark.e2e, pytest.mark.dist, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.dist]
 
 TP2_PP2: list[str] = []  # of the debug configuration
 PLACES = [Place()] * 6

@@ -16,7 +16,7 @@ import pytest
 from examples.sort_letters.checkpoint import write_checkpoint
 from tests.e2e.runs import finish, lines, started
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e]
 
 CONFIG = """
 stage: grpo

@@ -13,7 +13,7 @@ from megarl.environments.environment import FailedEnvironmentError
 from tests.environments.gateways import GatewayTest, call_text, gateway_tokenizer, gateway_world
 from tests.needs import lacking
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-verifiers/bin/python"

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.gpu.work import SIZES, config, figures
 from tests.gpu.conftest import has_transformer_engine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("layers", ["local", "transformer_engine"])

@@ -13,7 +13,7 @@ from tests.rollout.engine_process import EngineProcess
 from tests.rollout.models import qwen2, random_model, save
 from tests.rollout.syncing import Trainer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.gpu
 
 CACHE_MIB = 1024
 

@@ -14,7 +14,7 @@ from tests.launchers.scripts import ROOT, user
 from tests.leftovers import Trace
 from tests.random_models import place_random_model
 
-pytestmark = [pytest.mark.process, pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.e2e]
 
 ALONE = (
     "configs/debug/sft.yaml",

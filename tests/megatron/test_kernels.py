@@ -47,7 +47,6 @@ def check_compiled_kernels(device: str) -> None:
 
 
 @pytest.mark.process  # of the C++ compiler
-@pytest.mark.timeout(600)
 def test_compiled_kernels_equal_the_eager_ones() -> None:
     check_compiled_kernels("cpu")
     found = measure(SIZES["tiny"], "cpu", tokens=TOKENS, repeats=1)

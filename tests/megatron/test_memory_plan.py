@@ -60,7 +60,6 @@ def assert_as_planned(found: dict[str, int], config: dict[str, Any], recompute: 
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_process_memory_is_as_planned(tmp_path: Path, recompute: str) -> None:
     """In a separate process, because it changes how the process allocates memory."""

@@ -16,7 +16,7 @@ from tests.rollout.engine_process import EngineProcess, RemoteError
 from tests.rollout.models import END, VOCAB, save_tokenizer, text_of
 from tests.rollout.oracles import hf_logits, truncated_logprobs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e]
 
 LEAST = 6
 

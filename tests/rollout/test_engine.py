@@ -24,7 +24,7 @@ from tests.rollout.models import END, MAX_LEN, USED_VOCAB, VOCAB
 from tests.rollout.oracles import assert_close, assert_same, hf_greedy, hf_logits, hf_raw_logprobs, truncated_logprobs
 from tests.rollout.syncing import Trainer, sync
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e]
 
 COLUMNS = ("response_ids", "rollout_logprobs")
 

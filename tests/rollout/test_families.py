@@ -13,7 +13,7 @@ from tests.rollout.models import FAMILIES, family, random_model, save
 from tests.rollout.oracles import assert_close, assert_same, hf_raw_logprobs
 from tests.rollout.syncing import sync
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e]
 
 DENSE = Layout(tp=2, pp=2)
 MIXTURES = {"mixtral": Layout(pp=2, dp=3, ep=3), "qwen3_moe": Layout(tp=1, pp=2, dp=2, ep=2)}

@@ -20,7 +20,7 @@ from tests.rollout.models import END, MAX_LEN, USED_VOCAB, qwen2, random_model
 from tests.rollout.oracles import assert_same, version_logprobs
 from tests.rollout.syncing import Trainer, sync
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e]
 
 VERSIONS = ("qwen2", "qwen2_later", "greedy_padding")
 """The models of versions 0, 1 and 2, unlike each other."""

@@ -7,7 +7,7 @@ import pytest
 from megarl.rollout.engine import RolloutEngine
 from tests.rollout.engine_process import EngineProcess
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e]
 
 
 def _weight_after_memory_is_reused(_engine: RolloutEngine) -> list[float]:

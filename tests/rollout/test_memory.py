@@ -56,7 +56,6 @@ def _requests(count: int, length: int) -> list[SampleRequest]:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(600)
 def test_process_memory_is_as_planned(
     process: EngineProcess, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

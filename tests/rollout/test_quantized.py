@@ -15,7 +15,7 @@ from tests.rollout.models import family, random_model, save
 from tests.rollout.oracles import assert_same, hf_raw_logprobs
 from tests.rollout.syncing import Trainer, sync
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e]
 
 FLOAT8 = {"quantization": "fp8_per_channel"}
 

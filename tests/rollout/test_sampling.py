@@ -26,7 +26,7 @@ from tests.rollout.engine_process import EngineProcess
 from tests.rollout.models import END, USED_VOCAB, save_tokenizer, text_of
 from tests.rollout.oracles import hf_logits
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e]
 
 PPO: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": None}
 STOP = text_of([30, 31, 32])

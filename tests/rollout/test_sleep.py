@@ -13,7 +13,7 @@ from tests.rollout.engine_process import EngineProcess, RemoteError
 from tests.rollout.oracles import assert_same
 from tests.rollout.syncing import Trainer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e]
 
 
 def test_it_answers_with_synced_weights_after_waking(

@@ -18,7 +18,7 @@ from tests.rollout.engine_process import EngineProcess
 from tests.rollout.oracles import assert_same, version_logprobs
 from tests.rollout.syncing import sync
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.slurm.jobs import SFT, Launcher, Run
 
-pytestmark = [pytest.mark.process, pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.e2e]
 
 PPO = ("configs/debug/ppo.yaml", "run.steps=1000", "--nodes=2", "cluster.devices_per_node=1")
 

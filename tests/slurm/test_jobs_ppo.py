@@ -9,7 +9,7 @@ import pytest
 
 from tests.slurm.jobs import Launcher
 
-pytestmark = [pytest.mark.process, pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.e2e]
 
 # Steps for as long as the test looks at the job while it runs.
 PPO = ("configs/debug/ppo.yaml", "run.steps=5", "--nodes=2", "cluster.devices_per_node=2")

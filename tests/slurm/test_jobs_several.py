@@ -10,7 +10,7 @@ from megarl.run.attempts import read_attempts
 from tests.random_models import place_random_model
 from tests.slurm.jobs import LIMIT_S, ROOT, SFT, Launcher, Run
 
-pytestmark = [pytest.mark.process, pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.e2e]
 
 TWO_STEPS = (*SFT, "run.steps=2")
 

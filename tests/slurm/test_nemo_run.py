@@ -15,7 +15,7 @@ from tests.random_models import place_random_model
 from tests.slurm.cluster import Slurm
 from tests.slurm.jobs import Launcher
 
-pytestmark = [pytest.mark.process, pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.e2e]
 
 NASTY = 'it\'s $HOME `id` "two" {{ words }} #& \\ * %j é'
 _PROFILE = {
