@@ -76,7 +76,9 @@ def start(title: str, tasks: Sequence[ExperimentTask], *, detach: bool) -> int:
         _add(experiment, tasks)
         experiment.run(tail_logs=True)
     states = {job.id: job.state.name for job in experiment.jobs}
-    return _report(tasks, states, succeeded="SUCCEEDED")
+    # torchx may end before it has shown what a task printed last (torchx/schedulers/local_scheduler.py, LogIterator).
+    outputs = {job.id: next(Path(job.executor.job_dir).rglob("combined.log"), None) for job in experiment.jobs}
+    return _report(tasks, states, succeeded="SUCCEEDED", outputs=outputs)
 
 
 def _add(experiment: run.Experiment, tasks: Sequence[ExperimentTask]) -> None:
@@ -154,13 +156,22 @@ def _wait(experiment: run.Experiment, tunnel: _Tunnel, tasks: Sequence[Experimen
     return _report(tasks, known, succeeded=_COMPLETED)
 
 
-def _report(tasks: Sequence[ExperimentTask], states: Mapping[str, str], *, succeeded: str) -> int:
+def _report(
+    tasks: Sequence[ExperimentTask],
+    states: Mapping[str, str],
+    *,
+    succeeded: str,
+    outputs: Mapping[str, Path | None] | None = None,
+) -> int:
     """Prints which tasks have not succeeded, and where to look; returns the exit code."""
+    outputs = outputs or {}
     failed = [task for task in tasks if states.get(task.name) != succeeded]
     for task in failed:
         remote = isinstance(task.executor, run.SlurmExecutor) and isinstance(task.executor.tunnel, run.SSHTunnel)
         started = remote or os.path.exists(task.run_dir)
         where = f"see megarl status {shlex.quote(task.run_dir)}" if started else "its run has not started"
+        if not started and outputs.get(task.name):
+            where += f"; see {outputs[task.name]}"
         print(f"{task.name}: {states.get(task.name)}; {where}", file=sys.stderr)
     return 1 if failed else 0
 

@@ -76,7 +76,7 @@ def helped(command: typer.Typer, *path: str) -> str:
 def test_launch_needs_a_launcher() -> None:
     done = CliRunner().invoke(app, ["launch", str(DEBUG)], env={"COLUMNS": "200"})
     assert done.exit_code == 2
-    assert "write megarl launch slurm|ray|local CONFIG" in done.stderr
+    assert "write megarl launch slurm|local CONFIG" in done.stderr
 
 
 @pytest.mark.process

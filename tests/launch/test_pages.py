@@ -24,9 +24,11 @@ PACKAGE = sorted((REPOSITORY / "megarl").rglob("*.py"))
 
 
 def commands(page: str) -> list[str]:
-    """Lines of megarl in the page's blocks of shell, as one line each."""
+    """Commands of megarl in the page's blocks of shell, as one line each."""
     whole = PAGES[page].replace("\\\n", " ")
-    return [line.partition(" #")[0] for line in re.findall(r"^    (megarl .*)$", whole, flags=re.MULTILINE)]
+    return [
+        line.partition(" #")[0] for line in re.findall(r"^    (?:ray job .* )?(megarl .*)$", whole, flags=re.MULTILINE)
+    ]
 
 
 @pytest.mark.parametrize(("page", "line"), [(page, line) for page in PAGES for line in commands(page)])
@@ -41,7 +43,7 @@ def test_documented_commands_parse(page: str, line: str) -> None:
 
 def test_the_commands_are_found() -> None:
     assert len(commands("slurm.md")) > 8
-    assert len(commands("ray.md")) > 3
+    assert len(commands("ray.md")) >= 3
 
 
 def texts() -> list[str]:
@@ -57,8 +59,15 @@ def texts() -> list[str]:
     return found
 
 
-OF_OTHERS = {"cd: can't cd to", "not found", "No module named megarl", "(DependencyNeverSatisfied)"}
-"""Messages of the shell, of Python and of Slurm."""
+OF_OTHERS = {
+    "cd: can't cd to",
+    "not found",
+    "No module named megarl",
+    "(DependencyNeverSatisfied)",
+    "Failed to connect to Ray at address",
+    "Authentication required",
+}
+"""Messages of the shell, of Python, of Slurm and of Ray."""
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -66,7 +75,7 @@ def test_documented_messages_exist_in_the_source(page: str) -> None:
     filled_in = re.compile(r"\d+|SIG[A-Z]+")
     table = PAGES[page].partition("## When it fails")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE)
-    assert len(cells) > 8
+    assert len(cells) >= 6
     quoted = [piece for cell in cells for text in re.findall(r"`(.+?)`", cell) for piece in text.split(" ... ")]
     known = [filled_in.sub("\0", text) for text in texts()]
     ours = [piece for piece in quoted if piece not in OF_OTHERS]

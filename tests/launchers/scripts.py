@@ -40,6 +40,7 @@ call = {{"stage": stage, "arguments": sys.argv[1:], "config": config, "at": os.g
 told({{**call, "environment": dict(os.environ)}})
 sys.stdout.write(f"the stand-in runs {{stage}}\\n")  # at once: two of them write to one file
 sys.stdout.flush()
+time.sleep(1)  # torchx may not show what is printed last
 while (here / f"{{stage}}.stays").exists():
     time.sleep(0.1)
 if (here / f"{{stage}}.leaves").exists() and "SLURM_RESTART_COUNT" not in os.environ:

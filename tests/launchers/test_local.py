@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from pathlib import Path
@@ -58,8 +59,9 @@ def test_stages_after_a_failed_one_do_not_start(here: User) -> None:
     assert done.returncode == 1
     assert stages(here) == ["sft"]
     assert f"sft: FAILED; see megarl status {here.directory / 'sft'}" in done.stderr
-    assert "reward_model: FAILED; its run has not started" in done.stderr
-    assert "reward_model is not started: sft has not succeeded" in done.stdout
+    told = re.search(r"^reward_model: FAILED; its run has not started; see (\S+)$", done.stderr, flags=re.MULTILINE)
+    assert told
+    assert "reward_model is not started: sft has not succeeded" in Path(told[1]).read_text(encoding="utf-8")
 
 
 def test_sweep_runs_are_independent(here: User) -> None:
