@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import types
@@ -124,7 +125,7 @@ def _choices(heading: str, table: Mapping[str, type[BaseModel]]) -> str:
 
 
 def _summary(schema: type[BaseModel]) -> str:
-    return (schema.__doc__ or "").strip()
+    return inspect.cleandoc(schema.__doc__ or "")
 
 
 def _row(key: str, info: FieldInfo) -> str:
