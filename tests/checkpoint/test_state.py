@@ -294,7 +294,7 @@ def test_the_state_of_another_model_is_refused(pool: RankPool, tmp_path: Path) -
     stored = pickle.loads(index.read_bytes())
     key = next(iter(stored.state_dict_metadata))
     hostile = replace(stored, state_dict_metadata={**stored.state_dict_metadata, key: BytesStorageMetadata()})
-    for content, said in ((Evil(), "it needs pathlib.Path.touch"), (hostile, f"has '{key}', no tensor")):
+    for content, said in ((Evil(), f"it needs {Path.__module__}.Path.touch"), (hostile, f"has '{key}', no tensor")):
         index.write_bytes(pickle.dumps(content))
         for message in pool.run(_refused, model, "actor", layout, torch.float32, tmp_path / "actor", world_size=2):
             assert said in message
