@@ -38,7 +38,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE",
 
 
 @app.command("init")
-def new_run(
+def init(
     name: Annotated[str, typer.Argument(help="Name of the run and of its files.")] = "mine",
     model: Annotated[str, typer.Option(help="Directory of the model.")] = "",
     prompts: Annotated[str, typer.Option(help="JSONL file of the prompts.")] = "",
@@ -67,7 +67,7 @@ def new_run(
         recipe = typer.prompt("Recipe", recipe)
     with importing():
         from megarl.config import ConfigError
-        from megarl.new_run import NewRun
+        from megarl.init import NewRun
 
     run = NewRun(name=name, recipe=recipe, model=model, prompts=prompts, steps=steps, reward=reward)
     try:

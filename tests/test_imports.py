@@ -21,17 +21,17 @@ LAYERS = (
     {"config"},
     {"role_specs", "weights"},
     {"models"},
-    {"data"},
+    {"cluster", "data"},
     {"rewards"},
     {"environments"},
     {"experience"},
     {"resharding"},
     {"megatron", "rollout"},
-    {"cluster"},
+    {"groups"},
     {"run"},
     {"preflight"},
     {"loop"},
-    {"convert", "doctor", "new_run", "plan"},
+    {"convert", "doctor", "init", "plan"},
     {"launch"},
     {"cli"},
     {"__main__"},
@@ -72,7 +72,7 @@ TORCH_FREE = (
     "convert.cli",
     "cluster.ray_node",
     "launch.cli",
-    "new_run",
+    "init",
     "launch.node.__main__",
     "run.resume",
     "run.status.show",
@@ -181,7 +181,7 @@ def test_the_import_check_detects_violations() -> None:
 @pytest.mark.process
 def test_the_driver_imports_neither_megatron_core_nor_vllm() -> None:
     """It names the methods of their workers."""
-    code = "import sys, megarl.loop.train, megarl.loop.evaluate; from megarl.cluster import trainers as t; "
+    code = "import sys, megarl.loop.train, megarl.loop.evaluate; from megarl.groups import trainers as t; "
     code += "print(t.MegatronWorker.update.phase, [name for name in ('megatron.core', 'vllm') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=REPOSITORY)
     assert (done.stdout.strip(), done.stderr) == ("update []", "")

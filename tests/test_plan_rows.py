@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from examples.sort_letters.checkpoint import write_checkpoint
 from megarl.cli import app
-from megarl.cluster.trainers import check_gpus
 from megarl.config import ConfigError, load
+from megarl.groups.trainers import check_gpus
 from megarl.plan.run_plan import plan_lines
 from megarl.preflight.check import check
 from tests.data.rows import tools_tokenizer

@@ -13,14 +13,14 @@ import torch
 
 from megarl.algos.metrics import clustered_mean, pass_rate
 from megarl.cluster.calls import Routine
-from megarl.cluster.colocation import Colocation
 from megarl.cluster.cpu_threads import with_threads
-from megarl.cluster.engines import launch_engines
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import RemoteRole, check_gpus, close_all, launch_trainers, start_all
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import Evaluation
 from megarl.data.prompts import sample_requests
+from megarl.groups.colocation import Colocation
+from megarl.groups.engines import launch_engines
+from megarl.groups.trainers import RemoteRole, check_gpus, close_all, launch_trainers, start_all
 from megarl.loop.sampler import RolloutParts, conversation_metrics
 from megarl.loop.scoring import REWARD_MODEL, Branches, ScoresByReward, Values, group_numbers, unscored_metrics
 from megarl.megatron.worker import MegatronWorker

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megarl.cluster.calls import ChunkCall
-from megarl.cluster.rollouts import Rollouts
-from megarl.cluster.trainers import RemoteRole
 from megarl.config import PPOConfig
 from megarl.data.schedule import inference_schedule
+from megarl.groups.rollouts import Rollouts
+from megarl.groups.trainers import RemoteRole
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest
 from megarl.types import Ragged, RoleName

@@ -9,15 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.cluster.calls import gather_by_chunk
-from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.trainers import RemoteRole
 from megarl.config import PPOConfig, RAFTConfig
 from megarl.config.schema import LogprobAgreement
 from megarl.data.batches import text_batch
 from megarl.data.demonstrations import Demonstration
 from megarl.data.schedule import inference_schedule
 from megarl.errors import RunError
+from megarl.groups.engines import RolloutGroup
+from megarl.groups.trainers import RemoteRole
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest
 from megarl.models import model_spec, vocab_size

@@ -10,12 +10,12 @@ import torch
 
 from megarl.algos.registry import SELECTIONS, bound
 from megarl.cluster.calls import rank0_result
-from megarl.cluster.rollouts import Rollouts
 from megarl.cluster.session import Session
 from megarl.config import RAFTConfig
 from megarl.config.schema import RAFTSettings
 from megarl.data.batches import on_all_tokens
 from megarl.data.schedule import update_schedules
+from megarl.groups.rollouts import Rollouts
 from megarl.loop.rollout_trainer import RolloutTrainer
 from megarl.loop.sampler import Sampled, Sampler
 from megarl.loop.scoring import Branches, Values, known_means, score_metrics, total_scores

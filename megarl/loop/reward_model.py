@@ -16,12 +16,8 @@ import torch
 
 from megarl.algos.reward_shaping import ScoreScale, score_scale
 from megarl.cluster.calls import gather_by_chunk
-from megarl.cluster.colocation import Colocation
-from megarl.cluster.engines import RolloutGroup, launch_engines
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.rollouts import Rollouts
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import close_all, start_all
 from megarl.config import RewardModelConfig
 from megarl.data.batches import text_batch
 from megarl.data.packing import TokenChunk
@@ -30,6 +26,10 @@ from megarl.data.schedule import inference_schedule
 from megarl.data.stream import Stream
 from megarl.errors import RunError
 from megarl.experience.padded_batch import Selectable
+from megarl.groups.colocation import Colocation
+from megarl.groups.engines import RolloutGroup, launch_engines
+from megarl.groups.rollouts import Rollouts
+from megarl.groups.trainers import close_all, start_all
 from megarl.loop.scoring import Values, gather_rows
 from megarl.loop.supervised import SupervisedTrainer
 from megarl.megatron.worker import MegatronWorker

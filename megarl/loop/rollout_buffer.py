@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 
 from megarl.cluster.calls import Condition, Routine, Task, WorkerError
-from megarl.cluster.colocation import Colocation
-from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.rollouts import Rollouts
 from megarl.config import PPOConfig, RAFTConfig
 from megarl.data.packing import sample_infos
+from megarl.groups.colocation import Colocation
+from megarl.groups.engines import RolloutGroup
+from megarl.groups.rollouts import Rollouts
 from megarl.loop.sampler import Sampled, Sampler
 from megarl.loop.scoring import Branches, Scoring
 from megarl.rollout.completions import load_chunks, save_chunks

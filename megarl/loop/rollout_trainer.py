@@ -13,16 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.cluster.calls import Routine
-from megarl.cluster.colocation import Colocation
-from megarl.cluster.conversations import conversation_failures
-from megarl.cluster.engines import launch_engines
 from megarl.cluster.process_usage import memory_metrics
-from megarl.cluster.resharder import Resharder, SyncPlanner
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import close_all, launch_trainers, start_all
 from megarl.config import PPOConfig, RAFTConfig
 from megarl.config.schema import TruncateAt
 from megarl.config.schema.cluster_sections import shared_devices
+from megarl.groups.colocation import Colocation
+from megarl.groups.conversations import conversation_failures
+from megarl.groups.engines import launch_engines
+from megarl.groups.resharder import Resharder, SyncPlanner
+from megarl.groups.trainers import close_all, launch_trainers, start_all
 from megarl.loop.evaluate import Evaluator
 from megarl.loop.logprob_check import LogprobCheck
 from megarl.loop.pass_meter import PassMeter

@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 
 from megarl.cluster.calls import Routine, together
-from megarl.cluster.colocation import Colocation
-from megarl.cluster.conversations import Generator, launch_conversations
-from megarl.cluster.engines import RolloutGroup
-from megarl.cluster.judges import launch_judge
-from megarl.cluster.rollouts import PendingRollouts, Rollouts
-from megarl.cluster.scorers import launch_scorers
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import Service, Trainers
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import TruncateAt
 from megarl.data.prompts import greedy_requests, sample_requests
 from megarl.data.stream import Stream, StreamState
+from megarl.groups.colocation import Colocation
+from megarl.groups.conversations import Generator, launch_conversations
+from megarl.groups.engines import RolloutGroup
+from megarl.groups.judges import launch_judge
+from megarl.groups.rollouts import PendingRollouts, Rollouts
+from megarl.groups.scorers import launch_scorers
+from megarl.groups.trainers import Service, Trainers
 from megarl.loop.forward_passes import Forwards
 from megarl.loop.scoring import Branches, SampleFilter, Scorer, Scoring
 from megarl.types import Prompt, SampleInfo

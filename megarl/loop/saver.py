@@ -13,10 +13,10 @@ from typing import Any, Final, Protocol
 
 from megarl.cluster.calls import Call, CallMonitor
 from megarl.cluster.driver_environment import ignore_interrupts
-from megarl.cluster.trainers import RemoteRole
 from megarl.config import TrainingConfig
 from megarl.errors import RunError
 from megarl.files import FileRecord
+from megarl.groups.trainers import RemoteRole
 from megarl.megatron.worker import MegatronWorker
 from megarl.run.checkpoints import ROLLOUTS, writing
 from megarl.run.directory import RunDirectory

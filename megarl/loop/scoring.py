@@ -30,17 +30,17 @@ from megarl.algos.metrics import group_metrics
 from megarl.algos.registry import FILTERS, GROUP_ADVANTAGES, MISSING_ENDS, bound
 from megarl.algos.reward_shaping import clip_scores
 from megarl.cluster.calls import Call, Routine, gather_by_chunk
-from megarl.cluster.engines import RolloutGroup
-from megarl.cluster.judges import Judge
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.rollouts import Rollouts
-from megarl.cluster.scorers import RuleScorers, ScoredRows
-from megarl.cluster.trainers import RemoteRole
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import Algo, EnvironmentSettings, Reward, RewardFunction, Scores, TruncateAt
 from megarl.data.schedule import inference_schedule
 from megarl.data.stream import stable_hash
 from megarl.experience.records import SampleScores, TokenRewardScale
+from megarl.groups.engines import RolloutGroup
+from megarl.groups.judges import Judge
+from megarl.groups.rollouts import Rollouts
+from megarl.groups.scorers import RuleScorers, ScoredRows
+from megarl.groups.trainers import RemoteRole
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest
 from megarl.rewards.functions import labels

@@ -11,11 +11,11 @@ from typing import Any
 from megarl.cluster.calls import rank0_result
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import close_all, launch_trainers
 from megarl.config import RewardModelConfig, SFTConfig
 from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.schedule import step_schedule
 from megarl.data.stream import Stream, StreamState
+from megarl.groups.trainers import close_all, launch_trainers
 from megarl.loop.pass_meter import PassMeter
 from megarl.loop.skipped_steps import SkippedBatches, write_rows
 from megarl.megatron.worker import MegatronWorker

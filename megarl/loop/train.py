@@ -14,9 +14,9 @@ from megarl.cluster.cpu_threads import kept_message, with_threads
 from megarl.cluster.driver_environment import interrupts_raise, no_interrupt_is_lost, noted_signals
 from megarl.cluster.session import Session
 from megarl.cluster.step_profiler import StepProfiler
-from megarl.cluster.trainers import RemoteRole, check_gpus
 from megarl.config import ConfigError, PPOConfig, Problem, RAFTConfig, TrainingConfig
 from megarl.errors import RunError
+from megarl.groups.trainers import RemoteRole, check_gpus
 from megarl.loop.ppo import PPOTrainer
 from megarl.loop.raft import RAFTTrainer
 from megarl.loop.reward_model import RewardModelTrainer

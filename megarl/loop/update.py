@@ -12,13 +12,13 @@ import numpy as np
 from megarl.algos.optimization import exceeds_target
 from megarl.cluster.calls import Call, rank0_result
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.trainers import RemoteRole
 from megarl.config import PPOConfig
 from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.demonstrations import Demonstration
 from megarl.data.schedule import inference_schedule, step_schedule, under_one_length, update_schedules
 from megarl.data.stream import Stream, StreamState
 from megarl.experience.records import ExperienceChunk
+from megarl.groups.trainers import RemoteRole
 from megarl.loop.pass_meter import PassMeter
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import PretrainBatch, UpdateRequest

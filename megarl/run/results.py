@@ -12,9 +12,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from megarl.cluster.rollouts import Rollouts
 from megarl.data.stream import stable_hash
 from megarl.data.tokenizer import Tokenizer
+from megarl.groups.rollouts import Rollouts
 from megarl.run.sinks import Metrics
 from megarl.types import ConversationOutcome, Prompt, Ragged, RolloutChunk, SampleInfo
 

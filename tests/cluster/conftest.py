@@ -10,10 +10,10 @@ import ray
 
 from megarl.cluster.calls import CallMonitor
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import launch_group
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import RunConfig, load
 from megarl.config.schema import TimeLimits
+from megarl.groups.trainers import launch_group
 from tests.cluster.fakes import FakeWorker
 
 MakeGroup = Callable[[], WorkerGroup[FakeWorker]]

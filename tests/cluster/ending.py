@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.resharder import Resharder, SyncPlanner
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import RemoteRole, Trainers, launch_group
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import PPOConfig, load
 from megarl.data.prompts import random_prompts, sample_requests
+from megarl.groups.engines import RolloutGroup
+from megarl.groups.resharder import Resharder, SyncPlanner
+from megarl.groups.trainers import RemoteRole, Trainers, launch_group
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest, UpdateRequest
 from megarl.types import PackRow, RankSchedule, Schedule

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import launch_group
 from megarl.config import load
+from megarl.groups.trainers import launch_group
 from tests.cluster.conftest import DEBUG, TWO
 from tests.cluster.fakes import FakeWorker
 

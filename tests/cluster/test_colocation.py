@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.colocation import Colocation
-from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.process_usage import ProcessUsage
-from megarl.cluster.resharder import SyncReport
+from megarl.groups.colocation import Colocation
+from megarl.groups.engines import RolloutGroup
+from megarl.groups.resharder import SyncReport
 from megarl.loop.rollout_trainer import RolloutTrainer
 
 REPORT = SyncReport(version=0, nbytes=8, messages=1, staging_bytes=8, seconds=2.0, stages={"offload": 100.0})

@@ -15,8 +15,8 @@ import pytest
 from megarl.cluster import calls
 from megarl.cluster.calls import Call, CallMonitor, Process, WorkerError
 from megarl.cluster.ray_worker import Timed
-from megarl.cluster.sync_attempt import SyncAttempt
 from megarl.config.schema import TimeLimits
+from megarl.groups.sync_attempt import SyncAttempt
 from megarl.remote import Phase
 
 LIMITS = TimeLimits(**{**dict.fromkeys(TimeLimits.model_fields, 10.0), "rollout": 100.0})

@@ -15,13 +15,13 @@ import ray
 
 from megarl.cluster import session as sessions
 from megarl.cluster.calls import CallMonitor, Condition, WorkerError
-from megarl.cluster.engines import RolloutGroup
-from megarl.cluster.resharder import Resharder, SyncPlanner
 from megarl.cluster.session import Session
-from megarl.cluster.sync_attempt import SyncAttempt
-from megarl.cluster.trainers import RemoteRole, launch_group
 from megarl.config import PPOConfig, load
 from megarl.config.schema import TimeLimits
+from megarl.groups.engines import RolloutGroup
+from megarl.groups.resharder import Resharder, SyncPlanner
+from megarl.groups.sync_attempt import SyncAttempt
+from megarl.groups.trainers import RemoteRole, launch_group
 from megarl.remote import Phase, RemoteMethod
 from tests.cluster.conftest import DEBUG
 from tests.cluster.fakes import OPTIONS

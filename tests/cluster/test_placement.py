@@ -16,7 +16,7 @@ from megarl.cluster.placement import order_bundles, visible_devices
 from megarl.cluster.ray_node import ENVIRONMENT
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import RemoteRole
+from megarl.groups.trainers import RemoteRole
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest
 from megarl.remote import RemoteMethod

@@ -12,8 +12,8 @@ import pytest
 
 from megarl.cluster.calls import WorkerError
 from megarl.cluster.placement import Slot
-from megarl.cluster.resharder import Resharder, SyncPlanner, SyncReport
 from megarl.config import PPOConfig, load
+from megarl.groups.resharder import Resharder, SyncPlanner, SyncReport
 from megarl.remote import RemoteMethod
 from megarl.resharding import SyncSpec, SyncStats
 from megarl.types import Layout

@@ -10,11 +10,11 @@ import pytest
 import ray
 
 from megarl.cluster.calls import CallMonitor, WorkerError
-from megarl.cluster.engines import RolloutGroup
-from megarl.cluster.rollouts import PendingPick, PendingTruncation, Rollouts
 from megarl.cluster.session import Session
 from megarl.config import PPOConfig
 from megarl.config.schema import Rollout, TimeLimits
+from megarl.groups.engines import RolloutGroup
+from megarl.groups.rollouts import PendingPick, PendingTruncation, Rollouts
 from megarl.types import Prompt, SampleRequest
 from tests.cluster.fakes import OPTIONS, FakeEngine
 

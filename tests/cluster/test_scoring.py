@@ -16,10 +16,10 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.rollouts import Rollouts
-from megarl.cluster.scorers import RuleScorers, ScoringProcess
 from megarl.cluster.session import Session
 from megarl.config.schema import Reward, RewardFunction, TimeLimits
+from megarl.groups.rollouts import Rollouts
+from megarl.groups.scorers import RuleScorers, ScoringProcess
 from tests.rewards.completions import infos, own, prompt, rollout
 
 pytestmark = pytest.mark.process

@@ -130,7 +130,7 @@ sys.stdin.read()
 _JOIN = """
 import ray, sys
 from pathlib import Path
-from megarl.cluster.trainers import launch_group
+from megarl.groups.trainers import launch_group
 from megarl.cluster.session import Session
 from megarl.config import load
 from tests.cluster.conftest import DEBUG, TWO
@@ -148,7 +148,7 @@ import os, signal, sys
 from pathlib import Path
 from megarl.cluster.cleanup import MARK, marked_processes
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import launch_group
+from megarl.groups.trainers import launch_group
 from megarl.config import load
 from tests.cluster.conftest import DEBUG, TWO
 from tests.cluster.fakes import FakeWorker

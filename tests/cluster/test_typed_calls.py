@@ -17,9 +17,9 @@ _BEGIN = """
 from typing import assert_type
 
 from megarl.cluster.calls import Call, ChunkCall, gather_by_chunk, rank0_result
-from megarl.cluster.engines import RolloutGroup
+from megarl.groups.engines import RolloutGroup
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.trainers import RemoteRole
+from megarl.groups.trainers import RemoteRole
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest, UpdateRequest
 from megarl.rollout.engine import RolloutEngine

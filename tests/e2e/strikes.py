@@ -8,7 +8,7 @@ import threading
 from functools import partial
 from typing import Any
 
-from megarl.cluster.resharder import EngineLink, SyncReport
+from megarl.groups.resharder import EngineLink, SyncReport
 from megarl.run.directory import RunDirectory
 from tests.e2e.test_endings import process_that_prints_to
 

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from megarl.cluster.calls import Call, ChunkCall
-from megarl.cluster.conversations import ConversationGroup
-from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config.schema import EnvironmentSettings
 from megarl.environments.chat import TemplateRenderer
@@ -21,6 +19,8 @@ from megarl.environments.environment import FailedEnvironmentError, Observation
 from megarl.environments.environment_calls import LostEnvironmentError
 from megarl.environments.environment_child import Reply
 from megarl.environments.environment_process import EnvironmentProcess
+from megarl.groups.conversations import ConversationGroup
+from megarl.groups.engines import RolloutGroup
 from megarl.types import WorkItem
 from tests.environments.test_environment_process import Characters
 from tests.loop.simulated_time import SimulatedTime

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from megarl.cluster.calls import Call, ChunkCall
-from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.data.stream import stable_hash
+from megarl.groups.engines import RolloutGroup
 from megarl.resharding import SyncStats
 from megarl.rollout.completions import Response, pack_chunk, select_rows
 from megarl.types import SampleRequest, VersionSpan, WorkItem

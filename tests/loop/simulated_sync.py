@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megarl.cluster.calls import Call
-from megarl.cluster.resharder import Resharder
+from megarl.groups.resharder import Resharder
 from megarl.resharding import SyncStats
 from tests.loop.simulated_time import SimulatedTime
 

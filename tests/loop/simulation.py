@@ -13,10 +13,10 @@ import numpy as np
 
 from megarl.cluster.calls import Routine
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.resharder import Resharder
-from megarl.cluster.rollouts import Rollouts
 from megarl.data.prompts import sample_requests
 from megarl.data.stream import stable_hash
+from megarl.groups.resharder import Resharder
+from megarl.groups.rollouts import Rollouts
 from megarl.loop.forward_passes import ForwardPasses
 from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.rollout_trainer import RolloutTrainer

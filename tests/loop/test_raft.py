@@ -11,8 +11,8 @@ import pytest
 
 from megarl.cluster import ray_api
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.rollouts import Rollouts
 from megarl.config.schema import RAFTSettings
+from megarl.groups.rollouts import Rollouts
 from megarl.loop.raft import age_metrics, select_samples
 from megarl.types import SampleInfo, VersionSpan
 

@@ -13,8 +13,8 @@ import pytest
 
 from megarl.cluster import ray_api
 from megarl.cluster.calls import Routine
-from megarl.cluster.rollouts import Rollouts
 from megarl.errors import RunError
+from megarl.groups.rollouts import Rollouts
 from megarl.loop.sampler import Sampled
 from megarl.loop.scoring import Scoring
 from tests.loop.simulation import Scorer, Setup, Simulation, Work, content

@@ -51,7 +51,7 @@ def test_a_multi_node_run_needs_a_cluster_to_start(tmp_path: Path) -> None:
 def test_engines_need_a_vllm_build_for_their_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     config = load(DEBUG, [f"run.dir={directory}"])
-    monkeypatch.setattr("megarl.cluster.trainers.vllm_device", lambda: "cuda")
+    monkeypatch.setattr("megarl.groups.trainers.vllm_device", lambda: "cuda")
     with pytest.raises(ConfigError, match=r"cluster.device = cpu\n    rule: the installed vLLM is built for cuda"):
         train.train_with_restarts(config)
     assert not directory.exists()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster.rollouts import Rollouts
+from megarl.groups.rollouts import Rollouts
 from megarl.loop.sampler import DynamicSampling, RolloutParts, Sampled, Sampler
 from megarl.loop.scoring import ScoresByReward, Scoring
 from megarl.types import Prompt, SampleInfo, SampleRequest

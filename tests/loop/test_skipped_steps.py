@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster.rollouts import Rollouts
 from megarl.config import TrainingConfig, load
 from megarl.config.schema import Rollout
 from megarl.data.prompts import greedy_requests, sample_requests
 from megarl.errors import RunError
+from megarl.groups.rollouts import Rollouts
 from megarl.loop.sampler import Sampled
 from megarl.loop.skipped_steps import SkippedBatches, SkippedSteps, write_rollouts, write_rows
 from megarl.rollout.completions import Response, pack_chunk

@@ -12,12 +12,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from megarl.cluster.rollouts import Rollouts
 from megarl.config import load
 from megarl.data.packing import sample_infos
 from megarl.environments.conversation import Branch, Conversation, SampledTurn
 from megarl.environments.environment_process import pack_conversations
 from megarl.files import read_lines
+from megarl.groups.rollouts import Rollouts
 from megarl.run.paths import RunPaths
 from megarl.run.report import EvaluationReporter
 from megarl.run.results import ShownSample, prompt_scores, shown_samples

@@ -19,10 +19,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.cluster.conversations import conversation_failures
 from megarl.config import ConfigError, TrainingConfig, load, save
 from megarl.config.problems import MASK, without_secrets
 from megarl.data.tokenizer import load_tokenizer
+from megarl.groups.conversations import conversation_failures
 from megarl.plan.run_plan import print_plan
 from megarl.preflight.check import check
 from megarl.run.checkpoints import BrokenCheckpointError, Checkpoints

@@ -14,13 +14,13 @@ import numpy as np
 
 from megarl.cluster.calls import Call
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.rollouts import Rollouts, split
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import Reward, RewardFunction, TimeLimits
 from megarl.data.packing import Chunks
 from megarl.data.tokenizer import has_tokenizer, load_tokenizer
+from megarl.groups.rollouts import Rollouts, split
 from megarl.remote import RemoteMethod, remote
 from megarl.rewards.adapters import Failure
 from megarl.rewards.functions import labels

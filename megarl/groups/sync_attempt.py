@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from megarl.cluster.calls import Call, Condition, Process, WorkerError
-from megarl.cluster.engines import RolloutGroup
+from megarl.groups.engines import RolloutGroup
 from megarl.resharding import BarrierWatch, SyncError
 from megarl.rollout.engine import RolloutEngine
 

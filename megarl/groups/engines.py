@@ -24,11 +24,11 @@ from megarl.cluster.calls import (
     WorkerError,
 )
 from megarl.cluster.process_usage import ProcessUsage
-from megarl.cluster.rollouts import PendingPick, PendingRollouts, PendingTruncation, Rollouts, split, work_items
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import RunConfig, parse_devices
 from megarl.config.schema import Cluster, Rollout
+from megarl.groups.rollouts import PendingPick, PendingRollouts, PendingTruncation, Rollouts, split, work_items
 from megarl.models import model_spec, vocab_size
 from megarl.remote import RemoteMethod
 from megarl.rollout.engine import EngineOptions, PickRequest, RolloutEngine, TruncateRequest

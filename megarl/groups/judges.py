@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from megarl.cluster.calls import Call, Routine
-from megarl.cluster.engines import RolloutGroup, engine_options
-from megarl.cluster.rollouts import Rollouts
-from megarl.cluster.scorers import RuleScorers, ScoredRows
 from megarl.cluster.session import Session
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import JudgeModel
+from megarl.groups.engines import RolloutGroup, engine_options
+from megarl.groups.rollouts import Rollouts
+from megarl.groups.scorers import RuleScorers, ScoredRows
 from megarl.models import model_spec
 from megarl.types import Prompt, SampleRequest
 from megarl.weights.hf_files import read_config

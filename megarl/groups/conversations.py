@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Protocol
 
 from megarl.cluster.calls import Call, ChunkCall, Process
-from megarl.cluster.engines import RolloutGroup
-from megarl.cluster.rollouts import PendingRollouts, work_items
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.environments.chat_session import TurnLimits
 from megarl.environments.environment_process import EnvironmentProcess, TurnRequest
 from megarl.environments.gateway_request import GatewayPlace, Sampling
+from megarl.groups.engines import RolloutGroup
+from megarl.groups.rollouts import PendingRollouts, work_items
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.requests import stop_token_ids
 from megarl.texts import printable

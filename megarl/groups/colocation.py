@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from megarl.cluster.engines import RolloutGroup
-from megarl.cluster.resharder import Resharder, SyncReport
-from megarl.cluster.trainers import Trainers
+from megarl.groups.engines import RolloutGroup
+from megarl.groups.resharder import Resharder, SyncReport
+from megarl.groups.trainers import Trainers
 from megarl.remote import RemoteMethod
 from megarl.rollout.engine import RolloutEngine
 

@@ -9,11 +9,11 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 import torch
 
 from megarl.cluster.calls import Call, ChunkCall
-from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.process_usage import ProcessUsage
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RewardModelConfig, RunConfig
+from megarl.groups.engines import RolloutGroup
 from megarl.megatron.worker import MegatronWorker
 from megarl.remote import RemoteMethod
 from megarl.rollout.vllm_environment import vllm_device

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.cluster.calls import Condition, Process
-from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.session import Session
-from megarl.cluster.sync_attempt import SyncAttempt
-from megarl.cluster.trainers import RemoteRole
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import PPOConfig, RAFTConfig, parse_devices
 from megarl.config.schema import Rollout
+from megarl.groups.engines import RolloutGroup
+from megarl.groups.sync_attempt import SyncAttempt
+from megarl.groups.trainers import RemoteRole
 from megarl.megatron.worker import MegatronWorker
 from megarl.models import model_spec
 from megarl.resharding import BarrierWatch, ConnectRequest, SyncSpec, SyncStats, serve_store
