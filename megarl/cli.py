@@ -84,7 +84,7 @@ def init(
 
 @app.command(cls=ConfigCommand)
 def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
-    """Train as CONFIG describes: SFT, a reward model, PPO or RAFT; resume from the checkpoint in run.dir."""
+    """Train as CONFIG describes: SFT, a reward model, or PPO and its kin; resume from the checkpoint in run.dir."""
     _train(config_path, _load(config_path, overrides))
 
 
@@ -95,7 +95,7 @@ def profile_steps(config_path: ConfigPath, overrides: Overrides = None) -> None:
     The steps, ranks and engines are those of `profile`. Nothing is evaluated or saved, and a second call starts again.
     """
     _show_imports()
-    from megarl.config import PPOConfig, RAFTConfig, RewardModelConfig, load
+    from megarl.config import load
     from megarl.loop import train
 
     given = overrides or []
@@ -105,7 +105,7 @@ def profile_steps(config_path: ConfigPath, overrides: Overrides = None) -> None:
         own = [f"run.dir={Path(config.run.dir)}-profile", *(f"tracking.{name}=null" for name in trackers)]
         if config.profile is None:
             own.append("profile={}")
-        if isinstance(config, PPOConfig | RAFTConfig | RewardModelConfig) and config.rollout is not None:
+        if config.engine_settings is not None:
             own.append("rollout.record=null")
         train.profile(_training(load(config_path, [*given, *own])))
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, TrainingConfig
+from megarl.config import (
+    PPOConfig,
+    RewardModelConfig,
+    RolloutTrainingConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainingConfig,
+)
 from megarl.config.schema import Algo, Choice, LayerChoice, Optimizer, ValueNorm
 from megarl.types import Layout, RoleName
 
@@ -132,7 +139,7 @@ def _role_spec(config: RunConfig, name: RoleName) -> RoleSpec:
 
 
 def _checkpoint(config: RunConfig, name: RoleName) -> str | None:
-    if name == "reward" and isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
+    if name == "reward" and isinstance(config, SamplingConfig):
         return config.reward.path
     if name == "critic" and isinstance(config, PPOConfig) and config.critic is not None:
         return config.critic.path
@@ -141,7 +148,7 @@ def _checkpoint(config: RunConfig, name: RoleName) -> str | None:
 
 def _new_head(config: RunConfig, name: RoleName) -> NewHead | None:
     if isinstance(config, RewardModelConfig) or (
-        name == "reward" and isinstance(config, PPOConfig | RAFTConfig | EvalConfig) and config.reward.path is None
+        name == "reward" and isinstance(config, SamplingConfig) and config.reward.path is None
     ):
         return NewHead(std=config.reward.head_std, seed=config.reward.head_seed)
     if name == "critic" and isinstance(config, PPOConfig) and (critic := config.critic) and critic.head != "loaded":
@@ -150,7 +157,7 @@ def _new_head(config: RunConfig, name: RoleName) -> NewHead | None:
 
 
 def _training(config: TrainingConfig, name: RoleName) -> TrainingSpec:
-    ema = config.actor.ema if name == "actor" and isinstance(config, PPOConfig | RAFTConfig) else None
+    ema = config.actor.ema if name == "actor" and isinstance(config, RolloutTrainingConfig) else None
     return TrainingSpec(
         optimizer=config.optimizer(name),
         total_steps=config.optimizer_steps(name),
@@ -174,7 +181,7 @@ def _loss(config: TrainingConfig, name: RoleName) -> LossSpec:
         share, mix_share = ptx_shares(coef=config.ptx.coef, mode=config.ptx.mode)
     return PolicySpec(
         algo=config.algo,
-        temperature=config.rollout.temperature,
+        temperature=1.0 if config.algo.is_likelihood else config.rollout.temperature,
         share=share,
         mix_share=mix_share,
         max_staleness=config.rollout.max_staleness,

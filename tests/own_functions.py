@@ -32,9 +32,9 @@ def halved(advantages: Tensor, response_mask: Tensor, groups: Any, reduce: Any) 
     return advantages / 2
 
 
-def quadratic(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, power: int) -> LossTerms:
+def quadratic(new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, power: int) -> LossTerms:
     """A policy loss."""
-    return LossTerms(values=-advantages * (new - old) ** power, metrics={})
+    return LossTerms(values=-advantages * (new_logprobs - old_logprobs) ** power, metrics={})
 
 
 def plain_mean(response_mask: Tensor, *, total_tokens: int, total_sequences: int) -> Tensor:

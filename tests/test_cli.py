@@ -183,7 +183,7 @@ def test_plan_prints_placement_and_batches() -> None:
             [
                 "6 prompts x 4 = 24 samples",
                 "selection     local, of responses that ended",
-                "2 epochs x 2 mini-batches = 4 optimizer",
+                "2 epochs x up to 2 mini-batches of the selected samples = 4 optimizer",
             ],
         ),
         (

@@ -26,12 +26,12 @@ def functions() -> Iterator[tuple[str, int]]:
 
 def test_files_are_short() -> None:
     lines = {str(file): len((REPOSITORY / file).read_text(encoding="utf-8").splitlines()) for file in TREES}
-    assert not {file: count for file, count in lines.items() if count > 400}
+    assert not {file: count for file, count in lines.items() if count > 500}
 
 
 def test_functions_are_short() -> None:
     lengths = [(length, name) for name, length in functions()]
-    assert not [(length, name) for length, name in lengths if length > 60]
+    assert not [(length, name) for length, name in lengths if length > 70]
     assert sorted(lengths)[int(0.95 * len(lengths))][0] <= 30
 
 

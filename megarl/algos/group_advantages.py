@@ -184,6 +184,14 @@ def gdpo(samples: Samples, *, eps: NotNegative = 1e-6) -> Tensor:
     return torch.stack(advantages).sum(0)
 
 
+def none(samples: Samples) -> Tensor:
+    """No advantages: 0 for every sample.
+
+    For a policy loss that reads none, such as sft. Source: reward-ranked fine-tuning (RAFT, Dong et al., 2023).
+    """
+    return torch.zeros_like(samples.scores)
+
+
 def _within_groups(
     samples: Samples, rule: Callable[[Tensor, Tensor], Tensor], *, singleton: Singleton = "zero"
 ) -> Tensor:

@@ -3,20 +3,26 @@
 The loss of an optimizer step is ``weighted_sum(loss.values, weights)``, added up over micro-batches and ranks: the
 weights of ``aggregation`` contain the denominator. Metrics are per token too, and reported as means over tokens.
 
-All are functions of (new_logprobs, old_logprobs, advantages, response_mask) and options:
+A loss takes those of the following arguments that its signature names, by keyword, and options. What no loss names
+is not computed.
 
     new_logprobs: [B, R] nats, of the policy in training; carries the gradient.
-    old_logprobs: [B, R] nats, of the policy in the ratio's denominator; see ``algo.correction.old_logprobs``.
+    old_logprobs: [B, R] nats, of the policy in the ratio's denominator, such as a proximal one; see
+        ``algo.correction.old_logprobs``.
+    rollout_logprobs: [B, R] nats, by the engines that sampled.
+    ref_logprobs: [B, R] nats, of the reference; needs the role reference.
     advantages: [B, R].
+    values: [B, R], by the critic before the update; needs the role critic.
+    entropy: [B, R] nats, of the policy in training at each token; carries its gradient.
     response_mask: [B, R] bool, True on response tokens, also on those that are dropped from the loss afterwards
         (rejected, masked or unscored).
     clip: how far the ratio may fall below 1: its lower bound is 1 - clip.
     clip_high: how far the ratio may rise above 1: its upper bound is 1 + clip_high (DAPO: 0.28); None takes clip.
     dual_clip: the loss of a token with a negative advantage A is at most dual_clip * |A|; None sets no bound.
 
-With d = new - old, r = exp(d), d clamped to +-20 nats (not an option) without a gradient beyond. Metrics of all:
-``approxkl``, d^2 / 2 nats; ``ppo_kl``, -d nats; ``clipfrac``, 1 where a clip decides; ``clipfrac_lower``, 1 where the
-bound of a dual clip is the loss; and the spread of ``ratio``, r.
+With d = new - old, r = exp(d), d clamped to +-20 nats (not an option) without a gradient beyond. Metrics of all losses
+with a ratio: ``approxkl``, d^2 / 2 nats; ``ppo_kl``, -d nats; ``clipfrac``, 1 where a clip decides; ``clipfrac_lower``,
+1 where the bound of a dual clip is the loss; and the spread of ``ratio``, r.
 """
 
 from __future__ import annotations
@@ -245,6 +251,15 @@ def reinforce(
     """
     difference, advantages = _masked(new_logprobs - old_logprobs, advantages, response_mask)
     return _loss_terms(-advantages * new_logprobs, difference, None, log_clamp=log_clamp)
+
+
+def sft(new_logprobs: Tensor) -> LossTerms:
+    """The negative log-likelihood of the samples, usually those that ``algo.select`` chooses, at temperature 1.
+
+    l = -new. It reads no advantages: ``algo.advantage`` is none. Source: reward-ranked fine-tuning (RAFT, Dong et al.,
+    2023) and rejection sampling in general.
+    """
+    return LossTerms(values=-new_logprobs, metrics={})
 
 
 def row_mean(values: Tensor, response_mask: Tensor) -> Tensor:

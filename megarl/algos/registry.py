@@ -7,6 +7,7 @@ defaults. A user's own function is named ``package.module:function``. Imports to
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -34,6 +35,7 @@ class Kind[F: Callable[..., Any]]:
         functions: of the module, by their names in a configuration.
         presets: keyword arguments of the function that a name implies.
         arguments: positional arguments of every call.
+        named: whether a function takes those of the arguments alone that its parameters name, by keyword.
         further: positional arguments of some calls, each with the field that adds it.
         keywords: keyword arguments of every call, besides the options.
         level: of the user's own functions, where the field takes two kinds of them; else None.
@@ -46,6 +48,7 @@ class Kind[F: Callable[..., Any]]:
     functions: Mapping[str, str]
     presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict[str, Mapping[str, Any]])
     arguments: tuple[str, ...]
+    named: bool = False
     further: tuple[tuple[str, str], ...] = ()
     keywords: tuple[str, ...] = ()
     returns: str
@@ -59,6 +62,18 @@ class Kind[F: Callable[..., Any]]:
         """The options of a function."""
         given = (*_NUMERICAL, *self.keywords, *self.presets.get(name, ()))
         return signature_of(self.module, self.functions[name], given)
+
+    def reads(self, name: str) -> frozenset[str]:
+        """Returns the arguments that a function takes; all of them for a user's function that cannot be imported."""
+        if not self.named:
+            return frozenset(self.arguments)
+        if name in self:
+            return frozenset(self.signature(name).arguments)
+        try:
+            parameters = inspect.signature(resolve(name)).parameters
+        except ValueError:  # the preflight reports it
+            return frozenset(self.arguments)
+        return frozenset(parameters).intersection(self.arguments)
 
     def function(self, name: str) -> F:
         """Imports a function, with its presets."""
@@ -97,7 +112,7 @@ GROUP_ADVANTAGES: Final[Kind[Callable[..., Tensor]]] = Kind(
     functions={
         **_same("grpo", "dr_grpo"),
         "reinforce_pp_baseline": "dr_grpo",
-        **_same("rloo", "rloo_std", "masked_rloo", "opo", "pass_at_k", "batch_std", "gpg", "remax", "gdpo"),
+        **_same("rloo", "rloo_std", "masked_rloo", "opo", "pass_at_k", "batch_std", "gpg", "remax", "gdpo", "none"),
     },
     arguments=("samples",),
     returns="[N] floats, in the order of the samples, 0 for those without a score",
@@ -123,8 +138,19 @@ POLICY_LOSSES: Final[Kind[Callable[..., LossTerms]]] = Kind(
         "sapo": "sapo",
         "gmpo": "gmpo",
         "reinforce": "reinforce",
+        "sft": "sft",
     },
-    arguments=("new_logprobs", "old_logprobs", "advantages", "response_mask"),
+    arguments=(
+        "new_logprobs",
+        "old_logprobs",
+        "rollout_logprobs",
+        "ref_logprobs",
+        "advantages",
+        "values",
+        "entropy",
+        "response_mask",
+    ),
+    named=True,
     returns="`LossTerms`, its values [B, R]",
 )
 VALUE_LOSSES: Final[Kind[Callable[..., LossTerms]]] = Kind(
@@ -182,7 +208,7 @@ FILTERS: Final[Kind[Callable[..., bool]]] = Kind(
 )
 SELECTIONS: Final[Kind[Callable[..., Tensor]]] = Kind(
     title="Selection of samples",
-    field="raft.strategy",
+    field="algo.select.by",
     module="selection",
     functions={"local": "best_of_groups", "top": "best_fraction"},
     arguments=("scores", "groups", "discarded"),

@@ -34,8 +34,9 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """The options of a function by name, and the first paragraph of its docstring."""
+    """A function's positional arguments, its options by name, and the first paragraph of its docstring."""
 
+    arguments: tuple[str, ...]
     options: Mapping[str, Option]
     summary: str
 
@@ -63,7 +64,11 @@ def signature_of(module: str, function: str, given: tuple[str, ...] = ()) -> Sig
         for parameter, default in zip(definition.args.kwonlyargs, definition.args.kw_defaults, strict=True)
         if parameter.arg not in given
     }
-    return Signature(options=options, summary=_sentence(" ".join(docstring.partition("\n\n")[0].split())))
+    return Signature(
+        arguments=tuple(parameter.arg for parameter in definition.args.args),
+        options=options,
+        summary=_sentence(" ".join(docstring.partition("\n\n")[0].split())),
+    )
 
 
 class _Source(dict[str, Any]):

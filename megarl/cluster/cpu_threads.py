@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, parse_devices
+from megarl.config import RunConfig, parse_devices
 from megarl.config.schema import Cluster, Threads
 
 _CGROUP = Path("/sys/fs/cgroup/cpu.max")
-_WITH_ENGINES = (EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig)
 
 
 def with_threads[C: RunConfig](config: C, earlier: Mapping[str, Any], cores: int | None = None) -> C:
@@ -47,7 +46,7 @@ def kept_message(config: RunConfig, earlier: Mapping[str, Any], cores: int | Non
 
 def divided(config: RunConfig, cores: int) -> Threads:
     """Divides the cores of each machine among its processes that work at the same time."""
-    rollout = config.rollout if isinstance(config, _WITH_ENGINES) else None
+    rollout = config.engine_settings
     trainers = [device for group in config.groups for device in config.device_list(group)]
     engines = [] if rollout is None else list(parse_devices(rollout.devices))
     together = rollout is not None and (rollout.max_staleness > 0 or rollout.inference_parts > 1)

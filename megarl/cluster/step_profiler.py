@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megarl.cluster.kernel_profile import CallProfile
 from megarl.cluster.session import Session
-from megarl.config import PPOConfig, RAFTConfig, RewardModelConfig, TrainingConfig
+from megarl.config import TrainingConfig
 from megarl.files import write_durably
 
 _ROWS = 10
@@ -30,10 +30,9 @@ class StepProfiler:
         self._steps: tuple[int, ...] = ()
         self._names: list[str] = []
         if config.profile is not None:
-            rollout = config.rollout if isinstance(config, PPOConfig | RAFTConfig | RewardModelConfig) else None
             self._steps = config.profile.steps_of(config.steps)
             self._names += [f"{group} rank {rank}" for group in config.groups for rank in config.profile.ranks]
-            self._names += [f"rollout engine {engine}" for engine in config.profile.engines_of(rollout)]
+            self._names += [f"rollout engine {engine}" for engine in config.profile.engines_of(config.engine_settings)]
 
     @contextmanager
     def step(self, step: int) -> Generator[None]:

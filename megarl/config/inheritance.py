@@ -17,9 +17,21 @@ from megarl.config.schema.choices import SHORTHAND
 
 INHERIT_KEY = "defaults"
 RECIPES: Final = Path(__file__).parents[1] / "recipes"
-SHORT_STAGES: Final = ("grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "rloo", "remax", "opo", "reinforce_pp")
+SHORT_STAGES: Final = (
+    "grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gmpo",
+    "rloo",
+    "remax",
+    "opo",
+    "reinforce_pp",
+    "raft",
+)
 """Algorithms as stages: `stage: grpo` is short for `stage: ppo` with what makes the algorithm, from its recipe."""
-_DEFINING: Final = ("advantage", "normalise", "policy_loss", "aggregation", "filter")
+_DEFINING: Final = ("advantage", "normalise", "policy_loss", "aggregation", "filter", "select")
 _MAPPING = "the file must hold keys and values"
 FREE = frozenset({"args", "chat_template_kwargs", "columns", "config", "limits"})
 """Keys of mappings that are no sections: ``name`` is no choice there."""

@@ -104,7 +104,9 @@ def _experience_chunk(
     from_update = columns.old_logprobs is None and algo.old_logprobs_from_update
     old = chunk.rollout_logprobs if columns.old_logprobs is None else columns.old_logprobs[index]
     needs_rollout = from_update or correction.sequence_mask is not None or correction.interpolates
-    ref = columns.ref_logprobs if algo.kl.placement == "loss" or columns.old_logprobs is None else None
+    needs_rollout = needs_rollout or "rollout_logprobs" in algo.loss_reads
+    needs_ref = algo.kl.placement == "loss" or columns.old_logprobs is None or "ref_logprobs" in algo.loss_reads
+    ref = columns.ref_logprobs if needs_ref else None
     return ExperienceChunk(
         sample_ids=chunk.sample_ids,
         prompt_ids=chunk.prompt_ids,

@@ -11,7 +11,7 @@ from typing import Protocol
 from megarl.cluster.calls import Call, ChunkCall, Process
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
-from megarl.config import EvalConfig, PPOConfig, RAFTConfig
+from megarl.config import SamplingConfig
 from megarl.environments.chat_session import TurnLimits
 from megarl.environments.environment_process import EnvironmentProcess, TurnRequest
 from megarl.environments.gateway_request import GatewayPlace, Sampling
@@ -137,24 +137,24 @@ def conversation_failures(samples: Sequence[SampleInfo]) -> dict[str, str]:
     return failures
 
 
-def _gateway_place(config: PPOConfig | RAFTConfig | EvalConfig, index: int) -> GatewayPlace:
+def _gateway_place(config: SamplingConfig, index: int) -> GatewayPlace:
     rollout = config.rollout
     sampling = Sampling(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
-    functions = config.evaluation.functions if isinstance(config, EvalConfig) else config.reward.functions
+    functions = config.scored_functions
     judged = config.reward.judge_model is not None
     rewarded = bool(functions) or judged or any("reward" in group.roles for group in config.groups.values())
     return GatewayPlace(file=f"{config.run.dir}/gateway-{index}.json", sampling=sampling, rewarded=rewarded)
 
 
 def launch_conversations(
-    config: PPOConfig | RAFTConfig | EvalConfig, session: Session, model_dir: str, engines: RolloutGroup
+    config: SamplingConfig, session: Session, model_dir: str, engines: RolloutGroup
 ) -> ConversationGroup | None:
     """Launches the processes of the environments, and returns at once; None without an environment."""
     settings, rollout = config.environment, config.rollout
     if settings is None:
         return None
     gateway = settings.name == "gateway"
-    data = config.evaluation if isinstance(config, EvalConfig) else config.data
+    _, data = config.rows_section
     limits = TurnLimits(
         context=rollout.max_model_len,
         turn=rollout.max_new_tokens,

@@ -10,7 +10,7 @@ import numpy as np
 
 from megarl.cluster.calls import Call, Routine
 from megarl.cluster.session import Session
-from megarl.config import EvalConfig, PPOConfig, RAFTConfig
+from megarl.config import SamplingConfig
 from megarl.config.schema import JudgeModel
 from megarl.groups.engines import RolloutGroup, engine_options
 from megarl.groups.rollouts import Rollouts
@@ -68,9 +68,7 @@ class Judge:
         return self._scorers.read(questions, answers.result()), [asking, *answers.answers.values()]
 
 
-def launch_judge(
-    config: PPOConfig | RAFTConfig | EvalConfig, session: Session, scorers: RuleScorers | None
-) -> Judge | None:
+def launch_judge(config: SamplingConfig, session: Session, scorers: RuleScorers | None) -> Judge | None:
     """Launches the engines of the judge, and returns at once; None without `reward.judge_model`."""
     settings = config.reward.judge_model
     if settings is None:

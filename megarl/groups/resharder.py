@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from megarl.cluster.calls import Condition, Process
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
-from megarl.config import PPOConfig, RAFTConfig, parse_devices
+from megarl.config import RolloutTrainingConfig, parse_devices
 from megarl.config.schema import Rollout
 from megarl.groups.engines import RolloutGroup
 from megarl.groups.sync_attempt import SyncAttempt
@@ -94,7 +94,7 @@ class SyncPlanner:
     A connection's ranks are those of the actor's group, then those of the engines, in this order.
     """
 
-    def __init__(self, session: Session, config: PPOConfig | RAFTConfig, actor: RemoteRole) -> None:
+    def __init__(self, session: Session, config: RolloutTrainingConfig, actor: RemoteRole) -> None:
         self._config, self._layout, self.tp = config, actor.layout, config.rollout.tp
         places = [Place(node=slot.node, device=slot.device) for slot in session.placement.slots]
         self._trainers = [places[device] for device in config.device_list(actor.group.name)]

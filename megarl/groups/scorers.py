@@ -16,7 +16,7 @@ from megarl.cluster.calls import Call
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
-from megarl.config import EvalConfig, PPOConfig, RAFTConfig
+from megarl.config import SamplingConfig
 from megarl.config.schema import Reward, RewardFunction, TimeLimits
 from megarl.data.packing import Chunks
 from megarl.data.tokenizer import has_tokenizer, load_tokenizer
@@ -270,7 +270,7 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
         }
 
 
-def launch_scorers(config: PPOConfig | RAFTConfig | EvalConfig, session: Session, model_dir: str) -> RuleScorers | None:
+def launch_scorers(config: SamplingConfig, session: Session, model_dir: str) -> RuleScorers | None:
     """Launches the scoring processes, and returns at once; None without reward functions and a judge."""
     evaluated = config.evaluation.functions if config.evaluation is not None else ()
     functions = [*config.reward.functions, *evaluated]

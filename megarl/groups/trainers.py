@@ -12,7 +12,7 @@ from megarl.cluster.calls import Call, ChunkCall
 from megarl.cluster.process_usage import ProcessUsage
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
-from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RewardModelConfig, RunConfig
+from megarl.config import ConfigError, Problem, RunConfig
 from megarl.groups.engines import RolloutGroup
 from megarl.megatron.worker import MegatronWorker
 from megarl.remote import RemoteMethod
@@ -26,7 +26,6 @@ R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
 
-_WITH_ENGINES = (EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig)
 _CHUNKS_PER_REPLICA = 8
 """Chunks of a step per DP rank of the role with the largest DP: enough to balance the ranks."""
 
@@ -202,7 +201,7 @@ def check_gpus(config: RunConfig) -> None:
         value = str(cluster.devices_per_node)
         raise ConfigError([Problem(field="cluster.devices_per_node", value=value, rule=rule, fix=fix)])
     built = vllm_device()
-    rollout = config.rollout if isinstance(config, _WITH_ENGINES) else None
+    rollout = config.engine_settings
     if rollout is not None and built not in (None, cluster.device):
         rule, fix = f"the installed vLLM is built for {built}", f"set it to {built}, or install the other build of vLLM"
         raise ConfigError([Problem(field="cluster.device", value=cluster.device, rule=rule, fix=fix)])

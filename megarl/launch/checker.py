@@ -10,19 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Final
 
-from megarl.config import (
-    ConfigError,
-    EvalConfig,
-    PPOConfig,
-    Problem,
-    RAFTConfig,
-    RunConfig,
-    TrainingConfig,
-    load,
-    parse_devices,
-)
+from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, TrainingConfig, load, parse_devices
 from megarl.config.problems import shown, without_pending
-from megarl.config.schema import Rollout, TrainingRun
+from megarl.config.schema import TrainingRun
 from megarl.launch.field_types import seconds_of
 from megarl.launch.profile import SSH, Apptainer, Bare, Enroot, Profile
 from megarl.launch.render import mounts
@@ -142,13 +132,13 @@ def _devices_fit(config: RunConfig, request: LaunchRequest) -> Iterator[Problem]
     """Checks that every node is used, and that the rollout nodes of a heterogeneous job have the engines alone."""
     nodes, per_node, split = config.cluster.nodes, config.cluster.devices_per_node, request.rollout_nodes
     trainers = {device for name in config.groups for device in config.device_list(name)}
-    rollout = getattr(config, "rollout", None)
-    engines = set(parse_devices(rollout.devices)) if isinstance(rollout, Rollout) else set[int]()
+    rollout = config.engine_settings
+    engines = set[int]() if rollout is None else set(parse_devices(rollout.devices))
     if request.gpus_per_node is not None and config.cluster.device == "cpu":
         rule = "the configuration's devices are virtual ones of the CPU (cluster.device = cpu)"
         fix = "remove it, and set cluster.devices_per_node"
         yield Problem(field="--gpus-per-node", value=str(request.gpus_per_node), rule=rule, fix=fix)
-    judge = config.reward.judge_model if isinstance(config, PPOConfig | RAFTConfig | EvalConfig) else None
+    judge = config.judge_model
     judges = set[int]() if judge is None else set(parse_devices(judge.devices))
     used = {device // per_node for device in trainers | engines | judges}
     if idle := [node for node in range(nodes) if node not in used]:

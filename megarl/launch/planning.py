@@ -20,7 +20,7 @@ from megarl.launch.render import BatchJob, Component
 from megarl.launch.request import JOB_RAY, LaunchMode, LaunchRequest, as_option, names_other_ray, submitted_as
 from megarl.launch.sweep_cells import Cell, load_cells, read_sweeps, run_directory
 
-_EXPORTS_A_MODEL = ("sft", "ppo", "raft")  # stages whose export has the architecture of their initial model
+_EXPORTS_A_MODEL = ("sft", "ppo")  # stages whose export has the architecture of their initial model
 
 
 class RefusedError(ValueError):

@@ -15,7 +15,7 @@ from megarl.algos.metrics import clustered_mean, pass_rate
 from megarl.cluster.calls import Routine
 from megarl.cluster.cpu_threads import with_threads
 from megarl.cluster.session import Session
-from megarl.config import EvalConfig, PPOConfig, RAFTConfig
+from megarl.config import EvalConfig, SamplingConfig
 from megarl.config.schema import Evaluation
 from megarl.data.prompts import sample_requests
 from megarl.groups.colocation import Colocation
@@ -51,7 +51,7 @@ class Evaluator:
 
     def __init__(
         self,
-        config: PPOConfig | RAFTConfig | EvalConfig,
+        config: SamplingConfig,
         data: PromptSets,
         parts: RolloutParts,
         chunks: int,

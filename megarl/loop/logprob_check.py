@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from megarl.cluster.calls import gather_by_chunk
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.config import PPOConfig, RAFTConfig
+from megarl.config import RolloutTrainingConfig
 from megarl.config.schema import LogprobAgreement
 from megarl.data.batches import text_batch
 from megarl.data.demonstrations import Demonstration
@@ -41,7 +41,7 @@ class DisagreementError(RunError):
 class LogprobCheck:
     """Random sequences and the actor's log-probabilities of them; the constructor waits for its forward pass."""
 
-    def __init__(self, config: PPOConfig | RAFTConfig, actor: RemoteRole) -> None:
+    def __init__(self, config: RolloutTrainingConfig, actor: RemoteRole) -> None:
         agreement = config.resharding.logprob_check
         assert agreement is not None
         spec = model_spec(config.model.hf_config())

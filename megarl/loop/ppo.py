@@ -69,10 +69,10 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         with timers("step"):
             with timers("rollout"):
                 sampled = self._buffer.take(step)
-            plan = StepPlan(self._config, sampled.rollouts.samples, step)
             with timers("experience"):
                 forwards = self._forward_passes.complete(sampled.rollouts, sampled.forwards)
                 batch = self._score(sampled, step)
+                plan = StepPlan(self._config, sampled.rollouts.samples, step, selected=batch.selected)
                 if algo.old_logprobs_from_update and not self._updater.trains_actor(step, batch.trained_roles):
                     passes = [self._forward_passes.actor_logprobs(sampled.rollouts)]  # for the metrics alone
                     forwards = {**forwards, "logprobs": passes}
@@ -94,9 +94,16 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
 
     def _score(self, sampled: Sampled, step: int) -> ScoredBatch:
         """Waits for the scores, and computes group advantages."""
-        samples, config = sampled.rollouts.samples, self._config
-        order = self._score_order(samples, step)
-        return score_batch(samples, sampled.scoring, sampled.greedy, self._weights, config.algo, order=order)
+        samples = sampled.rollouts.samples
+        return score_batch(
+            samples,
+            sampled.scoring,
+            sampled.greedy,
+            self._weights,
+            self._config.algo,
+            order=self._score_order(samples, step),
+            samples_per_prompt=self._config.data.samples_per_prompt,
+        )
 
     def _build_experience(
         self, sampled: Sampled, plan: StepPlan, forwards: Mapping[str, Sequence[Forward]], batch: ScoredBatch

@@ -25,7 +25,7 @@ import numpy as np
 
 from megarl.cluster.calls import Condition, Routine, Task, WorkerError
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.config import PPOConfig, RAFTConfig
+from megarl.config import RolloutTrainingConfig
 from megarl.data.packing import sample_infos
 from megarl.groups.colocation import Colocation
 from megarl.groups.engines import RolloutGroup
@@ -45,7 +45,7 @@ class RolloutBuffer:
     """
 
     def __init__(
-        self, config: PPOConfig | RAFTConfig, sampler: Sampler, engines: RolloutGroup, colocation: Colocation
+        self, config: RolloutTrainingConfig, sampler: Sampler, engines: RolloutGroup, colocation: Colocation
     ) -> None:
         self._staleness, self._mode, self._last = config.rollout.max_staleness, config.rollout.mode, config.steps
         self._sampler, self._engines, self._colocation = sampler, engines, colocation

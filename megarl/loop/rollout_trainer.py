@@ -15,7 +15,7 @@ import numpy.typing as npt
 from megarl.cluster.calls import Routine
 from megarl.cluster.process_usage import memory_metrics
 from megarl.cluster.session import Session
-from megarl.config import PPOConfig, RAFTConfig
+from megarl.config import RolloutTrainingConfig
 from megarl.config.schema import TruncateAt
 from megarl.config.schema.cluster_sections import shared_devices
 from megarl.groups.colocation import Colocation
@@ -38,7 +38,7 @@ from megarl.run.sinks import Metrics
 from megarl.types import SampleInfo
 
 
-class RolloutTrainer[C: PPOConfig | RAFTConfig]:
+class RolloutTrainer[C: RolloutTrainingConfig]:
     """Launches trainers, engines and scorers, and moves the actor's weights into the engines.
 
     Args:

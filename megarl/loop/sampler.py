@@ -14,7 +14,7 @@ import numpy as np
 
 from megarl.cluster.calls import Routine, together
 from megarl.cluster.session import Session
-from megarl.config import EvalConfig, PPOConfig, RAFTConfig
+from megarl.config import RolloutTrainingConfig, SamplingConfig
 from megarl.config.schema import TruncateAt
 from megarl.data.prompts import greedy_requests, sample_requests
 from megarl.data.stream import Stream, StreamState
@@ -70,7 +70,7 @@ class RolloutParts:
     @classmethod
     def launch(
         cls,
-        config: PPOConfig | RAFTConfig | EvalConfig,
+        config: SamplingConfig,
         session: Session,
         model_dir: str,
         trainers: Trainers,
@@ -117,7 +117,7 @@ class Sampler:
 
     def __init__(
         self,
-        config: PPOConfig | RAFTConfig,
+        config: RolloutTrainingConfig,
         prompts: Sequence[Prompt],
         parts: RolloutParts,
         chunks: int,

@@ -27,12 +27,12 @@ import torch
 
 from megarl.algos.group_advantages import Samples
 from megarl.algos.metrics import group_metrics
-from megarl.algos.registry import FILTERS, GROUP_ADVANTAGES, MISSING_ENDS, bound
+from megarl.algos.registry import FILTERS, GROUP_ADVANTAGES, MISSING_ENDS, SELECTIONS, bound
 from megarl.algos.reward_shaping import clip_scores
 from megarl.cluster.calls import Call, Routine, gather_by_chunk
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.config import EvalConfig, PPOConfig, RAFTConfig
-from megarl.config.schema import Algo, EnvironmentSettings, Reward, RewardFunction, Scores, TruncateAt
+from megarl.config import SamplingConfig
+from megarl.config.schema import Algo, EnvironmentSettings, Reward, RewardFunction, Scores, Selection, TruncateAt
 from megarl.data.schedule import inference_schedule
 from megarl.data.stream import stable_hash
 from megarl.experience.records import SampleScores, TokenRewardScale
@@ -114,7 +114,7 @@ class Scorer:
 
     def __init__(
         self,
-        config: PPOConfig | RAFTConfig | EvalConfig,
+        config: SamplingConfig,
         roles: Mapping[RoleName, RemoteRole],
         rules: RuleScorers | None,
         engines: RolloutGroup,
@@ -284,17 +284,27 @@ def shuffled_order(count: int, run_seed: int, step: int) -> npt.NDArray[np.int64
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredBatch:
-    """The scores of a step, with metrics of the scores; `totals` have the rewards of all turns."""
+    """The scores of a step, with metrics of the scores.
+
+    Args:
+        totals: [N], with the rewards of all turns.
+        selected: indices of the samples to train on, in the order of `algo.select`; None where all are.
+    """
 
     samples: SampleScores
     totals: Values
+    selected: Sequence[int] | None
     scores_by_reward: ScoresByReward
     metrics: Mapping[str, float]
 
     @property
     def trained_roles(self) -> frozenset[RoleName]:
-        """Returns the roles with a scored sample that is not masked; the gradient of others is 0."""
+        """Returns the roles with a scored and selected sample that is not masked; the gradient of others is 0."""
         scored = np.isfinite(self.samples.scores)
+        if self.selected is not None:
+            is_selected = np.zeros_like(scored)
+            is_selected[list(self.selected)] = True
+            scored = scored & is_selected
         masks: dict[RoleName, npt.NDArray[np.bool_]] = {"actor": scored & self.samples.actor_mask, "critic": scored}
         return frozenset(role for role, mask in masks.items() if mask.any())
 
@@ -307,6 +317,7 @@ def score_batch(
     algo: Algo,
     *,
     order: npt.NDArray[np.int64] | None,
+    samples_per_prompt: int,
 ) -> ScoredBatch:
     """Waits for the scores of a step, and computes advantages if the algorithm compares the samples of a prompt.
 
@@ -316,6 +327,7 @@ def score_batch(
         greedy: scores of the greedy responses, for algorithms that use them as a baseline.
         weights: by reward.
         order: permutation of the scores of conversations.
+        samples_per_prompt: neighbors that answer the same draw of a prompt.
     """
     branches = Branches.of(samples)
     whole = branches.whole(scoring.samples)
@@ -346,6 +358,12 @@ def score_batch(
         )
         advantages = bound(GROUP_ADVANTAGES, algo.advantage.name, algo.advantage.options)(compared).float().numpy()
         sequence_advantages = advantages[branches.conversation]
+    metrics = {**score_metrics(by_reward), **_group_metrics(totals, groups[branches.last])}
+    selected: list[int] | None = None
+    if algo.select is not None:
+        conversations = select_samples(totals, whole, algo.select, samples_per_prompt)
+        selected = [row for conversation in conversations for row in branches.rows(conversation)]
+        metrics |= {"select/samples": len(conversations), **known_means({"select/score": totals[conversations]})}
     return ScoredBatch(
         samples=SampleScores(
             chunks=chunks,
@@ -355,9 +373,29 @@ def score_batch(
             actor_mask=(finished if masks_unfinished else np.ones_like(finished))[branches.conversation],
         ),
         totals=totals[branches.conversation],
+        selected=selected,
         scores_by_reward={name: values[branches.conversation] for name, values in by_reward.items()},
-        metrics={**score_metrics(by_reward), **_group_metrics(totals, groups[branches.last])},
+        metrics=metrics,
     )
+
+
+def select_samples(
+    scores: Values, samples: Sequence[SampleInfo], selection: Selection, samples_per_prompt: int
+) -> npt.NDArray[np.int64]:
+    """Returns the indices of the samples to train on.
+
+    Args:
+        scores: [N]; samples without a score are not selected.
+        samples: [N], adjacent for each draw.
+    """
+    discarded = ~np.isfinite(scores)
+    if selection.discard_unfinished:
+        discarded |= ~np.array([sample.finished for sample in samples])
+    if selection.min_score is not None:
+        discarded |= ~(scores >= selection.min_score)
+    draws = torch.arange(len(scores)) // samples_per_prompt
+    select = bound(SELECTIONS, selection.by.name, selection.by.options)
+    return select(torch.as_tensor(scores), draws, torch.as_tensor(discarded)).numpy()
 
 
 def sample_filter(weights: Mapping[str, float], algo: Algo) -> SampleFilter:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config import PPOConfig, RAFTConfig, TrainingConfig
+from megarl.config import RolloutTrainingConfig, TrainingConfig
 from megarl.config.schema import Rollout
 from megarl.errors import RunError
 from megarl.files import read_lines
@@ -30,7 +30,7 @@ class SkippedSteps:
         limit = config.run.max_skipped_steps
         self._limit = None if limit is None else min(limit, config.steps * config.updates_per_step)
         self._batches = f"the rows of these steps are in {paths.skipped}"
-        if isinstance(config, PPOConfig | RAFTConfig):
+        if isinstance(config, RolloutTrainingConfig):
             self._batches = f"rollout.replay={config.rollout.replay or paths.skipped} repeats these steps"
         self._in_a_row = Counter[str]()
         for update in read_lines(paths.updates, last=self._limit or 1):

@@ -14,11 +14,10 @@ from megarl.cluster.cpu_threads import kept_message, with_threads
 from megarl.cluster.driver_environment import interrupts_raise, no_interrupt_is_lost, noted_signals
 from megarl.cluster.session import Session
 from megarl.cluster.step_profiler import StepProfiler
-from megarl.config import ConfigError, PPOConfig, Problem, RAFTConfig, TrainingConfig
+from megarl.config import ConfigError, Problem, RolloutTrainingConfig, TrainingConfig
 from megarl.errors import RunError
 from megarl.groups.trainers import RemoteRole, check_gpus
 from megarl.loop.ppo import PPOTrainer
-from megarl.loop.raft import RAFTTrainer
 from megarl.loop.reward_model import RewardModelTrainer
 from megarl.loop.saver import Saver
 from megarl.loop.skipped_steps import SkippedSteps
@@ -89,7 +88,6 @@ TRAINERS: Mapping[str, Callable[..., Trainer]] = {
     "sft": SFTTrainer,
     "reward_model": RewardModelTrainer,
     "ppo": PPOTrainer,
-    "raft": RAFTTrainer,
 }
 """The class of each stage's trainer."""
 
@@ -240,7 +238,7 @@ class UnscoredSteps:
     """Counts the last steps without a scored response, up to `reward.max_unscored_steps` or all steps of a run."""
 
     def __init__(self, config: TrainingConfig) -> None:
-        limit = config.reward.max_unscored_steps if isinstance(config, PPOConfig | RAFTConfig) else None
+        limit = config.reward.max_unscored_steps if isinstance(config, RolloutTrainingConfig) else None
         self._limit = None if limit is None else min(limit, config.steps)
         self._steps = 0
 

@@ -26,10 +26,26 @@ from megarl.types import RoleName, SampleInfo, Schedule, TextChunk, TokenValues
 
 
 class StepPlan:
-    """The schedules of one step."""
+    """The schedules of one step.
 
-    def __init__(self, config: PPOConfig, samples: Sequence[SampleInfo], step: int) -> None:
-        self._config, self._samples, self.step = config, samples, step
+    Args:
+        selected: indices of the samples to train on; None for all.
+    """
+
+    def __init__(
+        self, config: PPOConfig, samples: Sequence[SampleInfo], step: int, *, selected: Sequence[int] | None = None
+    ) -> None:
+        self._config = config
+        self._samples = samples
+        self.step = step
+        self._trained = samples
+        self._mini_batches = config.algo.mini_batches
+        if selected is not None:
+            self._trained = [samples[index] for index in selected]
+            conversations = {sample.conversation for sample in self._trained}
+            self._mini_batches = min(self._mini_batches, len(conversations))
+        self.total_steps = config.algo.ppo_epochs * config.algo.mini_batches
+        """Optimizer steps in the schedule of the learning rate; a selection of few samples leaves some of them out."""
 
     def inference(self, role: RoleName) -> Schedule:
         """Returns the schedule of a role's forward pass over all samples."""
@@ -43,15 +59,15 @@ class StepPlan:
         """
         algo = self._config.algo
         steps = update_schedules(
-            self._samples,
+            self._trained,
             self._config.layout(role),
             self._config.role(role).tokens_per_micro_batch,
-            mini_batches=algo.mini_batches,
+            mini_batches=self._mini_batches,
             epochs=algo.ppo_epochs,
             seed=self._config.run.seed,
             step=self.step,
         )
-        size = len(steps) if algo.early_stop is None else algo.mini_batches
+        size = len(steps) if algo.early_stop is None else self._mini_batches
         return [steps[start : start + size] for start in range(0, len(steps), size)]
 
 
@@ -117,9 +133,8 @@ class Updater:
             trained_roles: roles with scored samples.
         """
         algo, trained = self._config.algo, self._trained(plan, trained_roles)
-        passes = list(zip(*(plan.passes(role.name) for role in trained), strict=True))
         updates: list[dict[str, float]] = []
-        for taken, by_role in enumerate(passes, start=1):
+        for by_role in zip(*(plan.passes(role.name) for role in trained), strict=True):
             calls: list[Call[list[dict[str, float]] | None]] = []
             requests: list[UpdateRequest[Schedule]] = []
             for role, schedules in zip(trained, by_role, strict=True):
@@ -133,10 +148,11 @@ class Updater:
             updates += steps
             stop = algo.early_stop if self._actor in trained else None
             if stop is not None and exceeds_target(mean_kl(steps, by_role[0]), target=stop.kl, factor=stop.factor):
-                left = sum(len(schedules) for schedules, *_ in passes[taken:])
-                for call in [role.call(MegatronWorker.skip_steps, left) for role in trained]:
-                    call.wait()
                 break
+        left = plan.total_steps - len(updates)
+        if left:
+            for call in [role.call(MegatronWorker.skip_steps, left) for role in trained]:
+                call.wait()
         sync = algo.kl.reference_sync
         if sync is not None and plan.step % sync.every == 0:
             self._actor.call(MegatronWorker.soft_update_reference).wait()
@@ -174,7 +190,7 @@ class Updater:
             if role.name in trained_roles or (role is self._actor and self.trains_actor(plan.step, trained_roles)):
                 trained.append(role)
             else:
-                role.call(MegatronWorker.skip_steps, sum(map(len, plan.passes(role.name)))).wait()
+                role.call(MegatronWorker.skip_steps, plan.total_steps).wait()
         return trained
 
     def _request(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -70,6 +70,49 @@ class ExperienceColumns:
         return self.mask if column is None else column > 0
 
 
+class LossInputs:
+    """The inputs of a policy loss on a micro-batch, [B, R] each; see ``algos.policy_loss``. Each is made on demand.
+
+    Args:
+        new_logprobs: carries the gradient.
+        entropy: likewise.
+    """
+
+    def __init__(self, algo: Algo, columns: ExperienceColumns, new_logprobs: Tensor, entropy: Tensor) -> None:
+        self._algo = algo
+        self._columns = columns
+        self.new_logprobs = new_logprobs
+        self.entropy = entropy
+        self.response_mask = columns.mask
+
+    @cached_property
+    def old_logprobs(self) -> Tensor:
+        """The log-probabilities in the ratio's denominator."""
+        if self._algo.old_logprobs_from_update:
+            return self.new_logprobs.detach()
+        old = self._columns("old_logprobs")
+        method = self._algo.correction.old_logprobs
+        if method in ("loglinear", "linear"):
+            return proximal_logprobs(old, self.new_logprobs, self._columns("proximal_weights"), method=method)
+        return old
+
+    @cached_property
+    def rollout_logprobs(self) -> Tensor:
+        return self._columns("rollout_logprobs")
+
+    @cached_property
+    def ref_logprobs(self) -> Tensor:
+        return self._columns("ref_logprobs")
+
+    @cached_property
+    def advantages(self) -> Tensor:
+        return self._columns("advantages")
+
+    @cached_property
+    def values(self) -> Tensor:
+        return self._columns("old_values")
+
+
 class _Aggregation:
     """Sums terms per token with weights that contain the step's denominators, which count all response tokens."""
 
@@ -100,7 +143,7 @@ class PolicyLoss:
     Args:
         kl_coef: of a penalty in the loss, per nat.
         reference: of the engine's layout; required where the penalty compares whole distributions.
-        kept: receives the ratio of each token, and where a clip decided, for people; None keeps nothing.
+        token_values: receives the ratio of each token, and where a clip decided; None keeps nothing.
     """
 
     def __init__(
@@ -112,17 +155,24 @@ class PolicyLoss:
         *,
         kl_coef: float,
         reference: ModelEngine | None = None,
-        kept: TokenValues | None = None,
+        token_values: TokenValues | None = None,
     ) -> None:
-        algo, temperature = spec.algo, spec.temperature
-        self._engine, self._spec, self._experience, self._kept = engine, spec, experience, kept
-        self._algo, self._kl_coef = algo, kl_coef
+        algo = spec.algo
+        self._engine = engine
+        self._spec = spec
+        self._experience = experience
+        self._token_values = token_values
+        self._algo = algo
+        self._kl_coef = kl_coef
+        self._reads = algo.loss_reads
         self._per_token = bound(POLICY_LOSSES, algo.policy_loss.name, algo.policy_loss.options)
         self._aggregate = _Aggregation(algo, schedule)
         self._divergence: ReferenceDivergence | None = None
         if algo.kl.of_distributions:
             assert reference is not None, "the penalty is of the reference's distributions"
-            self._divergence = ReferenceDivergence(engine, reference, experience, schedule, temperature=temperature)
+            self._divergence = ReferenceDivergence(
+                engine, reference, experience, schedule, temperature=spec.temperature
+            )
 
     def __call__(self, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, LossMetrics]:
         columns = ExperienceColumns(batch, self._experience, hidden.device)
@@ -130,39 +180,38 @@ class PolicyLoss:
         flat, entropy = response_logprobs(
             self._engine.model, batch, hidden, vocab_size=self._engine.vocab_size, temperature=self._spec.temperature
         )
-        new = align(flat, mask)
-        old = self._old_logprobs(new, columns)
-        terms = self._per_token(new, old, columns("advantages"), mask)
-        if self._kept is not None:
-            named = {"ratio": terms.spreads.get("ratio"), "clipped": terms.metrics.get("clipfrac")}
-            for name, values in named.items():  # a user's own loss may lack them
-                if values is not None:
-                    parts = values[mask].float().cpu().split(mask.sum(-1).tolist())
-                    for row, part in zip(batch.rows, parts, strict=True):
-                        self._kept.setdefault((row.chunk, row.row), {})[name] = part.numpy()
-        terms = weighted(_with_metrics(terms, ppo_kl=old - new), self._weights(new, old, columns))
+        inputs = LossInputs(self._algo, columns, align(flat, mask), align(entropy, mask))
+        new = inputs.new_logprobs
+        terms = self._per_token(**{name: getattr(inputs, name) for name in self._reads})
+        self._keep_token_values(batch, mask, terms)
+        if "old_logprobs" in self._reads:
+            terms = _with_metrics(terms, ppo_kl=inputs.old_logprobs - new)
+        terms = weighted(terms, self._weights(inputs, columns))
         parts = {"policy": terms.values}
         if self._algo.kl.placement == "loss" and self._algo.kl.coef > 0:
             if self._divergence is None:
-                parts["kl"] = self._kl(new, old, columns("ref_logprobs"))
+                parts["kl"] = self._kl(inputs)
             else:
                 parts["kl"] = align(self._divergence(batch, hidden), mask)
             terms = with_term(terms, "kl", parts["kl"], coef=self._kl_coef)
-        terms = with_term(terms, "entropy", align(entropy, mask), coef=-self._algo.entropy_coef)
+        terms = with_term(terms, "entropy", inputs.entropy, coef=-self._algo.entropy_coef)
         learned = columns.mask_of("actor_mask")
         loss, metrics = self._aggregate(terms, parts, columns, learned=learned, reported=mask)
         if not self._algo.has_logprob_pass:
             metrics = replace(metrics, quotients=self._actor_metrics(new.detach(), columns))
         return self._spec.share * loss, metrics
 
-    def _old_logprobs(self, new: Tensor, columns: ExperienceColumns) -> Tensor:
-        """Returns the log-probabilities in the ratio's denominator."""
-        if self._algo.old_logprobs_from_update:
-            return new.detach()
-        old, method = columns("old_logprobs"), self._algo.correction.old_logprobs
-        if method in ("loglinear", "linear"):
-            return proximal_logprobs(old, new, columns("proximal_weights"), method=method)
-        return old
+    def _keep_token_values(self, batch: MicroBatch, mask: Tensor, terms: LossTerms) -> None:
+        """Copies the ratio and the clip of each token, where they are wanted; a user's own loss may lack them."""
+        if self._token_values is None:
+            return
+        named = {"ratio": terms.spreads.get("ratio"), "clipped": terms.metrics.get("clipfrac")}
+        for name, values in named.items():
+            if values is None:
+                continue
+            parts = values[mask].float().cpu().split(mask.sum(-1).tolist())
+            for row, part in zip(batch.rows, parts, strict=True):
+                self._token_values.setdefault((row.chunk, row.row), {})[name] = part.numpy()
 
     def _actor_metrics(self, new: Tensor, columns: ExperienceColumns) -> Means:
         """Returns what ``experience.build`` reports where the actor's log-probabilities are known before the update."""
@@ -177,26 +226,35 @@ class PolicyLoss:
                 means |= gaps_by_age(new, rollout, mask, columns("ages"), oldest=oldest)
         return means
 
-    def _weights(self, new: Tensor, old: Tensor, columns: ExperienceColumns) -> Tensor:
+    def _weights(self, inputs: LossInputs, columns: ExperienceColumns) -> Tensor:
         """Returns the factors of the policy loss: the experience's, and those that depend on the policy in training."""
-        correction, given, mask = self._algo.correction, columns.optional("weights"), columns.mask
-        weights = mask.to(new.dtype) if given is None else given
+        correction = self._algo.correction
+        mask = columns.mask
+        weights = columns.optional("weights")
+        if weights is None:
+            weights = mask.to(inputs.new_logprobs.dtype)
         if correction.weights is not None and correction.interpolates:
             weigh = bound(ROLLOUT_WEIGHTS, correction.weights.name, correction.weights.options)
             # Without a reduction over ranks: a micro-batch computes its weights by itself.
-            weights = weights * weigh(old, columns("rollout_logprobs"), mask, lambda vector: vector)
+            weights = weights * weigh(inputs.old_logprobs, inputs.rollout_logprobs, mask, lambda vector: vector)
         if correction.sequence_mask is not None:
-            delta, sampled = correction.sequence_mask.delta, columns("rollout_logprobs")
-            weights = weights * off_policy_sequences(new, sampled, columns("advantages"), mask, delta=delta)
+            weights = weights * off_policy_sequences(
+                inputs.new_logprobs,
+                inputs.rollout_logprobs,
+                inputs.advantages,
+                mask,
+                delta=correction.sequence_mask.delta,
+            )
         return weights
 
-    def _kl(self, new: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+    def _kl(self, inputs: LossInputs) -> Tensor:
         """Returns the estimated KL, [B, R] nats."""
         kl = self._algo.kl
+        new, ref = inputs.new_logprobs, inputs.ref_logprobs
         estimate = bound(KL_ESTIMATORS, kl.estimator.name, kl.estimator.options)
         if not kl.importance:
             return estimate(new, ref)
-        ratio = (new - old).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        ratio = (new - inputs.old_logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         return estimate(new, ref, ratio)
 
 
@@ -359,12 +417,14 @@ def loss_maker(
     *,
     kl_coef: float = 0.0,
     reference: ModelEngine | None = None,
-    kept: TokenValues | None = None,
+    token_values: TokenValues | None = None,
 ) -> MakeLoss:
     """Returns the function that makes the loss of an optimizer step from its schedule; see ``PolicyLoss``."""
     match spec:
         case PolicySpec():
-            return partial(PolicyLoss, engine, spec, chunks, kl_coef=kl_coef, reference=reference, kept=kept)
+            return partial(
+                PolicyLoss, engine, spec, chunks, kl_coef=kl_coef, reference=reference, token_values=token_values
+            )
         case ValueSpec(algo=algo):
             return partial(ValueLoss, engine, algo, chunks)
         case PreferenceSpec(loss=settings):

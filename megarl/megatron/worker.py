@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.collector import importing
-from megarl.config import PPOConfig, RAFTConfig, RunConfig, TrainingConfig
+from megarl.config import RolloutTrainingConfig, RunConfig, TrainingConfig
 from megarl.experience.build import build_experience
 from megarl.experience.records import ExperienceChunk, ExperienceReport
 from megarl.files import FileRecord
@@ -50,7 +50,7 @@ class MegatronWorker:
         self._specs = role_specs(config, group)
         self._roles: dict[RoleName, ModelEngine] = {}
         self._offloader = Offloader(self._roles, [name for name, spec in self._specs.items() if spec.offload])
-        self._engine_shares_device = isinstance(config, PPOConfig | RAFTConfig) and config.rollout.sleep
+        self._engine_shares_device = isinstance(config, RolloutTrainingConfig) and config.rollout.sleep
         self._senders: dict[int, tuple[Connection, Sender]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writes: dict[RoleName, Future[list[FileRecord]]] = {}
@@ -148,8 +148,14 @@ class MegatronWorker:
             assert isinstance(spec, PolicySpec), "only a policy is trained on texts beside its rollouts"
             text_loss = partial(TextLoss, engine, mix_share=spec.mix_share)
             aux = AuxBatch(schedules=texts.schedules, chunks=texts.chunks, make_loss=text_loss)
-        kept = self._token_values if self._config.tracking.tokens else None
-        make_loss = loss_maker(spec, engine, request.chunks, kl_coef=request.kl_coef, reference=reference, kept=kept)
+        make_loss = loss_maker(
+            spec,
+            engine,
+            request.chunks,
+            kl_coef=request.kl_coef,
+            reference=reference,
+            token_values=self._token_values if self._config.tracking.tokens else None,
+        )
         steps = engine.update(request.schedules, request.chunks, make_loss, aux)
         if self._engine_shares_device:
             torch.cuda.empty_cache()  # for its weights, which come before roles are offloaded

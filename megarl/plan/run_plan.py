@@ -11,8 +11,18 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.cluster.cpu_threads import with_threads
-from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, SFTConfig, TrainingConfig
-from megarl.config.schema import Algo, CheckpointSettings, Choice, Cluster, Optimizer, Rollout, Scores, Threads
+from megarl.config import EvalConfig, PPOConfig, RewardModelConfig, RunConfig, SamplingConfig, SFTConfig, TrainingConfig
+from megarl.config.schema import (
+    Algo,
+    CheckpointSettings,
+    Choice,
+    Cluster,
+    Optimizer,
+    Rollout,
+    Scores,
+    Selection,
+    Threads,
+)
 from megarl.models import model_spec
 from megarl.models.transformer_engine import refusals
 from megarl.preflight.models import without_weights
@@ -58,11 +68,10 @@ def _placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:
             sizes = (str(size) for size in (layout.tp, layout.pp, layout.vpp, layout.dp, layout.ep))
             sequence = "yes" if layout.sequence_parallel else "no"
             yield (role, name, group.devices, *sizes, sequence, str(settings.tokens_per_micro_batch))
-    has_engines = isinstance(config, PPOConfig | RAFTConfig | RewardModelConfig | EvalConfig)
-    rollout = config.rollout if has_engines else None
+    rollout = config.engine_settings
     if rollout is not None:
         yield ("rollout", "", rollout.devices, str(rollout.tp), "", "", str(rollout.engines), "", "", "")
-    judge = config.reward.judge_model if isinstance(config, PPOConfig | RAFTConfig | EvalConfig) else None
+    judge = config.judge_model
     if judge is not None:
         yield ("judge", "", judge.devices, str(judge.tp), "", "", str(judge.rollout.engines), "", "", "")
 
@@ -76,13 +85,13 @@ def plan_lines(config: RunConfig, sets: Sets, first_prompt: Sequence[int] = ()) 
         yield "layers", _layers(config)
     for field, path in without_weights(config).items():
         yield "not checked", f"the weights of {field}: {path} has a config.json, and none yet"
-    if isinstance(config, PPOConfig | RAFTConfig):
+    if isinstance(config, PPOConfig):
         yield from _rollouts(config, rows, len(sets.rows["data.prompts"]))
     elif isinstance(config, SFTConfig | RewardModelConfig):
         yield from _supervised(config, rows, len(sets.rows["data.train"]))
     elif isinstance(config, EvalConfig):
         yield from _evaluation(config, rows)
-    if isinstance(config, PPOConfig | RAFTConfig | EvalConfig) and config.environment is not None:
+    if isinstance(config, SamplingConfig) and config.environment is not None:
         environment = config.environment
         turns = f"up to {counted(environment.max_turns, 'turn')} of up to {config.rollout.max_new_tokens} tokens"
         yield "environment", f"{environment.name}, {turns}, {config.rollout.max_model_len} in all"
@@ -156,19 +165,19 @@ def _row_text(used: int, faults: Counter[str]) -> str:
     return f"{counted(used + dropped, 'row')}, {used} used, {dropped} left out ({reasons})"
 
 
-def _rollouts(config: PPOConfig | RAFTConfig, rows: Mapping[str, str], count: int) -> Iterator[tuple[str, str]]:
+def _rollouts(config: PPOConfig, rows: Mapping[str, str], count: int) -> Iterator[tuple[str, str]]:
     data = config.data
     samples = counted(data.prompts_per_step * data.samples_per_prompt, "sample")
     made = f"{count} {'random ones' if data.tasks is None else 'tasks of the environment'}"
     source = made if data.prompts is None else f"{data.prompts.path}: {rows['data.prompts']}"
-    least = "at least " if isinstance(config, PPOConfig) and config.algo.filter is not None else ""
+    least = "" if config.algo.filter is None else "at least "
     yield "prompts", f"{source}; {least}{_epochs(config.steps, data.prompts_per_step, count)}"
     yield "step", f"{counted(data.prompts_per_step, 'prompt')} x {data.samples_per_prompt} = {samples}"
     yield "lengths", _lengths(config.rollout)
-    shaping = _shaping(config.algo.scores if isinstance(config, PPOConfig) else config.scores)
+    shaping = _shaping(config.algo.scores)
     shuffled = ["shuffled"] if config.reward.shuffle else []
     yield "scores", ", ".join([" + ".join(_sources(config)), *shaping, *shuffled])
-    yield from _algorithm(config, rows) if isinstance(config, PPOConfig) else _selection(config)
+    yield from _algorithm(config, rows)
     if config.rollout.sync_every > 1:
         yield "weights", f"into the engines {_every(config.rollout.sync_every)}"
     if config.actor.ema is not None:
@@ -178,7 +187,7 @@ def _rollouts(config: PPOConfig | RAFTConfig, rows: Mapping[str, str], count: in
         yield "evaluation", f"{prompts}; {_when(config.evaluation.every)}"
 
 
-def _sources(config: PPOConfig | RAFTConfig) -> Iterator[str]:
+def _sources(config: PPOConfig) -> Iterator[str]:
     reward = config.reward
     if config.has_role("reward"):
         dense = f" after every token ({reward.dense})" if reward.dense else ""
@@ -205,6 +214,8 @@ def _algorithm(config: PPOConfig, rows: Mapping[str, str]) -> Iterator[tuple[str
     algo, samples = config.algo, config.data.prompts_per_step * config.data.samples_per_prompt
     if algo.filter is not None:
         yield "filter", f"{_named(algo.filter)}, of up to {counted(algo.filter_rounds, 'round')} of prompts"
+    if algo.select is not None:
+        yield "selection", _selection(algo.select)
     normaliser = "" if algo.normaliser is None else f", normalised by {_named(algo.normaliser)}"
     yield "advantages", f"{_named(algo.advantage)}{normaliser}"
     yield "penalty", _penalty(algo)
@@ -218,10 +229,11 @@ def _algorithm(config: PPOConfig, rows: Mapping[str, str]) -> Iterator[tuple[str
     if corrections:
         yield "corrections", corrections
     mini_batches, of = counted(algo.mini_batches, "mini-batch"), counted(samples // algo.mini_batches, "sample")
-    if algo.correction.old_logprobs == "recompute":
+    if algo.has_logprob_pass or algo.old_logprobs_from_update:
         yield "old logprobs", _old_logprobs(config)
     steps = counted(algo.ppo_epochs * algo.mini_batches, "optimizer step")
-    yield "update", f"{counted(algo.ppo_epochs, 'epoch')} x {mini_batches} of {of} = {steps}"
+    each = f"{mini_batches} of {of}" if algo.select is None else f"up to {mini_batches} of the selected samples"
+    yield "update", f"{counted(algo.ppo_epochs, 'epoch')} x {each} = {steps}"
     if algo.early_stop is not None:
         most = algo.early_stop.factor * algo.early_stop.kl
         yield "early stop", f"after an epoch that moves the policy by more than {most:g} nats per token"
@@ -275,15 +287,15 @@ def _old_logprobs(config: PPOConfig) -> str:
     return f"those of the update, as a step is one optimizer step; no pass before it{alone}"
 
 
-def _selection(config: RAFTConfig) -> Iterator[tuple[str, str]]:
-    """Yields the samples of a step that RAFT trains on, and its updates."""
-    raft = config.raft
-    only = ["that ended"] if raft.discard_unfinished else []
-    if raft.min_score is not None:
-        only.append(f"of a score from {raft.min_score:g} on")
-    yield "selection", _named(raft.strategy) + (f", of responses {' and '.join(only)}" if only else "")
-    mini_batches, steps = counted(raft.mini_batches, "mini-batch"), raft.epochs * raft.mini_batches
-    yield "update", f"{counted(raft.epochs, 'epoch')} x {mini_batches} = {counted(steps, 'optimizer step')}"
+def _selection(selection: Selection) -> str:
+    """Returns which samples of a step are trained on."""
+    only: list[str] = []
+    if selection.discard_unfinished:
+        only.append("that ended")
+    if selection.min_score is not None:
+        only.append(f"with a score of at least {selection.min_score:g}")
+    limits = f", of responses {' and '.join(only)}" if only else ""
+    return f"{_named(selection.by)}{limits}"
 
 
 def _supervised(

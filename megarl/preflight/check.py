@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Final, get_args
 from urllib.parse import urlsplit
 
-from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RunConfig, SFTConfig
+from megarl.config import (
+    ConfigError,
+    Problem,
+    RolloutTrainingConfig,
+    RunConfig,
+    SamplingConfig,
+    SFTConfig,
+)
 from megarl.config.problems import MASK, masked, shown
 from megarl.config.schema import Fault, HeldOut, PairData, PromptData, TextData, Tracking
 from megarl.config.schema.questions import columns_of_template
@@ -44,7 +51,7 @@ def check(config: RunConfig, *, bare: bool = False) -> Sets:
         sets, found = _read_data(config, vocab)
         problems += found
     problems += _reward_functions(config, sets)
-    replay = config.rollout.replay if isinstance(config, PPOConfig | RAFTConfig) else None
+    replay = config.rollout.replay if isinstance(config, RolloutTrainingConfig) else None
     if replay is not None and not list(Path(replay).glob("*.npz")):
         fix = "name a directory that rollout.record wrote"
         problems.append(Problem(field="rollout.replay", value=replay, rule="holds recorded rollouts", fix=fix))
@@ -102,7 +109,7 @@ def _has_wandb_key() -> bool:
 def _read_data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem]]:
     """Returns the data of the stage, and the problems of the data and its tokenizer."""
     assert isinstance(config, StageConfig)
-    section, rows = ("evaluation", config.evaluation) if isinstance(config, EvalConfig) else ("data", config.data)
+    section, rows = config.rows_section
     try:
         tokenizer = _tokenizer(config, vocab, section, rows)
     except ValueError as error:
@@ -136,7 +143,7 @@ def _tokenizer(
         return tokenizer
     stop = () if isinstance(config, SFTConfig) or config.rollout is None else config.rollout.stop
     kwargs = (f"{section}.chat_template_kwargs", bool(rows.chat_template_kwargs))
-    talks = ("environment", isinstance(config, PPOConfig | RAFTConfig | EvalConfig) and config.environment is not None)
+    talks = ("environment", isinstance(config, SamplingConfig) and config.environment is not None)
     for name, needed in (("rollout.stop", bool(stop)), (f"{section}.chat_template", rows.chat_template), kwargs, talks):
         if needed:
             raise ValueError(f"{name} needs a tokenizer, and the model's directory has none")
@@ -165,7 +172,7 @@ def _end_token(config: StageConfig, tokenizer: Tokenizer | None) -> Iterator[Pro
 
 def _reward_functions(config: RunConfig, sets: Sets | None) -> Iterator[Problem]:
     """Checks reward functions against their signatures, and against the prompts if these could be read."""
-    if not isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
+    if not isinstance(config, SamplingConfig):
         return
     read = sets if isinstance(sets, PromptSets) else None
     named = [("reward.functions", config.reward.functions, () if read is None else read.train)]

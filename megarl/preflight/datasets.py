@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from megarl.config import EvalConfig, PPOConfig, Problem, RAFTConfig, RewardModelConfig, SFTConfig
+from megarl.config import PPOConfig, Problem, RewardModelConfig, RolloutTrainingConfig, SamplingConfig, SFTConfig
 from megarl.config.schema import Fault, HeldOut, PairData, SourceFields, TextData
 from megarl.data.demonstrations import Demonstration, load_demonstrations
 from megarl.data.encoding import Encoder
@@ -17,13 +17,13 @@ from megarl.data.sources import LeftOut, LeftOutRows, Rows
 from megarl.data.tokenizer import Tokenizer
 from megarl.types import Prompt
 
-StageConfig = SFTConfig | RewardModelConfig | PPOConfig | RAFTConfig | EvalConfig
+StageConfig = SFTConfig | RewardModelConfig | SamplingConfig
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSets:
-    """The data of PPO, RAFT and evaluations.
+    """The data of PPO and evaluations.
 
     Args:
         train: empty in a standalone evaluation.
@@ -162,9 +162,9 @@ def read_sets(config: StageConfig, reader: DataReader) -> Sets:
     return _pair_sets(config, reader) if isinstance(config, RewardModelConfig) else _prompt_sets(config, reader)
 
 
-def _prompt_sets(config: PPOConfig | RAFTConfig | EvalConfig, reader: DataReader) -> PromptSets:
+def _prompt_sets(config: SamplingConfig, reader: DataReader) -> PromptSets:
     room = config.rollout.max_model_len - config.rollout.max_new_tokens
-    data = None if isinstance(config, EvalConfig) else config.data
+    data = config.data if isinstance(config, RolloutTrainingConfig) else None
     load = partial(load_prompts, optional=config.environment is not None)
     train: list[Prompt] = []
     if data is not None and data.prompts is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from megarl.config import ConfigError, Problem, RunConfig, on_first_nodes
 from megarl.files import format_bytes
 from megarl.preflight.capacity import capacity
-from megarl.preflight.memory_plan import DevicePlan, PhaseMemory, engine_settings, plan_memory
+from megarl.preflight.memory_plan import DevicePlan, PhaseMemory, plan_memory
 from megarl.rollout.engine_memory import PROCESS
 
 
@@ -43,7 +43,7 @@ def check_memory(config: RunConfig) -> None:
 
 
 def _without_cache(config: RunConfig, plans: Sequence[DevicePlan]) -> Iterator[Problem]:
-    rollout = engine_settings(config)
+    rollout = config.engine_settings
     engine = next((plan.engine for plan in plans if plan.engine is not None and plan.engine.cache == 0), None)
     if rollout is not None and engine is not None:
         taken = engine.weights + engine.kept + engine.work + PROCESS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from megarl.config import PPOConfig, Problem, RAFTConfig, RewardModelConfig, RunConfig, SFTConfig, TrainingConfig
+from megarl.config import Problem, RunConfig, TrainingConfig
 from megarl.config.rules import broken_rules
 from megarl.preflight.datasets import Sets
 
@@ -27,7 +27,7 @@ def epoch_problems(config: RunConfig, data: Sets) -> Iterator[Problem]:
         return
     epochs, given = config.run.epochs, config.run.steps
     steps, division = _steps(config, epochs, data)
-    if not data.rows[_source(config)]:
+    if not data.rows[config.rows_field]:
         return
     if steps == 0:
         yield Problem(
@@ -43,19 +43,7 @@ def epoch_problems(config: RunConfig, data: Sets) -> Iterator[Problem]:
 
 def _steps(config: TrainingConfig, epochs: float, data: Sets) -> tuple[int, str]:
     """Returns the whole steps of some epochs, and the division in words."""
-    rows, size = len(data.rows[_source(config)]), _step_rows(config)
+    rows = len(data.rows[config.rows_field])
+    size = config.rows_per_step
     steps = Fraction(str(epochs)) * rows // size
     return steps, f"{epochs:g} times {rows} usable rows, divided by the {size} of a step and rounded down,"
-
-
-def _source(config: TrainingConfig) -> str:
-    return "data.prompts" if isinstance(config, PPOConfig | RAFTConfig) else "data.train"
-
-
-def _step_rows(config: TrainingConfig) -> int:
-    if isinstance(config, SFTConfig):
-        return config.data.sequences_per_step
-    if isinstance(config, RewardModelConfig):
-        return config.data.pairs_per_step
-    assert isinstance(config, PPOConfig | RAFTConfig)
-    return config.data.prompts_per_step

@@ -9,17 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from megarl.config import (
-    EvalConfig,
-    PPOConfig,
-    RAFTConfig,
-    RewardModelConfig,
-    RunConfig,
-    SFTConfig,
-    TrainingConfig,
-    parse_devices,
-)
-from megarl.config.schema import Rollout
+from megarl.config import RolloutTrainingConfig, RunConfig, TrainingConfig, parse_devices
 from megarl.models import model_spec
 from megarl.preflight.capacity import capacity
 from megarl.preflight.role_memory import RoleMemory
@@ -182,9 +172,9 @@ class DevicePlan:
 def plan_memory(config: RunConfig) -> list[DevicePlan]:
     """Returns every device that the run uses."""
     kind, plans = config.cluster.device, dict[int, DevicePlan]()
-    rollout = engine_settings(config)
+    rollout = config.engine_settings
     saved = config.saved if isinstance(config, TrainingConfig) and _saves_meanwhile(config) else ()
-    bucket = int(config.resharding.bucket_mib * _MIB) if isinstance(config, PPOConfig | RAFTConfig) else 0
+    bucket = int(config.resharding.bucket_mib * _MIB) if isinstance(config, RolloutTrainingConfig) else 0
     for name in config.groups:
         specs, made = role_specs(config, name), dict[tuple[RoleName, int], RoleMemory]()
         for rank, device in enumerate(config.device_list(name)):
@@ -203,7 +193,7 @@ def plan_memory(config: RunConfig) -> list[DevicePlan]:
         for device in parse_devices(rollout.devices):
             plan = plans.get(device, DevicePlan(device=device, kind=kind, bucket=bucket))
             plans[device] = replace(plan, engine=engine, cache_field=field, sleeps=sleeps)
-    judge = config.reward.judge_model if isinstance(config, PPOConfig | RAFTConfig | EvalConfig) else None
+    judge = config.judge_model
     if judge is not None:
         spec = model_spec(read_config(judge.path))
         engine = EngineRankMemory.of(spec, judge.rollout, kind, lambda: capacity(config).of_device)
@@ -219,40 +209,19 @@ def _saves_meanwhile(config: TrainingConfig) -> bool:
     return config.checkpoint.async_save and every is not None and (last is None or every < last)
 
 
-def engine_settings(config: RunConfig) -> Rollout | None:
-    """Returns the section rollout, if the stage has engines."""
-    if isinstance(config, SFTConfig):
-        return None
-    assert isinstance(config, PPOConfig | RAFTConfig | RewardModelConfig | EvalConfig)
-    return config.rollout
-
-
 def _role_memory(config: RunConfig, spec: RoleSpec, stage: int) -> RoleMemory:
     hf_config = config.model.hf_config() if spec.checkpoint is None else read_config(spec.checkpoint)
-    longest, inferred, updated = _work(config)
-    budget, dp = max(config.role(spec.name).tokens_per_micro_batch, longest), spec.layout.dp
-    tokens = -(-updated // dp) * longest
+    largest = config.largest_batches
+    budget = max(config.role(spec.name).tokens_per_micro_batch, largest.tokens)
+    dp = spec.layout.dp
+    tokens = -(-largest.update // dp) * largest.tokens
     return RoleMemory(
         spec=spec,
         model=model_spec(hf_config),
         layout=spec.layout,
         stage=stage,
         device=config.cluster.device,
-        pack=min(budget, -(-inferred // dp) * longest),
+        pack=min(budget, -(-largest.inference // dp) * largest.tokens),
         update_pack=min(budget, tokens),
         micro_batches=-(-tokens // budget),
     )
-
-
-def _work(config: RunConfig) -> tuple[int, int, int]:
-    """Returns the most tokens of a sequence, and the most sequences of an inference pass and of an optimizer step."""
-    if isinstance(config, SFTConfig):
-        return config.data.max_tokens, config.data.sequences_per_step, config.data.sequences_per_step
-    if isinstance(config, RewardModelConfig):
-        return 2 * config.data.max_tokens, config.data.pairs_per_step, config.data.pairs_per_step
-    assert isinstance(config, PPOConfig | RAFTConfig | EvalConfig)
-    if isinstance(config, EvalConfig):
-        return config.rollout.max_model_len, 1 << 20, 1
-    samples = config.data.prompts_per_step * config.data.samples_per_prompt
-    mini_batches = config.algo.mini_batches if isinstance(config, PPOConfig) else config.raft.mini_batches
-    return config.rollout.max_model_len, samples, -(-samples // mini_batches)

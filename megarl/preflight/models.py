@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from megarl.config import EvalConfig, PPOConfig, Problem, RAFTConfig, RewardModelConfig, RunConfig, TrainingConfig
+from megarl.config import PPOConfig, Problem, RunConfig, SamplingConfig, TrainingConfig
 from megarl.config.problems import shown
 from megarl.data.tokenizer import LARGEST_FILE, has_tokenizer
 from megarl.files import read_json
@@ -64,7 +64,7 @@ def _is_bare(directory: Path) -> bool:
 
 def _role_checkpoints(config: RunConfig) -> dict[RoleName, str]:
     """Returns the directories of roles that do not start from the run's model."""
-    if not isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
+    if not isinstance(config, SamplingConfig):
         return {}
     critic = config.critic if isinstance(config, PPOConfig) else None
     paths: dict[RoleName, str | None] = {"reward": config.reward.path, "critic": critic.path if critic else None}
@@ -155,8 +155,7 @@ def _layouts(config: RunConfig, spec: ModelSpec | None, roles: Mapping[RoleName,
             if own is not None:
                 field = f"groups.{group_name}.roles.{role}"
                 found += _fits(field, lambda own=own, role=role: own.check_megatron(config.layout(role)))
-    generates = isinstance(config, PPOConfig | RAFTConfig | RewardModelConfig | EvalConfig)
-    rollout = config.rollout if generates else None
+    rollout = config.engine_settings
     if rollout is not None and spec is not None:
         found += _fits("rollout.tp", lambda: spec.check_vllm(rollout.tp))
     return found
@@ -164,7 +163,7 @@ def _layouts(config: RunConfig, spec: ModelSpec | None, roles: Mapping[RoleName,
 
 def _judge(config: RunConfig) -> list[Problem]:
     """A judge is a language model with a tokenizer."""
-    judge = config.reward.judge_model if isinstance(config, PPOConfig | RAFTConfig | EvalConfig) else None
+    judge = config.judge_model
     if judge is None:
         return []
     found: list[Problem] = []

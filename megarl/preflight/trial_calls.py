@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RunConfig
+from megarl.config import ConfigError, Problem, RunConfig, SamplingConfig
 from megarl.config.schema import EnvironmentSettings, Reward, RewardFunction
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments.environment import FailedEnvironmentError
@@ -47,7 +47,7 @@ def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
     Raises:
         ConfigError: a function failed on all of them, or the environment failed.
     """
-    if not isinstance(config, PPOConfig | RAFTConfig | EvalConfig) or not isinstance(sets, PromptSets):
+    if not isinstance(config, SamplingConfig) or not isinstance(sets, PromptSets):
         return ()
     first: Sequence[int] = ()
     problems = list(_sandbox(config.environment))
@@ -85,12 +85,12 @@ def _sandbox(environment: EnvironmentSettings | None) -> Iterator[Problem]:
             yield Problem("environment.args.functions", "python", f"runs programs in a sandbox: {error}", FIX)
 
 
-async def _first_prompt(config: PPOConfig | RAFTConfig | EvalConfig, sets: PromptSets) -> Sequence[int]:
+async def _first_prompt(config: SamplingConfig, sets: PromptSets) -> Sequence[int]:
     """Resets the environment on the first row, in a child process; returns the ids of the prompt."""
     assert config.environment is not None
     assert sets.tokenizer is not None
     children = EnvironmentChildren(config.environment, _MEMORY)
-    data = config.evaluation if isinstance(config, EvalConfig) else config.data
+    _, data = config.rows_section
     task = task_of((sets.train or sets.held_out)[0], sets.tokenizer)
     try:
         await children.start(_LOAD_S)

@@ -196,8 +196,11 @@ def _own_problems(field: str, own: CustomFunction, importance: bool) -> Iterator
         yield Problem(field=f"{field}.name", value=own.name, rule=str(error), fix=suggestion(own.name) or usual)
         return
     given = (*kind.arguments, *(name for name, _ in kind.further if importance))
+    positional = 0 if kind.named else len(given)
+    keywords = tuple(kind.reads(own.name)) if kind.named else kind.keywords
     try:
-        check_options(function, own.args, name=own.name, positional=len(given), given=kind.keywords)
+        check_options(function, own.args, name=own.name, positional=positional, given=keywords)
     except ValueError as error:
-        fix = f"correct them; its first arguments are ({', '.join(given)}); see docs/algorithms.md"
+        calls = "it reads any of" if kind.named else "its first arguments are"
+        fix = f"correct them; {calls} ({', '.join(given)}); see docs/algorithms.md"
         yield Problem(field=f"{field}.args", value=shown(dict(own.args)), rule=str(error), fix=fix)

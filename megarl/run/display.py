@@ -68,6 +68,7 @@ COLUMNS: Final[Mapping[str, Mapping[str, Column]]] = {
     "ppo": {
         "objective/score": _column("score"),
         "objective/kl": _column("KL", "nats"),
+        "select/score": _column("selected"),
         **_LENGTH,
         "group/zero_std_fraction": _column("zero std"),
         "policy/entropy": _column("entropy", "nats"),
@@ -76,14 +77,6 @@ COLUMNS: Final[Mapping[str, Mapping[str, Column]]] = {
         "policy/grad_norm": _column("grad norm"),
         "value/explained_variance": _column("expl. var"),
         "rollout/logprob_gap": _column("engine diff", "nats"),
-        **_SECONDS,
-    },
-    "raft": {
-        "objective/score": _column("score"),
-        "raft/selected_score": _column("selected"),
-        "raft/loss": _column("loss", "nats"),
-        "raft/entropy": _column("entropy", "nats"),
-        **_LENGTH,
         **_SECONDS,
     },
 }

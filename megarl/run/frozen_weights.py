@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from megarl.config import PPOConfig, RAFTConfig, TrainingConfig
+from megarl.config import RolloutTrainingConfig, TrainingConfig
 from megarl.weights.hf_files import INDEX_FILE, SINGLE_FILE, read_weight_map
 
 FROZEN: Final = "frozen_weights"
@@ -48,7 +48,7 @@ def changed_files(kept: FrozenDigests, now: FrozenDigests) -> dict[str, list[str
 def _directories(config: TrainingConfig) -> Iterator[tuple[str, Path]]:
     frozen = {role for group in config.groups.values() for role in group.roles} - set(config.saved)
     for role in sorted(frozen):
-        if role == "reward" and isinstance(config, PPOConfig | RAFTConfig) and config.reward.path is not None:
+        if role == "reward" and isinstance(config, RolloutTrainingConfig) and config.reward.path is not None:
             yield "reward.path", Path(config.reward.path)
         elif config.model.path is not None:
             yield "model.path", Path(config.model.path)

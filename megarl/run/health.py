@@ -271,14 +271,11 @@ CHECKS: Final[Sequence[Check]] = (
         f"the policy is far from the reference; {_LEARNING_RATE} or raise algo.kl.coef, and read samples.jsonl",
         harmful=True,
     ),
-    *(
-        _below(
-            f"{stage}/entropy",
-            limit,
-            "all responses to a prompt are alike; lower the learning rate, or raise algo.entropy_coef",
-            harmful=True,
-        )
-        for stage, limit in (("policy", 0.02), ("raft", 0.01))
+    _below(
+        "policy/entropy",
+        0.02,
+        "all responses to a prompt are alike; lower the learning rate, or raise algo.entropy_coef",
+        harmful=True,
     ),
     _above(
         "truncated_fraction",
@@ -306,7 +303,7 @@ CHECKS: Final[Sequence[Check]] = (
             "look for instability in the next steps; lower the learning rate or clip_grad",
             least=1e-5,
         )
-        for role in ("policy", "value", "sft", "reward_model", "raft")
+        for role in ("policy", "value", "sft", "reward_model")
     ),
     _jump(
         "rollout/logprob_gap",

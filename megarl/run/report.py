@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, Self
 
 from rich.console import Console
 
-from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RunConfig, TrainingConfig, plain
+from megarl.config import PPOConfig, RolloutTrainingConfig, RunConfig, SamplingConfig, TrainingConfig, plain
 from megarl.data.sources import LeftOutRows
 from megarl.errors import RunError
 from megarl.files import read_lines, write_durably
@@ -71,7 +71,7 @@ class EvaluationReporter:
         config, paths, tracking = self._config, self._paths, self._config.tracking
         with ExitStack() as opened:
             self._lines = opened.enter_context(closing(JsonlSink(paths.evaluations)))
-            if isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
+            if isinstance(config, SamplingConfig):
                 self._samples = opened.enter_context(closing(SampleSink(paths.samples, tracking.samples_mib << 20)))
                 self._prompts = opened.enter_context(closing(JsonlSink(paths.prompt_scores, clock=None)))
             if tracking.tensorboard:
@@ -308,7 +308,7 @@ def run_columns(config: TrainingConfig) -> dict[str, Column]:
 def processes(config: TrainingConfig) -> str:
     """Returns the number of the run's trainers and engines, and of the nodes, in words."""
     count = sum(len(config.device_list(group)) for group in config.groups)
-    if isinstance(config, PPOConfig | RAFTConfig):
+    if isinstance(config, RolloutTrainingConfig):
         count += config.rollout.engines
     nodes = f" on {counted(config.cluster.nodes, 'node')}" if config.cluster.address is not None else ""
     return f"{count} processes{nodes}" if count != 1 else f"1 process{nodes}"

@@ -75,7 +75,7 @@ def in_groups(scores: list[float], groups: list[int], **others: Any) -> Samples:
 
 
 FUNCTIONS = {name: GROUP_ADVANTAGES.function(name) for name in GROUP_ADVANTAGES.functions}
-ORACLES = sorted(FUNCTIONS.keys() - {"reinforce_pp_baseline"})
+ORACLES = sorted(FUNCTIONS.keys() - {"reinforce_pp_baseline", "none"})
 
 
 @pytest.mark.parametrize("name", ORACLES)

@@ -51,6 +51,12 @@ def totals(mask: Tensor) -> dict[str, int]:
     return {"total_tokens": int(mask.sum()), "total_sequences": int(mask.any(-1).sum())}
 
 
+def policy_terms(name: str, new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """The terms of a policy loss, with the arguments that it names."""
+    inputs = {"new_logprobs": new, "old_logprobs": old, "advantages": advantages, "response_mask": mask}
+    return bound(POLICY_LOSSES, name, {})(**{key: inputs[key] for key in POLICY_LOSSES.reads(name)}).values
+
+
 CASES: dict[str, Case] = {
     **{
         name: lambda a, b, _, mask, name=name: bound(TOKEN_ADVANTAGES, name, {})(a, b, mask)
@@ -60,10 +66,7 @@ CASES: dict[str, Case] = {
         name: lambda a, _, __, mask, name=name: (bound(NORMALISERS, name, {})(a, mask, groups(mask), alone),)
         for name in NORMALISERS.functions
     },
-    **{
-        name: lambda a, b, c, mask, name=name: (bound(POLICY_LOSSES, name, {})(a, b, c, mask).values,)
-        for name in POLICY_LOSSES.functions
-    },
+    **{name: lambda a, b, c, mask, name=name: (policy_terms(name, a, b, c, mask),) for name in POLICY_LOSSES.functions},
     **{
         f"value {name}": lambda a, b, c, _, name=name: (bound(VALUE_LOSSES, name, {})(a, b, c).values,)
         for name in VALUE_LOSSES.functions

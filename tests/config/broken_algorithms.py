@@ -30,9 +30,9 @@ ALGORITHMS: Cases = {
         ([*GRPO, f"{SAMPLES}=2", "algo.advantage=rloo_std"], SAMPLES, "at least 3 with advantage rloo_std"),
     ],
     rollout_rules.all_tokens_are_sampled: [
-        (["rollout.top_p=0.8"], "rollout.top_p", "1.0 in stage ppo"),
-        ([*GRPO, "rollout.top_k=50"], "rollout.top_k", "null in stage ppo"),
-        (["rollout={min_new_tokens: 4, max_new_tokens: 4}"], "rollout.min_new_tokens", "0 in stage ppo"),
+        (["rollout.top_p=0.8"], "rollout.top_p", "1.0 with policy loss ppo"),
+        ([*GRPO, "rollout.top_k=50"], "rollout.top_k", "null with policy loss ppo"),
+        (["rollout={min_new_tokens: 4, max_new_tokens: 4}"], "rollout.min_new_tokens", "0 with policy loss ppo"),
     ],
     rollout_rules.samples_differ: [
         (["rollout.top_k=1"], SAMPLES, "would all be the same"),
@@ -383,7 +383,7 @@ ALGORITHMS: Cases = {
         ),
     ],
     training_rules.health_checks_have_metrics: [
-        (["health.limits={raft/entropy: 0.1}"], "health.limits", "a metric of stage ppo"),
+        (["health.stop=[sft/grad_norm]"], "health.stop", "a metric of stage ppo"),
         (["health.stop=[skipped, objective/kl, sft/grad_norm]"], "health.stop", "a metric of stage ppo"),
     ],
     training_rules.averages_are_kept: [([EVALUATION, "evaluation.ema=true"], "evaluation.ema", "needs actor.ema")],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.rules import data_rules, model_rules, placement_rules, rollout_rules, scoring_rules, training_rules
-from tests.config.debug import ACTOR, Cases
+from tests.config.debug import ACTOR, PTX, Cases
 
 SFT: Cases = {
     placement_rules.roles_belong_to_the_stage: [
@@ -86,53 +86,25 @@ REWARD_MODEL: Cases = {
 }
 
 RAFT: Cases = {
-    placement_rules.roles_belong_to_the_stage: [
-        (["groups.train.roles.reference={}"], "groups.train.roles.reference", "stage raft has the roles actor, reward")
-    ],
     training_rules.selections_fill_mini_batches: [
-        (["data.samples_per_prompt=1"], "data.samples_per_prompt", "at least 2 with raft.strategy = local"),
-        (["raft.mini_batches=7"], "raft.mini_batches", "at most 6, the samples that are selected"),
-        (["raft={strategy: top, mini_batches: 5}"], "raft.mini_batches", "at most 4, the samples that are selected"),
-    ],
-    rollout_rules.samples_differ: [(["rollout.top_k=1"], "data.samples_per_prompt", "would all be the same")],
-    training_rules.health_checks_have_metrics: [
-        (["health.stop=[raft/entropy, truncated_fraction, policy/entropy]"], "health.stop", "a metric of stage raft")
-    ],
-    data_rules.discarded_ends_have_no_score: [
+        (["data.samples_per_prompt=1"], "data.samples_per_prompt", "at least 2 with algo.select.by = local"),
+        (["algo.mini_batches=7"], "algo.mini_batches", "at most 6, the samples that are selected"),
         (
-            ["raft.discard_unfinished=true", "scores.missing_end=replace"],
-            "scores.missing_end",
-            "no effect with raft.discard_unfinished",
-        )
+            ["algo={select: {by: top}, mini_batches: 5}"],
+            "algo.mini_batches",
+            "at most 4, the samples that are selected",
+        ),
+        (["algo.scores.missing_end=replace"], "algo.scores.missing_end", "no effect with algo.select.discard"),
+        ([PTX], "algo.select", "null with ptx"),
     ],
-    scoring_rules.selections_read_scores: [
-        (["scores.placement=every_valid"], "scores.placement", "no rewards of tokens"),
-        (["scores.missing_end=mask"], "scores.missing_end", "not mask in stage raft"),
-        (["scores.truncate_at.token=96"], "scores.truncate_at.token", "below 96"),
-        (["reward.dense=scores", "groups.train.roles.reward={}"], "reward.dense", "no rewards of tokens"),
+    training_rules.likelihoods_read_nothing_else: [
+        (["algo.advantage=grpo"], "algo.advantage", "none with policy loss sft"),
+        (["algo.policy_loss=ppo"], "algo.advantage", "an advantage, which policy loss ppo reads"),
+        (["algo.kl.coef=0.1", "groups.train.roles.reference={}"], "algo.kl.coef", "0 with policy loss sft"),
+        (["algo.correction.old_logprobs=rollout"], "algo.correction", "no effect with policy loss sft"),
     ],
-    scoring_rules.conversations_are_selected_whole: [
-        (["environment.name=tools", "scores.truncate_at.token=1"], "scores.truncate_at", "whole conversation")
-    ],
-    scoring_rules.scores_have_a_source: [
-        (["groups.train.roles.reward=null"], "reward", "reward.functions has a function")
-    ],
-    training_rules.averages_are_kept: [
-        (["evaluation={prompts: a/b, ema: true, functions: [{name: length}]}"], "evaluation.ema", "needs actor.ema")
-    ],
-    rollout_rules.syncs_meet: [(["rollout.sync_every=2", "checkpoint.every=3"], "checkpoint.every", "a multiple of")],
-    rollout_rules.staleness_settings_have_an_effect: [
-        (["rollout.mode=inflight"], "rollout.mode", "no effect with rollout.max_staleness = 0")
-    ],
-    rollout_rules.engines_that_need_devices_of_their_own: [
-        (["rollout={max_staleness: 1, mode: inflight}"], "rollout.devices", "a group has 0 too")
-    ],
-    training_rules.actor_rate_falls: [
-        (
-            ["actor.optimizer={schedule: anneal, warmup: 0.1}"],
-            "actor.optimizer.warmup",
-            "no effect with schedule anneal",
-        )
+    scoring_rules.dense_scores_are_read: [
+        (["reward.dense=scores", "groups.train.roles.reward={}"], "algo.select", "null with reward.dense")
     ],
 }
 

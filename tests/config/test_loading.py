@@ -327,7 +327,7 @@ def test_required_sections_are_named(tmp_path: Path, stage: str, sections: list[
 def test_the_stage_is_checked_first(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path / "own.yaml", text))
-    assert by_field(caught.value) == {"stage": "one of sft, reward_model, ppo, raft, eval"}
+    assert by_field(caught.value) == {"stage": "one of sft, reward_model, ppo, eval"}
 
 
 def test_nothing_is_coerced() -> None:

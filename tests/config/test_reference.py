@@ -29,7 +29,7 @@ def test_the_table_of_contents_links_to_the_headings() -> None:
     assert sorted(links) == sorted(set(anchors) - {"contents"})
     (eval_row,) = re.findall(r"^\| \[`eval`\]\(#stage-eval\) \| (.*) \|$", contents, flags=re.MULTILINE)
     assert "[`run`](#run-eval)" in eval_row
-    assert "](#run-sft-reward_model-ppo-raft)" not in eval_row
+    assert "](#run-sft-reward_model-ppo)" not in eval_row
 
 
 def test_every_table_row_is_one_line() -> None:
@@ -42,6 +42,6 @@ def test_every_table_row_is_one_line() -> None:
 def test_every_section_of_every_stage_appears_once() -> None:
     page = markdown()
     assert [page.count(f"## Stage `{stage}`") for stage in STAGES] == [1] * len(STAGES)
-    assert "## `actor.optimizer`, `reward.optimizer`, `critic.optimizer` (sft, reward_model, ppo, raft)\n" in page
+    assert "## `actor.optimizer`, `reward.optimizer`, `critic.optimizer` (sft, reward_model, ppo)\n" in page
     assert "## `data` (reward_model)" in page
     assert [page.count(field) for field in ("| `weight_decay` |", "| `tokens_per_micro_batch` |")] == [1, 1]

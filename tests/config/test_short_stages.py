@@ -12,7 +12,7 @@ from megarl.config import ConfigError, PPOConfig, RunConfig, build, load
 from megarl.config.inheritance import SHORT_STAGES
 from tests.config.debug import REPOSITORY
 
-DEFINING = ("advantage", "normalise", "policy_loss", "aggregation", "filter")
+DEFINING = ("advantage", "normalise", "policy_loss", "aggregation", "filter", "select")
 BASE = yaml.safe_load((REPOSITORY / "configs/debug/base.yaml").read_text())
 OWN: dict[str, Any] = {
     **BASE,

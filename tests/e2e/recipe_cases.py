@@ -45,12 +45,8 @@ WITHIN_10 = partial(scores.clipped, low=-10.0, high=10.0)
 
 
 def best_fifth(samples: Sequence[Sample]) -> list[Sample]:
-    """The best fifth of all samples, as texts of which every token but the first counts."""
-    texts = [[*sample.prompt_ids, *sample.response_ids] for sample in samples]
-    whole = [
-        replace(sample, prompt_ids=text[:1], response_ids=text[1:]) for sample, text in zip(samples, texts, strict=True)
-    ]
-    return selection.best_of_all(whole, 0.2)
+    """The best fifth of all samples."""
+    return selection.best_of_all(samples, 0.2)
 
 
 def best_finished(samples: Sequence[Sample]) -> list[Sample]:
@@ -378,10 +374,10 @@ RUNS: dict[str, Case] = {
         prompts=6,
         epochs=2,
         changes={
-            "raft": {"strategy": "local", "loss_on": "response", "discard_unfinished": True},
+            "algo": {"select": {"by": "local", "discard_unfinished": True}},
             "actor": {"optimizer": {"schedule": "linear"}},
         },
         settings=Settings(actor=replace(TORCH, schedule=lambda update: 1 - update / 8)),  # over the whole run
     ),
 }
-"""The recipes, and one with other options, which `make matrix` runs; tests/loop/test_raft.py selects with them."""
+"""The recipes, and one with other options, which `make matrix` runs; tests/loop/test_selection.py selects with them."""

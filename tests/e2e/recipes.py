@@ -178,16 +178,13 @@ def _sizes(name: str, case: Case, directory: Path) -> dict[str, Any]:
             "prompts_per_step": case.prompts,
             "samples_per_prompt": case.samples,
         },
+        "algo": {"ppo_epochs": case.epochs, "mini_batches": case.mini_batches},
         "actor": {"optimizer": moving},
         "reward": {
             "functions": [{"name": "tests.e2e.rules:remainder", "args": {"divisor": case.divisor, "shift": case.shift}}]
         },
         "tracking": {"tensorboard": False},
     }
-    if case.select is not None:
-        overlay["raft"] = {"epochs": case.epochs, "mini_batches": case.mini_batches}
-    else:
-        overlay["algo"] = {"ppo_epochs": case.epochs, "mini_batches": case.mini_batches}
     if case.critic is not None:
         overlay["critic"] = {"optimizer": moving}
     if case.critic == "loaded":

@@ -80,9 +80,8 @@ def test_a_short_run_of_a_recipe_equals_the_naive_program(name: str, runs: dict[
     directory, case = runs[name].result() / "run", RUNS[name]
     expected = naive(case, directory.parent)
     updates = lines(directory / "updates.jsonl")
-    of_actor = ("raft/loss", "raft/grad_norm") if case.select else ("loss/total", "policy/grad_norm")
     for steps, loss, norm in (
-        (expected.actor_steps, *of_actor),
+        (expected.actor_steps, "loss/total", "policy/grad_norm"),
         (expected.critic_steps, "value/loss", "value/grad_norm"),
     ):
         told = [line for line in updates if loss in line]
@@ -119,13 +118,13 @@ def check_selection(directory: Path, case: Case, expected: Expected) -> None:
     assert any(not sample.finished for own in expected.answered for sample in own), "none was to be discarded"
     metrics = lines(directory / "metrics.jsonl")
     for line, answered, selected in zip(metrics, expected.answered, expected.selected, strict=True):
-        assert line["raft/selected"] == len(selected)
-        assert line["raft/selected_score"] == pytest.approx(mean(selected))
+        assert line["select/samples"] == len(selected)
+        assert line["select/score"] == pytest.approx(mean(selected))
         assert line["objective/score"] == pytest.approx(mean(answered)), "of all responses, not of the best"
     adam = case.settings.actor
     for line, step in zip(lines(directory / "updates.jsonl"), expected.actor_steps, strict=True):
-        assert line["raft/entropy"] == pytest.approx(step.metrics["entropy"], rel=1e-4)
-        assert line["raft/lr"] == pytest.approx(adam.lr * adam.schedule(line["update"] - 1))
+        assert line["policy/entropy"] == pytest.approx(step.metrics["entropy"], rel=1e-4)
+        assert line["policy/lr"] == pytest.approx(adam.lr * adam.schedule(line["update"] - 1))
 
 
 def mean(samples: Sequence[Sample]) -> float:

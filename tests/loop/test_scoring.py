@@ -76,7 +76,13 @@ def scored_batch(
         likeliest = Scoring(samples=of_prompts, wait=lambda: {"reward_model": np.float32(list(greedy.values()))})
     scoring = Scoring(samples=samples, wait=lambda: scores)
     return score_batch(
-        samples, scoring, likeliest, reward_weights(reward or Reward()), Algo.model_validate(algo), order=order
+        samples,
+        scoring,
+        likeliest,
+        reward_weights(reward or Reward()),
+        Algo.model_validate(algo),
+        order=order,
+        samples_per_prompt=2,
     )
 
 
@@ -309,7 +315,15 @@ def test_branches_count_as_one_sample() -> None:
     def scored(samples: Sequence[SampleInfo], values: np.ndarray, algo: dict[str, Any]) -> ScoredBatch:
         scoring = Scoring(samples=samples, wait=lambda: {"reward_model": values})
         order = np.array([1, 0, 3, 2])
-        return score_batch(samples, scoring, None, reward_weights(Reward()), Algo.model_validate(algo), order=order)
+        return score_batch(
+            samples,
+            scoring,
+            None,
+            reward_weights(Reward()),
+            Algo.model_validate(algo),
+            order=order,
+            samples_per_prompt=2,
+        )
 
     for algo in ({"advantage": "grpo"}, {"advantage": "opo"}, {"advantage": "rloo", "scores": {"missing_end": "mask"}}):
         expected, found = scored(whole, scores, algo), scored(branched, scores[of], algo)

@@ -74,7 +74,9 @@ def schedule(tokens: int) -> Schedule:
 def plan(step: int, *, together: bool) -> Any:
     epochs = [tuple(map(schedule, TOKENS)) for _ in range(EPOCHS)]
     whole = [tuple(one for epoch in epochs for one in epoch)]
-    return SimpleNamespace(step=step, passes=lambda _role: whole if together else epochs)
+    passes = whole if together else epochs
+    total_steps = sum(len(schedules) for schedules in passes)
+    return SimpleNamespace(step=step, passes=lambda _role: passes, total_steps=total_steps)
 
 
 def updated(

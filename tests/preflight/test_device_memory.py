@@ -196,7 +196,7 @@ def test_an_engine_on_a_cpu_has_a_copy_of_its_output_layer_and_a_buffer(tmp_path
     config = json.loads(path.read_text())
     del config["algo"], config["groups"]["train"]["roles"]["reference"]
     raft = path.with_name("raft.yaml")
-    raft.write_text(json.dumps({**config, "stage": "raft"}))
+    raft.write_text(json.dumps({**config, "stage": "raft", "algo": {"select": None}}))
     plain, filtered = (
         {name: phase.engine for name, phase in phases(file, "cluster.device=cpu", *overrides).items()}
         for file, overrides in ((path, ()), (raft, ("rollout.top_p=0.9",)))

@@ -17,7 +17,7 @@ from tests.run.glossary import undescribed
 
 PACKAGE = Path(__file__).parents[2] / "megarl"
 FAMILIES = (
-    "objective|rewards|scores|advantages|group|filter|policy|loss|update|value|returns|sft|reward_model|raft|data|"
+    "objective|rewards|scores|advantages|group|filter|policy|loss|update|value|returns|sft|reward_model|select|data|"
     "normalisation|held_out|rollout|response_length|prompt_length|staleness|rollout_corr|sync|eval|time|perf|memory"
 )
 METRIC = re.compile(rf"({FAMILIES})/[a-z0-9_]*[a-z0-9]")

@@ -45,8 +45,9 @@ imports it and compares the names of the arguments with its signature, before an
 function.
 
 {kinds}
-- The arguments of the table come first, by position; those with `=`, and your options, are keyword arguments. The
-  section of each field below gives their shapes.
+- The arguments of the table come first, by position; those with `=`, and your options, are keyword arguments. A policy
+  loss takes those of its arguments that its parameters name, by keyword; what it does not name is not computed. The
+  section of each field below gives the shapes.
 - Tensors of tokens are [B, R], float32. Make tensors of your own on their device. Off the mask their values may be
   anything, and what you return there is not used. A rank may have no rows at all: B is then 0.
 - `reduce` is a collective: it sums a float64 vector over the ranks. All ranks must call it the same number of times,
@@ -205,6 +206,8 @@ def _kinds() -> str:
         if kind.own:
             level = f", `level: {kind.level}`" if kind.level is not None else ""
             arguments = f"`{', '.join([*kind.arguments, *(f'{name}=' for name in kind.keywords)])}`"
+            if kind.named:
+                arguments = f"any of {arguments}"
             arguments += "".join(f"; then `{name}` with `{field}: true`" for name, field in kind.further)
             rows.append(f"| `{kind.field}`{level} | {arguments} | {kind.returns} |")
     return "\n".join(rows) + "\n"

@@ -44,7 +44,7 @@ def value_losses_have_a_critic(algo: Algo, critic: Critic | None) -> Iterator[Pr
 def groups_of_samples_are_compared(algo: Algo, data: PromptData) -> Iterator[Problem]:
     """Advantages of groups need several samples of a prompt."""
     name = algo.advantage.name
-    if algo.of_tokens or isinstance(algo.advantage, CustomFunction) or name == "remax":
+    if algo.of_tokens or isinstance(algo.advantage, CustomFunction) or name in ("remax", "none"):
         return
     needed = 3 if name == "rloo_std" else 2
     if data.samples_per_prompt < needed:
@@ -134,8 +134,13 @@ def filters_compare(algo: Algo, data: PromptData) -> Iterator[Problem]:
 
 
 def penalty_has_a_reference(algo: Algo, groups: Groups) -> Iterator[Problem]:
-    """A KL penalty needs a reference, and a reference needs a penalty."""
+    """A KL penalty needs a reference, and a reference needs a penalty, or a loss that reads it."""
     reference = placed(groups, "reference")
+    if isinstance(algo.policy_loss, CustomFunction) and "ref_logprobs" in algo.loss_reads:
+        if not reference:
+            fix = "add reference to the roles of a group"
+            yield Problem("algo.policy_loss.name", algo.policy_loss.name, "reads ref_logprobs: needs a reference", fix)
+        return
     if algo.kl.coef > 0 and not reference:
         fix = "add reference to the roles of a group, or set algo.kl.coef to 0"
         yield Problem("algo.kl.coef", str(algo.kl.coef), "needs the role reference", fix)

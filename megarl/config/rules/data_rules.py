@@ -18,9 +18,7 @@ from megarl.config.schema import (
     Normalisation,
     PairData,
     PromptData,
-    RAFTSettings,
     Rollout,
-    Scores,
     SourceFields,
     TextData,
 )
@@ -151,13 +149,6 @@ def random_prompts_are_ids(data: PromptData, evaluation: Evaluation | None, ptx:
         names = ("chat_template",) if ptx is not None else ("chat_template", "too_long")
         where = f"with data.{'tasks' if data.random is None else 'random'}, and no rows that are read"
         yield from ineffective_settings("data", data, names, where, "or give data.prompts")
-
-
-def discarded_ends_have_no_score(raft: RAFTSettings, scores: Scores) -> Iterator[Problem]:
-    """Responses that are never selected need no score."""
-    if raft.discard_unfinished and scores.truncate_at is None:
-        where, otherwise = "with raft.discard_unfinished", "or set raft.discard_unfinished to false"
-        yield from ineffective_settings("scores", scores, ("missing_end",), where, otherwise)
 
 
 def lengths_fit(data: PromptData | PairData | None, rollout: Rollout | None) -> Iterator[Problem]:

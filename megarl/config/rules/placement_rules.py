@@ -16,7 +16,6 @@ _STAGE_ROLES: Mapping[str, tuple[RoleName, ...]] = {
     "sft": ("actor",),
     "reward_model": ("reward",),
     "ppo": ("actor", "critic", "reference", "reward"),
-    "raft": ("actor", "reward"),
     "eval": ("reward",),
 }
 """The roles that a stage may have; of a stage that trains, the first one is required."""

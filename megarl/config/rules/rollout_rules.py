@@ -10,6 +10,7 @@ from megarl.config.problems import Problem, correct_path, ineffective_settings, 
 from megarl.config.rules.model_rules import ids_in_use, readable_config
 from megarl.config.rules.placement_rules import tp_fills_devices
 from megarl.config.schema import (
+    Algo,
     CheckpointSettings,
     Cluster,
     EnvironmentSettings,
@@ -52,14 +53,14 @@ def one_size_of_the_cache(rollout: Rollout | None) -> Iterator[Problem]:
         yield Problem("rollout.kv_cache_mib", str(rollout.kv_cache_mib), rule, fix)
 
 
-def all_tokens_are_sampled(stage: str, rollout: Rollout) -> Iterator[Problem]:
+def all_tokens_are_sampled(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
     """Ratios, weights and metrics of PPO compare log-probabilities of the engines with those of the trainers.
 
     The engines' are of the tokens that such a setting leaves, the trainers' of all. With top_p 0.8 others measured a
-    mean ratio of 0.896, and half of the tokens off by more than 10 % (huggingface/trl, 7269). RAFT reads no
-    log-probability of the engines.
+    mean ratio of 0.896, and half of the tokens off by more than 10 % (huggingface/trl, 7269). The likelihood of
+    samples reads no log-probability of the engines.
     """
-    if stage != "ppo":
+    if algo.is_likelihood:
         return
     colder = "a lower rollout.temperature makes unlikely tokens rarer, in the trainers too"
     instead = {"top_p": colder, "top_k": colder, "min_new_tokens": "rollout.ignore_eos gives all responses one length"}
@@ -67,7 +68,8 @@ def all_tokens_are_sampled(stage: str, rollout: Rollout) -> Iterator[Problem]:
         value = getattr(rollout, name)
         default = Rollout.model_fields[name].default
         if value != default:
-            rule = f"{shown(default)} in stage ppo: the trainers' log-probabilities, so the ratios, are of all tokens"
+            loss = f"with policy loss {algo.policy_loss.name}"
+            rule = f"{shown(default)} {loss}: the trainers' log-probabilities, so the ratios, are of all tokens"
             yield Problem(f"rollout.{name}", shown(value), rule, f"remove it; {other}")
 
 
@@ -145,7 +147,7 @@ def record_or_replay(stage: str, rollout: Rollout | None) -> Iterator[Problem]:
     """Rollouts are recorded or replayed in training alone, and not both; replayed ones exist."""
     if rollout is None:
         return
-    if stage not in ("ppo", "raft"):
+    if stage != "ppo":
         names = ("record", "replay", "sync_every", "max_staleness", "mode", "inflight_cache", "rolling_update")
         names = (*names, "max_replacements", "inference_parts")
         where = "in a stage that does not train on rollouts"
@@ -211,7 +213,7 @@ def old_weights_are_kept(stage: str, rollout: Rollout) -> Iterator[Problem]:
 
 def staleness_settings_have_an_effect(stage: str, rollout: Rollout) -> Iterator[Problem]:
     """Modes differ with max_staleness above 0, and each has settings of its own."""
-    if stage not in ("ppo", "raft"):
+    if stage != "ppo":
         return
     if rollout.max_staleness == 0:
         where, fix = "with rollout.max_staleness = 0", "or raise rollout.max_staleness"
@@ -233,7 +235,7 @@ def staleness_settings_have_an_effect(stage: str, rollout: Rollout) -> Iterator[
 def engines_that_need_devices_of_their_own(stage: str, groups: Groups, rollout: Rollout) -> Iterator[Problem]:
     """Engines that generate while the trainers work, or are replaced meanwhile, share no devices with them."""
     shared = shared_devices(groups, rollout)
-    if stage not in ("ppo", "raft") or not shared:
+    if stage != "ppo" or not shared:
         return
     others = f"devices of no group; a group has {', '.join(map(str, shared))} too"
     if rollout.mode != "exact":

@@ -17,7 +17,6 @@ from megarl.config.schema import (
     Model,
     Reward,
     Rollout,
-    Scores,
 )
 
 _WITHOUT_REWARD = ("tools", "user_turns")
@@ -110,19 +109,10 @@ def environments_end_in_time(
 
 
 def conversations_are_scored_whole(algo: Algo, environment: EnvironmentSettings | None) -> Iterator[Problem]:
-    """PPO's scores end at no token of a conversation."""
-    yield from _whole("algo.scores", algo.scores, environment)
-
-
-def conversations_are_selected_whole(scores: Scores, environment: EnvironmentSettings | None) -> Iterator[Problem]:
-    """RAFT's scores end at no token of a conversation."""
-    yield from _whole("scores", scores, environment)
-
-
-def _whole(field: str, scores: Scores, environment: EnvironmentSettings | None) -> Iterator[Problem]:
-    if environment is not None and scores.truncate_at is not None:
+    """Scores end at no token of a conversation."""
+    if environment is not None and algo.scores.truncate_at is not None:
         rule = "null with an environment, whose reward is that of the whole conversation"
-        yield Problem(f"{field}.truncate_at", "given", rule, "remove it")
+        yield Problem("algo.scores.truncate_at", "given", rule, "remove it")
 
 
 def shaped_scores_are_compared(algo: Algo) -> Iterator[Problem]:
@@ -174,6 +164,9 @@ def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Problem]:
     if algo.filter is not None:
         rule, fix = "null with reward.dense: prompts are filtered by the scores of responses", "set one of them to null"
         yield Problem("algo.filter", algo.filter.name, rule, fix)
+    if algo.select is not None:
+        rule, fix = "null with reward.dense: samples are selected by the scores of responses", "set one of them to null"
+        yield Problem("algo.select", algo.select.by.name, rule, fix)
     if algo.scores.truncate_at is not None:
         rule, fix = "null with reward.dense, which scores every token", "remove it, or set reward.dense to null"
         yield Problem("algo.scores.truncate_at", "given", rule, fix)
@@ -183,23 +176,10 @@ def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Problem]:
 
 
 def scores_end_within_responses(model: Model, rollout: Rollout, algo: Algo) -> Iterator[Problem]:
-    """The token at which PPO's scores end may be sampled."""
-    yield from _truncation("algo.scores", algo.scores, model, rollout)
-
-
-def selections_read_scores(model: Model, rollout: Rollout, scores: Scores, reward: Reward) -> Iterator[Problem]:
-    """RAFT selects by one score of a response; the token at which it ends may be sampled."""
-    yield from _truncation("scores", scores, model, rollout)
-    where = "in stage raft, which has no rewards of tokens"
-    yield from ineffective_settings("scores", scores, ("placement",), where, "or use ppo")
-    yield from ineffective_settings("reward", reward, ("dense",), where, "or use ppo")
-    if scores.missing_end is not None and scores.missing_end.name == "mask":
-        rule, fix = "not mask in stage raft", "set it to null, and raft.discard_unfinished to true"
-        yield Problem("scores.missing_end", "mask", rule, fix)
-
-
-def _truncation(field: str, scores: Scores, model: Model, rollout: Rollout) -> Iterator[Problem]:
-    cut, used = scores.truncate_at, ids_in_use(model)
+    """The token at which scores end may be sampled."""
+    field = "algo.scores"
+    cut = algo.scores.truncate_at
+    used = ids_in_use(model)
     if cut is not None and used is not None and cut.token >= used:
         rule = f"below {used}, the number of ids in use: others are never sampled"
         yield Problem(f"{field}.truncate_at.token", str(cut.token), rule, "correct it")

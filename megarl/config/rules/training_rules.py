@@ -19,7 +19,6 @@ from megarl.config.schema import (
     Policy,
     Profiling,
     PromptData,
-    RAFTSettings,
     RewardTraining,
     Rollout,
     TextData,
@@ -141,8 +140,7 @@ def profiles_have_an_effect(
         yield Problem("profile.engines", shown(engines), rule, "remove it")
 
 
-_OTHERS = ("sft", "raft", "reward_model")
-_OF_RAFT = ("objective/score", "rewards/unscored", "response_length/mean", "truncated_fraction")
+_OTHERS = ("sft", "reward_model")
 
 
 def health_checks_have_metrics(stage: str, health: Health) -> Iterator[Problem]:
@@ -150,7 +148,7 @@ def health_checks_have_metrics(stage: str, health: Health) -> Iterator[Problem]:
     for field, names in (("limits", health.limits), ("stop", health.stop)):
         for name in names:
             kind = name.partition("/")[0]
-            shared = kind not in _OTHERS if stage == "ppo" else stage == "raft" and name in _OF_RAFT
+            shared = stage == "ppo" and kind not in _OTHERS
             if kind not in (stage, "skipped", "not finite") and not shared:
                 yield Problem(f"health.{field}", name, f"a metric of stage {stage}", "remove it")
 
@@ -171,24 +169,53 @@ def value_heads_have_a_source(critic: Critic | None) -> Iterator[Problem]:
 
 
 def mini_batches_are_equal(algo: Algo, data: PromptData) -> Iterator[Problem]:
-    """mini_batches divides the samples of a step."""
+    """mini_batches divides the samples of a step, unless some of them are selected."""
+    if algo.select is not None:
+        return
     samples = data.prompts_per_step * data.samples_per_prompt
     if samples % algo.mini_batches:
         rule = f"divides data.prompts_per_step * data.samples_per_prompt = {samples}"
         yield Problem("algo.mini_batches", str(algo.mini_batches), rule, f"choose a divisor of {samples}")
 
 
-def selections_fill_mini_batches(raft: RAFTSettings, data: PromptData) -> Iterator[Problem]:
+def selections_fill_mini_batches(algo: Algo, data: PromptData, ptx: PTX | None) -> Iterator[Problem]:
     """A selection has samples to choose from, and selects one for every optimizer step."""
-    selected, samples = data.prompts_per_step, data.prompts_per_step * data.samples_per_prompt
-    if raft.strategy.name == "top":
-        selected = int(raft.strategy.options["fraction"] * samples)
+    if algo.select is None:
+        return
+    selected = data.prompts_per_step
+    if algo.select.by.name == "top":
+        samples = data.prompts_per_step * data.samples_per_prompt
+        selected = int(algo.select.by.options["fraction"] * samples)
     elif data.samples_per_prompt < 2:
-        rule = "at least 2 with raft.strategy = local, which selects the best sample of each prompt"
+        rule = "at least 2 with algo.select.by = local, which selects the best sample of each prompt"
         yield Problem("data.samples_per_prompt", str(data.samples_per_prompt), rule, "set it to 2 or more")
-    if raft.mini_batches > selected:
+    if algo.mini_batches > selected:
         rule = f"at most {selected}, the samples that are selected in a step"
-        yield Problem("raft.mini_batches", str(raft.mini_batches), rule, "lower it, or raise data.prompts_per_step")
+        yield Problem("algo.mini_batches", str(algo.mini_batches), rule, "lower it, or raise data.prompts_per_step")
+    if ptx is not None:
+        rule = "null with ptx, whose texts are in every optimizer step, also of a step that selects nothing"
+        yield Problem("algo.select", algo.select.by.name, rule, "set one of them to null")
+    if algo.select.discard_unfinished and algo.scores.truncate_at is None:
+        where = "with algo.select.discard_unfinished"
+        otherwise = "or set algo.select.discard_unfinished to false"
+        yield from ineffective_settings("algo.scores", algo.scores, ("missing_end",), where, otherwise)
+
+
+def likelihoods_read_nothing_else(algo: Algo) -> Iterator[Problem]:
+    """The likelihood of samples has no advantages, ratio or penalty."""
+    if not algo.is_likelihood:
+        if algo.advantage.name == "none" and "advantages" in algo.loss_reads:
+            rule = f"an advantage, which policy loss {algo.policy_loss.name} reads"
+            yield Problem("algo.advantage", "none", rule, "choose one, such as grpo, or policy loss sft")
+        return
+    where = "with policy loss sft, the likelihood of samples"
+    if algo.advantage.name != "none":
+        fix = "set it to none, or choose another policy loss"
+        yield Problem("algo.advantage", algo.advantage.name, f"none {where}", fix)
+    if algo.kl.coef > 0:
+        yield Problem("algo.kl.coef", f"{algo.kl.coef:g}", f"0 {where}", "set it to 0, and remove the role reference")
+    otherwise = "or choose another policy loss"
+    yield from ineffective_settings("algo", algo, ("correction", "early_stop", "normalise"), where, otherwise)
 
 
 def texts_are_mixed_in(ptx: PTX | None) -> Iterator[Problem]:

@@ -185,6 +185,17 @@ class Correction(Section):
         return self.old_logprobs in ("loglinear", "linear")
 
 
+class Selection(Section):
+    """The samples of a step that are trained on."""
+
+    by: Annotated[Choice, SELECTIONS] = SELECTIONS("local")
+    """How samples are selected by their scores."""
+    discard_unfinished: bool = False
+    """Never select responses that the length limit ended."""
+    min_score: float | None = None
+    """Never select responses with a lower score; null selects any."""
+
+
 class EarlyStop(Section):
     """Skip the remaining epochs of a step once one has moved the policy too far."""
 
@@ -219,12 +230,15 @@ class Algo(Section):
     """Filter of prompts: further prompts are sampled until the step is full; null keeps all."""
     filter_rounds: Count = 10
     """Rounds of generation at most, with a filter; a step that is not full then takes rejected prompts, in order."""
+    select: Selection | None = None
+    """Train on a selection of a step's samples; null trains on all."""
     early_stop: EarlyStop | None = None
     """Skip the remaining epochs of a step once one has moved the policy too far; null does not."""
     ppo_epochs: Count = 1
     """Passes over a step's samples."""
     mini_batches: Count = 1
-    """Optimizer steps in a pass; divides prompts_per_step * samples_per_prompt."""
+    """Optimizer steps in a pass; divides prompts_per_step * samples_per_prompt. With select, a pass has at most as many
+    steps as selected samples."""
 
     @property
     def of_tokens(self) -> bool:
@@ -239,12 +253,28 @@ class Algo(Section):
         return self.advantage.name in ("gae", "vapo")
 
     @property
+    def loss_reads(self) -> frozenset[str]:
+        """The inputs that the policy loss names in its signature."""
+        return registry.POLICY_LOSSES.reads(self.policy_loss.name)
+
+    @property
+    def is_likelihood(self) -> bool:
+        """Whether the policy loss is the likelihood of samples, at temperature 1 and without a ratio."""
+        return self.policy_loss.name == "sft"
+
+    @property
+    def update_reads_old_logprobs(self) -> bool:
+        """Whether an optimizer step compares its policy with the one before the update."""
+        return "old_logprobs" in self.loss_reads or (self.kl.importance and self.kl.placement == "loss")
+
+    @property
     def reads_old_logprobs(self) -> tuple[str, ...]:
         """The settings that read the trainer's log-probabilities before the update, or in a later optimizer step."""
         correction = self.correction
+        in_update = self.update_reads_old_logprobs
         reads = {
-            "algo.ppo_epochs": self.ppo_epochs > 1,
-            "algo.mini_batches": self.mini_batches > 1,
+            "algo.ppo_epochs": self.ppo_epochs > 1 and in_update,
+            "algo.mini_batches": self.mini_batches > 1 and in_update,
             "algo.kl": self.kl.coef > 0 and self.kl.placement == "reward",
             "algo.correction.weights": correction.weights is not None,
             "algo.correction.reject": bool(correction.reject),
@@ -260,7 +290,8 @@ class Algo(Section):
     @property
     def old_logprobs_from_update(self) -> bool:
         """Whether the old log-probabilities are those of a step's only optimizer step, so that the ratio is 1."""
-        return self.correction.old_logprobs == "recompute" and not self.reads_old_logprobs
+        recomputes = self.correction.old_logprobs == "recompute"
+        return recomputes and self.update_reads_old_logprobs and not self.reads_old_logprobs
 
     @property
     def normaliser(self) -> Choice | None:

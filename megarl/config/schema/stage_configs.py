@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar, Final, Literal
 
 from pydantic import Field
 
-from megarl.config.schema.algo import Algo, Scores
+from megarl.config.schema.algo import Algo
 from megarl.config.schema.base import Section, parse_devices
 from megarl.config.schema.cluster_sections import Cluster, Groups, Resharding, RoleConfig, Rollout
 from megarl.config.schema.inputs import Model, PairData, PromptData, TextData
-from megarl.config.schema.scoring_sections import EnvironmentSettings, HeldOut, PeriodicEvaluation, Reward
+from megarl.config.schema.scoring_sections import (
+    EnvironmentSettings,
+    Evaluation,
+    HeldOut,
+    JudgeModel,
+    PeriodicEvaluation,
+    Reward,
+    RewardFunction,
+)
 from megarl.config.schema.training_sections import (
     PTX,
     Actor,
@@ -22,7 +31,6 @@ from megarl.config.schema.training_sections import (
     Optimizer,
     Policy,
     Profiling,
-    RAFTSettings,
     RewardTraining,
     Run,
     Tracking,
@@ -31,13 +39,30 @@ from megarl.config.schema.training_sections import (
 from megarl.types import Layout, RoleName
 
 
+@dataclass(frozen=True, kw_only=True)
+class LargestBatches:
+    """The largest passes of a run's roles.
+
+    Args:
+        tokens: most tokens of a sequence, or of a preference's pair.
+        inference: most sequences of an inference pass.
+        update: most sequences of an optimizer step.
+    """
+
+    tokens: int
+    inference: int
+    update: int
+
+
 class RunConfig(Section):
     """The fields of all stages."""
 
     trained: ClassVar[tuple[RoleName, ...]] = ()
     """Roles that the stage trains; their optimizers are in the sections of their names."""
+    rows_field: ClassVar[str] = "data.train"
+    """The field of the training data."""
 
-    stage: Literal["sft", "reward_model", "ppo", "raft", "eval"]
+    stage: Literal["sft", "reward_model", "ppo", "eval"]
     """The kind of run."""
     run: Run
     """The run itself."""
@@ -50,6 +75,26 @@ class RunConfig(Section):
     rollout.devices and cluster's devices takes one device of this machine."""
     tracking: Tracking = Tracking()
     """Where the metrics go."""
+
+    @property
+    def engine_settings(self) -> Rollout | None:
+        """The settings of the run's engines; None without engines."""
+        return None
+
+    @property
+    def judge_model(self) -> JudgeModel | None:
+        """The model on engines of its own that judges responses; None without one."""
+        return None
+
+    @property
+    def rows_section(self) -> tuple[str, TextData | PairData | PromptData | HeldOut]:
+        """The section whose settings decide how all rows are read, and its name."""
+        raise NotImplementedError
+
+    @property
+    def largest_batches(self) -> LargestBatches:
+        """The sizes from which the memory of a role's passes follows."""
+        raise NotImplementedError
 
     def has_role(self, role: RoleName) -> bool:
         return any(role in group.roles for group in self.groups.values())
@@ -99,6 +144,11 @@ class TrainingConfig(RunConfig):
         return 1
 
     @property
+    def rows_per_step(self) -> int:
+        """Rows of the training data in one step of the run."""
+        raise NotImplementedError
+
+    @property
     def saved(self) -> tuple[RoleName, ...]:
         """The roles in checkpoints."""
         return tuple(role for role in self.trained if self.has_role(role))
@@ -124,6 +174,19 @@ class SFTConfig(TrainingConfig):
     actor: Actor
     """The policy's training."""
 
+    @property
+    def rows_section(self) -> tuple[str, TextData]:
+        return "data", self.data
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.data.sequences_per_step
+
+    @property
+    def largest_batches(self) -> LargestBatches:
+        sequences = self.data.sequences_per_step
+        return LargestBatches(tokens=self.data.max_tokens, inference=sequences, update=sequences)
+
 
 class RewardModelConfig(TrainingConfig):
     """Training of the role reward on preferences."""
@@ -141,34 +204,90 @@ class RewardModelConfig(TrainingConfig):
     rollout: Rollout | None = None
     """Generation of the reference samples."""
 
+    @property
+    def engine_settings(self) -> Rollout | None:
+        return self.rollout
 
-class PPOConfig(TrainingConfig):
+    @property
+    def rows_section(self) -> tuple[str, PairData]:
+        return "data", self.data
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.data.pairs_per_step
+
+    @property
+    def largest_batches(self) -> LargestBatches:
+        pairs = self.data.pairs_per_step
+        return LargestBatches(tokens=2 * self.data.max_tokens, inference=pairs, update=pairs)
+
+
+class SamplingConfig(RunConfig):
+    """The fields of stages whose engines answer prompts that are then scored."""
+
+    rollout: Rollout
+    """Generation with vLLM."""
+    reward: Reward = Reward()
+    """The score of a response."""
+    environment: EnvironmentSettings | None = None
+    """The environment of multi-turn rollouts; null: single-turn."""
+    evaluation: Evaluation | None = None
+    """Held-out prompts."""
+
+    @property
+    def engine_settings(self) -> Rollout:
+        return self.rollout
+
+    @property
+    def scored_functions(self) -> tuple[RewardFunction, ...]:
+        """The functions that score the rollouts of the stage itself."""
+        return self.reward.functions
+
+    @property
+    def judge_model(self) -> JudgeModel | None:
+        return self.reward.judge_model
+
+
+class RolloutTrainingConfig(TrainingConfig, SamplingConfig):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The fields of stages that train the actor on its own responses."""
+
+    data: PromptData
+    """The prompts."""
+    actor: Policy
+    """The policy's training."""
+    evaluation: PeriodicEvaluation | None = None  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
+    """Held-out prompts."""
+    resharding: Resharding = Resharding()
+    """The transfer of weights into the engines."""
+
+    rows_field: ClassVar[str] = "data.prompts"
+
+    @property
+    def rows_section(self) -> tuple[str, PromptData]:
+        return "data", self.data
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.data.prompts_per_step
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.data.prompts_per_step * self.data.samples_per_prompt
+
+
+class PPOConfig(RolloutTrainingConfig):
     """PPO and its relatives."""
 
     trained: ClassVar[tuple[RoleName, ...]] = ("actor", "critic")
 
     stage: Literal["ppo"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
     """PPO."""
-    rollout: Rollout
-    """Generation with vLLM."""
-    data: PromptData
-    """The prompts."""
     algo: Algo = Algo()
     """The algorithm."""
-    actor: Policy
-    """The policy's training."""
     critic: Critic | None = None
     """The critic's training, if the algorithm has one."""
     ptx: PTX | None = None
     """Pretraining texts, on which the actor is trained together with the rollouts; null is none."""
-    reward: Reward = Reward()
-    """The score of a response."""
-    environment: EnvironmentSettings | None = None
-    """What the model talks to; null: a response is one turn."""
-    evaluation: PeriodicEvaluation | None = None
-    """Held-out prompts."""
-    resharding: Resharding = Resharding()
-    """The transfer of weights into the engines."""
 
     @property
     def updates_per_step(self) -> int:
@@ -185,39 +304,13 @@ class PPOConfig(TrainingConfig):
         waited = self.critic.warmup_steps if role == "actor" and self.critic is not None else 0
         return (self.steps - waited) * self.updates_per_step
 
-
-class RAFTConfig(TrainingConfig):
-    """RAFT: each step samples responses, selects some by their scores, and fine-tunes the actor on these."""
-
-    trained: ClassVar[tuple[RoleName, ...]] = ("actor",)
-
-    stage: Literal["raft"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
-    """Reward-ranked fine-tuning."""
-    rollout: Rollout
-    """Generation with vLLM."""
-    data: PromptData
-    """The prompts."""
-    raft: RAFTSettings = RAFTSettings()
-    """The selection and the updates."""
-    scores: Scores = Scores()
-    """How the score of a response is shaped before the selection."""
-    actor: Policy
-    """The policy's training."""
-    reward: Reward = Reward()
-    """The score of a response."""
-    environment: EnvironmentSettings | None = None
-    """What the model talks to; null: a response is one turn."""
-    evaluation: PeriodicEvaluation | None = None
-    """Held-out prompts."""
-    resharding: Resharding = Resharding()
-    """The transfer of weights into the engines."""
-
     @property
-    def updates_per_step(self) -> int:
-        return self.raft.epochs * self.raft.mini_batches
+    def largest_batches(self) -> LargestBatches:
+        update = -(-self.samples_per_step // self.algo.mini_batches)
+        return LargestBatches(tokens=self.rollout.max_model_len, inference=self.samples_per_step, update=update)
 
 
-class EvalConfig(RunConfig):
+class EvalConfig(SamplingConfig):
     """Evaluation of a checkpoint: responses to held-out prompts, and their scores."""
 
     stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
@@ -226,21 +319,26 @@ class EvalConfig(RunConfig):
     """The run itself."""
     groups: Groups = Field(default={})  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
     """Groups of devices by name, with the role reward if a reward model scores."""
-    rollout: Rollout
-    """Generation with vLLM, which loads the model's files."""
-    evaluation: HeldOut
+    evaluation: HeldOut  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]  (frozen)
     """The prompts, and the functions to report."""
-    reward: Reward = Reward()
-    """The reward model, and the processes of the evaluation's functions."""
-    environment: EnvironmentSettings | None = None
-    """What the model talks to; null: a response is one turn."""
+
+    @property
+    def scored_functions(self) -> tuple[RewardFunction, ...]:
+        return self.evaluation.functions
+
+    @property
+    def rows_section(self) -> tuple[str, HeldOut]:
+        return "evaluation", self.evaluation
+
+    @property
+    def largest_batches(self) -> LargestBatches:
+        return LargestBatches(tokens=self.rollout.max_model_len, inference=1 << 20, update=1)
 
 
 STAGES: Final[Mapping[str, type[RunConfig]]] = {
     "sft": SFTConfig,
     "reward_model": RewardModelConfig,
     "ppo": PPOConfig,
-    "raft": RAFTConfig,
     "eval": EvalConfig,
 }
 """The configuration of each stage, by the value of ``stage``."""

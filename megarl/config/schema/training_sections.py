@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, Field
 
 from megarl.algos import registry
 from megarl.bounds import Count, Decay, Natural, NotNegative, Positive, Seed
-from megarl.config.schema.algo import SELECTIONS
 from megarl.config.schema.base import Section
 from megarl.config.schema.choices import Choice, CustomFunction, OneOf
 from megarl.config.schema.cluster_sections import Rollout
@@ -92,7 +91,6 @@ LimitedMetric = Literal[
     "policy/approxkl",
     "policy/clipfrac",
     "policy/entropy",
-    "raft/entropy",
     "objective/kl",
     "objective/kl_per_token",
     "rollout/logprob_gap",
@@ -110,7 +108,6 @@ CheckedMetric = (
         "value/grad_norm",
         "sft/grad_norm",
         "reward_model/grad_norm",
-        "raft/grad_norm",
         "skipped",
         "not finite",
     ]
@@ -264,23 +261,6 @@ class PTX(Section):
     """Tokens in the loss."""
     chat_template: bool = False
     """Put text prompts into the tokenizer's chat template, as a user's message; chats always are."""
-
-
-class RAFTSettings(Section):
-    """The selection of a step's samples, and the updates on them."""
-
-    strategy: Annotated[Choice, SELECTIONS] = SELECTIONS("local")
-    """Which samples are selected."""
-    discard_unfinished: bool = False
-    """Never select responses that the length limit ended."""
-    min_score: float | None = None
-    """Never select responses with a lower score; null selects any."""
-    epochs: Count = 1
-    """Passes over the selected samples."""
-    mini_batches: Count = 1
-    """Optimizer steps in a pass."""
-    loss_on: LossOn = "response"
-    """Tokens in the loss."""
 
 
 class RewardTraining(Section):
