@@ -23,7 +23,7 @@ from megarl.experience.records import ExperienceChunk, StepContext
 from megarl.loop.forward_passes import ROLES, Forward, ForwardPasses
 from megarl.loop.rollout_trainer import RolloutTrainer
 from megarl.loop.sampler import DynamicSampling, Sampled, Sampler
-from megarl.loop.scoring import ENVIRONMENT, ScoredBatch, sample_filter, score_batch
+from megarl.loop.scoring import ENVIRONMENT, ScoredBatch, sample_filter, score_batch, with_selection
 from megarl.loop.update import PretrainMix, StepPlan, Updater
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ExperienceRequest
@@ -93,17 +93,14 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         )
 
     def _score(self, sampled: Sampled, step: int) -> ScoredBatch:
-        """Waits for the scores, and computes group advantages."""
+        """Waits for the scores, computes group advantages, and selects the samples to train on."""
         samples = sampled.rollouts.samples
-        return score_batch(
-            samples,
-            sampled.scoring,
-            sampled.greedy,
-            self._weights,
-            self._config.algo,
-            order=self._score_order(samples, step),
-            samples_per_prompt=self._config.data.samples_per_prompt,
-        )
+        algo = self._config.algo
+        order = self._score_order(samples, step)
+        batch = score_batch(samples, sampled.scoring, sampled.greedy, self._weights, algo, order=order)
+        if algo.select is None:
+            return batch
+        return with_selection(batch, sampled.scoring.samples, algo.select, self._config.data.samples_per_prompt)
 
     def _build_experience(
         self, sampled: Sampled, plan: StepPlan, forwards: Mapping[str, Sequence[Forward]], batch: ScoredBatch

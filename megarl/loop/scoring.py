@@ -293,7 +293,7 @@ class ScoredBatch:
 
     samples: SampleScores
     totals: Values
-    selected: Sequence[int] | None
+    selected: Sequence[int] | None = None
     scores_by_reward: ScoresByReward
     metrics: Mapping[str, float]
 
@@ -317,7 +317,6 @@ def score_batch(
     algo: Algo,
     *,
     order: npt.NDArray[np.int64] | None,
-    samples_per_prompt: int,
 ) -> ScoredBatch:
     """Waits for the scores of a step, and computes advantages if the algorithm compares the samples of a prompt.
 
@@ -327,7 +326,6 @@ def score_batch(
         greedy: scores of the greedy responses, for algorithms that use them as a baseline.
         weights: by reward.
         order: permutation of the scores of conversations.
-        samples_per_prompt: neighbors that answer the same draw of a prompt.
     """
     branches = Branches.of(samples)
     whole = branches.whole(scoring.samples)
@@ -358,12 +356,6 @@ def score_batch(
         )
         advantages = bound(GROUP_ADVANTAGES, algo.advantage.name, algo.advantage.options)(compared).float().numpy()
         sequence_advantages = advantages[branches.conversation]
-    metrics = {**score_metrics(by_reward), **_group_metrics(totals, groups[branches.last])}
-    selected: list[int] | None = None
-    if algo.select is not None:
-        conversations = select_samples(totals, whole, algo.select, samples_per_prompt)
-        selected = [row for conversation in conversations for row in branches.rows(conversation)]
-        metrics |= {"select/samples": len(conversations), **known_means({"select/score": totals[conversations]})}
     return ScoredBatch(
         samples=SampleScores(
             chunks=chunks,
@@ -373,10 +365,28 @@ def score_batch(
             actor_mask=(finished if masks_unfinished else np.ones_like(finished))[branches.conversation],
         ),
         totals=totals[branches.conversation],
-        selected=selected,
         scores_by_reward={name: values[branches.conversation] for name, values in by_reward.items()},
-        metrics=metrics,
+        metrics={**score_metrics(by_reward), **_group_metrics(totals, groups[branches.last])},
     )
+
+
+def with_selection(
+    batch: ScoredBatch, samples: Sequence[SampleInfo], selection: Selection, samples_per_prompt: int
+) -> ScoredBatch:
+    """Returns a batch with the samples that are trained on.
+
+    Args:
+        samples: [N], with the ends of the responses as truncated for the rewards.
+        samples_per_prompt: neighbors that answer the same draw of a prompt.
+    """
+    branches = Branches.of(samples)
+    totals = batch.totals[branches.last]
+    conversations = select_samples(totals, branches.whole(samples), selection, samples_per_prompt)
+    metrics = {"select/samples": len(conversations), **known_means({"select/score": totals[conversations]})}
+    selected: list[int] = []
+    for conversation in conversations.tolist():
+        selected += branches.rows(conversation)
+    return replace(batch, selected=selected, metrics={**batch.metrics, **metrics})
 
 
 def select_samples(

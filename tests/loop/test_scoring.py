@@ -82,7 +82,6 @@ def scored_batch(
         reward_weights(reward or Reward()),
         Algo.model_validate(algo),
         order=order,
-        samples_per_prompt=2,
     )
 
 
@@ -322,7 +321,6 @@ def test_branches_count_as_one_sample() -> None:
             reward_weights(Reward()),
             Algo.model_validate(algo),
             order=order,
-            samples_per_prompt=2,
         )
 
     for algo in ({"advantage": "grpo"}, {"advantage": "opo"}, {"advantage": "rloo", "scores": {"missing_end": "mask"}}):
