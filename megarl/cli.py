@@ -214,9 +214,9 @@ def stacks(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of
 def local(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Run CONFIG on this machine, in this terminal, as megarl train does, or megarl eval for stage eval."""
     config = _load(config_path, overrides)
-    from megarl.config import EvalConfig
+    from megarl.config import TrainingConfig
 
-    run = _evaluate if isinstance(config, EvalConfig) else _train
+    run = _train if isinstance(config, TrainingConfig) else _evaluate
     run(config_path, config)
 
 
@@ -295,11 +295,11 @@ def _training(config: RunConfig) -> TrainingConfig:
 def _evaluate(path: Path, config: RunConfig) -> None:
     _show_imports()
     with importing():
-        from megarl.config import ConfigError, EvalConfig, Problem
-        from megarl.loop import evaluate as evaluation
+        from megarl.config import ConfigError, Problem, TrainingConfig
+        from megarl.stages.eval import trainer as evaluation
 
     with _exit_codes(path):
-        if not isinstance(config, EvalConfig):
+        if isinstance(config, TrainingConfig):
             problem = Problem(field="stage", value=config.stage, rule="the stage eval", fix=_NO_EVALUATION)
             raise ConfigError([problem])
         evaluation.evaluate(config)

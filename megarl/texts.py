@@ -43,3 +43,10 @@ def short_reason(reason: str) -> str:
 def printable_name(name: object) -> str:
     """Returns at most 200 characters of a name, in one line, with escapes for those that cannot be encoded."""
     return printable(" ".join(str(name)[:_NAME].split()))
+
+
+def counted(count: int, noun: str) -> str:
+    """Returns a count with its noun, such as `1 step`, `2 steps` and `2 mini-batches`."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}{'es' if noun.endswith('batch') else 's'}"

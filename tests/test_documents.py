@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import ConfigError, PPOConfig, load
+from megarl.config import ConfigError, load
 from megarl.models import FAMILIES
 from megarl.preflight.user_functions import check_functions
 from megarl.run.paths import RunPaths, ema_export
+from megarl.stages.ppo.config import PPOConfig
 from tests.config.debug import REPOSITORY, debug
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

@@ -31,6 +31,7 @@ LAYERS = (
     {"run"},
     {"preflight"},
     {"loop"},
+    {"stages"},
     {"convert", "doctor", "init", "plan"},
     {"launch"},
     {"cli"},
@@ -181,7 +182,9 @@ def test_the_import_check_detects_violations() -> None:
 @pytest.mark.process
 def test_the_driver_imports_neither_megatron_core_nor_vllm() -> None:
     """It names the methods of their workers."""
-    code = "import sys, megarl.loop.train, megarl.loop.evaluate; from megarl.groups import trainers as t; "
+    code = (
+        "import sys, megarl.stages.ppo.trainer, megarl.stages.eval.trainer; from megarl.groups import trainers as t; "
+    )
     code += "print(t.MegatronWorker.update.phase, [name for name in ('megatron.core', 'vllm') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=REPOSITORY)
     assert (done.stdout.strip(), done.stderr) == ("update []", "")

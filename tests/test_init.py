@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from examples.sort_letters.checkpoint import write_checkpoint
 from megarl.cli import app
-from megarl.config import PPOConfig, load
+from megarl.config import load
 from megarl.config.inheritance import recipes
 from megarl.preflight.check import check
+from megarl.stages.ppo.config import PPOConfig
 
 
 @pytest.fixture(autouse=True)

@@ -3,28 +3,20 @@
 from megarl.config.loading import as_yaml, build, load, on_first_nodes, plain, save
 from megarl.config.problems import ConfigError, Problem
 from megarl.config.schema import (
-    EvalConfig,
-    PPOConfig,
-    RewardModelConfig,
     RoleConfig,
     RolloutTrainingConfig,
     RunConfig,
     SamplingConfig,
-    SFTConfig,
     TrainingConfig,
 )
 from megarl.config.schema.base import parse_devices
 
 __all__ = [
     "ConfigError",
-    "EvalConfig",
-    "PPOConfig",
     "Problem",
-    "RewardModelConfig",
     "RoleConfig",
     "RolloutTrainingConfig",
     "RunConfig",
-    "SFTConfig",
     "SamplingConfig",
     "TrainingConfig",
     "as_yaml",

@@ -14,7 +14,7 @@ from megarl.config.inheritance import SHORT_STAGES, expanded, merged
 from megarl.config.one_device import asleep_where_shared, on_one_device
 from megarl.config.problems import ConfigError, Problem, shown, without_pending, without_secrets
 from megarl.config.rules import broken_rules
-from megarl.config.schema import STAGES, RunConfig
+from megarl.config.schema import STAGES, RunConfig, stage_class
 from megarl.config.schema.base import parse_devices
 from megarl.config.schema.schema_walk import keys
 from megarl.config.schema_problems import schema_problems
@@ -114,7 +114,7 @@ def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
         rule, fix = f"one of {', '.join(STAGES)}", f"add the stage of the run, such as stage: ppo, {short}"
         value = shown(stage) if "stage" in raw else "(missing)"
         return None, [Problem("stage", value, rule, fix)]
-    schema = STAGES[stage]
+    schema = stage_class(stage)
     found: list[Problem] = []
     try:
         config = schema.model_validate(raw)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
-from megarl.config.schema.base import parse_devices
+from megarl.config.schema.base import parse_devices, raw_section
+from megarl.config.schema.run_config import STAGES, stage_class, trains
 
 _DEVICES: Final = Path("/dev")
 _DEVICE_FIELDS: Final = ("nodes", "devices_per_node", "device", "address")
@@ -18,7 +19,7 @@ def on_one_device(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     The trainers and the engine share it. Any other configuration stays as it is.
     """
-    cluster, rollout = _section(raw, "cluster"), _section(raw, "rollout")
+    cluster, rollout = raw_section(raw, "cluster"), raw_section(raw, "rollout")
     if raw.get("groups") or rollout.get("devices") or any(field in cluster for field in _DEVICE_FIELDS):
         return dict(raw)
     device = "cuda" if _has_gpu() else "cpu"
@@ -38,11 +39,11 @@ def asleep_where_shared(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     On a CPU, sleep frees nothing; an evaluation's engines, and those without a sync at every step, keep their weights.
     """
-    rollout, groups = _section(raw, "rollout"), _section(raw, "groups")
-    on_cpu = _section(raw, "cluster").get("device") == "cpu"
-    if not rollout or "sleep" in rollout or on_cpu or raw.get("stage") == "eval" or rollout.get("sync_every", 1) != 1:
+    rollout, groups = raw_section(raw, "rollout"), raw_section(raw, "groups")
+    on_cpu = raw_section(raw, "cluster").get("device") == "cpu"
+    if not rollout or "sleep" in rollout or on_cpu or not _trains(raw) or rollout.get("sync_every", 1) != 1:
         return dict(raw)
-    devices = [_section(groups, name).get("devices") for name in groups if groups[name] is not None]
+    devices = [raw_section(groups, name).get("devices") for name in groups if groups[name] is not None]
     try:
         trained_on = {device for listed in devices for device in parse_devices(str(listed))}
         shared = trained_on.intersection(parse_devices(str(rollout.get("devices"))))
@@ -51,25 +52,15 @@ def asleep_where_shared(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**raw, "rollout": {**rollout, "sleep": True}} if shared else dict(raw)
 
 
-def _roles(raw: Mapping[str, Any]) -> list[str]:
-    """Returns the roles that the configuration needs."""
-    scored = _section(raw, "reward").get("path") is not None
-    penalty = _section(_section(raw, "algo"), "kl").get("coef")
-    match raw.get("stage"):
-        case "sft":
-            return ["actor"]
-        case "reward_model":
-            return ["reward"]
-        case "eval":
-            return ["reward"] if scored else []
-        case _:
-            needed = {"critic": raw.get("critic") is not None, "reference": bool(penalty), "reward": scored}
-            return ["actor", *(role for role, is_needed in needed.items() if is_needed)]
+def _roles(raw: Mapping[str, Any]) -> Sequence[str]:
+    """Returns the roles that the configuration needs; none of an unknown stage, which is refused later."""
+    stage = raw.get("stage")
+    return stage_class(stage).default_roles(raw) if isinstance(stage, str) and stage in STAGES else ()
 
 
-def _section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = raw.get(name)
-    return cast(Mapping[str, Any], section) if isinstance(section, Mapping) else {}
+def _trains(raw: Mapping[str, Any]) -> bool:
+    stage = raw.get("stage")
+    return isinstance(stage, str) and stage in STAGES and trains(stage)
 
 
 def _has_gpu() -> bool:

@@ -10,7 +10,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from megarl.config import ConfigError, PPOConfig, load
+from megarl.config import ConfigError, load
 from megarl.convert.blocks import Block, group_blocks, plan_blocks, sources_of
 from megarl.convert.find_checkpoint import HF_FILES, FoundCheckpoint, find_checkpoint
 from megarl.convert.hf_source import read_spec
@@ -86,15 +86,14 @@ def _model_of(found: FoundCheckpoint, template: Path | None) -> tuple[ModelSpec,
     path = found.root / "config.yaml"  # of the run, with the model from which the role started
     try:
         config = load(path)
-        trained = config.critic if isinstance(config, PPOConfig) and found.role == "critic" else None
-        critic = None if trained is None else trained.path
+        start = None if found.role is None else config.role_checkpoint(found.role)
         fields: Mapping[str, Any] = config.model.hf_config()
-        spec = model_spec(fields) if critic is None else read_spec(Path(critic))
+        spec = model_spec(fields) if start is None else read_spec(Path(start))
     except (ConfigError, OSError, ValueError) as error:
         raise UsageError(
             f"{path} does not lead to the model's config.json ({error}); name a directory that has it with --hf"
         ) from None
-    directories = (config.model.path, config.model.tokenizer, critic)
+    directories = (config.model.path, config.model.tokenizer, start)
     return spec, tuple(Path(directory) for directory in directories if directory is not None)
 
 

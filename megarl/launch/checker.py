@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Final
 
-from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, TrainingConfig, load, parse_devices
+from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig, load, parse_devices
 from megarl.config.problems import shown, without_pending
 from megarl.config.schema import TrainingRun
 from megarl.launch.field_types import seconds_of
@@ -110,10 +110,10 @@ def is_not_finished(config: RunConfig, *, chain: bool = False) -> Iterator[Probl
         taken = json.loads(summary.read_text(encoding="utf-8"))["steps"]
     except (OSError, ValueError, KeyError):
         return
-    if isinstance(config, EvalConfig):
+    if not isinstance(config, TrainingConfig):
         fix = "choose another run.dir, or remove the directory"
         yield Problem(field="run.dir", value=config.run.dir, rule="no finished evaluation is there", fix=fix)
-    elif isinstance(config, TrainingConfig) and _ends(config.run, taken):
+    elif _ends(config.run, taken):
         leave = "leave it out, " if chain else ""
         fix = f"raise {config.run.length_field} to continue it, {leave}or choose another run.dir"
         rule = f"a run that is not finished; this one has taken its {taken} steps"

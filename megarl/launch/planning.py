@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.config import ConfigError, EvalConfig, Problem, RunConfig
+from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig
 from megarl.config.inheritance import merged
 from megarl.config.problems import is_pending
 from megarl.config.schema import Model
@@ -19,8 +19,6 @@ from megarl.launch.profile import Profile, found_profile, load_profile
 from megarl.launch.render import BatchJob, Component
 from megarl.launch.request import JOB_RAY, LaunchMode, LaunchRequest, as_option, names_other_ray, submitted_as
 from megarl.launch.sweep_cells import Cell, load_cells, read_sweeps, run_directory
-
-_EXPORTS_A_MODEL = ("sft", "ppo")  # stages whose export has the architecture of their initial model
 
 
 class RefusedError(ValueError):
@@ -142,7 +140,7 @@ def _stand_in(model: Any, earlier: Sequence[ChainedRun]) -> list[str]:
     """Returns overrides that replace a model which an earlier run will export by that run's initial model."""
     path = model.get("path") if isinstance(model, dict) else None
     for run in earlier:
-        if run.config.stage in _EXPORTS_A_MODEL and is_pending(path, [Path(run.config.run.dir)]):
+        if run.config.exports_initial_architecture and is_pending(path, [Path(run.config.run.dir)]):
             start = run.checked_model
             random = None if start.random is None else start.random.model_dump(mode="json")
             fields = {"path": start.path, "random": random}
@@ -198,7 +196,7 @@ def _job(
     job = BatchJob(
         title=" ".join(title.split()),
         name=request.job_name or (checker.workdir / run_dir).name,
-        command="eval" if isinstance(config, EvalConfig) else "train",
+        command="train" if isinstance(config, TrainingConfig) else "eval",
         workdir=checker.workdir,
         run_dir=checker.workdir / run_dir,
         configs=tuple(checker.workdir / submitted_as(config) for config in configs),

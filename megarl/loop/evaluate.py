@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from contextlib import closing
 from statistics import NormalDist
 
 import numpy as np
@@ -13,32 +12,19 @@ import torch
 
 from megarl.algos.metrics import clustered_mean, pass_rate
 from megarl.cluster.calls import Routine
-from megarl.cluster.cpu_threads import with_threads
-from megarl.cluster.session import Session
-from megarl.config import EvalConfig, SamplingConfig
+from megarl.config import SamplingConfig
 from megarl.config.schema import Evaluation
 from megarl.data.prompts import sample_requests
-from megarl.groups.colocation import Colocation
-from megarl.groups.engines import launch_engines
-from megarl.groups.trainers import RemoteRole, check_gpus, close_all, launch_trainers, start_all
+from megarl.groups.trainers import RemoteRole
 from megarl.loop.sampler import RolloutParts, conversation_metrics
 from megarl.loop.scoring import REWARD_MODEL, Branches, ScoresByReward, Values, group_numbers, unscored_metrics
 from megarl.megatron.worker import MegatronWorker
-from megarl.preflight.check import check, check_login
 from megarl.preflight.datasets import PromptSets
-from megarl.preflight.device_memory import check_memory
-from megarl.preflight.trial_calls import call_functions
-from megarl.run.directory import EvaluationDirectory, attempt, model_directory
-from megarl.run.display import counted, phase_line
-from megarl.run.report import EvaluationReporter, Summary
 from megarl.run.results import EvaluationResult, no_columns, prompt_scores, shown_samples
-from megarl.run.timers import process_age
 from megarl.types import SampleInfo
 
 _STANDARD_ERRORS = NormalDist().inv_cdf(0.975)
 """Half the width of the 95% interval of a standard normal distribution."""
-_CHUNKS_PER_ENGINE = 8
-"""Enough to balance the engines."""
 
 
 class Evaluator:
@@ -156,50 +142,3 @@ def _pass_at_k(name: str, values: Values, groups: torch.Tensor, evaluation: Eval
         rates = pass_rate(successes[enough], samples[enough], k=k)
         metrics.update(_mean(f"{name}_pass_at_{k}", rates.float().numpy(), torch.arange(len(rates))))
     return metrics
-
-
-def evaluate(config: EvalConfig) -> Summary:
-    """Evaluates the model of a configuration.
-
-    Raises:
-        ConfigError: The model, the data or run.dir cannot be used.
-        RunError: The evaluation failed.
-    """
-    print(phase_line("checking models, data and functions", process_age()), flush=True)
-    data = check(config)
-    check_login(config.tracking)
-    call_functions(config, data)
-    assert isinstance(data, PromptSets)
-    check_gpus(config)
-    check_memory(config)
-    config = with_threads(config, {})
-    directory = EvaluationDirectory(config)
-    session = Session(config.cluster, directory.logs, config.cluster.address)
-    if data.left_out.rows:
-        data.left_out.write(directory.left_out)
-        print(data.left_out.message(directory.left_out), flush=True)
-    with closing(directory), attempt(directory):
-        with EvaluationReporter(config, directory) as reporter, session:
-            result = _evaluate_model(config, session, directory, data)
-            reporter.write(result, f"{config.model.path or 'a random model'} on {config.evaluation.source}")
-        seconds = process_age()
-        summary = Summary(stage=config.stage, steps=0, seconds=seconds, evaluation=result.metrics)
-        summary.write(directory.summary)
-    print(f"{counted(len(data.held_out), 'prompt')} in {seconds:.0f} s; samples are in {directory.samples}", flush=True)
-    return summary
-
-
-def _evaluate_model(
-    config: EvalConfig, session: Session, directory: EvaluationDirectory, data: PromptSets
-) -> EvaluationResult:
-    model_dir = model_directory(config, directory.path)
-    trainers = launch_trainers(config, session)
-    engines = launch_engines(config, config.rollout, session, model_dir, weights="files")
-    colocation = Colocation(trainers, engines, None, sleep=config.rollout.sleep)
-    parts = RolloutParts.launch(config, session, model_dir, trainers, colocation)
-    start_all(trainers, engines, parts.services, model_dir, sleep=config.rollout.sleep)
-    print(f"the processes print into {directory.logs}", flush=True)
-    chunks = max(trainers.chunks(), _CHUNKS_PER_ENGINE * config.rollout.engines)
-    result = Evaluator(config, data, parts, chunks).evaluate(0)
-    close_all(trainers, engines, parts.services)
-    return result

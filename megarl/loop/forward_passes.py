@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megarl.cluster.calls import ChunkCall
-from megarl.config import PPOConfig
+from megarl.config import RolloutTrainingConfig
+from megarl.config.schema import Algo
 from megarl.data.schedule import inference_schedule
 from megarl.groups.rollouts import Rollouts
 from megarl.groups.trainers import RemoteRole
@@ -30,16 +31,16 @@ class ForwardPasses:
     `rollout.max_staleness` 0, and above it the reference, unless it moves or its pass would delay the actor's sync.
     """
 
-    def __init__(self, config: PPOConfig, roles: Mapping[RoleName, RemoteRole]) -> None:
+    def __init__(self, config: RolloutTrainingConfig, algo: Algo, roles: Mapping[RoleName, RemoteRole]) -> None:
         self._config = config
-        self._parts = config.rollout.inference_parts if config.algo.filter is None else 1
+        self._parts = config.rollout.inference_parts if algo.filter is None else 1
         self._roles = {name: roles[role] for name, role in ROLES.items() if role in roles}
         self._names = list(self._roles)
-        if not config.algo.has_logprob_pass:
+        if not algo.has_logprob_pass:
             self._names.remove("logprobs")
         self._early = self._names
         if config.rollout.max_staleness:
-            reference, moves = roles.get("reference"), config.algo.kl.reference_sync is not None
+            reference, moves = roles.get("reference"), algo.kl.reference_sync is not None
             apart = reference is not None and reference.group is not roles["actor"].group
             self._early = ["ref"] if apart and not moves else []
 

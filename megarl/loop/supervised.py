@@ -1,4 +1,4 @@
-"""Training of one role on a data set: supervised fine-tuning, and the base of reward modelling."""
+"""Training of one role on a data set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from megarl.cluster.calls import rank0_result
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
-from megarl.config import RewardModelConfig, SFTConfig
+from megarl.config import TrainingConfig
 from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.schedule import step_schedule
 from megarl.data.stream import Stream, StreamState
@@ -33,21 +33,21 @@ class SupervisedTrainer:
     Args:
         model_dir: Hugging Face directory of the model.
         phase: called with the name of each phase that begins.
-        rows_per_step: demonstrations or preferences per step.
+        evaluate_every: steps between evaluations; None: before the first step and after the last.
         sequences_per_row: 1, or the number of responses of a preference.
         all_tokens: the loss includes the tokens of the prompts.
     """
 
     def __init__(
         self,
-        config: SFTConfig | RewardModelConfig,
+        config: TrainingConfig,
         session: Session,
         model_dir: str,
         data: TextSets | PairSets,
         phase: Callable[[str], None],
         *,
         role: RoleName,
-        rows_per_step: int,
+        evaluate_every: int | None,
         sequences_per_row: int = 1,
         all_tokens: bool = False,
     ) -> None:
@@ -57,8 +57,10 @@ class SupervisedTrainer:
         self._role, self._meter, self._skipped = self.roles[role], PassMeter(config), SkippedBatches(config)
         self._layout, self._budget = config.layout(role), config.role(role).tokens_per_micro_batch
         self._rows, self._held_out = Stream(data.train, config.run.seed), data.held_out
-        self._rows_per_step, self._sequences_per_row, self._all_tokens = rows_per_step, sequences_per_row, all_tokens
-        self.evaluate_every = config.data.evaluate_every
+        self._rows_per_step = config.rows_per_step
+        self._sequences_per_row = sequences_per_row
+        self._all_tokens = all_tokens
+        self.evaluate_every = evaluate_every
 
     def start(self) -> None:
         """Starts the trainers and loads the model."""
@@ -130,13 +132,3 @@ class SupervisedTrainer:
     def close(self) -> None:
         """Lets every process end by itself."""
         close_all(self._trainers)
-
-
-class SFTTrainer(SupervisedTrainer):
-    """Supervised fine-tuning of the role actor."""
-
-    def __init__(
-        self, config: SFTConfig, session: Session, model_dir: str, data: TextSets, phase: Callable[[str], None]
-    ) -> None:
-        rows, on_all = config.data.sequences_per_step, config.data.loss_on == "all"
-        super().__init__(config, session, model_dir, data, phase, role="actor", rows_per_step=rows, all_tokens=on_all)

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,11 +18,8 @@ from megarl.cluster.step_profiler import StepProfiler
 from megarl.config import ConfigError, Problem, RolloutTrainingConfig, TrainingConfig
 from megarl.errors import RunError
 from megarl.groups.trainers import RemoteRole, check_gpus
-from megarl.loop.ppo import PPOTrainer
-from megarl.loop.reward_model import RewardModelTrainer
 from megarl.loop.saver import Saver
 from megarl.loop.skipped_steps import SkippedSteps
-from megarl.loop.supervised import SFTTrainer
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check, check_login
 from megarl.preflight.device_memory import check_memory
@@ -29,7 +27,7 @@ from megarl.preflight.epochs import with_steps
 from megarl.preflight.trial_calls import call_functions
 from megarl.run.checkpoints import ROLLOUTS, Checkpoint
 from megarl.run.directory import RunDirectory, attempt, model_directory
-from megarl.run.display import counted, phase_line
+from megarl.run.display import phase_line
 from megarl.run.preemption import Preemption, end_of_time
 from megarl.run.report import Reporter, Summary, processes
 from megarl.run.restarts import Restarts
@@ -37,6 +35,7 @@ from megarl.run.results import EvaluationResult, StepResult
 from megarl.run.resume import finished_message, resumed_config
 from megarl.run.sinks import Metrics
 from megarl.run.timers import process_age, stopwatch
+from megarl.texts import counted
 from megarl.types import RoleName
 
 
@@ -84,12 +83,10 @@ class Trainer(Protocol):
         """Lets every process end by itself."""
 
 
-TRAINERS: Mapping[str, Callable[..., Trainer]] = {
-    "sft": SFTTrainer,
-    "reward_model": RewardModelTrainer,
-    "ppo": PPOTrainer,
-}
-"""The class of each stage's trainer."""
+def trainer_class(config: TrainingConfig) -> Callable[..., Trainer]:
+    """Imports the class of the trainer of a stage."""
+    module, _, name = config.trainer.partition(":")
+    return getattr(import_module(module), name)
 
 
 def train_with_restarts(config: TrainingConfig) -> Summary:
@@ -215,7 +212,7 @@ def _started(
             session.monitor.observer = reporter.trace.ran
             reporter.phase(f"{processes(config)} with their models")
             model_dir = model_directory(config, directory.path)
-            trainer = TRAINERS[config.stage](config, session, model_dir, data, reporter.phase)
+            trainer = trainer_class(config)(config, session, model_dir, data, reporter.phase)
             if directory.latest is not None:
                 _load(trainer, directory.latest)
             trainer.start()

@@ -12,7 +12,8 @@ import numpy as np
 from megarl.algos.optimization import exceeds_target
 from megarl.cluster.calls import Call, rank0_result
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.config import PPOConfig
+from megarl.config import RolloutTrainingConfig
+from megarl.config.schema import PTX, Algo
 from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.demonstrations import Demonstration
 from megarl.data.schedule import inference_schedule, step_schedule, under_one_length, update_schedules
@@ -33,18 +34,25 @@ class StepPlan:
     """
 
     def __init__(
-        self, config: PPOConfig, samples: Sequence[SampleInfo], step: int, *, selected: Sequence[int] | None = None
+        self,
+        config: RolloutTrainingConfig,
+        algo: Algo,
+        samples: Sequence[SampleInfo],
+        step: int,
+        *,
+        selected: Sequence[int] | None = None,
     ) -> None:
         self._config = config
+        self._algo = algo
         self._samples = samples
         self.step = step
         self._trained = samples
-        self._mini_batches = config.algo.mini_batches
+        self._mini_batches = algo.mini_batches
         if selected is not None:
             self._trained = [samples[index] for index in selected]
             conversations = {sample.conversation for sample in self._trained}
             self._mini_batches = min(self._mini_batches, len(conversations))
-        self.total_steps = config.algo.ppo_epochs * config.algo.mini_batches
+        self.total_steps = algo.ppo_epochs * algo.mini_batches
         """Optimizer steps in the schedule of the learning rate; a selection of few samples leaves some of them out."""
 
     def inference(self, role: RoleName) -> Schedule:
@@ -57,26 +65,24 @@ class StepPlan:
 
         An optimizer step has the same samples for every role.
         """
-        algo = self._config.algo
         steps = update_schedules(
             self._trained,
             self._config.layout(role),
             self._config.role(role).tokens_per_micro_batch,
             mini_batches=self._mini_batches,
-            epochs=algo.ppo_epochs,
+            epochs=self._algo.ppo_epochs,
             seed=self._config.run.seed,
             step=self.step,
         )
-        size = len(steps) if algo.early_stop is None else self._mini_batches
+        size = len(steps) if self._algo.early_stop is None else self._mini_batches
         return [steps[start : start + size] for start in range(0, len(steps), size)]
 
 
 class PretrainMix:
     """Mixes pretraining texts into every optimizer step of the actor."""
 
-    def __init__(self, config: PPOConfig, rows: Sequence[Demonstration]) -> None:
-        assert config.ptx is not None
-        self._settings = config.ptx
+    def __init__(self, config: RolloutTrainingConfig, settings: PTX, rows: Sequence[Demonstration]) -> None:
+        self._settings = settings
         self._layout, self._budget = config.layout("actor"), config.role("actor").tokens_per_micro_batch
         self._rows = Stream(rows, config.run.seed)
 
@@ -103,17 +109,31 @@ class PretrainMix:
 
 
 class Updater:
-    """Trains actor and critic, and moves the reference towards the actor; `meter` counts the passes."""
+    """Trains actor and critic, and moves the reference towards the actor.
+
+    Args:
+        warmup_steps: first steps of the run, in which the critic alone is trained.
+        meter: counts the passes.
+        token_values: whether the ranks keep values of the tokens in an update.
+    """
 
     def __init__(
         self,
-        config: PPOConfig,
+        algo: Algo,
         roles: Mapping[RoleName, RemoteRole],
         pretrain_mix: PretrainMix | None,
         meter: PassMeter,
+        *,
+        warmup_steps: int = 0,
+        token_values: bool = False,
     ) -> None:
-        self._config, self._pretrain_mix, self._meter = config, pretrain_mix, meter
-        self._actor, self._critic = roles["actor"], roles.get("critic")
+        self._algo = algo
+        self._pretrain_mix = pretrain_mix
+        self._meter = meter
+        self._warmup_steps = warmup_steps
+        self._token_values = token_values
+        self._actor = roles["actor"]
+        self._critic = roles.get("critic")
 
     def update(
         self,
@@ -132,7 +152,8 @@ class Updater:
             kl_coef: coefficient of a KL penalty in the loss, per nat.
             trained_roles: roles with scored samples.
         """
-        algo, trained = self._config.algo, self._trained(plan, trained_roles)
+        algo = self._algo
+        trained = self._trained(plan, trained_roles)
         updates: list[dict[str, float]] = []
         for by_role in zip(*(plan.passes(role.name) for role in trained), strict=True):
             calls: list[Call[list[dict[str, float]] | None]] = []
@@ -160,7 +181,7 @@ class Updater:
 
     def take_token_values(self) -> TokenValues:
         """Returns the values of the tokens in the last update, where `tracking.tokens` keeps them."""
-        if not self._config.tracking.tokens:
+        if not self._token_values:
             return {}
         parts = self._actor.call(MegatronWorker.take_token_values).wait()
         return {sample: values for part in parts for sample, values in part.items()}
@@ -179,7 +200,7 @@ class Updater:
         return not self._warms_up(step) and ("actor" in trained_roles or self._pretrain_mix is not None)
 
     def _warms_up(self, step: int) -> bool:
-        return self._config.critic is not None and step <= self._config.critic.warmup_steps
+        return step <= self._warmup_steps
 
     def _trained(self, plan: StepPlan, trained_roles: Container[RoleName]) -> list[RemoteRole]:
         """Returns the roles that take optimizer steps; other roles with a schedule skip theirs."""

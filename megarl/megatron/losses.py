@@ -32,6 +32,7 @@ from megarl.algos.registry import (
 )
 from megarl.algos.rollout_correction import off_policy_sequences, proximal_logprobs
 from megarl.config.schema import Algo, Choice
+from megarl.config.schema.loss_specs import LossSpec, PolicySpec, PreferenceSpec, TextSpec, ValueSpec
 from megarl.data.packing import Chunks, TokenChunk, gather
 from megarl.experience.padded_batch import align, response_mask
 from megarl.experience.records import ExperienceChunk
@@ -40,7 +41,6 @@ from megarl.megatron.logprobs import divergence, vocab_shard
 from megarl.megatron.loss_metrics import LossMetrics, collect
 from megarl.megatron.model_engine import MakeLoss, ModelEngine
 from megarl.megatron.pipeline import MicroBatch, micro_batches, run_forward
-from megarl.role_specs import LossSpec, PolicySpec, PreferenceSpec, TextSpec, ValueSpec
 from megarl.types import PackRow, RankSchedule, TextChunk, TokenValues
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megarl.collector import importing
 from megarl.config import RolloutTrainingConfig, RunConfig, TrainingConfig
+from megarl.config.schema.loss_specs import LossSpec, PolicySpec
 from megarl.experience.build import build_experience
 from megarl.experience.records import ExperienceChunk, ExperienceReport
 from megarl.files import FileRecord
@@ -26,7 +27,7 @@ from megarl.megatron.platform import Platform, start_platform, start_world
 from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest, UpdateRequest
 from megarl.remote import remote
 from megarl.resharding import Connection, ConnectRequest, Sender, SyncStats, connect
-from megarl.role_specs import LossSpec, PolicySpec, role_specs
+from megarl.role_specs import role_specs
 from megarl.stacks import tell_waits
 from megarl.types import Ragged, RankSchedule, RoleName, TokenValues
 from megarl.weights.export import Export, export_plan

@@ -11,23 +11,19 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.cluster.cpu_threads import with_threads
-from megarl.config import EvalConfig, PPOConfig, RewardModelConfig, RunConfig, SamplingConfig, SFTConfig, TrainingConfig
+from megarl.config import RunConfig, SamplingConfig, TrainingConfig
 from megarl.config.schema import (
-    Algo,
     CheckpointSettings,
-    Choice,
     Cluster,
     Optimizer,
-    Rollout,
-    Scores,
-    Selection,
     Threads,
 )
 from megarl.models import model_spec
 from megarl.models.transformer_engine import refusals
 from megarl.preflight.models import without_weights
-from megarl.run.display import counted
+from megarl.preflight.plan_text import every_steps
 from megarl.run.resume import resumed_config
+from megarl.texts import counted
 
 if TYPE_CHECKING:
     from megarl.preflight.datasets import Sets
@@ -85,12 +81,7 @@ def plan_lines(config: RunConfig, sets: Sets, first_prompt: Sequence[int] = ()) 
         yield "layers", _layers(config)
     for field, path in without_weights(config).items():
         yield "not checked", f"the weights of {field}: {path} has a config.json, and none yet"
-    if isinstance(config, PPOConfig):
-        yield from _rollouts(config, rows, len(sets.rows["data.prompts"]))
-    elif isinstance(config, SFTConfig | RewardModelConfig):
-        yield from _supervised(config, rows, len(sets.rows["data.train"]))
-    elif isinstance(config, EvalConfig):
-        yield from _evaluation(config, rows)
+    yield from config.plan_lines(rows, len(sets.rows.get(config.rows_field, ())))
     if isinstance(config, SamplingConfig) and config.environment is not None:
         environment = config.environment
         turns = f"up to {counted(environment.max_turns, 'turn')} of up to {config.rollout.max_new_tokens} tokens"
@@ -123,7 +114,7 @@ def _checkpoints(settings: CheckpointSettings) -> str:
     kept += [] if settings.keep_every is None else [f"those of every {settings.keep_every} steps"]
     kept += [] if settings.best is None else [f"that with the {settings.best.mode} of {settings.best.metric}"]
     written = "; written while the training goes on" if settings.async_save else ""
-    return f"{_every(settings.every)}, {', and '.join(kept)}{written}"
+    return f"{every_steps(settings.every)}, {', and '.join(kept)}{written}"
 
 
 def _devices(cluster: Cluster) -> str:
@@ -165,204 +156,8 @@ def _row_text(used: int, faults: Counter[str]) -> str:
     return f"{counted(used + dropped, 'row')}, {used} used, {dropped} left out ({reasons})"
 
 
-def _rollouts(config: PPOConfig, rows: Mapping[str, str], count: int) -> Iterator[tuple[str, str]]:
-    data = config.data
-    samples = counted(data.prompts_per_step * data.samples_per_prompt, "sample")
-    made = f"{count} {'random ones' if data.tasks is None else 'tasks of the environment'}"
-    source = made if data.prompts is None else f"{data.prompts.path}: {rows['data.prompts']}"
-    least = "" if config.algo.filter is None else "at least "
-    yield "prompts", f"{source}; {least}{_epochs(config.steps, data.prompts_per_step, count)}"
-    yield "step", f"{counted(data.prompts_per_step, 'prompt')} x {data.samples_per_prompt} = {samples}"
-    yield "lengths", _lengths(config.rollout)
-    shaping = _shaping(config.algo.scores)
-    shuffled = ["shuffled"] if config.reward.shuffle else []
-    yield "scores", ", ".join([" + ".join(_sources(config)), *shaping, *shuffled])
-    yield from _algorithm(config, rows)
-    if config.rollout.sync_every > 1:
-        yield "weights", f"into the engines {_every(config.rollout.sync_every)}"
-    if config.actor.ema is not None:
-        yield "average", f"of the actor, decay {config.actor.ema.decay:g}"
-    if config.evaluation is not None:
-        prompts = f"{config.evaluation.source}: {rows['evaluation.prompts']}"
-        yield "evaluation", f"{prompts}; {_when(config.evaluation.every)}"
-
-
-def _sources(config: PPOConfig) -> Iterator[str]:
-    reward = config.reward
-    if config.has_role("reward"):
-        dense = f" after every token ({reward.dense})" if reward.dense else ""
-        yield f"{reward.weight:g} x {reward.path or 'a random reward model'}{dense}"
-    if config.environment is not None:
-        yield f"{config.environment.weight:g} x environment"
-    for function in reward.functions:
-        yield f"{function.weight:g} x {function.name}"
-
-
-def _shaping(scores: Scores) -> Iterator[str]:
-    if scores.truncate_at is not None:
-        yield f"of responses up to token {scores.truncate_at.token} from place {scores.truncate_at.after} on"
-    if scores.clip is not None:
-        yield f"clipped to [{scores.clip[0]:g}, {scores.clip[1]:g}]"
-    if scores.missing_end is not None:
-        yield f"{_named(scores.missing_end)} without an end"
-    if scores.placement != "last_valid":
-        yield "on every token"
-
-
-def _algorithm(config: PPOConfig, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields the parts of an algorithm that are on."""
-    algo, samples = config.algo, config.data.prompts_per_step * config.data.samples_per_prompt
-    if algo.filter is not None:
-        yield "filter", f"{_named(algo.filter)}, of up to {counted(algo.filter_rounds, 'round')} of prompts"
-    if algo.select is not None:
-        yield "selection", _selection(algo.select)
-    normaliser = "" if algo.normaliser is None else f", normalised by {_named(algo.normaliser)}"
-    yield "advantages", f"{_named(algo.advantage)}{normaliser}"
-    yield "penalty", _penalty(algo)
-    entropy = f", entropy bonus {algo.entropy_coef:g}" if algo.entropy_coef else ""
-    yield "policy loss", f"{_named(algo.policy_loss)}, as {_named(algo.aggregation)}{entropy}"
-    if config.critic is not None:
-        steps = config.critic.warmup_steps
-        alone = f", alone in {counted(steps, 'step')} at first" if steps else ""
-        yield "value loss", f"{_named(algo.value_loss)}{alone}"
-    corrections = ", ".join(_corrections(algo))
-    if corrections:
-        yield "corrections", corrections
-    mini_batches, of = counted(algo.mini_batches, "mini-batch"), counted(samples // algo.mini_batches, "sample")
-    if algo.has_logprob_pass or algo.old_logprobs_from_update:
-        yield "old logprobs", _old_logprobs(config)
-    steps = counted(algo.ppo_epochs * algo.mini_batches, "optimizer step")
-    each = f"{mini_batches} of {of}" if algo.select is None else f"up to {mini_batches} of the selected samples"
-    yield "update", f"{counted(algo.ppo_epochs, 'epoch')} x {each} = {steps}"
-    if algo.early_stop is not None:
-        most = algo.early_stop.factor * algo.early_stop.kl
-        yield "early stop", f"after an epoch that moves the policy by more than {most:g} nats per token"
-    ptx = config.ptx
-    if ptx is not None:
-        texts = f"{counted(ptx.sequences_per_mini_batch, 'row')} of {ptx.data.path} ({rows['ptx.data']})"
-        yield "texts", f"{texts} in each of these, {ptx.mode} {ptx.coef:g}"
-
-
-def _penalty(algo: Algo) -> str:
-    kl = algo.kl
-    if kl.coef == 0:
-        return "none"
-    target = "" if kl.target is None else f", adapted to {kl.target:g} nats"
-    sync, follows = kl.reference_sync, ""
-    if sync is not None:
-        follows = f"; the reference moves by {sync.weight:g} to the actor every {counted(sync.every, 'step')}"
-    return f"KL by {_named(kl.estimator)} in the {kl.placement}, coefficient {kl.coef:g}{target}{follows}"
-
-
-def _corrections(algo: Algo) -> Iterator[str]:
-    correction = algo.correction
-    if correction.old_logprobs != "recompute":
-        yield f"old log-probabilities {correction.old_logprobs}"
-    if correction.weights is not None:
-        yield _named(correction.weights)
-    yield from (f"{reject.statistic} up to {reject.upper:g}" for reject in correction.reject)
-    if correction.sequence_mask is not None:
-        yield f"sequence mask (delta {correction.sequence_mask.delta:g})"
-    if correction.m2po is not None:
-        yield f"m2po (threshold {correction.m2po.threshold:g})"
-
-
-_READERS = {
-    "algo.ppo_epochs": "later epochs compare with them",
-    "algo.mini_batches": "later mini-batches compare with them",
-    "algo.kl": "the penalty is in the reward",
-    "algo.correction.weights": "the weights of the step",
-    "algo.correction.reject": "the tokens that are dropped",
-    "algo.correction.m2po": "the tokens that are dropped",
-}
-"""What reads the trainer's log-probabilities before the update, by setting."""
-
-
-def _old_logprobs(config: PPOConfig) -> str:
-    readers = [f"{setting} ({_READERS[setting]})" for setting in config.algo.reads_old_logprobs]
-    if readers:
-        return f"by a forward pass before the update, for {', '.join(readers)}"
-    steps = 0 if config.critic is None else config.critic.warmup_steps
-    alone = f"; in the critic's {counted(steps, 'step')} alone by a pass" if steps else ""
-    return f"those of the update, as a step is one optimizer step; no pass before it{alone}"
-
-
-def _selection(selection: Selection) -> str:
-    """Returns which samples of a step are trained on."""
-    only: list[str] = []
-    if selection.discard_unfinished:
-        only.append("that ended")
-    if selection.min_score is not None:
-        only.append(f"with a score of at least {selection.min_score:g}")
-    limits = f", of responses {' and '.join(only)}" if only else ""
-    return f"{_named(selection.by)}{limits}"
-
-
-def _supervised(
-    config: SFTConfig | RewardModelConfig, rows: Mapping[str, str], count: int
-) -> Iterator[tuple[str, str]]:
-    data = config.data
-    size = config.data.sequences_per_step if isinstance(config, SFTConfig) else config.data.pairs_per_step
-    yield "data", f"{data.train.path}: {rows['data.train']}; {_epochs(config.steps, size, count)}"
-    if isinstance(config, SFTConfig):
-        yield "step", f"{counted(size, 'sequence')} of up to {data.max_tokens} tokens"
-        yield "loss", {"response": "on the responses", "all": "on all tokens"}[config.data.loss_on]
-    else:
-        of = "prompts with candidates" if config.reward.loss.name == "best_of_n" else "pairs"
-        yield "step", f"{size} {of}, each response with its prompt up to {data.max_tokens} tokens"
-        yield "loss", _named(config.reward.loss)
-    if data.evaluation is not None:
-        yield "evaluation", f"{data.evaluation.path}: {rows['data.evaluation']}; {_when(data.evaluate_every)}"
-    if isinstance(config, RewardModelConfig) and config.normalisation is not None and config.rollout is not None:
-        normalisation = config.normalisation
-        source = f"{normalisation.prompts.path}: {rows['normalisation.prompts']}"
-        yield "normalisation", f"{normalisation.samples} answers to prompts of {source}"
-        yield "lengths", _lengths(config.rollout)
-
-
-def _evaluation(config: EvalConfig, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    evaluation = config.evaluation
-    how = "the likeliest" if evaluation.greedy else f"{evaluation.samples_per_prompt} sampled"
-    yield "prompts", f"{evaluation.source}: {rows['evaluation.prompts']}; {how} for each"
-    yield "lengths", _lengths(config.rollout)
-    model = [config.reward.path or "a random reward model"] if config.has_role("reward") else []
-    passes = f"; pass@k for k in {list(evaluation.pass_at)}" if evaluation.pass_at else ""
-    model += ["environment"] if config.environment is not None else []
-    yield "scores", ", ".join([*model, *(function.name for function in evaluation.functions)]) + passes
-
-
-def _lengths(rollout: Rollout) -> str:
-    return f"up to {rollout.max_new_tokens} new tokens, {rollout.max_model_len} with the prompt"
-
-
 def _schedule(optimizer: Optimizer, steps: int) -> str:
     rise = f"rising over the first {optimizer.warmup:.0%}, then " if optimizer.warmup else ""
     ends = {"constant": "constant", "anneal": "annealed to 0 by the steps of the run"}
     end = ends.get(optimizer.schedule) or f"{optimizer.schedule} to {optimizer.final_lr:g}"
     return f"{optimizer.lr:g} in {counted(steps, 'optimizer step')}, {rise}{end}"
-
-
-def _epochs(steps: int, size: int, count: int) -> str:
-    """Describes how often the steps of a run, of ``size`` rows each, go over ``count`` rows."""
-    epochs = f"{steps * size / count:.3g}"
-    return f"{epochs} epoch{'' if epochs == '1' else 's'} in {counted(steps, 'step')} of {size}"
-
-
-def _when(every: int | None) -> str:
-    return "before the first step and after the last" if every is None else _every(every)
-
-
-def _every(steps: int) -> str:
-    return "every step" if steps == 1 else f"every {steps} steps"
-
-
-def _named(choice: Choice) -> str:
-    """Describes a choice with its options that are neither null nor false."""
-    given = {key: value for key, value in choice.options.items() if value is not None and value is not False}
-    options = [f"{key} {_shown(value)}" for key, value in given.items()]
-    name = dict(choice)["name"]
-    return f"{name} ({', '.join(options)})" if options else str(name)
-
-
-def _shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else "yes" if value is True else str(value)

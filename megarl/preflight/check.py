@@ -10,20 +10,13 @@ from pathlib import Path
 from typing import Final, get_args
 from urllib.parse import urlsplit
 
-from megarl.config import (
-    ConfigError,
-    Problem,
-    RolloutTrainingConfig,
-    RunConfig,
-    SamplingConfig,
-    SFTConfig,
-)
+from megarl.config import ConfigError, Problem, RolloutTrainingConfig, RunConfig, SamplingConfig
 from megarl.config.problems import MASK, masked, shown
 from megarl.config.schema import Fault, HeldOut, PairData, PromptData, TextData, Tracking
 from megarl.config.schema.questions import columns_of_template
 from megarl.data.tokenizer import Tokenizer, model_tokenizer
 from megarl.models import vocab_size
-from megarl.preflight.datasets import DataReader, PromptSets, Sets, StageConfig, read_sets
+from megarl.preflight.datasets import DataReader, PromptSets, Sets
 from megarl.preflight.epochs import epoch_problems
 from megarl.preflight.models import check_models, stated_vocab_size
 from megarl.preflight.template_trial import check_template
@@ -108,7 +101,6 @@ def _has_wandb_key() -> bool:
 
 def _read_data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem]]:
     """Returns the data of the stage, and the problems of the data and its tokenizer."""
-    assert isinstance(config, StageConfig)
     section, rows = config.rows_section
     try:
         tokenizer = _tokenizer(config, vocab, section, rows)
@@ -126,11 +118,11 @@ def _read_data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem
         rules=rules,
     )
     reader.problems += _end_token(config, tokenizer)
-    return read_sets(config, reader), reader.problems
+    return config.read_sets(reader), reader.problems
 
 
 def _tokenizer(
-    config: StageConfig, vocab: int, section: str, rows: TextData | PairData | PromptData | HeldOut
+    config: RunConfig, vocab: int, section: str, rows: TextData | PairData | PromptData | HeldOut
 ) -> Tokenizer | None:
     """Returns the run's tokenizer, if any; raises ValueError if it does not fit the model, or is needed and missing."""
     tokenizer = model_tokenizer(config.model)
@@ -141,7 +133,7 @@ def _tokenizer(
         if tokenizer.has_chat_template:
             check_template(tokenizer, rows.chat_template_kwargs)
         return tokenizer
-    stop = () if isinstance(config, SFTConfig) or config.rollout is None else config.rollout.stop
+    stop = () if config.engine_settings is None else config.engine_settings.stop
     kwargs = (f"{section}.chat_template_kwargs", bool(rows.chat_template_kwargs))
     talks = ("environment", isinstance(config, SamplingConfig) and config.environment is not None)
     for name, needed in (("rollout.stop", bool(stop)), (f"{section}.chat_template", rows.chat_template), kwargs, talks):
@@ -150,9 +142,9 @@ def _tokenizer(
     return None
 
 
-def _end_token(config: StageConfig, tokenizer: Tokenizer | None) -> Iterator[Problem]:
+def _end_token(config: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Problem]:
     """Engines must stop at the token with which the tokenizer ends responses."""
-    rollout = None if isinstance(config, SFTConfig) else config.rollout
+    rollout = config.engine_settings
     if rollout is None or rollout.ignore_eos or config.model.path is None:
         return
     try:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from megarl.config import PPOConfig, Problem, RewardModelConfig, RolloutTrainingConfig, SamplingConfig, SFTConfig
-from megarl.config.schema import Fault, HeldOut, PairData, SourceFields, TextData
+from megarl.config import Problem, SamplingConfig
+from megarl.config.schema import Choice, Fault, HeldOut, Normalisation, PairData, Rollout, SourceFields, TextData
 from megarl.data.demonstrations import Demonstration, load_demonstrations
 from megarl.data.encoding import Encoder
 from megarl.data.preferences import Preference, load_candidates, load_pairs
@@ -17,7 +17,6 @@ from megarl.data.sources import LeftOut, LeftOutRows, Rows
 from megarl.data.tokenizer import Tokenizer
 from megarl.types import Prompt
 
-StageConfig = SFTConfig | RewardModelConfig | SamplingConfig
 T = TypeVar("T")
 
 
@@ -154,17 +153,16 @@ class DataReader:
         return train, self.read(load, "data.evaluation", data.evaluation, data.max_tokens)
 
 
-def read_sets(config: StageConfig, reader: DataReader) -> Sets:
-    """Reads the data of a stage."""
-    if isinstance(config, SFTConfig):
-        train, held_out = reader.read_both(load_demonstrations, config.data)
-        return TextSets(train=train, held_out=held_out, tokenizer=reader.tokenizer, left_out=reader.left_out)
-    return _pair_sets(config, reader) if isinstance(config, RewardModelConfig) else _prompt_sets(config, reader)
+def text_sets(data: TextData, reader: DataReader) -> TextSets:
+    """Reads the demonstrations of supervised fine-tuning."""
+    train, held_out = reader.read_both(load_demonstrations, data)
+    return TextSets(train=train, held_out=held_out, tokenizer=reader.tokenizer, left_out=reader.left_out)
 
 
-def _prompt_sets(config: SamplingConfig, reader: DataReader) -> PromptSets:
+def prompt_sets(config: SamplingConfig, reader: DataReader) -> PromptSets:
+    """Reads the prompts of training and evaluation, and the texts that are mixed into the updates."""
     room = config.rollout.max_model_len - config.rollout.max_new_tokens
-    data = config.data if isinstance(config, RolloutTrainingConfig) else None
+    data = config.sampled_prompts
     load = partial(load_prompts, optional=config.environment is not None)
     train: list[Prompt] = []
     if data is not None and data.prompts is not None:
@@ -182,14 +180,20 @@ def _prompt_sets(config: SamplingConfig, reader: DataReader) -> PromptSets:
         trained = evaluation.first_task if isinstance(evaluation, HeldOut) else data and data.tasks
         held_out = task_prompts(evaluation.tasks, first=trained or 0)
     texts: list[Demonstration] = []
-    if isinstance(config, PPOConfig) and config.ptx is not None:
-        ptx = config.ptx
+    ptx = config.mixed_texts
+    if ptx is not None:
         texts = reader.read(load_demonstrations, "ptx.data", ptx.data, ptx.max_tokens, chat_template=ptx.chat_template)
     return PromptSets(train=train, held_out=held_out, tokenizer=reader.tokenizer, left_out=reader.left_out, texts=texts)
 
 
-def _pair_sets(config: RewardModelConfig, reader: DataReader) -> PairSets:
-    data, rollout, normalisation, loss = config.data, config.rollout, config.normalisation, config.reward.loss
+def pair_sets(
+    data: PairData,
+    loss: Choice,
+    normalisation: Normalisation | None,
+    rollout: Rollout | None,
+    reader: DataReader,
+) -> PairSets:
+    """Reads the preferences of a reward model, and the prompts of its normalisation."""
     margins = loss.name == "pairwise" and loss.options["margin"]
     load = load_candidates if loss.name == "best_of_n" else partial(load_pairs, margins=margins)
     train, held_out = reader.read_both(load, data)

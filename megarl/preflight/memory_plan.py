@@ -10,10 +10,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from megarl.config import RolloutTrainingConfig, RunConfig, TrainingConfig, parse_devices
+from megarl.config.schema.loss_specs import PolicySpec
 from megarl.models import model_spec
 from megarl.preflight.capacity import capacity
 from megarl.preflight.role_memory import RoleMemory
-from megarl.role_specs import PolicySpec, RoleSpec, role_specs
+from megarl.role_specs import RoleSpec, role_specs
 from megarl.rollout.engine_memory import PROCESS, EngineRankMemory
 from megarl.types import RoleName
 from megarl.weights.hf_files import read_config

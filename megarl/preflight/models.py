@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from megarl.config import PPOConfig, Problem, RunConfig, SamplingConfig, TrainingConfig
+from megarl.config import Problem, RunConfig, TrainingConfig
 from megarl.config.problems import shown
 from megarl.data.tokenizer import LARGEST_FILE, has_tokenizer
 from megarl.files import read_json
@@ -64,11 +64,13 @@ def _is_bare(directory: Path) -> bool:
 
 def _role_checkpoints(config: RunConfig) -> dict[RoleName, str]:
     """Returns the directories of roles that do not start from the run's model."""
-    if not isinstance(config, SamplingConfig):
-        return {}
-    critic = config.critic if isinstance(config, PPOConfig) else None
-    paths: dict[RoleName, str | None] = {"reward": config.reward.path, "critic": critic.path if critic else None}
-    return {role: path for role, path in paths.items() if path is not None and config.has_role(role)}
+    paths: dict[RoleName, str] = {}
+    for group in config.groups.values():
+        for role in group.roles:
+            path = config.role_checkpoint(role)
+            if path is not None:
+                paths[role] = path
+    return paths
 
 
 def _same_tokenizer(config: RunConfig, role: RoleName, path: str) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from megarl.algos.registry import KINDS
-from megarl.config import PPOConfig, RunConfig
+from megarl.config import RunConfig
 from megarl.config.problems import Problem, shown
 from megarl.config.schema import CustomFunction, RewardFunction, Section
 from megarl.config.schema.questions import columns_of_template
@@ -172,8 +172,10 @@ def check_own_functions(config: RunConfig) -> list[Problem]:
     """
     if find_spec("torch") is None:
         return []
-    importance = isinstance(config, PPOConfig) and config.algo.kl.importance
-    return [problem for field, own in _find_own(config, "") for problem in _own_problems(field, own, importance)]
+    problems: list[Problem] = []
+    for field, own in _find_own(config, ""):
+        problems += _own_problems(config, field, own)
+    return problems
 
 
 def _find_own(section: Section, above: str) -> Iterator[tuple[str, CustomFunction]]:
@@ -186,7 +188,15 @@ def _find_own(section: Section, above: str) -> Iterator[tuple[str, CustomFunctio
             yield from _find_own(value, f"{field}.")
 
 
-def _own_problems(field: str, own: CustomFunction, importance: bool) -> Iterator[Problem]:
+def _is_set(config: RunConfig, field: str) -> bool:
+    """Returns whether a switch of the configuration is on."""
+    value: Any = config
+    for name in field.split("."):
+        value = getattr(value, name)
+    return value is True
+
+
+def _own_problems(config: RunConfig, field: str, own: CustomFunction) -> Iterator[Problem]:
     level = getattr(own, "level", None)
     (kind,) = (kind for kind in KINDS if kind.field == field and kind.level == level)
     try:
@@ -195,7 +205,10 @@ def _own_problems(field: str, own: CustomFunction, importance: bool) -> Iterator
         usual = "name one that can be imported from the working directory; see docs/algorithms.md"
         yield Problem(field=f"{field}.name", value=own.name, rule=str(error), fix=suggestion(own.name) or usual)
         return
-    given = (*kind.arguments, *(name for name, _ in kind.further if importance))
+    given = [*kind.arguments]
+    for name, switch in kind.further:
+        if _is_set(config, switch):
+            given.append(name)
     positional = 0 if kind.named else len(given)
     keywords = tuple(kind.reads(own.name)) if kind.named else kind.keywords
     try:

@@ -74,7 +74,7 @@ def list_checkpoints(run: Path, *, verify: bool = False, console: Console | None
 
 def _settings(paths: RunPaths) -> CheckpointSettings:
     config = read_config(paths.config)
-    if "stage" not in config or config["stage"] == "eval":
+    if "checkpoint" not in config:
         raise UsageError(f"{paths.path} has no run that trains; give its run.dir")
     try:
         return CheckpointSettings.model_validate(config.get("checkpoint", {}))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megarl.cluster.driver_environment import ignore_interrupts, interrupts_raise
-from megarl.config import ConfigError, EvalConfig, RunConfig, TrainingConfig, save
+from megarl.config import ConfigError, RunConfig, TrainingConfig, save
 from megarl.config.schema import RandomModel
 from megarl.errors import PreemptedError, RunError
 from megarl.files import FileRecord, full_disk, read_lines, sync, truncate_lines, write_durably, write_errors
@@ -99,7 +99,7 @@ class EvaluationDirectory(RunPaths):
         ConfigError: another process has the directory, it has another run, or it cannot be written.
     """
 
-    def __init__(self, config: EvalConfig) -> None:
+    def __init__(self, config: RunConfig) -> None:
         super().__init__(config.run.dir)
         with _locked(self, config) as self._lock:
             refuse_other_runs(config, self)

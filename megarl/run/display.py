@@ -37,50 +37,31 @@ class Column:
     unit: str = ""
 
 
-def _column(heading: str, unit: str = "") -> Column:
-    return Column(heading=heading, unit=unit)
-
-
-_SUPERVISED: Final[Mapping[str, Column]] = {
-    "perf/tokens_per_second": _column("tokens/s"),
-    "time/step": _column("step s"),
+COLUMNS: Final[Mapping[str, Column]] = {
+    "sft/loss": Column(heading="loss", unit="nats"),
+    "sft/lr": Column(heading="lr"),
+    "sft/grad_norm": Column(heading="grad norm"),
+    "reward_model/loss": Column(heading="loss", unit="nats"),
+    "reward_model/accuracy": Column(heading="accuracy"),
+    "reward_model/lr": Column(heading="lr"),
+    "reward_model/grad_norm": Column(heading="grad norm"),
+    "objective/score": Column(heading="score"),
+    "objective/kl": Column(heading="KL", unit="nats"),
+    "select/score": Column(heading="selected"),
+    "response_length/mean": Column(heading="length", unit="tokens"),
+    "truncated_fraction": Column(heading="truncated"),
+    "group/zero_std_fraction": Column(heading="zero std"),
+    "policy/entropy": Column(heading="entropy", unit="nats"),
+    "policy/approxkl": Column(heading="approx KL"),
+    "policy/clipfrac": Column(heading="clipped"),
+    "policy/grad_norm": Column(heading="grad norm"),
+    "value/explained_variance": Column(heading="expl. var"),
+    "rollout/logprob_gap": Column(heading="engine diff", unit="nats"),
+    "perf/tokens_per_second": Column(heading="tokens/s"),
+    "time/rollout": Column(heading="rollout s"),
+    "time/step": Column(heading="step s"),
 }
-_LENGTH: Final[Mapping[str, Column]] = {
-    "response_length/mean": _column("length", "tokens"),
-    "truncated_fraction": _column("truncated"),
-}
-_SECONDS: Final[Mapping[str, Column]] = {"time/rollout": _column("rollout s"), "time/step": _column("step s")}
-
-COLUMNS: Final[Mapping[str, Mapping[str, Column]]] = {
-    "sft": {
-        "sft/loss": _column("loss", "nats"),
-        "sft/lr": _column("lr"),
-        "sft/grad_norm": _column("grad norm"),
-        **_SUPERVISED,
-    },
-    "reward_model": {
-        "reward_model/loss": _column("loss", "nats"),
-        "reward_model/accuracy": _column("accuracy"),
-        "reward_model/lr": _column("lr"),
-        "reward_model/grad_norm": _column("grad norm"),
-        **_SUPERVISED,
-    },
-    "ppo": {
-        "objective/score": _column("score"),
-        "objective/kl": _column("KL", "nats"),
-        "select/score": _column("selected"),
-        **_LENGTH,
-        "group/zero_std_fraction": _column("zero std"),
-        "policy/entropy": _column("entropy", "nats"),
-        "policy/approxkl": _column("approx KL"),
-        "policy/clipfrac": _column("clipped"),
-        "policy/grad_norm": _column("grad norm"),
-        "value/explained_variance": _column("expl. var"),
-        "rollout/logprob_gap": _column("engine diff", "nats"),
-        **_SECONDS,
-    },
-}
-"""By stage, the columns of each metric that is shown, in order. A run leaves out those that it never has."""
+"""The columns of the metrics that are shown of a step, in order. A run shows those that its stage names and it has."""
 
 _REFRESHES_PER_S = 2
 _BAR_WIDTH = 20
@@ -308,8 +289,3 @@ def change_table(
 
 def _cell(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else short(value)
-
-
-def counted(count: int, noun: str) -> str:
-    """Returns a count with its noun, such as `1 step`, `2 steps` and `2 mini-batches`."""
-    return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("batch") else "s")

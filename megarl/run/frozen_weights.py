@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from megarl.config import RolloutTrainingConfig, TrainingConfig
+from megarl.config import TrainingConfig
+from megarl.types import RoleName
 from megarl.weights.hf_files import INDEX_FILE, SINGLE_FILE, read_weight_map
 
 FROZEN: Final = "frozen_weights"
@@ -46,10 +47,13 @@ def changed_files(kept: FrozenDigests, now: FrozenDigests) -> dict[str, list[str
 
 
 def _directories(config: TrainingConfig) -> Iterator[tuple[str, Path]]:
-    frozen = {role for group in config.groups.values() for role in group.roles} - set(config.saved)
-    for role in sorted(frozen):
-        if role == "reward" and isinstance(config, RolloutTrainingConfig) and config.reward.path is not None:
-            yield "reward.path", Path(config.reward.path)
+    placed = set[RoleName]()
+    for group in config.groups.values():
+        placed.update(group.roles)
+    for role in sorted(placed.difference(config.saved)):
+        checkpoint = config.role_checkpoint(role)
+        if checkpoint is not None:
+            yield f"{role}.path", Path(checkpoint)
         elif config.model.path is not None:
             yield "model.path", Path(config.model.path)
 

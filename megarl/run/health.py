@@ -12,7 +12,8 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Final
 
-from megarl.run.display import counted, short
+from megarl.run.display import short
+from megarl.texts import counted
 
 Line = Mapping[str, Any]
 Lines = Sequence[Line]

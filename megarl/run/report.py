@@ -13,13 +13,13 @@ from typing import Any, Final, Literal, Self
 
 from rich.console import Console
 
-from megarl.config import PPOConfig, RolloutTrainingConfig, RunConfig, SamplingConfig, TrainingConfig, plain
+from megarl.config import RunConfig, SamplingConfig, TrainingConfig, plain
 from megarl.data.sources import LeftOutRows
 from megarl.errors import RunError
 from megarl.files import read_lines, write_durably
 from megarl.run.attempts import read_attempts
 from megarl.run.directory import RunDirectory
-from megarl.run.display import COLUMNS, Column, change_table, counted, metrics_table, open_display, phase_line
+from megarl.run.display import COLUMNS, Column, change_table, metrics_table, open_display, phase_line
 from megarl.run.health import shown_limits, unsaved_run
 from megarl.run.health_monitor import HealthFinding, HealthMonitor, watch
 from megarl.run.paths import RunPaths
@@ -39,6 +39,7 @@ from megarl.run.sinks import (
 from megarl.run.timers import process_age
 from megarl.run.trace import Trace
 from megarl.run.verdict import judge
+from megarl.texts import counted
 
 _SAMPLED: Final = "rollout/samples"
 _UNSCORED: Final = "rewards/unscored"
@@ -288,28 +289,19 @@ def _open_tracker(name: str, project: str, config: RunConfig, paths: RunPaths) -
 
 def run_columns(config: TrainingConfig) -> dict[str, Column]:
     """Returns the columns of the metrics that a run has, with the limits of healthy values in place of units."""
-    absent: set[str] = set()
-    if isinstance(config, PPOConfig):
-        has = {
-            "objective/kl": any("reference" in group.roles for group in config.groups.values()),
-            "group/zero_std_fraction": config.data.samples_per_prompt > 1,
-            "value/explained_variance": config.critic is not None,
-            "rollout/logprob_gap": config.algo.correction.old_logprobs == "recompute",
-        }
-        absent = {metric for metric, present in has.items() if not present}
     limits = shown_limits(config.health.limits)
-    return {
-        metric: replace(column, unit=limits.get(metric, column.unit))
-        for metric, column in COLUMNS[config.stage].items()
-        if metric not in absent
-    }
+    columns: dict[str, Column] = {}
+    for metric in config.shown_metrics:
+        column = COLUMNS[metric]
+        columns[metric] = replace(column, unit=limits.get(metric, column.unit))
+    return columns
 
 
 def processes(config: TrainingConfig) -> str:
     """Returns the number of the run's trainers and engines, and of the nodes, in words."""
     count = sum(len(config.device_list(group)) for group in config.groups)
-    if isinstance(config, RolloutTrainingConfig):
-        count += config.rollout.engines
+    if config.engine_settings is not None:
+        count += config.engine_settings.engines
     nodes = f" on {counted(config.cluster.nodes, 'node')}" if config.cluster.address is not None else ""
     return f"{count} processes{nodes}" if count != 1 else f"1 process{nodes}"
 

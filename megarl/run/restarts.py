@@ -10,7 +10,7 @@ from megarl.cluster.placement import MissingNodesError
 from megarl.config import ConfigError, TrainingConfig, on_first_nodes
 from megarl.errors import RunError
 from megarl.run.directory import RunDirectory, last_step
-from megarl.run.display import counted
+from megarl.texts import counted
 
 IN_JOBS: Final = 3
 """Restarts in a job, where nobody may look."""

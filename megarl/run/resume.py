@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 
 import yaml
 
-from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, TrainingConfig, plain
+from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig, plain
 from megarl.config.problems import shown
 from megarl.run.checkpoints import BrokenCheckpointError, Checkpoint, Checkpoints
 from megarl.run.frozen_weights import FROZEN, FrozenDigests, changed_files, digest_frozen_weights
@@ -100,9 +100,8 @@ def describe_run(config: RunConfig) -> str | None:
     paths = RunPaths(config.run.dir)
     if is_locked(paths.lock):
         raise locked_error(config)
-    if isinstance(config, EvalConfig):
-        refuse_other_runs(config, paths)
     if not isinstance(config, TrainingConfig):
+        refuse_other_runs(config, paths)
         return None
     checkpoints = Checkpoints(paths.checkpoint_dir, keep=config.checkpoint.keep)
     point = find_resume_point(config, paths, checkpoints, digest_frozen_weights(config))
@@ -118,9 +117,9 @@ def finished_message(config: TrainingConfig) -> str:
     return f"{state} Raise {config.run.length_field} to continue it, or {CHOOSE_ANOTHER} for a new run."
 
 
-def refuse_other_runs(config: EvalConfig, paths: RunPaths) -> None:
+def refuse_other_runs(config: RunConfig, paths: RunPaths) -> None:
     """Raises ConfigError if run.dir has anything but an interrupted evaluation."""
-    is_evaluation = read_config(paths.config).get("stage") == "eval"
+    is_evaluation = read_config(paths.config).get("stage") == config.stage
     if paths.config.exists() and (paths.finished or not is_evaluation):
         there = "a finished evaluation" if is_evaluation else "a training run"
         fix = f"{CHOOSE_ANOTHER}, or remove the directory"

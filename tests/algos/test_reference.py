@@ -15,10 +15,11 @@ from megarl.algos import registry
 from megarl.algos.group_advantages import Samples
 from megarl.algos.normalization import Groups
 from megarl.algos.policy_loss import LossTerms
-from megarl.config import PPOConfig, load
-from megarl.config.schema import STAGES
+from megarl.config import load
+from megarl.config.schema import stage_classes
 from megarl.config.schema.schema_walk import choices, fields, section, type_of
 from megarl.preflight.user_functions import check_own_functions
+from megarl.stages.ppo.config import PPOConfig
 from tools.docs.algorithms_page import PARTS, PageItem, markdown
 
 REPOSITORY = Path(__file__).parents[2]
@@ -66,7 +67,7 @@ def test_the_page_names_existing_fields(part: object) -> None:
     from megarl.rewards.functions import RULES
 
     assert isinstance(part, PageItem)
-    found = [info for schema in STAGES.values() if (info := field(schema, part.field.split("."))) is not None]
+    found = [info for schema in stage_classes().values() if (info := field(schema, part.field.split("."))) is not None]
     assert found, f"no stage has {part.field}"
     if part.choice is not None and part.field != "reward.functions":
         assert any(part.choice in {*choices(info), *re.findall(r"'(\w+)'", str(info))} for info in found)

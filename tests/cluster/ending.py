@@ -20,13 +20,14 @@ from typing import Any
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
-from megarl.config import PPOConfig, load
+from megarl.config import load
 from megarl.data.prompts import random_prompts, sample_requests
 from megarl.groups.engines import RolloutGroup
 from megarl.groups.resharder import Resharder, SyncPlanner
 from megarl.groups.trainers import RemoteRole, Trainers, launch_group
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest, UpdateRequest
+from megarl.stages.ppo.config import PPOConfig
 from megarl.types import PackRow, RankSchedule, Schedule
 from tests.cluster.ending_workers import CASE, DRIVER, SIGNALS, Engine, Trainer
 from tests.cluster.fakes import OPTIONS

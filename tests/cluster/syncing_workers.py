@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from megarl.config import PPOConfig
 from megarl.models import model_spec
 from megarl.resharding import ConnectRequest, Receiver, Sender, SyncStats, connect
+from megarl.stages.ppo.config import PPOConfig
 
 _STUCK_S = 600.0
 _LATE_LOAD = 3

@@ -16,13 +16,14 @@ import ray
 from megarl.cluster import session as sessions
 from megarl.cluster.calls import CallMonitor, Condition, WorkerError
 from megarl.cluster.session import Session
-from megarl.config import PPOConfig, load
+from megarl.config import load
 from megarl.config.schema import TimeLimits
 from megarl.groups.engines import RolloutGroup
 from megarl.groups.resharder import Resharder, SyncPlanner
 from megarl.groups.sync_attempt import SyncAttempt
 from megarl.groups.trainers import RemoteRole, launch_group
 from megarl.remote import Phase, RemoteMethod
+from megarl.stages.ppo.config import PPOConfig
 from tests.cluster.conftest import DEBUG
 from tests.cluster.fakes import OPTIONS
 from tests.cluster.syncing_workers import Engine, Trainer

@@ -12,10 +12,11 @@ import pytest
 
 from megarl.cluster.calls import WorkerError
 from megarl.cluster.placement import Slot
-from megarl.config import PPOConfig, load
+from megarl.config import load
 from megarl.groups.resharder import Resharder, SyncPlanner, SyncReport
 from megarl.remote import RemoteMethod
 from megarl.resharding import SyncSpec, SyncStats
+from megarl.stages.ppo.config import PPOConfig
 from megarl.types import Layout
 
 ACTOR = Layout(tp=2, pp=2)

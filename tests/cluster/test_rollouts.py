@@ -11,10 +11,10 @@ import ray
 
 from megarl.cluster.calls import CallMonitor, WorkerError
 from megarl.cluster.session import Session
-from megarl.config import PPOConfig
 from megarl.config.schema import Rollout, TimeLimits
 from megarl.groups.engines import RolloutGroup
 from megarl.groups.rollouts import PendingPick, PendingTruncation, Rollouts
+from megarl.stages.ppo.config import PPOConfig
 from megarl.types import Prompt, SampleRequest
 from tests.cluster.fakes import OPTIONS, FakeEngine
 

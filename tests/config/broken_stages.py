@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.rules import data_rules, model_rules, placement_rules, rollout_rules, scoring_rules, training_rules
+from megarl.stages.reward_model import config as reward_model_config
 from tests.config.debug import ACTOR, PTX, Cases
 
 SFT: Cases = {
@@ -73,7 +74,7 @@ REWARD_MODEL: Cases = {
     data_rules.evaluations_have_rows: [
         (["data.evaluation=null", "data.evaluate_every=1"], "data.evaluate_every", "data.evaluation alone")
     ],
-    data_rules.reference_samples_have_engines: [
+    reward_model_config.reference_samples_have_engines: [
         (["rollout=null"], "normalisation", "needs the section rollout"),
         (["normalisation=null"], "rollout", "normalisation alone"),
     ],

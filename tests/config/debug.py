@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megarl.config import ConfigError, PPOConfig, load
+from megarl.config import ConfigError, load
+from megarl.stages.ppo.config import PPOConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEBUG = REPOSITORY / "configs" / "debug" / "ppo.yaml"

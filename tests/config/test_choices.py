@@ -12,10 +12,11 @@ from pydantic import BaseModel
 
 from megarl.algos.registry import KINDS, Kind
 from megarl.algos.signatures import REQUIRED, signature_of
-from megarl.config import ConfigError, PPOConfig, Problem, load, save
+from megarl.config import ConfigError, Problem, load, save
 from megarl.config.inheritance import FREE
-from megarl.config.schema import STAGES
+from megarl.config.schema import STAGES, stage_class, stage_classes
 from megarl.config.schema.schema_walk import choices, fields, section, sections, type_of
+from megarl.stages.ppo.config import PPOConfig
 from tests.config.debug import DEBUG, debug, refused
 
 
@@ -79,7 +80,7 @@ def test_a_key_called_name_in_user_data_is_not_a_choice(tmp_path: Path) -> None:
 
 def test_file_merging_recognises_user_mappings() -> None:
     found: set[str] = set()
-    for schema in STAGES.values():
+    for schema in stage_classes().values():
         for _, below in [("", schema), *sections(schema)]:
             for owner in choices(below).values() or (below,):
                 for key, info in fields(owner).items():
@@ -167,7 +168,12 @@ BY_HAND = {"auto", "none", "mask"}
 
 def tables() -> dict[str, Mapping[str, type[BaseModel]]]:
     """The choices of every field that has some, by path."""
-    return {path: choices(below) for schema in STAGES.values() for path, below in sections(schema) if choices(below)}
+    return {
+        path: choices(below)
+        for schema in stage_classes().values()
+        for path, below in sections(schema)
+        if choices(below)
+    }
 
 
 def test_every_choice_field_lists_the_registry() -> None:
@@ -216,8 +222,8 @@ def described(schema: type[BaseModel]) -> Iterator[str]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_fields_are_few_and_documented(stage: str) -> None:
-    assert len(list(described(STAGES[stage]))) < 160
-    for path, below in sections(STAGES[stage]):
+    assert len(list(described(stage_class(stage)))) < 160
+    for path, below in sections(stage_class(stage)):
         for schema in choices(below).values() or (below,):
             bare = [key for key, info in fields(schema).items() if not info.description and key != "name"]
             assert bare == [], f"{path}: {schema.__name__}"

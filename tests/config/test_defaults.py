@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megarl.config.schema import PPOConfig
 from megarl.config.schema.schema_walk import choices, fields, section, within
+from megarl.stages.ppo.config import PPOConfig
 from tests.config.debug import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "defaults.md").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from megarl.config import ConfigError, load
 from megarl.config.foreign_keys import SYSTEMS, foreign_keys, has_path
-from megarl.config.schema import STAGES
+from megarl.config.schema import stage_class, stage_classes
 from tests.config.debug import REPOSITORY
 from tools.docs import foreign_keys_page
 
@@ -31,9 +31,9 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_every_suggested_field_exists_in_a_stage() -> None:
     named = {path for row in ROWS for path in row.ours}
-    assert not [path for path in named if not any(has_path(schema, path) for schema in STAGES.values())]
-    assert not has_path(STAGES["ppo"], "algo.policy_loss.epsilon")
-    assert not has_path(STAGES["sft"], "data.samples_per_prompt")
+    assert not [path for path in named if not any(has_path(schema, path) for schema in stage_classes().values())]
+    assert not has_path(stage_class("ppo"), "algo.policy_loss.epsilon")
+    assert not has_path(stage_class("sft"), "data.samples_per_prompt")
 
 
 def test_every_system_has_many_keys_without_duplicates() -> None:

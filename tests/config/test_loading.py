@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config import ConfigError, PPOConfig, Problem, load, save
+from megarl.config import ConfigError, Problem, load, save
 from megarl.config.inheritance import merged
+from megarl.stages.ppo.config import PPOConfig
 from megarl.types import Layout
 from tests.config.debug import DEBUG, GRPO, REPOSITORY, by_field, debug, refused, without
 

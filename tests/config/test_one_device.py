@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.config import ConfigError, PPOConfig, load, one_device
+from megarl.config import ConfigError, load, one_device
+from megarl.stages.ppo.config import PPOConfig
 from tests.config.debug import DEBUG, OWN_DEVICE, debug
 
 MINIMAL = {

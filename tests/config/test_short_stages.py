@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.config import ConfigError, PPOConfig, RunConfig, build, load
+from megarl.config import ConfigError, RunConfig, build, load
 from megarl.config.inheritance import SHORT_STAGES
+from megarl.stages.ppo.config import PPOConfig
 from tests.config.debug import REPOSITORY
 
 DEFINING = ("advantage", "normalise", "policy_loss", "aggregation", "filter", "select")

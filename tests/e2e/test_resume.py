@@ -20,7 +20,7 @@ from tests.e2e.runs import DEBUG, PARTS, finish, lines, started, train
 
 pytestmark = pytest.mark.e2e
 TERMINATED = """\
-import os, signal; from megarl.loop.ppo import PPOTrainer; step = PPOTrainer.step; \
+import os, signal; from megarl.stages.ppo.trainer import PPOTrainer; step = PPOTrainer.step; \
 PPOTrainer.step = lambda trainer, number: os.kill(os.getpid(), signal.SIGTERM) or step(trainer, number)"""
 """The run gets a signal in its first step."""
 

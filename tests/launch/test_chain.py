@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import ConfigError, load
-from megarl.config.schema import PPOConfig
+from megarl.stages.ppo.config import PPOConfig
 from tests.config.debug import DEBUG, by_field
 from tests.launch.slurm_command import Login, finish
 

@@ -13,8 +13,8 @@ import yaml
 
 from examples.sort_letters.checkpoint import write_checkpoint
 from megarl.config import load
-from megarl.config.schema import PPOConfig
 from megarl.run.status.reading import read_status
+from megarl.stages.ppo.config import PPOConfig
 from tests.config.debug import DEBUG
 from tests.launch.slurm_command import Login
 

@@ -173,7 +173,7 @@ class Simulation:
         names = ("actor", "critic", "reference")
         self.roles = {name: Role(name, lambda: bool(self.engines.running)) for name in names}
         roles: Any = self.roles
-        self.passes = ForwardPasses(config, roles)
+        self.passes = ForwardPasses(config, config.algo, roles)
         moves = resharder(self.clock, chance, self.engines, config.rollout)
         self.devices: Any = Devices(self.engines, moves, shared=setup.shared)
         scorer: Any = Scorer(self.clock, chance)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import types
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-import megarl.loop
 from megarl.cli import app
 from megarl.cluster.calls import WorkerError
-from megarl.config import ConfigError, EvalConfig, load
+from megarl.config import ConfigError, load
 from megarl.run.directory import EvaluationDirectory, RunDirectory
+from megarl.stages.eval import trainer
+from megarl.stages.eval.config import EvalConfig
 from tests.config.debug import DEBUG, REPOSITORY, debug
 
 EVAL = DEBUG.with_stem("eval")
@@ -53,14 +53,14 @@ def test_a_finished_evaluation_and_other_runs_are_kept(tmp_path: Path) -> None:
 
 def test_the_command_evaluates_and_ends_with_the_message_of_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[EvalConfig] = []
-    monkeypatch.setattr(megarl.loop, "evaluate", types.SimpleNamespace(evaluate=received.append), raising=False)
+    monkeypatch.setattr(trainer, "evaluate", received.append)
     assert CliRunner().invoke(app, ["eval", str(EVAL), "run.dir=here"], catch_exceptions=False).exit_code == 0
     assert received == [configured(Path("here"))]
 
     def fail(config: EvalConfig) -> None:
         raise WorkerError("rollout engine 0 died")
 
-    monkeypatch.setattr(megarl.loop, "evaluate", types.SimpleNamespace(evaluate=fail), raising=False)
+    monkeypatch.setattr(trainer, "evaluate", fail)
     failed = CliRunner().invoke(app, ["eval", str(EVAL)])
     assert (failed.exit_code, failed.stderr) == (1, "rollout engine 0 died\n")
 

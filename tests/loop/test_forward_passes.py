@@ -160,7 +160,7 @@ def test_roles_whose_passes_need_not_wait_for_training(settings: Mapping[str, An
         "reference": SimpleNamespace(name="reference", group=train if settings.get("together") else own),
         "critic": SimpleNamespace(name="critic", group=own),
     }
-    passes = ForwardPasses(config, roles)
+    passes = ForwardPasses(config, config.algo, roles)
     passes._call = lambda name, rollouts: name  # pyright: ignore
     part: Any = object()
     assert list(passes.begin(part)) == names

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.config import PPOConfig, load
+from megarl.config import load
 from megarl.data.demonstrations import Demonstration
 from megarl.data.schedule import step_schedule
 from megarl.loop.update import PretrainMix
+from megarl.stages.ppo.config import PPOConfig
 from megarl.types import SampleInfo, Schedule
 
 TEXTS = [
@@ -29,7 +30,8 @@ def mixture(*overrides: str) -> PretrainMix:
     fields = ["ptx.data=owner/texts", "ptx.max_tokens=8", "ptx.sequences_per_mini_batch=3", "ptx.coef=0.5"]
     config = load("configs/debug/ppo.yaml", [*fields, *overrides])
     assert isinstance(config, PPOConfig)
-    return PretrainMix(config, TEXTS)
+    assert config.ptx is not None
+    return PretrainMix(config, config.ptx, TEXTS)
 
 
 def steps(count: int, mixed: PretrainMix) -> tuple[Schedule, ...]:

@@ -148,7 +148,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         monkeypatch.setattr(Trainer, "living", weakref.WeakSet(), raising=False)
         monkeypatch.setattr(Interrupted, "ending", list(ending), raising=False)
         monkeypatch.setattr(train, "Session", Interrupted)
-        monkeypatch.setattr(train, "TRAINERS", {"sft": Trainer})
+        monkeypatch.setattr(train, "trainer_class", lambda _config: Trainer)
         train.train_with_restarts(config)
         return directory
 

@@ -15,13 +15,13 @@ from megarl.algos.kl import KLController
 from megarl.config import ConfigError, TrainingConfig, load
 from megarl.errors import RunError
 from megarl.loop import train
-from megarl.loop.ppo import PPOTrainer
 from megarl.plan.run_plan import plan_lines
 from megarl.preflight.capacity import capacity
 from megarl.preflight.check import check
 from megarl.run.directory import RunDirectory
 from megarl.run.report import Reporter
 from megarl.run.results import StepResult
+from megarl.stages.ppo.trainer import PPOTrainer
 from tests.loop.test_model_directory import DEBUG
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from megarl.algos.kl import KLController
-from megarl.config.schema import EarlyStop
-from megarl.loop.ppo import PPOTrainer
+from megarl.config.schema import Algo, EarlyStop
 from megarl.loop.update import Updater, mean_kl
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import UpdateRequest
+from megarl.stages.ppo.trainer import PPOTrainer
 from megarl.types import RankSchedule, RoleName, Schedule
 
 TOKENS = (10, 30)
@@ -93,12 +93,9 @@ def updated(
     """The metrics of the optimizer steps, and the calls."""
     log: list[tuple[str, Any]] = []
     sync = None if every is None else SimpleNamespace(every=every)
-    config: Any = SimpleNamespace(
-        algo=SimpleNamespace(early_stop=stop, kl=SimpleNamespace(reference_sync=sync)),
-        critic=SimpleNamespace(warmup_steps=warmup),
-    )
+    algo: Any = SimpleNamespace(early_stop=stop, kl=SimpleNamespace(reference_sync=sync))
     roles: Any = {"actor": FakeRole("actor", log, list(kls)), "critic": FakeRole("critic", log, [0.0] * 6)}
-    updater = Updater(config, roles, texts, meter or FakeMeter())
+    updater = Updater(algo, roles, texts, meter or FakeMeter(), warmup_steps=warmup)
     told = updater.update(object(), plan(step, together=stop is None), kl_coef=0.5, trained_roles=trained_roles)
     return told, log
 
@@ -137,8 +134,8 @@ def test_a_policy_with_small_kl_takes_all_epochs() -> None:
     ids=["in the warm-up", "after it", "without scores", "with texts"],
 )
 def test_actor_training_is_known_before_the_update(step: int, roles: Any, texts: Any, expected: bool) -> None:
-    config: Any = SimpleNamespace(critic=SimpleNamespace(warmup_steps=2))
-    updater = Updater(config, {"actor": FakeRole("actor", [], [])}, texts, FakeMeter())  # pyright: ignore
+    roles_of: Any = {"actor": FakeRole("actor", [], [])}
+    updater = Updater(Algo(), roles_of, texts, FakeMeter(), warmup_steps=2)
     assert updater.trains_actor(step, roles) == expected
 
 

@@ -237,11 +237,11 @@ def restart(role: Any, start: Mapping[str, torch.Tensor]) -> None:
 
 def two_steps(role: Any, case: Case, columns: Any, budget: int, reference: Any = None) -> list[dict[str, float]]:
     """The steps of a case."""
+    from megarl.config.schema.loss_specs import PolicySpec
     from megarl.data.batches import on_all_tokens
     from megarl.data.schedule import step_schedule, under_one_length
     from megarl.megatron.losses import PolicyLoss, TextLoss, ValueLoss
     from megarl.megatron.model_engine import AuxBatch
-    from megarl.role_specs import PolicySpec
 
     algo, everything = Algo.model_validate({"mini_batches": len(STEPS), **case.algo}), samples()
     plans = [step_schedule([everything[i] for i in members], role.layout, budget) for members in STEPS]

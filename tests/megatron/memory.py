@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.schema import Optimizer
+from megarl.config.schema.loss_specs import TextSpec
 from megarl.preflight.role_memory import RoleMemory
-from megarl.role_specs import RoleSpec, TextSpec, TrainingSpec
+from megarl.role_specs import RoleSpec, TrainingSpec
 from megarl.types import Layout, PackRow, Ragged, RankSchedule, TextChunk
 
 ROW_TOKENS, MIB = 64, 1 << 20

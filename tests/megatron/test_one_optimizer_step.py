@@ -80,11 +80,11 @@ def _both(
     """
     import torch.distributed as dist
 
+    from megarl.config.schema.loss_specs import PolicySpec
     from megarl.data.schedule import inference_schedule, update_schedules
     from megarl.experience.build import build_experience
     from megarl.megatron.losses import loss_maker, report
     from megarl.megatron.parallel import GroupCache
-    from megarl.role_specs import PolicySpec
 
     cache = GroupCache()
     actor = load_role(directory, "actor", layout, rank, cache, trainable=True, head=None)

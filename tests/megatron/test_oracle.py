@@ -107,11 +107,11 @@ def _iteration(
     """Actor, critic (where there is one) and reference in one world, each in its own layout."""
     import torch.distributed as dist
 
+    from megarl.config.schema.loss_specs import PolicySpec
     from megarl.data.schedule import inference_schedule, update_schedules
     from megarl.experience.build import build_experience
     from megarl.megatron.losses import PolicyLoss, ValueLoss
     from megarl.megatron.parallel import GroupCache
-    from megarl.role_specs import PolicySpec
 
     random, infos = random_chunks()
     rollouts = rollouts or random

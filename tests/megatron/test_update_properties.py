@@ -59,10 +59,10 @@ def _corrupted(index: int, chunk: ExperienceChunk) -> Ragged:
 
 def _updates(rank: int, directory: Path) -> Reported:
     """One step in several variants, by name; names of variants that must agree share a prefix."""
+    from megarl.config.schema.loss_specs import PolicySpec
     from megarl.data.schedule import inference_schedule, step_schedule
     from megarl.megatron.losses import PolicyLoss, ValueLoss
     from megarl.megatron.parallel import GroupCache
-    from megarl.role_specs import PolicySpec
 
     cache, roles = GroupCache(), {}
     for name in ("actor", "critic"):

@@ -12,11 +12,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from megarl.cli import app
-from megarl.config import ConfigError, PPOConfig, load
+from megarl.config import ConfigError, load
 from megarl.models import model_spec
 from megarl.preflight.device_memory import check_memory
 from megarl.preflight.memory_plan import PhaseMemory, plan_memory
 from megarl.rollout.engine_memory import cache_bytes
+from megarl.stages.ppo.config import PPOConfig
 
 GIB = 1 << 30
 MODEL = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.algos.registry import KINDS
-from megarl.config.schema import STAGES, CustomFunction
+from megarl.config.schema import CustomFunction, stage_classes
 from megarl.config.schema.schema_walk import choices, sections
 from megarl.preflight.user_functions import check_own_functions
 from tests.config.debug import GRPO, debug
@@ -72,7 +72,7 @@ def test_functions_with_a_wrong_signature_are_reported(overrides: list[str], fie
 
 def test_every_choice_with_custom_functions_has_a_signature() -> None:
     """By field; a choice without CustomFunction has only built-in functions."""
-    tables = {path: below for schema in STAGES.values() for path, below in sections(schema) if choices(below)}
+    tables = {path: below for schema in stage_classes().values() for path, below in sections(schema) if choices(below)}
     own = {
         path for path, below in tables.items() if any(issubclass(member, CustomFunction) for member in below.members)
     }

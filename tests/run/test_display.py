@@ -8,7 +8,8 @@ import threading
 
 from rich.console import Console
 
-from megarl.run.display import Column, ConsoleSink, ProgressSink, change_table, counted, open_display, short
+from megarl.run.display import Column, ConsoleSink, ProgressSink, change_table, open_display, short
+from megarl.texts import counted
 
 COLUMNS = {
     "objective/score": Column(heading="score"),

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from megarl.config import PPOConfig, TrainingConfig, load
+from megarl.config import TrainingConfig, load
 from megarl.config.schema import Correction
 from megarl.errors import RunError
 from megarl.run.directory import RunDirectory
 from megarl.run.report import Reporter, run_columns
 from megarl.run.results import EvaluationResult, PromptScores, ShownSample, StepResult
+from megarl.stages.ppo.config import PPOConfig
 from tests.loop.test_model_directory import DEBUG
 
 SAMPLE = ShownSample(

@@ -9,7 +9,10 @@ import pytest
 from examples.sort_letters.checkpoint import MAX_POSITIONS, write_checkpoint
 from examples.sort_letters.data import HELD_OUT_ROWS, TRAIN_ROWS, write_data
 from examples.sort_letters.task import MAX_LETTERS, MAX_PROMPT_TOKENS
-from megarl.config import PPOConfig, RewardModelConfig, SFTConfig, load
+from megarl.config import load
+from megarl.stages.ppo.config import PPOConfig
+from megarl.stages.reward_model.config import RewardModelConfig
+from megarl.stages.sft.config import SFTConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "demo"
 LONGEST_PROMPT = MAX_PROMPT_TOKENS + 1  # <bos>

@@ -54,7 +54,7 @@ def demo(place: Path) -> Path:
 
 def test_driver_trainers_and_engines_run_the_installed_package(place: Path, installed: Path) -> None:
     """They have compiled it; its recipes and templates are files, not links."""
-    for module in ("loop/ppo", "megatron/worker", "rollout/engine"):
+    for module in ("stages/ppo/trainer", "megatron/worker", "rollout/engine"):
         folder, name = (installed / "megarl" / module).parent, Path(module).name
         assert list((folder / "__pycache__").glob(f"{name}.*.pyc")), module
     for folder, own in (("recipes", "configs/recipes"), ("launch/templates", "slurm")):

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megarl.config.inheritance import SHORT_STAGES
-from megarl.config.schema import STAGES, RunConfig, TrainingConfig
+from megarl.config.schema import STAGES, RunConfig, TrainingConfig, stage_classes
 from megarl.config.schema.choices import names_of
 from megarl.config.schema.schema_walk import choices, entries, fields, plain, section, sections
 
@@ -61,7 +61,7 @@ def markdown() -> str:
         _table("All stages", RunConfig, fields(RunConfig)),
         _table("Stages that train", TrainingConfig, _own(TrainingConfig, RunConfig)),
     ]
-    for stage, schema in STAGES.items():
+    for stage, schema in stage_classes().items():
         base = TrainingConfig if issubclass(schema, TrainingConfig) else RunConfig
         parts.append(_table(f"Stage `{stage}`", schema, _own(schema, base)))
     for below, places in _places():
@@ -103,7 +103,7 @@ def _own(schema: type[BaseModel], base: type[BaseModel]) -> dict[str, FieldInfo]
 def _places() -> Iterator[tuple[Any, dict[str, list[str]]]]:
     """Yields every section and table of choices with its paths, and their stages."""
     found: dict[Any, dict[str, list[str]]] = {}
-    for stage, schema in STAGES.items():
+    for stage, schema in stage_classes().items():
         for path, below in sections(schema):
             found.setdefault(below, {}).setdefault(path, []).append(stage)
     yield from found.items()

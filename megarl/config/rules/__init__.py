@@ -1,7 +1,8 @@
 """Rules between fields.
 
-A rule is a public function of these modules that yields problems. It takes sections by name, and ``stage``; it holds
-in the stages whose sections have the annotated types. A section that may be None is None in the stages without it.
+A rule is a public function of these modules, or of the module of a stage's configuration, that yields problems. It
+takes sections by name, and ``stage``; it holds in the stages whose sections have the annotated types. A section that
+may be None is None in the stages without it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -24,7 +26,7 @@ from megarl.config.rules import (
     scoring_rules,
     training_rules,
 )
-from megarl.config.schema import STAGES
+from megarl.config.schema import stage_class
 from megarl.config.schema.schema_walk import section, type_of
 
 _MODULES = (placement_rules, model_rules, data_rules, rollout_rules, scoring_rules, algorithm_rules, training_rules)
@@ -34,7 +36,7 @@ Rule = Callable[..., Iterator[Problem]]
 
 def broken_rules(stage: str, sections: Mapping[str, Any]) -> list[Problem]:
     """Returns the problems that the stage's rules find in valid sections; a rule that reads another one is left out."""
-    known = STAGES[stage].model_fields
+    known = stage_class(stage).model_fields
     return [
         problem
         for rule, reads in rules_of(stage).items()
@@ -46,13 +48,19 @@ def broken_rules(stage: str, sections: Mapping[str, Any]) -> list[Problem]:
 @functools.cache
 def rules_of(stage: str) -> dict[Rule, tuple[str, ...]]:
     """Returns the rules that hold in a stage, with the sections that each reads."""
-    fields, rules = STAGES[stage].model_fields, dict[Rule, tuple[str, ...]]()
-    for function in (item for module in _MODULES for item in vars(module).values() if inspect.isfunction(item)):
-        if function.__name__.startswith("_") or not function.__module__.startswith(__name__):
-            continue
-        types = get_type_hints(function)
-        if types.pop("return") == Iterator[Problem] and all(_accepts(types[name], fields.get(name)) for name in types):
-            rules[function] = tuple(types)
+    schema = stage_class(stage)
+    rules: dict[Rule, tuple[str, ...]] = {}
+    for module in (*_MODULES, import_module(schema.__module__)):
+        for function in vars(module).values():
+            if not inspect.isfunction(function) or function.__module__ != module.__name__:
+                continue
+            if function.__name__.startswith("_"):
+                continue
+            types = get_type_hints(function)
+            if types.pop("return", None) != Iterator[Problem]:
+                continue
+            if all(_accepts(types[name], schema.model_fields.get(name)) for name in types):
+                rules[function] = tuple(types)
     return rules
 
 

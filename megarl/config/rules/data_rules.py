@@ -190,17 +190,3 @@ def evaluations_have_rows(data: TextData | PairData) -> Iterator[Problem]:
     if data.evaluate_every is not None and data.evaluation is None:
         rule, fix = "has an effect with data.evaluation alone", "give data.evaluation, or remove it"
         yield Problem("data.evaluate_every", str(data.evaluate_every), rule, fix)
-
-
-def reference_samples_have_engines(
-    stage: str, normalisation: Normalisation | None, rollout: Rollout | None
-) -> Iterator[Problem]:
-    """A reward model's run has engines for the reference samples of its normalisation, and for nothing else."""
-    if stage != "reward_model":
-        return
-    if normalisation is not None and rollout is None:
-        fix = "add the section rollout, or set normalisation to null"
-        yield Problem("normalisation", "given", "needs the section rollout", fix)
-    if normalisation is None and rollout is not None:
-        fix = "add the section normalisation, or set rollout to null"
-        yield Problem("rollout", "given", "has an effect with normalisation alone", fix)

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
 from megarl.config.problems import Problem
-from megarl.config.schema import STAGES, Cluster, Group, Groups, Reward, RoleConfig, Rollout, Run
+from megarl.config.schema import Cluster, Group, Groups, Reward, RoleConfig, Rollout, Run, stage_class
 from megarl.config.schema.base import parse_devices
 from megarl.types import RoleName
-
-_STAGE_ROLES: Mapping[str, tuple[RoleName, ...]] = {
-    "sft": ("actor",),
-    "reward_model": ("reward",),
-    "ppo": ("actor", "critic", "reference", "reward"),
-    "eval": ("reward",),
-}
-"""The roles that a stage may have; of a stage that trains, the first one is required."""
 
 
 def roles_of(groups: Groups) -> Iterator[tuple[str, Group, RoleName, RoleConfig]]:
@@ -142,12 +134,12 @@ def groups_are_disjoint(groups: Groups) -> Iterator[Problem]:
 
 def roles_belong_to_the_stage(stage: str, groups: Groups) -> Iterator[Problem]:
     """The role that the stage trains is placed, and no role that the stage does not use."""
-    known = _STAGE_ROLES[stage]
+    known = stage_class(stage).roles
     for field, _, role, _ in roles_of(groups):
         if role not in known:
             rule = f"stage {stage} has the roles {', '.join(known)} alone"
             yield Problem(field, role, rule, f"remove it: {field}=null")
-    if STAGES[stage].trained and not placed(groups, known[0]):
+    if stage_class(stage).trained and not placed(groups, known[0]):
         yield Problem("groups", ", ".join(groups), f"a group has the role {known[0]}", "add it to the roles of a group")
 
 
@@ -199,7 +191,7 @@ def sequence_parallel_needs_tp(groups: Groups) -> Iterator[Problem]:
 
 def recomputation_is_for_a_backward_pass(stage: str, groups: Groups) -> Iterator[Problem]:
     """Only roles in training keep activations that could be recomputed."""
-    trained = STAGES[stage].trained
+    trained = stage_class(stage).trained
     for field, _, name, role in roles_of(groups):
         if role.recompute != "none" and name not in trained:
             rule = f"has an effect on roles in training alone ({', '.join(trained) or 'none'})"

@@ -22,7 +22,11 @@ from megarl.config.schema import (
     Resharding,
     Reward,
     Rollout,
+    SamplingConfig,
     Tracking,
+    stage_class,
+    trains,
+    trains_on_rollouts,
 )
 from megarl.config.schema.base import parse_devices
 from megarl.config.schema.cluster_sections import shared_devices
@@ -147,7 +151,7 @@ def record_or_replay(stage: str, rollout: Rollout | None) -> Iterator[Problem]:
     """Rollouts are recorded or replayed in training alone, and not both; replayed ones exist."""
     if rollout is None:
         return
-    if stage != "ppo":
+    if not trains_on_rollouts(stage):
         names = ("record", "replay", "sync_every", "max_staleness", "mode", "inflight_cache", "rolling_update")
         names = (*names, "max_replacements", "inference_parts")
         where = "in a stage that does not train on rollouts"
@@ -176,7 +180,7 @@ def samples_differ(rollout: Rollout, data: PromptData | None, evaluation: Evalua
 def nothing_to_show(stage: str, tracking: Tracking) -> Iterator[Problem]:
     """Only rollouts and evaluations with the engines have samples to read."""
     names = ("samples_mib", "tokens")
-    if stage in ("sft", "reward_model"):
+    if not issubclass(stage_class(stage), SamplingConfig):
         where = "in a stage without rollouts of the model in training"
         yield from ineffective_settings("tracking", tracking, ("samples", *names), where, "or use stage ppo")
     elif tracking.samples == 0:
@@ -206,14 +210,14 @@ def shared_memory_stays_within_a_node(
 
 def old_weights_are_kept(stage: str, rollout: Rollout) -> Iterator[Problem]:
     """Engines that sleep drop their weights and sync at every step."""
-    if stage != "eval" and rollout.sleep and rollout.sync_every > 1:
+    if trains(stage) and rollout.sleep and rollout.sync_every > 1:
         fix = "set it to 1, or give the engines devices of their own and set rollout.sleep to false"
         yield Problem("rollout.sync_every", str(rollout.sync_every), "1 with rollout.sleep", fix)
 
 
 def staleness_settings_have_an_effect(stage: str, rollout: Rollout) -> Iterator[Problem]:
     """Modes differ with max_staleness above 0, and each has settings of its own."""
-    if stage != "ppo":
+    if not trains_on_rollouts(stage):
         return
     if rollout.max_staleness == 0:
         where, fix = "with rollout.max_staleness = 0", "or raise rollout.max_staleness"
@@ -235,7 +239,7 @@ def staleness_settings_have_an_effect(stage: str, rollout: Rollout) -> Iterator[
 def engines_that_need_devices_of_their_own(stage: str, groups: Groups, rollout: Rollout) -> Iterator[Problem]:
     """Engines that generate while the trainers work, or are replaced meanwhile, share no devices with them."""
     shared = shared_devices(groups, rollout)
-    if stage != "ppo" or not shared:
+    if not trains_on_rollouts(stage) or not shared:
         return
     others = f"devices of no group; a group has {', '.join(map(str, shared))} too"
     if rollout.mode != "exact":

@@ -17,6 +17,7 @@ from megarl.config.schema import (
     Model,
     Reward,
     Rollout,
+    trains,
 )
 
 _WITHOUT_REWARD = ("tools", "user_turns")
@@ -27,8 +28,9 @@ def evaluations_have_no_weights(
     stage: str, reward: Reward, environment: EnvironmentSettings | None
 ) -> Iterator[Problem]:
     """An evaluation reports each source of scores by itself."""
-    if stage == "eval":
-        names, where = ("weight", "functions", "dense", "shuffle"), "in stage eval, which reports each source by itself"
+    if not trains(stage):
+        names = ("weight", "functions", "dense", "shuffle")
+        where = f"in stage {stage}, which reports each source by itself"
         otherwise = "or name functions in evaluation.functions"
         yield from ineffective_settings("reward", reward, names, where, otherwise)
         sections = {"environment": environment, "reward.judge_model": reward.judge_model}
@@ -41,7 +43,7 @@ def scores_have_a_source(
     stage: str, groups: Groups, reward: Reward, environment: EnvironmentSettings | None
 ) -> Iterator[Problem]:
     """In training, a reward model, a function or the environment scores, with a weight that is not 0."""
-    if stage == "eval":
+    if not trains(stage):
         return
     weights = [function.weight for function in reward.functions]
     if placed(groups, "reward"):

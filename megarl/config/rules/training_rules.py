@@ -22,7 +22,9 @@ from megarl.config.schema import (
     RewardTraining,
     Rollout,
     TextData,
+    TrainingConfig,
     TrainingRun,
+    stage_class,
 )
 from megarl.config.schema.base import parse_devices
 
@@ -140,16 +142,13 @@ def profiles_have_an_effect(
         yield Problem("profile.engines", shown(engines), rule, "remove it")
 
 
-_OTHERS = ("sft", "reward_model")
-
-
 def health_checks_have_metrics(stage: str, health: Health) -> Iterator[Problem]:
     """The checked metrics are those of the stage."""
+    schema = stage_class(stage)
+    assert issubclass(schema, TrainingConfig)
     for field, names in (("limits", health.limits), ("stop", health.stop)):
         for name in names:
-            kind = name.partition("/")[0]
-            shared = stage == "ppo" and kind not in _OTHERS
-            if kind not in (stage, "skipped", "not finite") and not shared:
+            if not schema.has_metric(name):
                 yield Problem(f"health.{field}", name, f"a metric of stage {stage}", "remove it")
 
 

@@ -35,6 +35,17 @@ from megarl.config.schema.inputs import (
     TextData,
     read_hf_config,
 )
+from megarl.config.schema.run_config import (
+    STAGES,
+    RolloutTrainingConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainingConfig,
+    stage_class,
+    stage_classes,
+    trains,
+    trains_on_rollouts,
+)
 from megarl.config.schema.scoring_sections import (
     EnvironmentSettings,
     Evaluation,
@@ -43,17 +54,6 @@ from megarl.config.schema.scoring_sections import (
     PeriodicEvaluation,
     Reward,
     RewardFunction,
-)
-from megarl.config.schema.stage_configs import (
-    STAGES,
-    EvalConfig,
-    PPOConfig,
-    RewardModelConfig,
-    RolloutTrainingConfig,
-    RunConfig,
-    SamplingConfig,
-    SFTConfig,
-    TrainingConfig,
 )
 from megarl.config.schema.training_sections import (
     PTX,
@@ -89,7 +89,6 @@ __all__ = [
     "CustomFunction",
     "EarlyStop",
     "EnvironmentSettings",
-    "EvalConfig",
     "Evaluation",
     "Fault",
     "Group",
@@ -102,7 +101,6 @@ __all__ = [
     "Model",
     "Normalisation",
     "Optimizer",
-    "PPOConfig",
     "PairData",
     "PeriodicEvaluation",
     "Policy",
@@ -113,14 +111,12 @@ __all__ = [
     "Resharding",
     "Reward",
     "RewardFunction",
-    "RewardModelConfig",
     "RewardTraining",
     "RoleConfig",
     "Rollout",
     "RolloutTrainingConfig",
     "Run",
     "RunConfig",
-    "SFTConfig",
     "SamplingConfig",
     "Scores",
     "Section",
@@ -135,4 +131,8 @@ __all__ = [
     "TruncateAt",
     "ValueNorm",
     "read_hf_config",
+    "stage_class",
+    "stage_classes",
+    "trains",
+    "trains_on_rollouts",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, StringConstraints
 
@@ -46,6 +46,12 @@ def _device_text(value: object) -> object:
 def _checked_devices(text: str) -> str:
     parse_devices(text)
     return text
+
+
+def raw_section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Returns a section of a plain configuration that need not be valid; empty if there is none."""
+    section = raw.get(name)
+    return cast(Mapping[str, Any], section) if isinstance(section, Mapping) else {}
 
 
 def without_removed(value: object) -> object:

@@ -16,7 +16,6 @@ from megarl.errors import UsageError
 from megarl.files import read_lines
 from megarl.run.attempts import Attempt, read_attempts
 from megarl.run.checkpoints import Checkpoints
-from megarl.run.display import COLUMNS
 from megarl.run.health import WINDOW, health_limits
 from megarl.run.paths import RunPaths, is_locked, read_config
 from megarl.run.status.jobs import JobStatus, Submission, find_jobs, prepared_configs
@@ -178,7 +177,7 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
         evaluation=evaluations[-1] if evaluations else {},
         troubles=list(find_warnings(lines, run.logs, health_limits(config))),
         verdict=str(read_config(run.summary).get("verdict", "")),
-        saved=checkpoint_state(Checkpoints(run.checkpoint_dir, keep=1), progress) if stage in COLUMNS else None,
+        saved=checkpoint_state(Checkpoints(run.checkpoint_dir, keep=1), progress) if "checkpoint" in config else None,
         attempts=attempts,
         submitted=submitted,
         job=job,

@@ -15,12 +15,12 @@ from rich.live import Live
 from rich.text import Text
 
 from megarl.run.attempts import Attempt
-from megarl.run.display import COLUMNS, counted, short
+from megarl.run.display import COLUMNS, short
 from megarl.run.sinks import WRITTEN
 from megarl.run.status.format import ago, clock, duration, rate, step_duration
 from megarl.run.status.reading import RunStatus, StatusError, find_runs, read_status
 from megarl.run.status.run_state import StateName
-from megarl.texts import printable
+from megarl.texts import counted, printable
 
 _EVERY_S = 5.0
 STYLES: Final[Mapping[StateName, str]] = {
@@ -105,9 +105,8 @@ def _progress(status: RunStatus) -> Iterator[Row]:
         left, each = status.seconds_left, step_duration(pace.seconds_per_step)
         until = f"; {duration(left)} left, until {clock(now + left, now)}" if left else ""
         yield "pace", f"{rate(pace.steps_per_hour)} steps/hour over the last {pace.steps}, {each} each{until}", ""
-    columns = COLUMNS.get(status.stage or "", {})
     shown = [
-        f"{column.heading} {short(status.metrics[name])}" for name, column in columns.items() if name in status.metrics
+        f"{column.heading} {short(status.metrics[name])}" for name, column in COLUMNS.items() if name in status.metrics
     ]
     if shown:
         yield "metrics", ", ".join(shown), ""
@@ -211,8 +210,8 @@ def render_table(statuses: Sequence[RunStatus]) -> RenderableType:
 
 
 def _cells(status: RunStatus) -> tuple[str, ...]:
-    columns = list(COLUMNS.get(status.stage or "", {}).items())[:_METRICS]
-    metrics = [f"{column.heading} {short(status.metrics[name])}" for name, column in columns if name in status.metrics]
+    columns = [(name, column) for name, column in COLUMNS.items() if name in status.metrics][:_METRICS]
+    metrics = [f"{column.heading} {short(status.metrics[name])}" for name, column in columns]
     hanging = ["does it hang?"] if status.overdue is not None else []
     warnings = [*hanging, *status.state.message.splitlines()[:1], *status.troubles]
     cut = (text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..." for text in warnings)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from pydantic import BaseModel, ValidationError
 
 from megarl.config.inheritance import RECIPES, merged, recipes
-from megarl.config.schema import STAGES
+from megarl.config.schema import stage_class
 from megarl.files import read_lines
 from megarl.run.compare import flat
 from megarl.run.display import COLUMNS
@@ -64,7 +64,7 @@ class RunView:
             "generation": self._metrics.generation,
             "names": sorted(self._metrics.series),
             "last_step": max((series.steps[-1] for series in self._metrics.series.values()), default=0),
-            "columns": {name: asdict(column) for name, column in COLUMNS.get(status.stage or "", {}).items()},
+            "columns": {name: asdict(column) for name, column in COLUMNS.items() if name in status.metrics},
             "limits": shown_limits(health_limits(read_config(self._run.config))),
             "findings": [
                 {"first": found.first, "last": found.last, "text": found.text, "harmful": found.check.harmful}
@@ -148,7 +148,7 @@ def read_settings(run: RunPaths) -> dict[str, Any]:
     fields = read_config(run.config)
     settings = dict(flat(fields)) if fields else {}
     try:
-        own = dict(_own(STAGES[fields["stage"]].model_validate(fields), None)) if fields else {}
+        own = dict(_own(stage_class(fields["stage"]).model_validate(fields), None)) if fields else {}
     except (KeyError, ValidationError):
         own = None
     return {"settings": settings, "own": own}

@@ -24,7 +24,8 @@ class MadeRun:
     def __init__(self, path: Path, stage: str = "ppo") -> None:
         self.path = path
         path.mkdir(parents=True)
-        (path / "config.yaml").write_text(f"stage: {stage}\nrun: {{dir: {path}, steps: 100}}\n")
+        training = "" if stage == "eval" else "checkpoint: {}\n"
+        (path / "config.yaml").write_text(f"stage: {stage}\nrun: {{dir: {path}, steps: 100}}\n{training}")
         (path / ".lock").touch()
 
     def start(self, number: int, ago: float, step: int = 0, **fields: Any) -> None:

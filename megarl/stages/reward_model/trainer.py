@@ -18,7 +18,6 @@ from megarl.algos.reward_shaping import ScoreScale, score_scale
 from megarl.cluster.calls import gather_by_chunk
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
-from megarl.config import RewardModelConfig
 from megarl.data.batches import text_batch
 from megarl.data.packing import TokenChunk
 from megarl.data.prompts import sample_requests
@@ -37,6 +36,7 @@ from megarl.megatron.worker_requests import ForwardRequest
 from megarl.preflight.datasets import PairSets
 from megarl.rewards.model_files import PreferenceStatistics, write_scale
 from megarl.run.sinks import Metrics
+from megarl.stages.reward_model.config import RewardModelConfig
 from megarl.types import SampleInfo, TextChunk
 
 
@@ -46,9 +46,15 @@ class RewardModelTrainer(SupervisedTrainer):
     def __init__(
         self, config: RewardModelConfig, session: Session, model_dir: str, data: PairSets, phase: Callable[[str], None]
     ) -> None:
-        rows, sequences = config.data.pairs_per_step, len(data.train[0].responses)
         super().__init__(
-            config, session, model_dir, data, phase, role="reward", rows_per_step=rows, sequences_per_row=sequences
+            config,
+            session,
+            model_dir,
+            data,
+            phase,
+            role="reward",
+            evaluate_every=config.data.evaluate_every,
+            sequences_per_row=len(data.train[0].responses),
         )
         self._preferences, self._reference_prompts = data.held_out, data.reference
         self._normalisation = config.normalisation

@@ -1,17 +1,21 @@
-"""The configuration of each stage."""
+"""The base classes of the stages' configurations.
+
+A stage is a subclass in `megarl.stages.NAME.config`. It declares its fields, and answers what others ask of a stage:
+its roles, rows, losses, the lines of its plan, and the metrics that it shows. Nobody else names a stage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal
+from functools import cache
+from importlib import import_module
+from typing import Any, ClassVar, Final
 
-from pydantic import Field
-
-from megarl.config.schema.algo import Algo
 from megarl.config.schema.base import Section, parse_devices
 from megarl.config.schema.cluster_sections import Cluster, Groups, Resharding, RoleConfig, Rollout
 from megarl.config.schema.inputs import Model, PairData, PromptData, TextData
+from megarl.config.schema.loss_specs import LossSpec, NewHead
 from megarl.config.schema.scoring_sections import (
     EnvironmentSettings,
     Evaluation,
@@ -23,15 +27,11 @@ from megarl.config.schema.scoring_sections import (
 )
 from megarl.config.schema.training_sections import (
     PTX,
-    Actor,
     CheckpointSettings,
-    Critic,
     Health,
-    Normalisation,
     Optimizer,
     Policy,
     Profiling,
-    RewardTraining,
     Run,
     Tracking,
     TrainingRun,
@@ -57,12 +57,16 @@ class LargestBatches:
 class RunConfig(Section):
     """The fields of all stages."""
 
+    roles: ClassVar[tuple[RoleName, ...]] = ()
+    """Roles that the stage may have; of a stage that trains, the first one is required."""
     trained: ClassVar[tuple[RoleName, ...]] = ()
     """Roles that the stage trains; their optimizers are in the sections of their names."""
     rows_field: ClassVar[str] = "data.train"
     """The field of the training data."""
+    exports_initial_architecture: ClassVar[bool] = False
+    """Whether the exported model has the architecture of the run's initial model, for plans of later runs."""
 
-    stage: Literal["sft", "reward_model", "ppo", "eval"]
+    stage: str
     """The kind of run."""
     run: Run
     """The run itself."""
@@ -96,6 +100,39 @@ class RunConfig(Section):
         """The sizes from which the memory of a role's passes follows."""
         raise NotImplementedError
 
+    @classmethod
+    def default_roles(cls, raw: Mapping[str, Any]) -> list[RoleName]:
+        """Returns the roles of a plain configuration without groups, which need not be valid."""
+        raise NotImplementedError
+
+    def role_checkpoint(self, role: RoleName) -> str | None:
+        """Returns the Hugging Face directory of a role; None for that of the run's model."""
+        del role
+        return None
+
+    def new_head(self, role: RoleName) -> NewHead | None:
+        """Returns the head that replaces that of a role's checkpoint; None if the checkpoint has the role's head."""
+        del role
+        return None
+
+    @property
+    def reference_weight(self) -> float | None:
+        """The actor's weight in a soft update of the role reference; None without soft updates."""
+        return None
+
+    def read_sets(self, reader: Any) -> Any:
+        """Reads the stage's rows with a `preflight.datasets.DataReader`; returns one of its `Sets`."""
+        raise NotImplementedError
+
+    def plan_lines(self, rows: Mapping[str, str], count: int) -> Iterator[tuple[str, str]]:
+        """Yields the lines of the run's plan that are the stage's, as (key, text).
+
+        Args:
+            rows: the numbers of rows in words, by field.
+            count: usable rows of the training data.
+        """
+        raise NotImplementedError
+
     def has_role(self, role: RoleName) -> bool:
         return any(role in group.roles for group in self.groups.values())
 
@@ -123,6 +160,11 @@ class RunConfig(Section):
 class TrainingConfig(RunConfig):
     """The fields of all stages that train."""
 
+    trainer: ClassVar[str]
+    """The class of the stage's trainer, as module:class; see `loop.train.Trainer`."""
+    metric_groups: ClassVar[tuple[str, ...]]
+    """First parts of the names of the stage's own metrics."""
+
     run: TrainingRun  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
     """The run itself."""
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -149,6 +191,25 @@ class TrainingConfig(RunConfig):
         raise NotImplementedError
 
     @property
+    def shown_metrics(self) -> tuple[str, ...]:
+        """The metrics that are shown of every step, in order; see `run.display.COLUMNS`."""
+        raise NotImplementedError
+
+    @classmethod
+    def has_metric(cls, name: str) -> bool:
+        """Whether a health check of that name has a metric in this stage."""
+        return name.partition("/")[0] in (*cls.metric_groups, "skipped", "not finite")
+
+    def loss_spec(self, role: RoleName) -> LossSpec:
+        """Returns the loss of a trained role."""
+        raise NotImplementedError
+
+    def ema_decay(self, role: RoleName) -> float | None:
+        """Returns the decay of the average of a trained role's weights; None without one."""
+        del role
+        return None
+
+    @property
     def saved(self) -> tuple[RoleName, ...]:
         """The roles in checkpoints."""
         return tuple(role for role in self.trained if self.has_role(role))
@@ -160,66 +221,6 @@ class TrainingConfig(RunConfig):
 
     def optimizer(self, role: RoleName) -> Optimizer:
         return getattr(self, role).optimizer
-
-
-class SFTConfig(TrainingConfig):
-    """Supervised fine-tuning of the role actor."""
-
-    trained: ClassVar[tuple[RoleName, ...]] = ("actor",)
-
-    stage: Literal["sft"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
-    """Supervised fine-tuning."""
-    data: TextData
-    """The demonstrations."""
-    actor: Actor
-    """The policy's training."""
-
-    @property
-    def rows_section(self) -> tuple[str, TextData]:
-        return "data", self.data
-
-    @property
-    def rows_per_step(self) -> int:
-        return self.data.sequences_per_step
-
-    @property
-    def largest_batches(self) -> LargestBatches:
-        sequences = self.data.sequences_per_step
-        return LargestBatches(tokens=self.data.max_tokens, inference=sequences, update=sequences)
-
-
-class RewardModelConfig(TrainingConfig):
-    """Training of the role reward on preferences."""
-
-    trained: ClassVar[tuple[RoleName, ...]] = ("reward",)
-
-    stage: Literal["reward_model"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
-    """Training of a reward model."""
-    data: PairData
-    """The preference pairs."""
-    reward: RewardTraining
-    """The reward model's training."""
-    normalisation: Normalisation | None = None
-    """Scale the scores by reference samples; null does not. Needs rollout."""
-    rollout: Rollout | None = None
-    """Generation of the reference samples."""
-
-    @property
-    def engine_settings(self) -> Rollout | None:
-        return self.rollout
-
-    @property
-    def rows_section(self) -> tuple[str, PairData]:
-        return "data", self.data
-
-    @property
-    def rows_per_step(self) -> int:
-        return self.data.pairs_per_step
-
-    @property
-    def largest_batches(self) -> LargestBatches:
-        pairs = self.data.pairs_per_step
-        return LargestBatches(tokens=2 * self.data.max_tokens, inference=pairs, update=pairs)
 
 
 class SamplingConfig(RunConfig):
@@ -247,6 +248,24 @@ class SamplingConfig(RunConfig):
     def judge_model(self) -> JudgeModel | None:
         return self.reward.judge_model
 
+    def role_checkpoint(self, role: RoleName) -> str | None:
+        return self.reward.path if role == "reward" else None
+
+    def new_head(self, role: RoleName) -> NewHead | None:
+        if role == "reward" and self.reward.path is None:
+            return NewHead(std=self.reward.head_std, seed=self.reward.head_seed)
+        return None
+
+    @property
+    def sampled_prompts(self) -> PromptData | None:
+        """The training's prompts; None without training."""
+        return None
+
+    @property
+    def mixed_texts(self) -> PTX | None:
+        """Texts that are mixed into the updates; None without any."""
+        return None
+
 
 class RolloutTrainingConfig(TrainingConfig, SamplingConfig):  # pyright: ignore[reportIncompatibleVariableOverride]
     """The fields of stages that train the actor on its own responses."""
@@ -271,74 +290,43 @@ class RolloutTrainingConfig(TrainingConfig, SamplingConfig):  # pyright: ignore[
         return self.data.prompts_per_step
 
     @property
+    def sampled_prompts(self) -> PromptData:
+        return self.data
+
+    def ema_decay(self, role: RoleName) -> float | None:
+        if role != "actor" or self.actor.ema is None:
+            return None
+        return self.actor.ema.decay
+
+    @property
     def samples_per_step(self) -> int:
         return self.data.prompts_per_step * self.data.samples_per_prompt
 
 
-class PPOConfig(RolloutTrainingConfig):
-    """PPO and its relatives."""
-
-    trained: ClassVar[tuple[RoleName, ...]] = ("actor", "critic")
-
-    stage: Literal["ppo"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
-    """PPO."""
-    algo: Algo = Algo()
-    """The algorithm."""
-    critic: Critic | None = None
-    """The critic's training, if the algorithm has one."""
-    ptx: PTX | None = None
-    """Pretraining texts, on which the actor is trained together with the rollouts; null is none."""
-
-    @property
-    def updates_per_step(self) -> int:
-        """Optimizer steps of a trained role in one step of the run."""
-        return self.algo.ppo_epochs * self.algo.mini_batches
-
-    @property
-    def saved(self) -> tuple[RoleName, ...]:
-        """The roles in checkpoints, with a reference that moves towards the actor."""
-        return super().saved if self.algo.kl.reference_sync is None else (*super().saved, "reference")
-
-    def optimizer_steps(self, role: RoleName) -> int:
-        """Returns the optimizer steps of a trained role in the run; the actor has none in the critic's warm-up."""
-        waited = self.critic.warmup_steps if role == "actor" and self.critic is not None else 0
-        return (self.steps - waited) * self.updates_per_step
-
-    @property
-    def largest_batches(self) -> LargestBatches:
-        update = -(-self.samples_per_step // self.algo.mini_batches)
-        return LargestBatches(tokens=self.rollout.max_model_len, inference=self.samples_per_step, update=update)
-
-
-class EvalConfig(SamplingConfig):
-    """Evaluation of a checkpoint: responses to held-out prompts, and their scores."""
-
-    stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
-    """Evaluation."""
-    run: Run
-    """The run itself."""
-    groups: Groups = Field(default={})  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
-    """Groups of devices by name, with the role reward if a reward model scores."""
-    evaluation: HeldOut  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]  (frozen)
-    """The prompts, and the functions to report."""
-
-    @property
-    def scored_functions(self) -> tuple[RewardFunction, ...]:
-        return self.evaluation.functions
-
-    @property
-    def rows_section(self) -> tuple[str, HeldOut]:
-        return "evaluation", self.evaluation
-
-    @property
-    def largest_batches(self) -> LargestBatches:
-        return LargestBatches(tokens=self.rollout.max_model_len, inference=1 << 20, update=1)
-
-
-STAGES: Final[Mapping[str, type[RunConfig]]] = {
-    "sft": SFTConfig,
-    "reward_model": RewardModelConfig,
-    "ppo": PPOConfig,
-    "eval": EvalConfig,
+STAGES: Final[Mapping[str, str]] = {
+    "sft": "megarl.stages.sft.config:SFTConfig",
+    "reward_model": "megarl.stages.reward_model.config:RewardModelConfig",
+    "ppo": "megarl.stages.ppo.config:PPOConfig",
+    "eval": "megarl.stages.eval.config:EvalConfig",
 }
-"""The configuration of each stage, by the value of ``stage``."""
+"""The configuration of each stage, by the value of ``stage``, as module:class."""
+
+
+@cache
+def stage_class(stage: str) -> type[RunConfig]:
+    """Returns the configuration of a stage; raises KeyError for an unknown one."""
+    module, _, name = STAGES[stage].partition(":")
+    return getattr(import_module(module), name)
+
+
+def trains(stage: str) -> bool:
+    return issubclass(stage_class(stage), TrainingConfig)
+
+
+def trains_on_rollouts(stage: str) -> bool:
+    return issubclass(stage_class(stage), RolloutTrainingConfig)
+
+
+def stage_classes() -> dict[str, type[RunConfig]]:
+    """Returns the configurations of all stages, by the value of ``stage``."""
+    return {stage: stage_class(stage) for stage in STAGES}

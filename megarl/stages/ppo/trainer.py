@@ -17,7 +17,6 @@ from megarl.algos.value_loss import ValueMoments
 from megarl.cluster.calls import rank0_result
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
-from megarl.config import PPOConfig
 from megarl.experience.padded_batch import Columns
 from megarl.experience.records import ExperienceChunk, StepContext
 from megarl.loop.forward_passes import ROLES, Forward, ForwardPasses
@@ -31,6 +30,7 @@ from megarl.preflight.datasets import PromptSets
 from megarl.run.results import StepResult, TokenColumns
 from megarl.run.sinks import Metrics
 from megarl.run.timers import Timers
+from megarl.stages.ppo.config import PPOConfig
 from megarl.types import Ragged, TokenValues
 
 
@@ -42,7 +42,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
     ) -> None:
         algo = config.algo
         super().__init__(config, session, model_dir, data, phase, algo.scores.truncate_at)
-        self._forward_passes = ForwardPasses(config, self.roles)
+        self._forward_passes = ForwardPasses(config, algo, self.roles)
         dynamic = None
         if algo.filter is not None:
             dynamic = DynamicSampling(keep=sample_filter(self._weights, algo), rounds=algo.filter_rounds)
@@ -56,8 +56,15 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             begin_forwards=self._forward_passes.begin if dynamic is None else None,
         )
         self._buffer = self._make_buffer(sampler)
-        pretrain_mix = None if config.ptx is None else PretrainMix(config, data.texts)
-        self._updater = Updater(config, self.roles, pretrain_mix, self._meter)
+        pretrain_mix = None if config.ptx is None else PretrainMix(config, config.ptx, data.texts)
+        self._updater = Updater(
+            algo,
+            self.roles,
+            pretrain_mix,
+            self._meter,
+            warmup_steps=0 if config.critic is None else config.critic.warmup_steps,
+            token_values=config.tracking.tokens,
+        )
         self._kl = KLController(algo.kl.coef, target=algo.kl.target, horizon=algo.kl.horizon)
         self._value_norm: Mapping[str, float] | None = None
         if config.critic is not None and config.critic.value_norm is not None:
@@ -72,7 +79,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             with timers("experience"):
                 forwards = self._forward_passes.complete(sampled.rollouts, sampled.forwards)
                 batch = self._score(sampled, step)
-                plan = StepPlan(self._config, sampled.rollouts.samples, step, selected=batch.selected)
+                plan = StepPlan(self._config, algo, sampled.rollouts.samples, step, selected=batch.selected)
                 if algo.old_logprobs_from_update and not self._updater.trains_actor(step, batch.trained_roles):
                     passes = [self._forward_passes.actor_logprobs(sampled.rollouts)]  # for the metrics alone
                     forwards = {**forwards, "logprobs": passes}

@@ -1,0 +1,40 @@
+"""Phrases in the plan of a run."""
+
+from __future__ import annotations
+
+from megarl.config.schema import Choice, Rollout
+from megarl.texts import counted
+
+
+def lengths_text(rollout: Rollout) -> str:
+    return f"up to {rollout.max_new_tokens} new tokens, {rollout.max_model_len} with the prompt"
+
+
+def epochs_text(steps: int, size: int, count: int) -> str:
+    """Describes how often the steps of a run, of ``size`` rows each, go over ``count`` rows."""
+    epochs = f"{steps * size / count:.3g}"
+    return f"{epochs} epoch{'' if epochs == '1' else 's'} in {counted(steps, 'step')} of {size}"
+
+
+def evaluation_times(every: int | None) -> str:
+    return "before the first step and after the last" if every is None else every_steps(every)
+
+
+def every_steps(steps: int) -> str:
+    return "every step" if steps == 1 else f"every {steps} steps"
+
+
+def choice_text(choice: Choice) -> str:
+    """Describes a choice with its options that are neither null nor false."""
+    options: list[str] = []
+    for key, value in choice.options.items():
+        if value is not None and value is not False:
+            options.append(f"{key} {_option_text(value)}")
+    name = dict(choice)["name"]
+    return f"{name} ({', '.join(options)})" if options else str(name)
+
+
+def _option_text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "yes" if value is True else str(value)

@@ -1,0 +1,1 @@
+"""PPO and its relatives: training on the actor's own responses."""

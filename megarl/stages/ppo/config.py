@@ -1,0 +1,267 @@
+"""The configuration of PPO and its relatives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+from megarl.config import RolloutTrainingConfig
+from megarl.config.schema import PTX, Algo, Critic, Scores, Selection
+from megarl.config.schema.base import raw_section
+from megarl.config.schema.loss_specs import LossSpec, NewHead, PolicySpec, ValueSpec
+from megarl.config.schema.run_config import LargestBatches
+from megarl.preflight.plan_text import choice_text, epochs_text, evaluation_times, every_steps, lengths_text
+from megarl.texts import counted
+from megarl.types import RoleName
+
+
+class PPOConfig(RolloutTrainingConfig):
+    """PPO and its relatives."""
+
+    roles: ClassVar[tuple[RoleName, ...]] = ("actor", "critic", "reference", "reward")
+    trained: ClassVar[tuple[RoleName, ...]] = ("actor", "critic")
+    trainer: ClassVar[str] = "megarl.stages.ppo.trainer:PPOTrainer"
+    metric_groups: ClassVar[tuple[str, ...]] = (
+        "policy",
+        "value",
+        "objective",
+        "rewards",
+        "rollout",
+        "response_length",
+        "truncated_fraction",
+        "group",
+    )
+    exports_initial_architecture: ClassVar[bool] = True
+
+    stage: Literal["ppo"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
+    """PPO."""
+    algo: Algo = Algo()
+    """The algorithm."""
+    critic: Critic | None = None
+    """The critic's training, if the algorithm has one."""
+    ptx: PTX | None = None
+    """Pretraining texts, on which the actor is trained together with the rollouts; null is none."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a trained role in one step of the run."""
+        return self.algo.ppo_epochs * self.algo.mini_batches
+
+    @property
+    def saved(self) -> tuple[RoleName, ...]:
+        """The roles in checkpoints, with a reference that moves towards the actor."""
+        return super().saved if self.algo.kl.reference_sync is None else (*super().saved, "reference")
+
+    def optimizer_steps(self, role: RoleName) -> int:
+        """Returns the optimizer steps of a trained role in the run; the actor has none in the critic's warm-up."""
+        waited = self.critic.warmup_steps if role == "actor" and self.critic is not None else 0
+        return (self.steps - waited) * self.updates_per_step
+
+    @property
+    def largest_batches(self) -> LargestBatches:
+        update = -(-self.samples_per_step // self.algo.mini_batches)
+        return LargestBatches(tokens=self.rollout.max_model_len, inference=self.samples_per_step, update=update)
+
+    @property
+    def shown_metrics(self) -> tuple[str, ...]:
+        possible = {
+            "objective/score": True,
+            "objective/kl": self.has_role("reference"),
+            "select/score": self.algo.select is not None,
+            "response_length/mean": True,
+            "truncated_fraction": True,
+            "group/zero_std_fraction": self.data.samples_per_prompt > 1,
+            "policy/entropy": True,
+            "policy/approxkl": not self.algo.is_likelihood,
+            "policy/clipfrac": not self.algo.is_likelihood,
+            "policy/grad_norm": True,
+            "value/explained_variance": self.critic is not None,
+            "rollout/logprob_gap": self.algo.has_logprob_pass or self.algo.old_logprobs_from_update,
+            "time/rollout": True,
+            "time/step": True,
+        }
+        return tuple(name for name, is_there in possible.items() if is_there)
+
+    @classmethod
+    def default_roles(cls, raw: Mapping[str, Any]) -> list[RoleName]:
+        roles: list[RoleName] = ["actor"]
+        if raw.get("critic") is not None:
+            roles.append("critic")
+        if raw_section(raw_section(raw, "algo"), "kl").get("coef"):
+            roles.append("reference")
+        if raw_section(raw, "reward").get("path") is not None:
+            roles.append("reward")
+        return roles
+
+    def role_checkpoint(self, role: RoleName) -> str | None:
+        if role == "critic" and self.critic is not None:
+            return self.critic.path
+        return super().role_checkpoint(role)
+
+    def new_head(self, role: RoleName) -> NewHead | None:
+        if role == "critic" and self.critic is not None and self.critic.head != "loaded":
+            return NewHead(std=self.critic.head_std, seed=self.critic.head_seed)
+        return super().new_head(role)
+
+    @property
+    def reference_weight(self) -> float | None:
+        sync = self.algo.kl.reference_sync
+        return None if sync is None else sync.weight
+
+    def loss_spec(self, role: RoleName) -> LossSpec:
+        if role == "critic":
+            return ValueSpec(algo=self.algo)
+        share, mix_share = 1.0, 0.0
+        if self.ptx is not None:
+            from megarl.algos.optimization import ptx_shares  # imports torch, which a plan does without
+
+            share, mix_share = ptx_shares(coef=self.ptx.coef, mode=self.ptx.mode)
+        return PolicySpec(
+            algo=self.algo,
+            temperature=1.0 if self.algo.is_likelihood else self.rollout.temperature,
+            share=share,
+            mix_share=mix_share,
+            max_staleness=self.rollout.max_staleness,
+            value_norm=None if self.critic is None else self.critic.value_norm,
+        )
+
+    @property
+    def mixed_texts(self) -> PTX | None:
+        return self.ptx
+
+    def read_sets(self, reader: Any) -> Any:
+        from megarl.preflight.datasets import prompt_sets
+
+        return prompt_sets(self, reader)
+
+    def plan_lines(self, rows: Mapping[str, str], count: int) -> Iterator[tuple[str, str]]:
+        data = self.data
+        samples = counted(data.prompts_per_step * data.samples_per_prompt, "sample")
+        made = f"{count} {'random ones' if data.tasks is None else 'tasks of the environment'}"
+        source = made if data.prompts is None else f"{data.prompts.path}: {rows['data.prompts']}"
+        least = "" if self.algo.filter is None else "at least "
+        yield "prompts", f"{source}; {least}{epochs_text(self.steps, data.prompts_per_step, count)}"
+        yield "step", f"{counted(data.prompts_per_step, 'prompt')} x {data.samples_per_prompt} = {samples}"
+        yield "lengths", lengths_text(self.rollout)
+        shaping = _shaping(self.algo.scores)
+        shuffled = ["shuffled"] if self.reward.shuffle else []
+        yield "scores", ", ".join([" + ".join(_sources(self)), *shaping, *shuffled])
+        yield from _algorithm(self, rows)
+        if self.rollout.sync_every > 1:
+            yield "weights", f"into the engines {every_steps(self.rollout.sync_every)}"
+        if self.actor.ema is not None:
+            yield "average", f"of the actor, decay {self.actor.ema.decay:g}"
+        if self.evaluation is not None:
+            prompts = f"{self.evaluation.source}: {rows['evaluation.prompts']}"
+            yield "evaluation", f"{prompts}; {evaluation_times(self.evaluation.every)}"
+
+
+def _sources(config: PPOConfig) -> Iterator[str]:
+    reward = config.reward
+    if config.has_role("reward"):
+        dense = f" after every token ({reward.dense})" if reward.dense else ""
+        yield f"{reward.weight:g} x {reward.path or 'a random reward model'}{dense}"
+    if config.environment is not None:
+        yield f"{config.environment.weight:g} x environment"
+    for function in reward.functions:
+        yield f"{function.weight:g} x {function.name}"
+
+
+def _shaping(scores: Scores) -> Iterator[str]:
+    if scores.truncate_at is not None:
+        yield f"of responses up to token {scores.truncate_at.token} from place {scores.truncate_at.after} on"
+    if scores.clip is not None:
+        yield f"clipped to [{scores.clip[0]:g}, {scores.clip[1]:g}]"
+    if scores.missing_end is not None:
+        yield f"{choice_text(scores.missing_end)} without an end"
+    if scores.placement != "last_valid":
+        yield "on every token"
+
+
+def _algorithm(config: PPOConfig, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yields the parts of an algorithm that are on."""
+    algo, samples = config.algo, config.data.prompts_per_step * config.data.samples_per_prompt
+    if algo.filter is not None:
+        yield "filter", f"{choice_text(algo.filter)}, of up to {counted(algo.filter_rounds, 'round')} of prompts"
+    if algo.select is not None:
+        yield "selection", _selection(algo.select)
+    normaliser = "" if algo.normaliser is None else f", normalised by {choice_text(algo.normaliser)}"
+    yield "advantages", f"{choice_text(algo.advantage)}{normaliser}"
+    yield "penalty", _penalty(algo)
+    entropy = f", entropy bonus {algo.entropy_coef:g}" if algo.entropy_coef else ""
+    yield "policy loss", f"{choice_text(algo.policy_loss)}, as {choice_text(algo.aggregation)}{entropy}"
+    if config.critic is not None:
+        steps = config.critic.warmup_steps
+        alone = f", alone in {counted(steps, 'step')} at first" if steps else ""
+        yield "value loss", f"{choice_text(algo.value_loss)}{alone}"
+    corrections = ", ".join(_corrections(algo))
+    if corrections:
+        yield "corrections", corrections
+    mini_batches, of = counted(algo.mini_batches, "mini-batch"), counted(samples // algo.mini_batches, "sample")
+    if algo.has_logprob_pass or algo.old_logprobs_from_update:
+        yield "old logprobs", _old_logprobs(config)
+    steps = counted(algo.ppo_epochs * algo.mini_batches, "optimizer step")
+    each = f"{mini_batches} of {of}" if algo.select is None else f"up to {mini_batches} of the selected samples"
+    yield "update", f"{counted(algo.ppo_epochs, 'epoch')} x {each} = {steps}"
+    if algo.early_stop is not None:
+        most = algo.early_stop.factor * algo.early_stop.kl
+        yield "early stop", f"after an epoch that moves the policy by more than {most:g} nats per token"
+    ptx = config.ptx
+    if ptx is not None:
+        texts = f"{counted(ptx.sequences_per_mini_batch, 'row')} of {ptx.data.path} ({rows['ptx.data']})"
+        yield "texts", f"{texts} in each of these, {ptx.mode} {ptx.coef:g}"
+
+
+def _penalty(algo: Algo) -> str:
+    kl = algo.kl
+    if kl.coef == 0:
+        return "none"
+    target = "" if kl.target is None else f", adapted to {kl.target:g} nats"
+    sync, follows = kl.reference_sync, ""
+    if sync is not None:
+        follows = f"; the reference moves by {sync.weight:g} to the actor every {counted(sync.every, 'step')}"
+    return f"KL by {choice_text(kl.estimator)} in the {kl.placement}, coefficient {kl.coef:g}{target}{follows}"
+
+
+def _corrections(algo: Algo) -> Iterator[str]:
+    correction = algo.correction
+    if correction.old_logprobs != "recompute":
+        yield f"old log-probabilities {correction.old_logprobs}"
+    if correction.weights is not None:
+        yield choice_text(correction.weights)
+    yield from (f"{reject.statistic} up to {reject.upper:g}" for reject in correction.reject)
+    if correction.sequence_mask is not None:
+        yield f"sequence mask (delta {correction.sequence_mask.delta:g})"
+    if correction.m2po is not None:
+        yield f"m2po (threshold {correction.m2po.threshold:g})"
+
+
+_READERS = {
+    "algo.ppo_epochs": "later epochs compare with them",
+    "algo.mini_batches": "later mini-batches compare with them",
+    "algo.kl": "the penalty is in the reward",
+    "algo.correction.weights": "the weights of the step",
+    "algo.correction.reject": "the tokens that are dropped",
+    "algo.correction.m2po": "the tokens that are dropped",
+}
+"""What reads the trainer's log-probabilities before the update, by setting."""
+
+
+def _old_logprobs(config: PPOConfig) -> str:
+    readers = [f"{setting} ({_READERS[setting]})" for setting in config.algo.reads_old_logprobs]
+    if readers:
+        return f"by a forward pass before the update, for {', '.join(readers)}"
+    steps = 0 if config.critic is None else config.critic.warmup_steps
+    alone = f"; in the critic's {counted(steps, 'step')} alone by a pass" if steps else ""
+    return f"those of the update, as a step is one optimizer step; no pass before it{alone}"
+
+
+def _selection(selection: Selection) -> str:
+    """Returns which samples of a step are trained on."""
+    only: list[str] = []
+    if selection.discard_unfinished:
+        only.append("that ended")
+    if selection.min_score is not None:
+        only.append(f"with a score of at least {selection.min_score:g}")
+    limits = f", of responses {' and '.join(only)}" if only else ""
+    return f"{choice_text(selection.by)}{limits}"

@@ -1,0 +1,1 @@
+"""Training of a reward model on preferences."""

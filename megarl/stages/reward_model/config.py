@@ -1,0 +1,98 @@
+"""The configuration of a reward model's training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+from megarl.config import Problem, TrainingConfig
+from megarl.config.schema import Normalisation, PairData, RewardTraining, Rollout
+from megarl.config.schema.loss_specs import LossSpec, NewHead, PreferenceSpec
+from megarl.config.schema.run_config import LargestBatches
+from megarl.preflight.plan_text import choice_text, epochs_text, evaluation_times, lengths_text
+from megarl.types import RoleName
+
+
+class RewardModelConfig(TrainingConfig):
+    """Training of the role reward on preferences."""
+
+    roles: ClassVar[tuple[RoleName, ...]] = ("reward",)
+    trained: ClassVar[tuple[RoleName, ...]] = ("reward",)
+    trainer: ClassVar[str] = "megarl.stages.reward_model.trainer:RewardModelTrainer"
+    metric_groups: ClassVar[tuple[str, ...]] = ("reward_model",)
+
+    stage: Literal["reward_model"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
+    """Training of a reward model."""
+    data: PairData
+    """The preference pairs."""
+    reward: RewardTraining
+    """The reward model's training."""
+    normalisation: Normalisation | None = None
+    """Scale the scores by reference samples; null does not. Needs rollout."""
+    rollout: Rollout | None = None
+    """Generation of the reference samples."""
+
+    @property
+    def engine_settings(self) -> Rollout | None:
+        return self.rollout
+
+    @property
+    def rows_section(self) -> tuple[str, PairData]:
+        return "data", self.data
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.data.pairs_per_step
+
+    @property
+    def largest_batches(self) -> LargestBatches:
+        pairs = self.data.pairs_per_step
+        return LargestBatches(tokens=2 * self.data.max_tokens, inference=pairs, update=pairs)
+
+    @property
+    def shown_metrics(self) -> tuple[str, ...]:
+        own = ("reward_model/loss", "reward_model/accuracy", "reward_model/lr", "reward_model/grad_norm")
+        return (*own, "perf/tokens_per_second", "time/step")
+
+    @classmethod
+    def default_roles(cls, raw: Mapping[str, Any]) -> list[RoleName]:
+        del raw
+        return ["reward"]
+
+    def new_head(self, role: RoleName) -> NewHead:
+        del role
+        return NewHead(std=self.reward.head_std, seed=self.reward.head_seed)
+
+    def loss_spec(self, role: RoleName) -> LossSpec:
+        del role
+        return PreferenceSpec(stage=self.stage, loss=self.reward.loss)
+
+    def read_sets(self, reader: Any) -> Any:
+        from megarl.preflight.datasets import pair_sets
+
+        return pair_sets(self.data, self.reward.loss, self.normalisation, self.rollout, reader)
+
+    def plan_lines(self, rows: Mapping[str, str], count: int) -> Iterator[tuple[str, str]]:
+        data = self.data
+        size = data.pairs_per_step
+        yield "data", f"{data.train.path}: {rows['data.train']}; {epochs_text(self.steps, size, count)}"
+        units = "prompts with candidates" if self.reward.loss.name == "best_of_n" else "pairs"
+        yield "step", f"{size} {units}, each response with its prompt up to {data.max_tokens} tokens"
+        yield "loss", choice_text(self.reward.loss)
+        if data.evaluation is not None:
+            times = evaluation_times(data.evaluate_every)
+            yield "evaluation", f"{data.evaluation.path}: {rows['data.evaluation']}; {times}"
+        if self.normalisation is not None and self.rollout is not None:
+            source = f"{self.normalisation.prompts.path}: {rows['normalisation.prompts']}"
+            yield "normalisation", f"{self.normalisation.samples} answers to prompts of {source}"
+            yield "lengths", lengths_text(self.rollout)
+
+
+def reference_samples_have_engines(normalisation: Normalisation | None, rollout: Rollout | None) -> Iterator[Problem]:
+    """A reward model's run has engines for the reference samples of its normalisation, and for nothing else."""
+    if normalisation is not None and rollout is None:
+        fix = "add the section rollout, or set normalisation to null"
+        yield Problem("normalisation", "given", "needs the section rollout", fix)
+    if normalisation is None and rollout is not None:
+        fix = "add the section normalisation, or set rollout to null"
+        yield Problem("rollout", "given", "has an effect with normalisation alone", fix)
