@@ -19,8 +19,10 @@ _END = "END OF THE CONFIGURATION"
 
 def slurm(job: BatchJob, config: RunConfig, *, title: str, anyway: bool = False) -> run.SlurmExecutor:
     """Returns the executor of a cluster; `anyway` lets the job start after a failed one."""
-    profile, component = job.profile, job.components[0]
-    place, tunnel = profile.nemo_run.tunnel, run.LocalTunnel(job_dir="")
+    profile = job.profile
+    component = job.components[0]
+    place = profile.nemo_run.tunnel
+    tunnel = run.LocalTunnel(job_dir="")
     if isinstance(place, SSH):
         tunnel = run.SSHTunnel(host=place.host, user=place.user, job_dir=place.job_dir, identity=place.identity)
     pyxis = profile.runtime if isinstance(profile.runtime, Pyxis) else None
@@ -50,7 +52,8 @@ def slurm(job: BatchJob, config: RunConfig, *, title: str, anyway: bool = False)
 
 def _sbatch(job: BatchJob) -> Iterator[tuple[str, str | bool]]:
     """Yields the options of sbatch for which the executor has no field, or one without types of GPUs."""
-    profile, count = job.profile, job.components[0].gpus
+    profile = job.profile
+    count = job.components[0].gpus
     gpus = f"{profile.gpu_type}:{count}" if profile.gpu_type else str(count)
     if count and profile.gpu_request != "none":
         yield ("gpus_per_node", gpus) if profile.gpu_request == "gpus-per-node" else ("gres", f"gpu:{gpus}")

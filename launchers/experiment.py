@@ -26,12 +26,15 @@ from megarl.launch.submit import sbatch_environment
 # (nemo_run/core/tunnel/client.py, SSHTunnel._authenticate).
 _LOST = (OSError, EOFError, paramiko.SSHException, ThreadException, SystemExit)
 _Tunnel = run.SSHTunnel | run.LocalTunnel
-_PENDING, _COMPLETED = "PENDING", "COMPLETED"
+_PENDING = "PENDING"
+_COMPLETED = "COMPLETED"
 _NOT_ENDED = {
     *(_PENDING, "RUNNING", "SUSPENDED", "REQUEUED", "RESIZING"),
     *("COMPLETING", "CONFIGURING", "SIGNALING", "STAGE_OUT", "STOPPED"),
 }
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 2.0, 30.0  # many users share the accounting: it is asked less and less often
+# many users share the accounting: it is asked less and less often
+_FIRST_PAUSE_S = 2.0
+_LAST_PAUSE_S = 30.0
 _LIMIT_S = 120.0
 _PRIVATE = 0o077  # the umask for NeMo-Run's files, which contain the profile's env and setup
 
@@ -69,7 +72,8 @@ def show(title: str, tasks: Sequence[ExperimentTask]) -> None:
 def start(title: str, tasks: Sequence[ExperimentTask], *, detach: bool) -> int:
     """Runs an experiment; returns 1 if a task fails. On a cluster, `detach` returns once the jobs are submitted."""
     os.umask(_PRIVATE)
-    experiment, executor = run.Experiment(title, log_level="WARN"), tasks[0].executor
+    experiment = run.Experiment(title, log_level="WARN")
+    executor = tasks[0].executor
     if isinstance(executor, run.SlurmExecutor):
         return _submit(experiment, executor, tasks, detach=detach)
     with _interruptible(experiment), experiment:  # its exit waits for the tasks
@@ -148,7 +152,8 @@ def _wait(experiment: run.Experiment, tunnel: _Tunnel, tasks: Sequence[Experimen
         print("the jobs continue; the commands above show and cancel them", file=sys.stderr)
         return 128 + signal.SIGINT
     except AccountingError as error:
-        jobs, directories = ",".join(numbers.values()), shlex.join(task.run_dir for task in tasks)
+        jobs = ",".join(numbers.values())
+        directories = shlex.join(task.run_dir for task in tasks)
         print(f"{error}\nthe jobs continue without this script: {jobs}", file=sys.stderr)
         shown = f"squeue --jobs {jobs} and megarl status {directories} show them"
         print(f"{shown}; where Slurm has no accounting, submit with --detach", file=sys.stderr)

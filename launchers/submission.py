@@ -99,7 +99,8 @@ def _request(
 
 def launch(request: LaunchRequest, *, chain: bool, detach: bool) -> int:
     """Shows or runs an experiment; returns 2 for a mistake, before anything is written, and 1 if a task fails."""
-    problems, local = list(_contradictions(request, chain, detach)), request.mode is LaunchMode.LOCAL
+    problems = list(_contradictions(request, chain, detach))
+    local = request.mode is LaunchMode.LOCAL
     errors = [str(ConfigError(problems, "command line"))] if problems else []
     try:
         planned = plan(request if chain else replace(request, configs=request.configs[:1]))
@@ -122,12 +123,14 @@ def launch(request: LaunchRequest, *, chain: bool, detach: bool) -> int:
 
 def _contradictions(request: LaunchRequest, chain: bool, detach: bool) -> Iterator[Problem]:
     if len(request.configs) > 1 and not chain:
-        value, fix = " ".join(map(str, request.configs)), "run several, one after the other, with launchers.pipeline"
+        value = " ".join(map(str, request.configs))
+        fix = "run several, one after the other, with launchers.pipeline"
         yield Problem(field="CONFIG", value=shown(value), rule="one configuration", fix=fix)
     if request.mode is LaunchMode.LOCAL:
         alone = {name: str(value) for name, value in request.settings.items() if name != "runtime"}
         for name, value in {**alone, **({"detach": "given"} if detach else {})}.items():
-            rule, fix = "has an effect with --executor slurm alone", "remove it, or add --executor slurm"
+            rule = "has an effect with --executor slurm alone"
+            fix = "remove it, or add --executor slurm"
             yield Problem(field=f"--{name}", value=value, rule=rule, fix=fix)
     if request.job_name is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", request.job_name):
         rule = "letters, digits, dots, dashes and underscores, as it names directories and jobs"
@@ -136,7 +139,8 @@ def _contradictions(request: LaunchRequest, chain: bool, detach: bool) -> Iterat
 
 def _tasks(planned: Sequence[PlannedJob], request: LaunchRequest, title: str) -> Iterator[ExperimentTask]:
     """Yields the runs of a chain, each after the previous one, or of a sweep, `parallel` at the same time."""
-    sweep, local = bool(request.sweeps), request.mode is LaunchMode.LOCAL
+    sweep = bool(request.sweeps)
+    local = request.mode is LaunchMode.LOCAL
     parallel = (request.parallel or (1 if local else None)) if sweep else 1
     names: list[str] = []
     for index, job, config in _runs(planned):
@@ -166,9 +170,11 @@ def _runs(planned: Sequence[PlannedJob]) -> Iterator[tuple[int, BatchJob, RunCon
 
 def _nemo_run_problems(job: BatchJob, tasks: Sequence[ExperimentTask], *, local: bool) -> Iterator[Problem]:
     """Finds what NeMo-Run, or the interpreter of the runs, cannot do."""
-    home, profile = get_nemorun_home(), job.profile
+    home = get_nemorun_home()
+    profile = job.profile
     if error := write_error(Path(home)):
-        rule, fix = f"can be written ({error.strerror})", "set it to a directory that you can write"
+        rule = f"can be written ({error.strerror})"
+        fix = "set it to a directory that you can write"
         yield Problem(field="NEMORUN_HOME", value=home, rule=rule, fix=fix)
     python = executors.local_python(job) if local else job.python
     # Other interpreters cannot be checked here: they may exist on the nodes alone, or depend on setup.
@@ -193,7 +199,8 @@ def _broken(python: str, env: Mapping[str, str]) -> str:
 def _cluster_problems(home: str, profile: Profile, tasks: Sequence[ExperimentTask]) -> Iterator[Problem]:
     """Finds paths that NeMo-Run does not quote, or replaces, in the scripts of a cluster's jobs."""
     if re.search(r"[\s,]", home):
-        rule, fix = "without spaces and commas, which NeMo-Run does not quote", "choose another directory"
+        rule = "without spaces and commas, which NeMo-Run does not quote"
+        fix = "choose another directory"
         yield Problem(field="NEMORUN_HOME", value=repr(home), rule=rule, fix=fix)
     texts = {"NEMORUN_HOME": home, **{task.name: f"{task.script}{task.executor}" for task in tasks}}
     for name, text in () if isinstance(profile.runtime, Pyxis) else texts.items():

@@ -121,7 +121,8 @@ def examine_package(package: Package) -> Finding:
     try:
         error = _import_error(package.module)
     except subprocess.TimeoutExpired:
-        found, fix = f"{version}: not imported in {_IMPORT_SECONDS} s", "look what keeps the machine or its disk busy"
+        found = f"{version}: not imported in {_IMPORT_SECONDS} s"
+        fix = "look what keeps the machine or its disk busy"
         return Finding(name=package.module, status="slow", found=found, fix=fix)
     if error:
         return Finding(name=package.module, status="broken", found=f"{version}: {error}", fix=package.install)

@@ -212,7 +212,8 @@ class LineFollower:
     _TAIL = 4096
 
     def __init__(self, path: Path, separators: bytes = b"") -> None:
-        self._path, self._separators = path, separators
+        self._path = path
+        self._separators = separators
         self.rewind()
 
     def was_cut(self) -> bool:
@@ -231,7 +232,8 @@ class LineFollower:
 
     def rewind(self) -> None:
         """Makes `read` begin again."""
-        self._end, self._tail = 0, b""
+        self._end = 0
+        self._tail = b""
 
     def read(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields the new objects, each with the byte at which its line begins."""
@@ -244,7 +246,8 @@ class LineFollower:
             for line in _lines(file):
                 if not line.endswith(b"\n"):
                     break
-                start, self._end = self._end, self._end + len(line)
+                start = self._end
+                self._end = self._end + len(line)
                 self._tail = line[-self._TAIL :]
                 entry = _parse(line.lstrip(self._separators) if self._separators else line)
                 if entry is not None:
@@ -286,7 +289,8 @@ def _lines(file: BufferedReader) -> Iterator[bytes]:
 
 def _seek_end(file: BufferedReader, lines: int) -> None:
     """Goes to the beginning of the last lines of a file, at least so many complete ones if it has them."""
-    start, ends = file.seek(0, os.SEEK_END), 0
+    start = file.seek(0, os.SEEK_END)
+    ends = 0
     first = max(0, start - _LONGEST_LINE)
     while start > first:
         size = min(_BLOCK, start)

@@ -22,7 +22,8 @@ PROMPT_COLUMNS: Final = ("prompt", "messages", "prompt_ids", "token_ids")
 _OTHER_PROMPT_COLUMNS: Final = ("question", "problem", "instruction", "query", "input", "text")
 ANSWER_COLUMNS: Final = ("answer", "solution", "ground_truth", "target", "label", "output")
 """Names of the column with the right answer, the most frequent first."""
-_NEW_TOKENS, _TOKENS = 256, 1024
+_NEW_TOKENS = 256
+_TOKENS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +183,8 @@ def _has_chat_template(model: Path) -> bool:
 
 def _reward(answer: str | None) -> str:
     """Returns the module of the reward function; `answer` is the column with the right answer."""
-    doc, value = "Returns 1 for a response that is not empty, else 0.", "float(bool(completion.response.strip()))"
+    doc = "Returns 1 for a response that is not empty, else 0."
+    value = "float(bool(completion.response.strip()))"
     if answer is not None:
         doc = f"Returns 1 if the response ends with the row's `{answer}`, else 0."
         value = f'float(completion.response.strip().endswith(completion.field("{answer}").strip()))'

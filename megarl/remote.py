@@ -25,7 +25,8 @@ class RemoteMethod[W, **P, R_co]:
     """
 
     def __init__(self, function: Callable[..., R_co], phase: Phase, args: tuple[object, ...] = ()) -> None:
-        self.__wrapped__, self.__doc__ = function, function.__doc__
+        self.__wrapped__ = function
+        self.__doc__ = function.__doc__
         self.name: str = function.__name__
         self.phase: Phase = phase
         self.args = args

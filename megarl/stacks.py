@@ -28,10 +28,12 @@ IN_COLLECTIVE = "; in "
 """Before the collectives in progress, in a line of what a rank waits for; it begins with the group and a colon."""
 _SIGNAL = signal.SIGUSR2
 _PROC = Path("/proc")
-_ANSWER_S, _QUIET_S = 5.0, 0.3
+_ANSWER_S = 5.0
+_QUIET_S = 0.3
 """Wait for the stacks, and for more of them."""
 _NATIVE_S = 30.0
-_STACKS, _WAITS = "megarl-stacks", "megarl-waits"
+_STACKS = "megarl-stacks"
+_WAITS = "megarl-waits"
 _LOOK_S = 0.25
 """Between looks at whether one asks what a process waits for."""
 _END = "\0"
@@ -81,7 +83,8 @@ def tell_waits(waits: Callable[[], Sequence[str]]) -> None:
 def answering(log_file: Path, waits: Callable[[], Sequence[str]]) -> Generator[None]:
     """Makes this process answer in the block, and tell what it waits for; afterwards as in a block around this one."""
     outer = [int(file.name) for _, file in _files("self", f"{_STACKS}:")]
-    descriptor, ended = answer_signal(log_file), threading.Event()
+    descriptor = answer_signal(log_file)
+    ended = threading.Event()
     thread = _start_telling(log_file, waits, ended)
     try:
         yield
@@ -197,7 +200,8 @@ def _start_telling(log_file: Path, waits: Callable[[], Sequence[str]], ended: th
 def _told(waits: Path) -> tuple[str, ...]:
     """Asks a process what it waits for; empty if its interpreter is locked."""
     os.truncate(waits, 0)
-    text, deadline = "", time.monotonic() + _ANSWER_S
+    text = ""
+    deadline = time.monotonic() + _ANSWER_S
     while not text.endswith(_END) and time.monotonic() < deadline:
         time.sleep(0.05)
         text = waits.read_text(encoding="utf-8", errors="replace")
@@ -226,11 +230,14 @@ def _signalled(pid: int, answers: Path) -> str:
     """Signals a process, waits until the file of its answers no longer grows, and returns what is new."""
     before = answers.stat().st_size
     os.kill(pid, _SIGNAL)
-    size, changed, deadline = before, time.monotonic(), time.monotonic() + _ANSWER_S
+    size = before
+    changed = time.monotonic()
+    deadline = time.monotonic() + _ANSWER_S
     while (now := time.monotonic()) < deadline and (size == before or now < changed + _QUIET_S):
         time.sleep(0.05)
         if (grown := answers.stat().st_size) > size:
-            size, changed = grown, now
+            size = grown
+            changed = now
     with answers.open("rb") as file:
         file.seek(before)
         return file.read().decode(errors="replace")

@@ -121,7 +121,8 @@ def opo(samples: Samples, *, singleton: Singleton = "zero") -> Tensor:
     """
 
     def minus_weighted_mean(scores: Tensor, members: Tensor) -> Tensor:
-        centred, lengths = _centred(scores), samples.lengths[members].to(scores.dtype)
+        centred = _centred(scores)
+        lengths = samples.lengths[members].to(scores.dtype)
         return centred - (lengths * centred).sum() / lengths.sum().clamp(min=1)
 
     return _within_groups(samples, minus_weighted_mean, singleton=singleton)

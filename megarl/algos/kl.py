@@ -131,7 +131,8 @@ def full(logits: Tensor, ref_logits: Tensor) -> Tensor:
         logits: [..., V], of the policy, divided by the temperature; may carry a gradient.
         ref_logits: [..., V], of the reference, divided by the same temperature.
     """
-    logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    logprobs = logits.log_softmax(-1)
+    ref_logprobs = ref_logits.log_softmax(-1)
     return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
 
 
@@ -163,7 +164,8 @@ class KLController:
 
     def __init__(self, coef: float, *, target: float | None, horizon: float) -> None:
         self.coef = coef
-        self._target, self._horizon = target, horizon
+        self._target = target
+        self._horizon = horizon
 
     def update(self, kl: float, samples: int) -> None:
         """Adapts the coefficient to the mean KL of a step's responses, in the unit of the target."""

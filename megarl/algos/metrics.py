@@ -33,7 +33,8 @@ def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tens
     mean |d|, is rounding alone with the same weights, and without top-p and top-k, which the engine's numbers contain.
     Source of the others: verl's and NeMo-RL's rollout metrics.
     """
-    old, rollout = old_logprobs.double(), rollout_logprobs.double()
+    old = old_logprobs.double()
+    rollout = rollout_logprobs.double()
     difference = on_mask(old - rollout, response_mask)
     near = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     of_tokens = {
@@ -111,7 +112,8 @@ def policy_drift(
         lengths: [B] int64, response tokens of all branches of a row's conversation, which count as one response; None
             without branches.
     """
-    tokens, own = response_mask.sum(), response_mask.sum(-1)
+    tokens = response_mask.sum()
+    own = response_mask.sum(-1)
     shares = torch.ones_like(own, dtype=torch.float64)
     if lengths is not None:
         shares = torch.where(lengths > 0, own / lengths.clamp(min=1).double(), shares)

@@ -215,7 +215,8 @@ def levels(
 def _means(values: Tensor, mask: Tensor, groups: Groups, reduce: Reduce, *, leave_one_out: bool) -> Tensor:
     """The mean of each row's group, [B, 1]; or of the group's other entries, [B, R], 0 without others."""
     moments = grouped_moments(values, mask, groups, reduce)
-    mean, count = moments.mean[groups.index, None], moments.count[groups.index, None]
+    mean = moments.mean[groups.index, None]
+    count = moments.count[groups.index, None]
     if not leave_one_out:
         return mean
     return torch.where(count > 1, (mean * count - values) / (count - 1).clamp(min=1), torch.zeros_like(values))

@@ -95,11 +95,13 @@ def spans_of(chosen_ids: Tensor, rejected_ids: Tensor, *, pad: int) -> Spans:
     def first(found: Tensor, otherwise: int) -> Tensor:
         return torch.where(found, columns, otherwise).amin(-1)
 
-    chosen_end, rejected_end = first(chosen_ids == pad, width), first(rejected_ids == pad, width)
+    chosen_end = first(chosen_ids == pad, width)
+    rejected_end = first(rejected_ids == pad, width)
     start = first(chosen_ids != rejected_ids, width)
     end = torch.maximum(chosen_end, rejected_end)
     equal = start == width
-    start, end = torch.where(equal, width - 1, start), torch.where(equal, width, end)
+    start = torch.where(equal, width - 1, start)
+    end = torch.where(equal, width, end)
     return Spans(
         mask=(columns >= start[:, None]) & (columns < end[:, None]),
         chosen_last=(chosen_end - 1).clamp(min=0),

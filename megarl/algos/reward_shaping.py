@@ -136,7 +136,8 @@ def score_scale(
             f"{len(values)} reference samples without two different scores have no scale;"
             " take other samples, or check that the reward model has learnt anything"
         )
-    mean, std = float(values.mean()), float(values.std(correction=ddof))
+    mean = float(values.mean())
+    std = float(values.std(correction=ddof))
     return ScoreScale(mean=mean, std=std, target_mean=target_mean, target_std=target_std)
 
 
@@ -202,5 +203,6 @@ def dense_rewards(
         penalties: [B, R], of ``kl_penalties``.
     """
     if clip is not None:
-        before, after = before.clamp(*clip), after.clamp(*clip)
+        before = before.clamp(*clip)
+        after = after.clamp(*clip)
     return on_mask(penalties + (after - before if differences else after), response_mask)

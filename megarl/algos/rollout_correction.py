@@ -194,7 +194,8 @@ def _first_out(values: Tensor, reduce: Reduce, threshold: float) -> tuple[float,
     values that agree with the digits found so far.
     """
     bits = values.view(torch.int64)
-    known, smaller = 0, values.new_zeros(2)
+    known = 0
+    smaller = values.new_zeros(2)
     for shift in range(64 - _DIGIT_BITS, -1, -_DIGIT_BITS):
         matching = (bits >> _DIGIT_BITS >> shift) == known
         digits = (bits[matching] >> shift) & (_BUCKETS - 1)

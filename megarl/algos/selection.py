@@ -72,5 +72,6 @@ def open_range(scores: Tensor, *, low: float = 0.0, high: float = 1.0) -> bool:
         low: lower bound.
         high: upper bound.
     """
-    bounds, mean = scores.new_tensor([low, high]), scores.double().mean().to(scores.dtype)
+    bounds = scores.new_tensor([low, high])
+    mean = scores.double().mean().to(scores.dtype)
     return bool(bounds[0] < mean) and bool(mean < bounds[1])

@@ -258,7 +258,9 @@ class CallMonitor:
 
     def in_progress(self) -> list[str]:
         """Returns a line per call in progress, with the seconds of its time limit; any thread may ask."""
-        now, ends, told = time.monotonic(), self._ends, dict[Call[Any], str]()
+        now = time.monotonic()
+        ends = self._ends
+        told = dict[Call[Any], str]()
         for ref, (_, call, _) in list(self._pending.items()):
             limit: float = getattr(self._limits, call.phase)
             told[call] = f"{limit - ends[ref] + now:.0f} of {limit:g} s" if ref in ends else "its limit has not begun"
@@ -312,7 +314,9 @@ class CallMonitor:
 
     def _time_limits(self) -> Mapping[ObjectRef[Any], float]:
         """Returns when the time limits end of the calls that wait for no earlier one; there is at least one."""
-        now, busy, queued = time.monotonic(), set[int](), set[Call[Any]]()
+        now = time.monotonic()
+        busy = set[int]()
+        queued = set[Call[Any]]()
         for _, call, index in self._pending.values():
             process = call.processes[index]
             waits = id(process) in busy and not process.concurrent
@@ -353,7 +357,8 @@ class CallMonitor:
                 else:
                     failures.append(failure)
             else:
-                then, done = call.then, call.finished and not ends
+                then = call.then
+                done = call.finished and not ends
                 if done:
                     call.then = call.lost = call.late = None  # they refer to the call, and would keep its results
                 if done and then is not None:
@@ -363,7 +368,10 @@ class CallMonitor:
     def _lose(self, call: Call[Any], cause: str) -> None:
         """Lets a call deal with the loss of its process; raises WorkerError if it cannot."""
         assert call.lost is not None
-        lost, call.then, call.lost, call.late = call.lost, None, None, None
+        lost = call.lost
+        call.then = None
+        call.lost = None
+        call.late = None
         try:
             lost(cause)
         except WorkerError as error:

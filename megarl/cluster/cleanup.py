@@ -89,7 +89,9 @@ class Guard:
     """
 
     def __init__(self, mark: str, directory: str, environment: Mapping[str, str], logs: Path | None = None) -> None:
-        self._mark, self._directory, self._logs = mark, directory, logs
+        self._mark = mark
+        self._directory = directory
+        self._logs = logs
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # a child inherits which signals are blocked
         try:
             # With -m, modules of the working directory would come before the standard library.

@@ -43,7 +43,8 @@ def temporary_directory() -> Generator[str]:
 
     At the end it is removed, and so are the environment variables that name it.
     """
-    usual, directory = tempfile.gettempdir(), new_directory()
+    usual = tempfile.gettempdir()
+    directory = new_directory()
     try:
         with environment({"TMPDIR": directory}):
             tempfile.tempdir = directory  # the cached value of this process

@@ -128,7 +128,8 @@ def _report(late: Sequence[str], logs: Path, *, joined: bool) -> list[str]:
 
 def stacks_of_other_nodes(logs: Path) -> tuple[list[ProcessStacks], list[str]]:
     """Returns the stacks on Ray's other nodes, and the addresses of the nodes that do not answer."""
-    own, task = ray_api.node_address(), ray_api.remote(take_stacks)
+    own = ray_api.node_address()
+    task = ray_api.remote(take_stacks)
     refs = {
         task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
             logs

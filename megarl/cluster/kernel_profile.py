@@ -91,7 +91,8 @@ class KernelProfiler:
             yield
 
     def _stop(self, trace: str) -> list[CallProfile]:
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
+        self._profiler = None
         profiler.stop()
         profiler.export_chrome_trace(trace)
         return by_call(profiler.events(), self._names, on_device=self._on_device)
@@ -109,7 +110,8 @@ def by_call(events: Iterable[ProfiledEvent], names: set[str], *, on_device: bool
     calls = [event for event in events if event.name in names and event.is_user_annotation and _on_cpu(event)]
     calls.sort(key=lambda call: call.time_range.start)
     starts = [call.time_range.start for call in calls]
-    seconds, found = dict.fromkeys(names, 0.0), {name: dict[str, tuple[int, float]]() for name in names}
+    seconds = dict.fromkeys(names, 0.0)
+    found = {name: dict[str, tuple[int, float]]() for name in names}
     for call in calls:
         seconds[call.name] += call.time_range.elapsed_us() / 1e6
     for event in events:

@@ -40,7 +40,8 @@ class UsageMeter:
     def __init__(self) -> None:
         self._phase: Phase = "start"
         self._peaks: dict[Phase, int] = {}
-        self._busy, self._since = 0.0, time.perf_counter()
+        self._busy = 0.0
+        self._since = time.perf_counter()
 
     def enter(self, phase: Phase) -> None:
         """Begins a call of a phase, or goes on with it."""
@@ -55,13 +56,16 @@ class UsageMeter:
     def take(self) -> ProcessUsage:
         """Returns the usage since the last reading, and begins anew."""
         self._note_peak()
-        now, cuda = time.perf_counter(), cuda_in_use()
+        now = time.perf_counter()
+        cuda = cuda_in_use()
         usage = ProcessUsage(
             idle=max(0.0, 1 - self._busy / (now - self._since)),
             peak_bytes=self._peaks,
             device_name="" if cuda is None else cuda.get_device_name(),
         )
-        self._peaks, self._busy, self._since = {}, 0.0, now
+        self._peaks = {}
+        self._busy = 0.0
+        self._since = now
         return usage
 
     def _note_peak(self) -> None:

@@ -66,7 +66,8 @@ def _without_agent[T](start: Callable[..., T]) -> Callable[..., T]:
 
 def shutdown() -> None:
     """Ends or leaves Ray; SIGTERM keeps its handler, which Ray's core removes before it ends its processes (2.60)."""
-    handler, node = signal.getsignal(signal.SIGTERM), _ray._private.worker._global_node
+    handler = signal.getsignal(signal.SIGTERM)
+    node = _ray._private.worker._global_node
 
     def restore() -> None:
         if threading.current_thread() is threading.main_thread():

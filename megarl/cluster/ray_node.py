@@ -41,7 +41,8 @@ _SHORT_PATH = 18
 _MIB = 1 << 20
 READY: Final = "Ray is ready on all nodes"
 """The line that `watch_command` prints when every node is up with its devices."""
-_LOOK_S, _WATCH_S = 0.1, 1.0
+_LOOK_S = 0.1
+_WATCH_S = 1.0
 _ANSWER_S = 5.0
 
 

@@ -124,7 +124,9 @@ class RayProcess:
         os.environ.update(env)
         if local_devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(local_devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        self._target, self._args, self._kwargs = target, args, kwargs
+        self._target = target
+        self._args = args
+        self._kwargs = kwargs
         self._reserved: list[socket.socket] = []
         self._spans = SpanLog()
         self._usage = UsageMeter()

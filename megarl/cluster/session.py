@@ -63,7 +63,9 @@ class Session:
     """
 
     def __init__(self, cluster: Cluster, log_dir: Path, address: str | None = None) -> None:
-        self._cluster, self._log_dir, self._address = cluster, log_dir, address
+        self._cluster = cluster
+        self._log_dir = log_dir
+        self._address = address
         self._ending = ExitStack()
         self._processes: list[Process[Any]] = []  # Ray ends a process without a handle
         self._files: list[Path] = []  # to remove at the end

@@ -37,13 +37,15 @@ class SpanLog:
         if name != self._name or start - self._end > _LEAST_S:
             self.close()
             self._note(WAIT, self._end, start)
-            self._name, self._start = name, start
+            self._name = name
+            self._start = start
         self._end = end
 
     def close(self) -> None:
         """Ends the last span, so that it can be taken."""
         self._note(self._name, self._start, self._end)
-        self._name, self._start = "", self._end
+        self._name = ""
+        self._start = self._end
 
     def take(self) -> tuple[Span, ...]:
         """Returns the spans that have ended, once."""

@@ -26,7 +26,8 @@ class StepProfiler:
     """
 
     def __init__(self, config: TrainingConfig, session: Session, directory: Path) -> None:
-        self._session, self._directory = session, directory.absolute()
+        self._session = session
+        self._directory = directory.absolute()
         self._steps: tuple[int, ...] = ()
         self._names: list[str] = []
         if config.profile is not None:

@@ -31,7 +31,8 @@ class WorkerGroup[W]:
     """
 
     def __init__(self, session: Session, name: str, processes: Sequence[Process[W]]) -> None:
-        self.name, self.processes = name, list(processes)
+        self.name = name
+        self.processes = list(processes)
         self._session = session
 
     def named(self, name: str) -> WorkerGroup[W]:
@@ -97,7 +98,8 @@ class WorkerGroup[W]:
         refs: dict[int, ObjectRef[Any]] = {}
         for process, arguments, numbers in zip(processes, args, chunks or [None] * len(args), strict=True):
             run = process.actor.run.options(num_returns=1 + len(numbers or ()))
-            number, given = next(process.numbers), (*method.args, *arguments)
+            number = next(process.numbers)
+            given = (*method.args, *arguments)
             returned = run.remote(method.name, given, kwargs or {}, numbers, method.phase, number)
             first, *values = returned if numbers else [returned]  # Ray returns a single reference without a list
             done.append(first)

@@ -73,7 +73,8 @@ def foreign_fix(schema: type[BaseModel], path: str, value: object, *, sure: bool
 
 def _find(path: str, *, sure: bool) -> list[ForeignKey]:
     """Returns the rows with a key that ends like a path, by the longest common end, whole keys first."""
-    parts, found = path.split("."), dict[tuple[int, bool], list[ForeignKey]]()
+    parts = path.split(".")
+    found = dict[tuple[int, bool], list[ForeignKey]]()
     for row in (row for rows in foreign_keys().values() for row in rows):
         keys = [key.split(".") for keys in row.keys.values() for key in keys]
         best = max((end, end == len(key)) for key in keys for end in [_common_end(parts, key)])

@@ -196,12 +196,15 @@ def _merge_section(below: _Section, above: _Section, section: Callable[[], Any],
         section: returns the one below with its references.
         choices: mappings with a name are choices.
     """
-    found, keys = dict(below), {str(key): key for key in below}
+    found = dict(below)
+    keys = {str(key): key for key in below}
     for name, over in above.items():
         key = keys.get(str(name), name)  # 5 in a file is "5" in an override
-        under, is_choice = below.get(key), choices and name not in FREE
+        under = below.get(key)
+        is_choice = choices and name not in FREE
         if isinstance(under, str) and "${" in under:
-            under, is_choice = _referred(section(), key), False
+            under = _referred(section(), key)
+            is_choice = False
         found[key] = over
         if isinstance(over, dict):
             new = cast(_Section, over)

@@ -44,7 +44,8 @@ def load(
     raw, unread = merged(Path(path), overrides)
     raw = asleep_where_shared(on_one_device(raw))
     config, problems = _checked(raw)
-    problems, unchecked = without_pending([*unread, *problems], raw, pending_paths), ""
+    problems = without_pending([*unread, *problems], raw, pending_paths)
+    unchecked = ""
     if config is None:
         unchecked = "Models, rows of data and functions"
     elif problems:
@@ -69,7 +70,8 @@ def build(raw: Mapping[str, Any]) -> RunConfig:
 
 def on_first_nodes[C: RunConfig](config: C, nodes: int) -> C:
     """Returns a configuration without the devices of the other nodes; raises ConfigError where that breaks a rule."""
-    fields, per_node = config.model_dump(mode="json", by_alias=True), config.cluster.devices_per_node
+    fields = config.model_dump(mode="json", by_alias=True)
+    per_node = config.cluster.devices_per_node
     fields["cluster"] |= {"nodes": nodes, "min_nodes": None}
     for section in (*fields["groups"].values(), fields.get("rollout"), fields.get("reward", {}).get("judge_model")):
         if section is not None:
@@ -86,7 +88,8 @@ def save(config: RunConfig, path: str | Path, *, secrets: bool = True) -> None:
     Args:
         secrets: write them, see `plain`.
     """
-    text, hidden = as_yaml(config), yaml.safe_dump(plain(config), sort_keys=False)
+    text = as_yaml(config)
+    hidden = yaml.safe_dump(plain(config), sort_keys=False)
     write_durably(Path(path), text if secrets else hidden, mode=0o600 if secrets and text != hidden else 0o666)
 
 
@@ -111,7 +114,8 @@ def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
     stage = raw.get("stage")
     if not isinstance(stage, str) or stage not in STAGES:
         short = f"or {', '.join(SHORT_STAGES)}, short for ppo with their settings"
-        rule, fix = f"one of {', '.join(STAGES)}", f"add the stage of the run, such as stage: ppo, {short}"
+        rule = f"one of {', '.join(STAGES)}"
+        fix = f"add the stage of the run, such as stage: ppo, {short}"
         value = shown(stage) if "stage" in raw else "(missing)"
         return None, [Problem("stage", value, rule, fix)]
     schema = stage_class(stage)
@@ -119,7 +123,8 @@ def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
     try:
         config = schema.model_validate(raw)
     except ValidationError as error:
-        found, raw = schema_problems(error, schema), _known_part(schema, raw, error)
+        found = schema_problems(error, schema)
+        raw = _known_part(schema, raw, error)
         sections = _valid_sections(schema, raw)
         config = schema.model_validate(raw) if len(sections) == len(schema.model_fields) else None
     else:

@@ -19,11 +19,13 @@ def on_one_device(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     The trainers and the engine share it. Any other configuration stays as it is.
     """
-    cluster, rollout = raw_section(raw, "cluster"), raw_section(raw, "rollout")
+    cluster = raw_section(raw, "cluster")
+    rollout = raw_section(raw, "rollout")
     if raw.get("groups") or rollout.get("devices") or any(field in cluster for field in _DEVICE_FIELDS):
         return dict(raw)
     device = "cuda" if _has_gpu() else "cpu"
-    roles, samples = _roles(raw), raw.get("rollout") is not None
+    roles = _roles(raw)
+    samples = raw.get("rollout") is not None
     taking_turns = device == "cuda" and len(roles) + samples > 1
     role = {"offload": True} if taking_turns else {}
     placed: dict[str, Any] = {"cluster": {"device": device, "devices_per_node": 1, **cluster}}
@@ -39,7 +41,8 @@ def asleep_where_shared(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     On a CPU, sleep frees nothing; an evaluation's engines, and those without a sync at every step, keep their weights.
     """
-    rollout, groups = raw_section(raw, "rollout"), raw_section(raw, "groups")
+    rollout = raw_section(raw, "rollout")
+    groups = raw_section(raw, "groups")
     on_cpu = raw_section(raw, "cluster").get("device") == "cpu"
     if not rollout or "sleep" in rollout or on_cpu or not _trains(raw) or rollout.get("sync_every", 1) != 1:
         return dict(raw)

@@ -47,7 +47,8 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, problems: Sequence[Problem], source: str = "configuration", unchecked: str = "") -> None:
-        self.problems, self.unchecked = tuple(problems), unchecked
+        self.problems = tuple(problems)
+        self.unchecked = unchecked
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         later = [f"{unchecked} are checked once the above is corrected."] if unchecked else []
         super().__init__("\n".join([f"{source}: {count}", *map(str, problems), *later]))
@@ -68,7 +69,8 @@ def ineffective_settings(
         value: object = getattr(section, name)
         if value != info.default:
             text: object = getattr(value, "name", "given") if isinstance(value, BaseModel) else value
-            key, rule = f"{field}.{info.alias or name}", f"has no effect {where}"
+            key = f"{field}.{info.alias or name}"
+            rule = f"has no effect {where}"
             yield Problem(key, shown(text), rule, f"remove it, {otherwise}")
 
 

@@ -46,9 +46,13 @@ def schema_problems(error: ValidationError, schema: type[BaseModel]) -> list[Pro
 
 
 def _problem(schema: type[BaseModel], error: ErrorDetails) -> Problem:
-    kind, loc, value, limits = error["type"], error["loc"], error["input"], error.get("ctx", {})
+    kind = error["type"]
+    loc = error["loc"]
+    value = error["input"]
+    limits = error.get("ctx", {})
     path, here = keys(schema, loc)
-    field, last = ".".join(map(str, path)), str(path[-1])
+    field = ".".join(map(str, path))
+    last = str(path[-1])
     if loc[-1] == "[key]":
         return _bad_key(field, last, error, keys(schema, loc[:-2])[1])
     if kind == "extra_forbidden":
@@ -106,7 +110,9 @@ def _bad_key(field: str, key: str, error: ErrorDetails, mapping: Any) -> Problem
 
 def _unknown(schema: type[BaseModel], loc: Sequence[int | str], field: str, value: object) -> Problem:
     """Returns the problem of a key that the section or the choice does not have."""
-    key, (_, owner), (_, above) = str(loc[-1]), keys(schema, loc[:-1]), keys(schema, loc[:-2])
+    key = str(loc[-1])
+    (_, owner) = keys(schema, loc[:-1])
+    (_, above) = keys(schema, loc[:-2])
     if key == SHORTHAND:
         rule = f"should be keys with values, and is both keys and the text {value}"
         return Problem(field.removesuffix("."), shown(value), rule, "remove one of them")

@@ -81,7 +81,8 @@ class DCPIndex:
             path.write_bytes(pickle.dumps(content))
 
     def stored(self, directory: Path, chunk: TensorChunk) -> SavedTensor:
-        info, place = TensorInfo(chunk.box.shape, self.tensors[chunk.key].dtype), chunk.place
+        info = TensorInfo(chunk.box.shape, self.tensors[chunk.key].dtype)
+        place = chunk.place
         return SavedTensor(path=directory / place.file, offset=place.offset, nbytes=place.nbytes, info=info)
 
 

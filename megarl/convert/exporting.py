@@ -56,7 +56,8 @@ def export_checkpoint(
         found.verify()
         source = MegatronCheckpoint.open(found, spec, head)
         tensors = {name: replace(info, dtype=dtype or info.dtype) for name, info in source.tensors.items()}
-        files, nbytes = lay_out(tensors, max_file_bytes), sum(info.nbytes for info in tensors.values())
+        files = lay_out(tensors, max_file_bytes)
+        nbytes = sum(info.nbytes for info in tensors.values())
         block_bytes = resources.block_bytes(len(tensors), nbytes)
         staging.write(
             f"export {checkpoint.name}",
@@ -109,7 +110,8 @@ def _tasks(
 
     def place(block: Block) -> tuple[str, int]:
         """Returns the file of a block, and its first byte there."""
-        file, info = file_of[block.target], tensors[block.target]
+        file = file_of[block.target]
+        info = tensors[block.target]
         first = sum(map(mul, block.box.start, row_major(info.shape)))
         return file.name, file.offsets[block.target] + first * ITEM_BYTES[info.dtype]
 
@@ -117,7 +119,8 @@ def _tasks(
     tasks: list[WriteTask] = []
     for file, blocks in groupby(in_order, key=lambda block: file_of[block.target].name):
         for group in group_blocks(blocks, max_task_bytes):
-            sources, start = sources_of(group, source.stored), place(group[0])[1]
+            sources = sources_of(group, source.stored)
+            start = place(group[0])[1]
             tasks.append(WriteTask(file=file, start=start, archived=False, blocks=group, sources=sources))
     return tasks
 

@@ -65,7 +65,8 @@ def import_checkpoint(
         blocks = plan_blocks(ShardMap.identity(tensors), target, block_bytes)
         tasks: list[WriteTask] = []
         for number, group in enumerate(group_blocks(blocks, max_task_bytes or task_bytes(target.nbytes))):
-            file, sources = f"{RELEASE}/__{number}_0.distcp", sources_of(group, stored)
+            file = f"{RELEASE}/__{number}_0.distcp"
+            sources = sources_of(group, stored)
             tasks.append(WriteTask(file=file, start=0, archived=True, blocks=group, sources=sources))
         records = staging.write(
             f"import {hf.name}",
@@ -107,7 +108,8 @@ def _stored_boxes(whole: ShardMap, block_bytes: int) -> Iterator[tuple[str, Box]
     """Yields each layer's, and each expert's, part of every tensor; splits larger ones by rows."""
     leading = {shard.param: shard.leading for shard in whole.shards}
     for key, info in whole.params.items():
-        stacked, inner = info.shape[: leading[key]], info.shape[leading[key] :]
+        stacked = info.shape[: leading[key]]
+        inner = info.shape[leading[key] :]
         for at in product(*map(range, stacked)):
             box = Box((*at, *(0 for _ in inner)), (*(index + 1 for index in at), *inner))
             yield from ((key, part) for part in box.split(block_bytes // ITEM_BYTES[info.dtype]))

@@ -80,7 +80,8 @@ def render(found: Mapping[str, Any]) -> str:
     ]
     width = max((len(key) for key in found["tensors"]), default=0)
     for key, info in found["tensors"].items():
-        shape, grid = " x ".join(map(str, info["shape"])), " x ".join(map(str, info["grid"]))
+        shape = " x ".join(map(str, info["shape"]))
+        grid = " x ".join(map(str, info["grid"]))
         lines.append(f"  {key:{width}}  {info['dtype']:8}  {shape}  in {grid} chunks")
     return "\n".join(lines)
 

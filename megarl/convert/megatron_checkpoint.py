@@ -100,7 +100,8 @@ def _stacked(index: DCPIndex) -> DCPIndex:
     tensors: dict[str, TensorInfo] = {}
     problems: list[str] = []
     for key, place in places.items():
-        info, leading = index.tensors[key], tuple(counts[place.key, axis] for axis in range(len(place.at)))
+        info = index.tensors[key]
+        leading = tuple(counts[place.key, axis] for axis in range(len(place.at)))
         rows, *inner = info.shape or (1,)
         stacked = TensorInfo((*leading, rows * place.halves, *inner), info.dtype)
         if tensors.setdefault(place.key, stacked) != stacked:
@@ -124,10 +125,12 @@ class _StackPlace:
         at: tuple[int, ...] = ()
         layer = _LAYER.fullmatch(key)
         if layer:
-            key, at = f"decoder.layers.{layer[2]}", (int(layer[1]),)
+            key = f"decoder.layers.{layer[2]}"
+            at = (int(layer[1]),)
         expert = _EXPERT.fullmatch(key)
         if layer and expert:
-            key, at = f"{expert[1]}.{expert[3]}", (*at, int(expert[2]))
+            key = f"{expert[1]}.{expert[3]}"
+            at = (*at, int(expert[2]))
         half = _HALF.fullmatch(key)
         if half:
             return cls(key=half[1], at=at, halves=2, half="wv".index(half[2]))
@@ -136,8 +139,10 @@ class _StackPlace:
 
 def _stacked_chunks(index: DCPIndex, places: Mapping[str, _StackPlace]) -> Iterator[TensorChunk]:
     for chunk in index.chunks:
-        place, rows = places[chunk.key], (index.tensors[chunk.key].shape or (1,))[0]
-        (first, *start), (last, *stop) = chunk.box.start or (0,), chunk.box.stop or (1,)
+        place = places[chunk.key]
+        rows = (index.tensors[chunk.key].shape or (1,))[0]
+        (first, *start) = chunk.box.start or (0,)
+        (last, *stop) = chunk.box.stop or (1,)
         offset = rows * place.half
         box = Box((*place.at, first + offset, *start), (*(at + 1 for at in place.at), last + offset, *stop))
         yield replace(chunk, key=place.key, box=box)

@@ -72,7 +72,9 @@ class Resources:
         """
         workers = self.processes if self.processes > 1 else 0
         fixed = (resident_bytes() + _LATER_BYTES) * (1 + workers) + tensors * _TENSOR_PLAN_BYTES
-        left, buffers, plans = self.memory - fixed, self.processes * _BUFFERS, nbytes * _BLOCK_PLAN_BYTES
+        left = self.memory - fixed
+        buffers = self.processes * _BUFFERS
+        plans = nbytes * _BLOCK_PLAN_BYTES
         # The larger solution of: buffers * size + plans / size = left.
         square = left**2 - 4 * buffers * plans
         size = 0 if left < 0 or square < 0 else (left + math.isqrt(square)) // (2 * buffers)

@@ -111,7 +111,8 @@ class BoxReader:
         strides = stored.strides or row_major(stored.info.shape)
         for part, inner in _strips(box, strides, max(1, self._scratch_bytes // dtype.itemsize)):
             start, span = _extent(part, strides)
-            offset, into = stored.offset + start * dtype.itemsize, target[inner]
+            offset = stored.offset + start * dtype.itemsize
+            into = target[inner]
             direct = into.dtype == dtype and into.is_contiguous() and span == part.size and _ordered(part, strides)
             raw = into if direct else torch.empty(span, dtype=dtype)
             self._fill(stored.path, offset, raw)
@@ -133,7 +134,8 @@ class BoxReader:
                 if count == 0:
                     problem = f"it ends {len(left)} bytes before a tensor does"
                     raise CheckpointError(f"{path.name} cannot be read", [problem])
-                left, offset = left[count:], offset + count
+                left = left[count:]
+                offset = offset + count
         except OSError as error:
             raise CheckpointError(f"{path.name} cannot be read", [f"{error.strerror}: {path}"]) from None
 
@@ -209,7 +211,9 @@ class _ArchiveUnpickler(pickle.Unpickler):
     def __init__(self, path: Path, stream: BinaryIO, offset: int, nbytes: int | None) -> None:
         part = stream if nbytes is None else cast(BinaryIO, io.BufferedReader(_FilePart(stream, offset, nbytes)))
         archive = zipfile.ZipFile(part)
-        self._path, self._stream, self._base = path, stream, offset
+        self._path = path
+        self._stream = stream
+        self._base = offset
         self._entries = {name.partition("/")[2]: archive.getinfo(name) for name in archive.namelist()}
         if "byteorder" in self._entries and archive.read(self._entries["byteorder"]) != b"little":
             raise ValueError("its byte order is not little endian")
@@ -237,7 +241,8 @@ class _ArchiveUnpickler(pickle.Unpickler):
         last = first + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
         if last >= count or min((first, *strides)) < 0 or self._entries[f"data/{key}"].file_size < count * item:
             raise ValueError("a tensor lies outside its storage")
-        start, info = self._start(key) + first * item, TensorInfo(tuple(shape), dtype)
+        start = self._start(key) + first * item
+        info = TensorInfo(tuple(shape), dtype)
         return StoredTensor(path=self._path, offset=start, info=info, strides=tuple(strides))
 
     def _start(self, key: str) -> int:
@@ -256,7 +261,10 @@ class _FilePart(io.RawIOBase):
     """A part of an open file, as a file."""
 
     def __init__(self, stream: BinaryIO, offset: int, nbytes: int) -> None:
-        self._stream, self._offset, self._nbytes, self._at = stream, offset, nbytes, 0
+        self._stream = stream
+        self._offset = offset
+        self._nbytes = nbytes
+        self._at = 0
 
     def readable(self) -> bool:
         return True

@@ -27,7 +27,8 @@ from megarl.types import Layout, RoleName
 from megarl.weights.hf_files import read_config
 from megarl.weights.shard_map import ShardMap
 
-SEQUENCES, TOKENS = 4, 48
+SEQUENCES = 4
+TOKENS = 48
 TOLERANCE = 1e-4
 """Of logits, relative to the largest; float32 in two orders of summation differs by about 1e-6 per layer."""
 _STRIP = 1 << 16
@@ -52,7 +53,8 @@ def compare(
         dtype: to which both sides are cast; otherwise a tensor of another dtype differs.
         allow_pickle: read ``pytorch_model.bin`` where there is no safetensors file.
     """
-    found, spec = find_checkpoint(checkpoint, role=role, step=step), read_spec(hf)
+    found = find_checkpoint(checkpoint, role=role, step=step)
+    spec = read_spec(hf)
     head = found.head(spec.head)
     if (head == "lm") != (spec.head == "lm"):
         kinds = ("a language model", "a model with scores")[:: 1 if spec.head == "lm" else -1]
@@ -68,7 +70,8 @@ def compare(
     blocks = plan_blocks(converted.map, target, block_bytes)
     tasks: list[_CompareTask] = []
     for group in group_blocks(blocks, task_bytes(target.nbytes)):
-        sources, expected = sources_of(group, converted.stored), {b.target: original[b.target] for b in group}
+        sources = sources_of(group, converted.stored)
+        expected = {b.target: original[b.target] for b in group}
         tasks.append(_CompareTask(blocks=group, converted=sources, original=expected, scratch_bytes=block_bytes))
     counts: Counter[str] = Counter()
     largest: dict[str, float] = {}
@@ -116,7 +119,8 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def _difference(values: torch.Tensor, expected: torch.Tensor) -> tuple[int, float]:
-    count, largest = 0, 0.0
+    count = 0
+    largest = 0.0
     for a, b in zip(values.flatten().split(_STRIP), expected.flatten().split(_STRIP), strict=True):
         count += int((_bits(a) != _bits(b)).sum())
         largest = max(largest, float((a.double() - b.double()).abs().nan_to_num(0.0, 0.0).max()))
@@ -130,7 +134,8 @@ def compare_logits(
 
     Runs both models on random sequences, in float32, one after the other; each must fit into memory.
     """
-    found, spec = find_checkpoint(checkpoint, role=role, step=step), read_spec(hf)
+    found = find_checkpoint(checkpoint, role=role, step=step)
+    spec = read_spec(hf)
     if found.head(spec.head) != "lm":
         raise UsageError("--logits compares language models; leave it out for models with a value or score head")
     generator = torch.Generator().manual_seed(0)
@@ -138,7 +143,8 @@ def compare_logits(
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         megatron = torch.from_numpy(pool.submit(_megatron_logits, found, hf, tokens.numpy()).result())
     expected = _transformers_logits(hf, tokens)
-    largest, scale = float((megatron - expected).abs().max()), float(expected.abs().max())
+    largest = float((megatron - expected).abs().max())
+    scale = float(expected.abs().max())
     agree = largest <= TOLERANCE * max(1.0, scale)
     verdict = "agree" if agree else "DISAGREE"
     return agree, (
@@ -166,13 +172,15 @@ def _megatron_logits(found: FoundCheckpoint, hf: Path, tokens: np.ndarray) -> np
     from megarl.megatron.parallel import GroupCache, build_groups
     from megarl.megatron.platform import start_platform, start_world
 
-    spec, layout = model_spec(read_config(hf), dtype="float32"), Layout()
+    spec = model_spec(read_config(hf), dtype="float32")
+    layout = Layout()
     platform = start_platform("cpu")
     with tempfile.TemporaryDirectory() as directory:  # for its rendezvous
         start_world(platform, rank=0, world_size=1, init_method=f"file://{directory}/store")
         groups = build_groups(layout, 0, GroupCache())
     model = build_model(spec, layout, groups, head="lm", dtype=torch.float32, trainable=False)
-    parameters, source = model.parameters(), MegatronCheckpoint.open(found, spec, "lm")
+    parameters = model.parameters()
+    source = MegatronCheckpoint.open(found, spec, "lm")
     with BoxReader(_BLOCK_BYTES) as reader:
         for block in plan_blocks(source.map, spec.megatron_map(layout, 0), _BLOCK_BYTES):
             parameters[block.target][block.box.slices] = block.read(source.stored, reader)

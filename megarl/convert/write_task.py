@@ -67,7 +67,8 @@ class WriteTask:
             open(path, "wb" if self.archived else "r+b") as file,
         ):
             file.seek(self.start)
-            stream, ends = _DigestWriter(file), [0]
+            stream = _DigestWriter(file)
+            ends = [0]
             archive: Any = stream
             for block in self.blocks:
                 values = block.read(self.sources, reader)
@@ -98,7 +99,8 @@ class WriteRecord:
 
     def holds(self, output: Path) -> bool:
         """Returns whether the file has these bytes."""
-        hasher, left = xxhash.xxh3_128(), self.ends[-1]
+        hasher = xxhash.xxh3_128()
+        left = self.ends[-1]
         try:
             with open(output / self.file, "rb") as file:
                 file.seek(self.start)
@@ -114,7 +116,9 @@ class _DigestWriter:
     """Writes to a file from its current position, and computes a digest of the bytes."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self.hasher, self.nbytes = file, xxhash.xxh3_128(), 0
+        self._file = file
+        self.hasher = xxhash.xxh3_128()
+        self.nbytes = 0
 
     def write(self, data: Any) -> int:
         self.hasher.update(data)
@@ -143,7 +147,8 @@ class Staging:
             raise UsageError(f"{target} exists; choose another --out, or remove it")
         self.target = target
         self.root = target.with_name(f".{target.name}.partial")
-        self.output, self._records = self.root / "output", self.root / "records"
+        self.output = self.root / "output"
+        self._records = self.root / "records"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.root / "lock", "w")  # noqa: SIM115 (held until close)

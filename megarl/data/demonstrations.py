@@ -39,9 +39,11 @@ def load_demonstrations(source: SourceFields, encoder: Encoder, *, drop: Collect
             chat = messages("messages", columns["messages"])
             if len(chat) < 2 or chat[-1]["role"] != "assistant":
                 raise ValueError("messages must be a prompt and, as its last message, the assistant's response")
-            prompt, response = encoder.chat(chat[:-1], columns.get("tools")), encoder.answer_of(chat[-1])
+            prompt = encoder.chat(chat[:-1], columns.get("tools"))
+            response = encoder.answer_of(chat[-1])
         else:
-            prompt, response = encoder.prompt(columns, *PROMPTS), encoder.response(columns, *_RESPONSES)
+            prompt = encoder.prompt(columns, *PROMPTS)
+            response = encoder.response(columns, *_RESPONSES)
         encoder.check_length(prompt, response)
         return Demonstration(key=str(row.number), prompt_ids=prompt, response_ids=response)
 

@@ -48,7 +48,8 @@ class Encoder:
             raise ValueError("chat_template needs a tokenizer, and there is none")
         self._tokenizer = None if tokenizer is None else tokenizer.limited(max_tokens)
         self._vocab_size = vocab_size
-        self._chat_template, self._max_tokens = chat_template, max_tokens
+        self._chat_template = chat_template
+        self._max_tokens = max_tokens
         self._template_arguments = template_arguments
 
     def prompt(self, columns: Columns, *names: str) -> Ids:
@@ -76,7 +77,8 @@ class Encoder:
         """Encodes a prompt that is a chat; `tools` is the row's column of that name."""
         if chat[-1]["role"] == "assistant":
             raise ValueError("the last message of a prompt is the assistant's: nothing is left to answer")
-        offered, arguments = _tools(tools), self._template_arguments
+        offered = _tools(tools)
+        arguments = self._template_arguments
         return self._encoded("prompt", lambda tokenizer: tokenizer.chat(chat, tools=offered, arguments=arguments))
 
     def response(self, columns: Columns, *names: str) -> Ids:

@@ -108,7 +108,8 @@ def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) 
     positions: list[npt.NDArray[np.int64]] = []
     for row, start in zip(rows, shape.cu_seqlens.tolist(), strict=False):
         chunk = chunks[row.chunk]
-        prompt, response = chunk.prompt_ids[row.row], chunk.response_ids[row.row]
+        prompt = chunk.prompt_ids[row.row]
+        response = chunk.response_ids[row.row]
         if len(prompt) + len(response) != row.tokens:
             raise ValueError(
                 f"row {row.row} of chunk {row.chunk} has {len(prompt)} + {len(response)} tokens;"

@@ -66,7 +66,8 @@ def load_candidates(source: SourceFields, encoder: Encoder, *, drop: Collection[
     sizes: list[int] = []
 
     def read(columns: dict[str, Any]) -> _Fields:
-        prompt, name = encoder.prompt(columns, *PROMPTS), first_of(columns, "candidates_ids", "candidates")
+        prompt = encoder.prompt(columns, *PROMPTS)
+        name = first_of(columns, "candidates_ids", "candidates")
         given = columns[name]
         if not isinstance(given, list) or len(cast(list[Any], given)) < 2:
             raise ValueError(f"{name} must be a list of two responses or more")
@@ -106,7 +107,8 @@ def _margin(columns: dict[str, Any]) -> float:
 def _whole_chats(encoder: Encoder, columns: dict[str, Any]) -> tuple[Ids, Ids, Ids]:
     """Reads prompt, chosen and rejected from two chats that differ in their last message."""
     chosen, rejected = (messages(name, columns.get(name)) for name in ("chosen", "rejected"))
-    chat, prompt = chosen[:-1], columns.get("prompt")
+    chat = chosen[:-1]
+    prompt = columns.get("prompt")
     if chat != rejected[:-1]:
         raise ValueError("chosen and rejected are chats that differ before their last message")
     if not chosen[-1]["role"] == rejected[-1]["role"] == "assistant":

@@ -148,7 +148,8 @@ def _unit(*samples: SampleInfo) -> Unit:
 
 def _branch_units(samples: Sequence[SampleInfo]) -> list[Unit]:
     """Returns a unit per sample; branches have the tokens of their conversations."""
-    rows, tokens = Counter[str](), Counter[str]()
+    rows = Counter[str]()
+    tokens = Counter[str]()
     for sample in samples:
         rows[sample.conversation] += 1
         tokens[sample.conversation] += sample.response_tokens

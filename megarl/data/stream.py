@@ -80,5 +80,6 @@ class Stream[T: Keyed]:
         self._start(epoch=state.epoch, position=state.position)
 
     def _start(self, *, epoch: int, position: int) -> None:
-        self._epoch, self._position = epoch, position
+        self._epoch = epoch
+        self._position = position
         self._order = sorted(self._items, key=lambda key: (stable_hash(self._seed, epoch, key), key))

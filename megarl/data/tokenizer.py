@@ -56,7 +56,8 @@ class Tokenizer:
         self._backend: Backend = hf.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._hf, self._name = hf, name
+        self._hf = hf
+        self._name = name
         if not isinstance(hf.eos_token_id, int):
             raise ValueError(f"{name}: the tokenizer names no end token; set eos_token in tokenizer_config.json")
         self.end_token_id = hf.eos_token_id

@@ -87,7 +87,9 @@ class TemplateRenderer:
         history: Literal["template", "sampled"] = "template",
         context: int | None = None,
     ) -> None:
-        self._tokenizer, self._arguments, self._history = tokenizer, arguments, history
+        self._tokenizer = tokenizer
+        self._arguments = arguments
+        self._history = history
         self._limited = tokenizer if context is None else tokenizer.limited(context)
         self._ends = {tokenizer.end_token_id, *ends}
         self._anchor = tokenizer.decode([tokenizer.end_token_id], special=True)
@@ -149,7 +151,8 @@ class TemplateRenderer:
             before = shortened(before)
         elif self._after_query:
             before = shortened_to_query(before, messages)
-        whole, read = self._written([*before, action.message, *messages], tools), self._written(before, tools)
+        whole = self._written([*before, action.message, *messages], tools)
+        read = self._written(before, tools)
         if whole is None or read is None:
             return None
         end = self._decoded(self._end(action.token_ids))

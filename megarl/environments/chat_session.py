@@ -71,7 +71,9 @@ class ChatSession:
 
     def __init__(self, conversation: Conversation, renderer: ChatRenderer, sample: Sample, limits: TurnLimits) -> None:
         self.conversation = conversation
-        self._renderer, self._sample, self._limits = renderer, sample, limits
+        self._renderer = renderer
+        self._sample = sample
+        self._limits = limits
         self._chats: list[_Chat] = []  # the newest first
         self._turns = 0
         self._preparing = 0  # turns that are not yet sampled
@@ -160,7 +162,8 @@ class ChatSession:
             self.conversation.limit = limit
             self._drop_unanswered(chat)
             return None
-        number, self._turns = self._turns, self._turns + 1
+        number = self._turns
+        self._turns = self._turns + 1
         request = self.conversation.request
         chat.busy = True
         try:
@@ -247,13 +250,15 @@ class ChatSession:
             if len(chat.messages) < longest:
                 break
             if isinstance(messages, str):
-                known, rest = [], messages
+                known = []
+                rest = messages
             elif (
                 not chat.by_ids
                 and chat.tools == tools
                 and (known := _known(chat.messages, chat.action, messages)) is not None
             ):
-                rest, longest = messages[len(known) :], len(chat.messages)
+                rest = messages[len(known) :]
+                longest = len(chat.messages)
             else:
                 continue
             ids = chat.branch.ids

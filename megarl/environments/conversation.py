@@ -107,7 +107,8 @@ class Conversation:
 
     def rewards_from(self, number: int) -> list[float]:
         """Returns the rewards of the turns of a branch, the last one with those of all later branches."""
-        own, later = list(self.branches[number].rewards), self.branches[number + 1 :]
+        own = list(self.branches[number].rewards)
+        later = self.branches[number + 1 :]
         own[-1:] = [own[-1] + sum(reward for branch in later for reward in branch.rewards)] if own else []
         return own
 

@@ -42,7 +42,8 @@ class LostEnvironmentError(FailedEnvironmentError):
 
     def __init__(self, reason: str, *, alone: bool = False, child: EnvironmentChild | None = None) -> None:
         super().__init__(reason)
-        self.alone, self.child = alone, child
+        self.alone = alone
+        self.child = child
 
 
 class EnvironmentChildren:
@@ -61,7 +62,8 @@ class EnvironmentChildren:
     """
 
     def __init__(self, settings: EnvironmentSettings, memory: int | None = None) -> None:
-        self.settings, self.memory = settings, memory
+        self.settings = settings
+        self.memory = memory
         self.living: set[EnvironmentChild] = set()
         self.apart = asyncio.Semaphore(_GROUPS)
         self._shared = EnvironmentChild(self, shared=True)
@@ -99,11 +101,13 @@ class EnvironmentChild:
     """
 
     def __init__(self, children: EnvironmentChildren, *, shared: bool) -> None:
-        self._children, self._limit_s = children, children.settings.time_limit
+        self._children = children
+        self._limit_s = children.settings.time_limit
         self._process = ChildProcess(
             "megarl.environments.environment_child", children.settings, "environments", children.memory
         )
-        self.shared, self.conversations = shared, 0
+        self.shared = shared
+        self.conversations = 0
         self._permit = nullcontext() if shared else children.apart
         self._living: asyncio.Task[None] | None = None
         self._loaded: asyncio.Future[None]
@@ -130,7 +134,8 @@ class EnvironmentChild:
         """
         if self._ended:
             raise LostEnvironmentError("its process has ended")
-        number, loop = next(self._numbers), asyncio.get_running_loop()
+        number = next(self._numbers)
+        loop = asyncio.get_running_loop()
         message = pickle.dumps(EnvironmentCall(number=number, conversation=conversation, method=method, args=args))
         answer = self._calls[number] = loop.create_future()
         # Twice: after a pause of this process, the answer may wait to be read.
@@ -171,7 +176,8 @@ class EnvironmentChild:
                     self._loaded.set_result(None)
                     await self._receive(reader)
                 finally:
-                    self.shared, self._ended = False, True
+                    self.shared = False
+                    self._ended = True
                     self.end()
                     status = await asyncio.to_thread(self._process.close)
         except Exception as error:

@@ -87,7 +87,9 @@ class EnvironmentHost:
     """
 
     def __init__(self, make: Any, connection: Connection[Any, Any], limit_s: float) -> None:
-        self._make, self._connection, self._limit_s = make, connection, limit_s
+        self._make = make
+        self._connection = connection
+        self._limit_s = limit_s
         self._environments: dict[int, Environment] = {}
 
     async def answer(self, call: EnvironmentCall) -> None:

@@ -76,9 +76,13 @@ class EnvironmentProcess:
         ends: Collection[int] = (),
         place: GatewayPlace | None = None,
     ) -> None:
-        self._settings, self._limits, self._ends, self._place = settings, limits, ends, place
+        self._settings = settings
+        self._limits = limits
+        self._ends = ends
+        self._place = place
         self._gateway: Gateway | None = None
-        self._tokenizer_directory, self._template_arguments = tokenizer, template_arguments
+        self._tokenizer_directory = tokenizer
+        self._template_arguments = template_arguments
         self._children = EnvironmentChildren(settings)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -154,7 +158,9 @@ class EnvironmentProcess:
     def _hand_out(self, asked: Future[list[TurnRequest]] | None) -> None:
         """Answers a call for turns that has no answer yet."""
         if asked is not None and asked is self._asked:
-            turns, self._turns, self._asked = self._turns, [], None
+            turns = self._turns
+            self._turns = []
+            self._asked = None
             asked.set_result(turns)
 
     def _answered(self, number: int, turn: SampledTurn) -> None:
@@ -185,7 +191,8 @@ class EnvironmentProcess:
 
         So does one that lost its process with others, which does not count; see `EnvironmentChildren`.
         """
-        failures, losses = 0, 0
+        failures = 0
+        losses = 0
         child: EnvironmentChild | None = None
         async with self._slots:
             while True:
@@ -194,7 +201,9 @@ class EnvironmentProcess:
                     await self._attempt(conversation, child)
                     return conversation
                 except LostEnvironmentError as error:
-                    child, losses, reason = error.child, losses + 1, str(error)
+                    child = error.child
+                    losses = losses + 1
+                    reason = str(error)
                     if not error.alone and losses < _MOST_LOSSES:
                         continue
                 except RunError:
@@ -210,7 +219,8 @@ class EnvironmentProcess:
                     return conversation
 
     async def _attempt(self, conversation: Conversation, child: EnvironmentChild | None) -> None:
-        request, number = conversation.request, next(self._numbers)
+        request = conversation.request
+        number = next(self._numbers)
         session = ChatSession(conversation, self._renderer, partial(self._sample, request.sample_id), self._limits)
         task = task_of(request.prompt, self._tokenizer)
         if self._gateway is not None:

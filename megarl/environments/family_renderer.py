@@ -44,7 +44,9 @@ class FamilyRenderer:
     """
 
     def __init__(self, template: TemplateRenderer, family: Any, *, bridges: bool) -> None:
-        self._template, self._family, self._bridges = template, family, bridges
+        self._template = template
+        self._family = family
+        self._bridges = bridges
 
     def begin(self, messages: Sequence[Message] | str, tools: Schemas) -> list[int]:
         return self._template.prompt(messages, tools)

@@ -95,10 +95,15 @@ class Gateway:
         port: int = 0,
         wait_limit: float = 600.0,
     ) -> None:
-        self._place, self._tokenizer, self._idle_s = place, tokenizer, idle_s
-        self._command, self._model, self._port = command, model, port
+        self._place = place
+        self._tokenizer = tokenizer
+        self._idle_s = idle_s
+        self._command = command
+        self._model = model
+        self._port = port
         self._sampling = replace(place.sampling, override=override_sampling)
-        self._passed, self._wait_limit = tuple(variables), wait_limit
+        self._passed = tuple(variables)
+        self._wait_limit = wait_limit
         self._key = secrets.token_urlsafe(32)
         self._sessions: dict[str, GatewaySession] = {}
         self._waiting: deque[tuple[GatewaySession, asyncio.Event]] = deque()
@@ -261,7 +266,8 @@ class Gateway:
             raise GatewayError(_NO_SESSION, 401)
 
     async def _turn(self, request: web.Request) -> web.StreamResponse:
-        session, protocol = self._session(request), _PROTOCOLS[request.match_info["protocol"]]
+        session = self._session(request)
+        protocol = _PROTOCOLS[request.match_info["protocol"]]
         own = session.temperature
         sampling = self._sampling if own is None else replace(self._sampling, temperature=own)
         body = await _body(request)
@@ -298,7 +304,9 @@ class Gateway:
 
     async def _reward(self, request: web.Request) -> web.Response:
         body = _parsed(await _body(request))
-        value, done, failure = body.pop("reward", None), body.pop("done", False), body.pop("failed", None)
+        value = body.pop("reward", None)
+        done = body.pop("done", False)
+        failure = body.pop("failed", None)
         number = value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30)
         if not number or not isinstance(done, bool) or not isinstance(failure, str | None) or body:
             raise GatewayError("a reward is posted as {reward: a finite number, done: true or false, failed: a text}")
@@ -344,7 +352,8 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 async def _stream(request: web.Request, events: Iterator[tuple[str | None, dict[str, Any]]]) -> web.StreamResponse:
     """Sends events: the turn is whole when the first one goes, so that an error has its status."""
-    sent, named = "", False
+    sent = ""
+    named = False
     for name, data in events:
         named = name is not None
         sent += f"event: {name}\n" if named else ""
@@ -382,7 +391,9 @@ def make_gateway(settings: EnvironmentSettings, place: GatewayPlace, tokenizer: 
         plugins.check_options(Gateway, args, name="gateway", positional=3)
     except ValueError as error:
         raise RunError(f"environment.args: {error}") from error
-    command, model, port = args["command"], args.get("model", "policy"), args.get("port", 0)
+    command = args["command"]
+    model = args.get("model", "policy")
+    port = args.get("port", 0)
     limit = args.get("wait_limit", 1.0)
     words: Any = [command] if isinstance(command, str) else command
     kept = {

@@ -56,7 +56,8 @@ def read_messages(fields: RequestFields) -> TurnAsk:
 
 def _messages(fields: RequestFields, item: Mapping[str, Any], where: str) -> Iterator[Message]:
     """Yields the messages of one with blocks: answers of tools, and what else is said, in their order."""
-    role, content = item.get("role"), item.get("content")
+    role = item.get("role")
+    content = item.get("content")
     blocks: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
     if role not in ("user", "assistant") or not all(isinstance(block, dict) for block in blocks):
         raise GatewayError(f"{where}: the role must be user or assistant, the content a text or a list of blocks")

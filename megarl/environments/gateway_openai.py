@@ -64,8 +64,10 @@ def read_completion(fields: RequestFields) -> TurnAsk:
 
 
 def _asked(fields: RequestFields, **asked: Any) -> TurnAsk:
-    most, count = fields.count(*_MOST), fields.several()
-    stream, with_ids = fields.take("stream", bool, False), fields.take("return_token_ids", bool, False)
+    most = fields.count(*_MOST)
+    count = fields.several()
+    stream = fields.take("stream", bool, False)
+    with_ids = fields.take("return_token_ids", bool, False)
     options: dict[str, Any] = fields.take("stream_options", dict, {})
     fields.only(_NEUTRAL)
     fields.sampled()
@@ -76,7 +78,8 @@ def _asked(fields: RequestFields, **asked: Any) -> TurnAsk:
 
 
 def _message(fields: RequestFields, item: Mapping[str, Any], where: str) -> Message:
-    role, content = item.get("role"), item.get("content")
+    role = item.get("role")
+    content = item.get("content")
     if role in ("system", "developer", "user"):
         name = {} if item.get("name") is None else {"name": text_of(item["name"], f"{where}.name")}
         return {"role": "user" if role == "user" else "system", "content": text_of(content, where), **name}
@@ -131,7 +134,8 @@ def _head(reply: GatewayReply, kind: str, name: str) -> dict[str, Any]:
 
 
 def _usage(reply: GatewayReply) -> dict[str, int]:
-    read, sampled = reply.prompt_tokens, reply.sampled_tokens
+    read = reply.prompt_tokens
+    sampled = reply.sampled_tokens
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
 
@@ -186,7 +190,8 @@ def write_completion(reply: GatewayReply) -> dict[str, Any]:
         if choice["finish_reason"] == "tool_calls":
             choice["finish_reason"] = "stop"
         if reply.ask.logprobs:
-            texts, logprobs = _texts(reply, answer), list(answer.turn.logprobs)
+            texts = _texts(reply, answer)
+            logprobs = list(answer.turn.logprobs)
             offsets = [sum(map(len, texts[:i])) for i in range(len(texts))]
             known = {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
             choice["logprobs"] = known

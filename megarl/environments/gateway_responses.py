@@ -48,7 +48,8 @@ def read_response(fields: RequestFields) -> TurnAsk:
         if tool.get("type") != "function":
             raise GatewayError(f"tools[{index}].type = {tool.get('type')!r:.80}: only tools of the type function")
         tools.append(offered(tool.get("name"), tool.get("description"), tool.get("parameters"), f"tools[{index}]"))
-    most, stream = fields.count("max_output_tokens"), fields.take("stream", bool, False)
+    most = fields.count("max_output_tokens")
+    stream = fields.take("stream", bool, False)
     fields.only({**_NEUTRAL, "tool_choice": ("auto",) if tools else ("auto", "none")})
     fields.sampled()
     fields.drop("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
@@ -61,7 +62,8 @@ def _messages(fields: RequestFields, items: list[dict[str, Any]]) -> Iterator[Me
     """Yields messages; neighbouring items that the model wrote are one."""
     own: list[dict[str, Any]] = []
     for index, item in enumerate(items):
-        kind, where = item.get("type", "message"), f"input[{index}]"
+        kind = item.get("type", "message")
+        where = f"input[{index}]"
         if kind in _OF_MODEL or (kind == "message" and item.get("role") == "assistant"):
             own.append(item)
             continue
@@ -95,7 +97,8 @@ def _assistant(fields: RequestFields, items: list[dict[str, Any]], where: str) -
 
 def write_response(reply: GatewayReply) -> dict[str, Any]:
     """Returns the answer to a request for a response."""
-    answer, ask = reply.answers[0], reply.ask
+    answer = reply.answers[0]
+    ask = reply.ask
     action = answer.turn.action
     status = "completed" if action.finished else "incomplete"
     output: list[dict[str, Any]] = []

@@ -73,14 +73,17 @@ class GatewaySession:
     """
 
     def __init__(self, chat: ChatSession, task: EnvironmentTask, idle_s: float) -> None:
-        self.name, self.key = secrets.token_hex(8), secrets.token_urlsafe(32)
+        self.name = secrets.token_hex(8)
+        self.key = secrets.token_urlsafe(32)
         request = chat.conversation.request
         told = {"prompt_id": task.prompt_id, "messages": task.messages, "fields": task.fields, "seed": request.seed}
-        self.sample_id, self.temperature = request.sample_id, request.temperature
+        self.sample_id = request.sample_id
+        self.temperature = request.temperature
         self.task = json.dumps(told, default=str)
         self.call_ids: dict[str, str] = {}
         self.rewarded = False
-        self._chat, self._idle_s = chat, idle_s
+        self._chat = chat
+        self._idle_s = idle_s
         self._answers: dict[str, asyncio.Task[Answered]] = {}
         self._sampling = 0
         self._promised = 0  # turns whose tasks have not begun
@@ -228,7 +231,8 @@ async def run_harness(
     assert process.stdout is not None
     output = bytearray()
     reading = asyncio.create_task(_read(process.stdout, output))
-    ended, over = asyncio.create_task(process.wait()), asyncio.create_task(session.over())
+    ended = asyncio.create_task(process.wait())
+    over = asyncio.create_task(session.over())
     status: int | None = None
     try:
         await asyncio.wait((ended, over), return_when=asyncio.FIRST_COMPLETED)

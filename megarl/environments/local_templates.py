@@ -29,7 +29,9 @@ _LAST_QUERIES: Final[Mapping[str, str]] = {
 }
 """How templates of Qwen 3 and of GLM-4.5 find the last message of the user, by the attribute of `ns` that has it."""
 _AFTER_QUERY: Final = "whether a message comes after the last one of the user"
-_OUTSIDE, _OF_MESSAGES, _INSIDE = "outside of loops", "in the loop over the messages", "in another loop or a macro"
+_OUTSIDE = "outside of loops"
+_OF_MESSAGES = "in the loop over the messages"
+_INSIDE = "in another loop or a macro"
 
 
 def writes_locally(template: object, *, after_query: bool = False) -> bool:
@@ -91,7 +93,8 @@ def _parsed(template: str) -> nodes.Template:
 def _without_query(tree: nodes.Template) -> bool:
     """Removes what finds the last message of the user, and names the comparisons with it; False if it is not there."""
     for name, source in _LAST_QUERIES.items():
-        found, index = _parsed(source).body, nodes.Getattr(nodes.Name("ns", "load"), name, "load")
+        found = _parsed(source).body
+        index = nodes.Getattr(nodes.Name("ns", "load"), name, "load")
         for start in range(len(tree.body)):
             if tree.body[start : start + len(found)] == found:
                 del tree.body[start : start + len(found)]

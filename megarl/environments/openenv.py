@@ -32,7 +32,10 @@ class OpenEnv(Environment):
     def __init__(
         self, url: str, action: str | None = None, observation: str | None = None, columns: Sequence[str] = ()
     ) -> None:
-        self._url, self._action, self._observation, self._columns = url, action, observation, columns
+        self._url = url
+        self._action = action
+        self._observation = observation
+        self._columns = columns
         self._socket: ClientConnection | None = None
 
     async def reset(self, task: EnvironmentTask, seed: int) -> Observation:
@@ -60,14 +63,17 @@ class OpenEnv(Environment):
             reply = await self._ask("step", {self._action: action.content})
             messages = [{"role": "user", "content": self._shown(reply["observation"])}]
             return Observation(messages=messages, reward=float(reply["reward"] or 0), done=bool(reply["done"]))
-        messages, reward, done = [], 0.0, not action.tool_calls
+        messages = []
+        reward = 0.0
+        done = not action.tool_calls
         for call in action.tool_calls:
             content = call.problem
             if content is None:
                 reply = await self._ask(
                     "step", {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
                 )
-                content, done = _result(reply["observation"]), bool(reply["done"])
+                content = _result(reply["observation"])
+                done = bool(reply["done"])
                 reward += float(reply["reward"] or 0)
             messages.append(_answer(call, content))
             if done:

@@ -47,7 +47,8 @@ class GuessNumber(Environment):
     """
 
     def __init__(self, most: int = 20, guesses: int = 5) -> None:
-        self._most, self._left = most, guesses
+        self._most = most
+        self._left = guesses
         self._number = self._guesses = 0
 
     def reset(self, task: EnvironmentTask, seed: int) -> str:

@@ -19,7 +19,8 @@ The content is the text without the calls that can be read, and without the line
 cannot be read stays in it as the model wrote it.
 """
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
 _TAG = "<|python_tag|>"
 _BARE = re.compile(r'\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"parameters"\s*:')
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -47,7 +48,8 @@ def read_bare_json(text: str, tools: Schemas) -> tuple[str, tuple[ToolCall, ...]
     Several calls have semicolons between them. Other JSON is content.
     """
     del tools
-    rest, calls = text.strip().removeprefix(_TAG).lstrip(), list[ToolCall]()
+    rest = text.strip().removeprefix(_TAG).lstrip()
+    calls = list[ToolCall]()
     if not text.lstrip().startswith(_TAG) and _BARE.match(rest) is None:
         return text, ()
     try:
@@ -104,7 +106,9 @@ Block = Callable[[str], tuple[str, dict[str, Any], int]]
 
 
 def _read_blocks(text: str, read: Block) -> tuple[str, tuple[ToolCall, ...]]:
-    content, calls, readable = "", list[ToolCall](), False
+    content = ""
+    calls = list[ToolCall]()
+    readable = False
     for piece in _pieces(text):
         if not piece.startswith(_OPEN):
             content += piece if piece.strip() or not calls else ""
@@ -119,7 +123,8 @@ def _read_blocks(text: str, read: Block) -> tuple[str, tuple[ToolCall, ...]]:
             content += piece
             continue
         if not readable:
-            content, readable = content.removesuffix("\n"), True
+            content = content.removesuffix("\n")
+            readable = True
         calls.append(ToolCall(name=name, arguments=arguments, call_id=f"call_{len(calls)}"))
     return content, tuple(calls)
 
@@ -155,7 +160,8 @@ def _xml_block(body: str, tools: Schemas) -> tuple[str, dict[str, Any], int]:
     start = re.match(r"\s*<function=([^>\n]+)>", body)
     if start is None:
         raise _UnreadableError("it does not begin with <function=NAME>")
-    name, end = start[1].strip(), start.end()
+    name = start[1].strip()
+    end = start.end()
     arguments = dict[str, Any]()
     while (found := _PARAMETER.match(body, end)) is not None:
         arguments[found[1]] = _value(found[2], _schema(tools, name, found[1]))
@@ -185,7 +191,8 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
 
 def _call(value: Any, key: str, index: int) -> ToolCall:
     call: dict[str, Any] = cast(dict[str, Any], value) if isinstance(value, dict) else {}
-    name, arguments = call.get("name"), call.get(key, {})
+    name = call.get("name")
+    arguments = call.get(key, {})
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise _UnreadableError(f'it is not {{"name": ..., "{key}": {{...}}}}')
     try:

@@ -30,7 +30,9 @@ class Tool:
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         target: Any = function  # TypeAdapter is annotated for types alone
-        self.name, self._function, self._call = name, function, TypeAdapter[Any](target)
+        self.name = name
+        self._function = function
+        self._call = TypeAdapter[Any](target)
         description, _, arguments = (inspect.getdoc(function) or "").partition("Args:\n")
         parameters = self._call.json_schema()
         parameters.pop("additionalProperties", None)

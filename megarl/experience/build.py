@@ -135,7 +135,8 @@ def experience_metrics(
         values: [B, R], by the critic, in units of reward.
         corrected: [B, R], weights of the rollouts, 0 outside the trust region; None without corrections.
     """
-    scored, mask = batch.scored, batch.scored_mask
+    scored = batch.scored
+    mask = batch.scored_mask
     of_tokens = batch.dense is not None or batch.turn_rewards is not None
     scores = (advantages.rewards - advantages.penalties).sum(-1) if of_tokens else batch.scores
     columns = (scores[scored & batch.first], advantages.penalties[scored], batch.mask[scored])
@@ -170,7 +171,8 @@ def old_logprob_metrics(
     batch: PaddedBatch, context: StepContext, reduce: Reduce, *, recomputed: bool
 ) -> dict[str, float]:
     """The metrics of the old log-probabilities: of the actor (``recomputed``), or of the engines, which say so."""
-    scored, old = batch.scored, (batch.old, batch.rollout, batch.mask)
+    scored = batch.scored
+    old = (batch.old, batch.rollout, batch.mask)
     kl = None if batch.ref is None else k1(batch.old, batch.ref)[scored]
     means = dict(policy_drift(batch.old[scored], kl, batch.mask[scored], batch.lengths[scored]))
     if not recomputed:

@@ -32,7 +32,8 @@ def trust_region_mask(batch: PaddedBatch, correction: Correction, reduce: Reduce
     """[B, R] bool, False off the mask: the tokens inside every trust region; None without any."""
     if not correction.reject and correction.m2po is None:
         return None
-    columns, mask = (batch.old, batch.rollout, batch.mask), batch.mask
+    columns = (batch.old, batch.rollout, batch.mask)
+    mask = batch.mask
     for bounds in correction.reject:
         mask = mask & rejection(*columns, statistic=bounds.statistic, upper=bounds.upper, lower=bounds.lower)
     if correction.m2po is not None:
@@ -101,7 +102,8 @@ def compute_advantages(
         whitened = whiten_rewards(rewards, mask, reduce) if algo.normalise.rewards else rewards
         estimate = bound(TOKEN_ADVANTAGES, algo.advantage.name, algo.advantage.options)
         unnormalized, returns = estimate(whitened, values, mask)
-    normalized, normaliser = unnormalized, algo.normaliser
+    normalized = unnormalized
+    normaliser = algo.normaliser
     if normaliser is not None:
         normalise = bound(NORMALISERS, normaliser.name, normaliser.options)
         normalized = on_mask(normalise(unnormalized, mask, batch.groups, reduce), mask)

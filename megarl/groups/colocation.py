@@ -33,8 +33,12 @@ class Colocation:
         sleep: bool,
         shared: bool = True,
     ) -> None:
-        self._trainers, self.engines, self._resharder = trainers, engines, resharder
-        self._sleep, self.shared, self._training = sleep, shared, True
+        self._trainers = trainers
+        self.engines = engines
+        self._resharder = resharder
+        self._sleep = sleep
+        self.shared = shared
+        self._training = True
         self._version = 0
 
     def to_training(self) -> None:

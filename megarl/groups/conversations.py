@@ -48,7 +48,8 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
         gateway: bool = False,
     ) -> None:
         super().__init__(session, "environments", processes)
-        self._engines, self._gateway = engines, gateway
+        self._engines = engines
+        self._gateway = gateway
         # Items of each process in progress, and whether it had a turn since their time limit began.
         self._running = [dict[ChunkCall[list[SampleInfo], RolloutChunk], bool]() for _ in processes]
         self._asked: set[int] = set()  # processes that are asked for turns; each answers the last such call only
@@ -98,7 +99,8 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
 
     def _goes_on(self, process: int, call: ChunkCall[list[SampleInfo], RolloutChunk], _late: str) -> bool:
         """Returns whether a process had a turn since the time limit of a call began."""
-        goes_on, self._running[process][call] = self._running[process][call], False
+        goes_on = self._running[process][call]
+        self._running[process][call] = False
         return goes_on
 
     def _ask(self, process: int) -> None:
@@ -150,7 +152,8 @@ def launch_conversations(
     config: SamplingConfig, session: Session, model_dir: str, engines: RolloutGroup
 ) -> ConversationGroup | None:
     """Launches the processes of the environments, and returns at once; None without an environment."""
-    settings, rollout = config.environment, config.rollout
+    settings = config.environment
+    rollout = config.rollout
     if settings is None:
         return None
     gateway = settings.name == "gateway"
@@ -161,9 +164,11 @@ def launch_conversations(
         turns=settings.max_turns,
         least=rollout.min_new_tokens,
     )
-    tokenizer, arguments = config.model.tokenizer_directory(model_dir), data.chat_template_kwargs
+    tokenizer = config.model.tokenizer_directory(model_dir)
+    arguments = data.chat_template_kwargs
     ends = (*stop_token_ids(model_dir), *rollout.stop_token_ids)
-    devices, count = len(session.placement.slots), settings.processes
+    devices = len(session.placement.slots)
+    count = settings.processes
     args = (settings, tokenizer, arguments, limits, ends)
     places = [_gateway_place(config, index) if gateway else None for index in range(count)]
     for place in places:

@@ -84,7 +84,8 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             )
 
         super().__init__(session, name, [launch(index) for index in range(rollout.engines)])
-        self._launch, self._replacements = launch, replacements
+        self._launch = launch
+        self._replacements = replacements
         self.replaced: list[str] = []
         """The cause of each replacement."""
         self.restore: Callable[[], None] | None = None
@@ -93,10 +94,13 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self._waiting: list[tuple[int, WorkItem, Finished]] = []  # a heap
         self._room = [0] * rollout.engines
         self._starting: dict[int, Call[int]] = {}  # of replaced engines, until they have weights
-        self._in_progress, self._in_flight = [0] * rollout.engines, [0] * rollout.engines  # responses, and tokens
+        # responses, and tokens
+        self._in_progress = [0] * rollout.engines
+        self._in_flight = [0] * rollout.engines
         self._new_tokens = rollout.max_new_tokens
         self._held: set[int] = set()
-        self._busy_s, self._tokens = [0.0] * rollout.engines, [0] * rollout.engines
+        self._busy_s = [0.0] * rollout.engines
+        self._tokens = [0] * rollout.engines
         self._changed = [time.perf_counter()] * (rollout.engines + 1)  # of each engine, and of the last reading
 
     def start(self) -> Call[int]:
@@ -176,9 +180,13 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         """
         for engine in range(len(self.processes)):
             self._count(engine, 0)
-        now, before = time.perf_counter(), self._changed[-1]
-        busy, self._busy_s, self._changed[-1] = self._busy_s, [0.0] * len(self.processes), now
-        tokens, self._tokens = self._tokens, [0] * len(self.processes)
+        now = time.perf_counter()
+        before = self._changed[-1]
+        busy = self._busy_s
+        self._busy_s = [0.0] * len(self.processes)
+        self._changed[-1] = now
+        tokens = self._tokens
+        self._tokens = [0] * len(self.processes)
         metrics = {"rollout/engine_idle": 1 - sum(busy) / len(busy) / (now - before)}
         speeds = [written / seconds for written, seconds in zip(tokens, busy, strict=True) if written]
         if speeds:
@@ -255,7 +263,8 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             if not free:
                 return
             number, item, done = heapq.heappop(self._waiting)
-            tokens, in_flight = self._tokens_of(item), self._in_flight
+            tokens = self._tokens_of(item)
+            in_flight = self._in_flight
             engine = min(free, key=lambda index: in_flight[index])
             if item.engine in free and in_flight[item.engine] <= _OVERLOAD * (in_flight[engine] + tokens):
                 engine = item.engine
@@ -385,7 +394,8 @@ def launch_engines(
         engine = RecordingEngine
     elif rollout.replay is not None:
         engine = ReplayingEngine
-    vocab, tokenizer = vocab_size(config, model_spec(config.model.hf_config())), None
+    vocab = vocab_size(config, model_spec(config.model.hf_config()))
+    tokenizer = None
     if rollout.stop:
         tokenizer = config.model.tokenizer_directory(model_dir)
     options = engine_options(config.cluster, vocab, weights, tokenizer)

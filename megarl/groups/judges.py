@@ -30,7 +30,9 @@ class Judge:
     """
 
     def __init__(self, settings: JudgeModel, engines: RolloutGroup, scorers: RuleScorers) -> None:
-        self._settings, self._engines, self._scorers = settings, engines, scorers
+        self._settings = settings
+        self._engines = engines
+        self._scorers = scorers
 
     def start(self) -> Call[int]:
         """Starts the engines; returns at once."""

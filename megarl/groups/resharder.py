@@ -95,7 +95,9 @@ class SyncPlanner:
     """
 
     def __init__(self, session: Session, config: RolloutTrainingConfig, actor: RemoteRole) -> None:
-        self._config, self._layout, self.tp = config, actor.layout, config.rollout.tp
+        self._config = config
+        self._layout = actor.layout
+        self.tp = config.rollout.tp
         places = [Place(node=slot.node, device=slot.device) for slot in session.placement.slots]
         self._trainers = [places[device] for device in config.device_list(actor.group.name)]
         self._engine_ranks = [places[device] for device in parse_devices(config.rollout.devices)]
@@ -105,7 +107,8 @@ class SyncPlanner:
 
     def spec(self, engines: Sequence[int], name: str) -> SyncSpec:
         """Returns the specification of a connection; its name is new."""
-        config, places = self._config, self._places(engines)
+        config = self._config
+        places = self._places(engines)
         return SyncSpec.of(
             self.plan(engines),
             name=name,
@@ -156,8 +159,12 @@ class EngineLink:
         *,
         drain: bool,
     ) -> None:
-        self._number, self._members, self._planner, self._drain = number, members, planner, drain
-        self._senders, self._engines = senders, engines
+        self._number = number
+        self._members = members
+        self._planner = planner
+        self._drain = drain
+        self._senders = senders
+        self._engines = engines
         self._connected: list[Process[RolloutEngine]] = []
         self._connections = 0
         self._watch: BarrierWatch
@@ -172,10 +179,12 @@ class EngineLink:
         processes = self._processes(engines)
         if self._connected == processes:
             return True
-        self._connected, self._connections = [], self._connections + 1
+        self._connected = []
+        self._connections = self._connections + 1
         spec = self._planner.spec(engines, f"actor-to-engines-{self._number}-{self._connections}")
         self._watch = self._planner.watch(spec)
-        first, tp = len(self._senders.processes), self._planner.tp
+        first = len(self._senders.processes)
+        tp = self._planner.tp
         self._ranks = {rank: engines[(rank - first) // tp] for rank in range(first, first + len(engines) * tp)}
         sent = self._senders.call_each(MegatronWorker.connect, [self._request(spec, [rank]) for rank in range(first)])
         received = {
@@ -241,7 +250,8 @@ class Resharder:
         parts = [range(rollout.engines)]
         if rollout.rolling_update:
             parts = [range(first, rollout.engines, 2) for first in range(2)]
-        senders, drain = actor.group.named(actor.name), rollout.mode != "inflight"
+        senders = actor.group.named(actor.name)
+        drain = rollout.mode != "inflight"
         self._links = [
             EngineLink(number, part, planner, senders, engines, drain=drain) for number, part in enumerate(parts)
         ]

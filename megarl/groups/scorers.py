@@ -123,7 +123,8 @@ class ScoringProcess:
             completions = self._scorer.completions(request.rollouts[chunk], prompts)
             for row, completion in zip(prompts, completions, strict=True):
                 ids, problem = self._judge.ask(completion)
-                place, prompt_id = (chunk, row), completion.prompt_id
+                place = (chunk, row)
+                prompt_id = completion.prompt_id
                 found.append(Question(place=place, prompt_id=prompt_id, token_ids=ids, problem=problem))
         return found
 
@@ -131,7 +132,8 @@ class ScoringProcess:
     def read(self, request: AnswerRequest) -> ScoredRows:
         """Returns the scores in the judge's answers."""
         assert self._judge is not None
-        scores, failures = np.full(len(request.questions), math.nan, np.float32), dict[tuple[str, str], Unscored]()
+        scores = np.full(len(request.questions), math.nan, np.float32)
+        failures = dict[tuple[str, str], Unscored]()
         for index, (question, at) in enumerate(request.questions):
             try:
                 if at is None:
@@ -172,10 +174,12 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
         limits: TimeLimits,
         warn: Callable[[str], None],
     ) -> None:
-        self._functions, self._warn = tuple(functions), warn
+        self._functions = tuple(functions)
+        self._warn = warn
         self._reported: set[tuple[str, str]] = set()
         self.failures: list[str] = []
-        devices, count = len(session.placement.slots), reward.processes
+        devices = len(session.placement.slots)
+        count = reward.processes
         args = (tokenizer, self._functions, reward, limits.calls)
         processes = [
             session.launch_at(f"scorer {index}", index * devices // count, (), ScoringProcess, *args)

@@ -30,8 +30,11 @@ class SyncAttempt:
         sent: Call[Any],
         received: Mapping[int, Call[Any]],
     ) -> None:
-        self._engines, self._watch, self._ranks = engines, watch, ranks
-        self._sent, self._received = sent, received
+        self._engines = engines
+        self._watch = watch
+        self._ranks = ranks
+        self._sent = sent
+        self._received = received
         self.lost: set[int] = set()
         self._hung: set[int] = set()
         self._extended: set[int | None] = set()

@@ -50,7 +50,8 @@ class RemoteRole:
     """A role in its group. A call goes to every rank of the group, and returns at once."""
 
     def __init__(self, group: WorkerGroup[MegatronWorker], name: RoleName, layout: Layout) -> None:
-        self.group, self.layout = group, layout
+        self.group = group
+        self.layout = layout
         self.name: RoleName = name
         self._ranks = group.named(name)
 
@@ -192,7 +193,8 @@ def check_gpus(config: RunConfig) -> None:
     if cluster.address is not None:
         return
     if not cluster.is_here:
-        rule, value = "several nodes of GPUs need cluster.address", str(cluster.nodes)
+        rule = "several nodes of GPUs need cluster.address"
+        value = str(cluster.nodes)
         fix = "start it with megarl launch slurm or ray, or join a running Ray with cluster.address"
         raise ConfigError([Problem(field="cluster.nodes", value=value, rule=rule, fix=fix)])
     if cluster.device == "cuda" and (found := torch.cuda.device_count()) < cluster.devices_per_node:
@@ -203,5 +205,6 @@ def check_gpus(config: RunConfig) -> None:
     built = vllm_device()
     rollout = config.engine_settings
     if rollout is not None and built not in (None, cluster.device):
-        rule, fix = f"the installed vLLM is built for {built}", f"set it to {built}, or install the other build of vLLM"
+        rule = f"the installed vLLM is built for {built}"
+        fix = f"set it to {built}, or install the other build of vLLM"
         raise ConfigError([Problem(field="cluster.device", value=cluster.device, rule=rule, fix=fix)])

@@ -33,7 +33,8 @@ class Checker:
     """
 
     def __init__(self, request: LaunchRequest, profile: Profile) -> None:
-        self.request, self.profile = request, profile
+        self.request = request
+        self.profile = profile
         tunnel = profile.nemo_run.tunnel if request.mode is LaunchMode.TUNNEL else None
         self.remote = isinstance(tunnel, SSH)
         self.workdir = Path(tunnel.directory) if isinstance(tunnel, SSH) else Path.cwd()
@@ -99,7 +100,8 @@ def profile_problems(profile: Profile) -> Iterator[Problem]:
         fix = "raise time, or lower grace (--grace 0 leaves the end to Slurm)"
         yield Problem(field="time", value=profile.time, rule=rule, fix=fix)
     if profile.gpu_type is not None and profile.gpu_request == "none":
-        rule, fix = "has an effect where GPUs are asked for", "remove it, or set gpu_request"
+        rule = "has an effect where GPUs are asked for"
+        fix = "remove it, or set gpu_request"
         yield Problem(field="gpu_type", value=profile.gpu_type, rule=rule, fix=fix)
 
 
@@ -130,7 +132,9 @@ def _ends(run: TrainingRun, taken: int) -> bool:
 
 def _devices_fit(config: RunConfig, request: LaunchRequest) -> Iterator[Problem]:
     """Checks that every node is used, and that the rollout nodes of a heterogeneous job have the engines alone."""
-    nodes, per_node, split = config.cluster.nodes, config.cluster.devices_per_node, request.rollout_nodes
+    nodes = config.cluster.nodes
+    per_node = config.cluster.devices_per_node
+    split = request.rollout_nodes
     trainers = {device for name in config.groups for device in config.device_list(name)}
     rollout = config.engine_settings
     engines = set[int]() if rollout is None else set(parse_devices(rollout.devices))

@@ -43,7 +43,8 @@ _MOUNTS = "Directories to mount besides the working directory and run.dir; repea
 _PYTHON = "Interpreter that has megarl: without a container this one, in a container python."
 _SWEEP = "One run for each value, in directories below run.dir; repeatable: one run for each combination."
 _ROLLOUT_NODES = "The last N nodes have the engines, as the second component of the job."
-_RUNTIME, _FURTHER = "bare, the nodes' own file system; or pyxis, enroot, apptainer.", "Further option, as "
+_RUNTIME = "bare, the nodes' own file system; or pyxis, enroot, apptainer."
+_FURTHER = "Further option, as "
 _IMAGE = "Image; for Pyxis unless another runtime is given."
 _START_LIMIT = "Seconds for the nodes to find each other, and again to start Ray."
 SWEEP = _several(metavar="KEY.PATH=VALUE,...", help=_SWEEP)

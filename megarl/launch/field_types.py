@@ -77,7 +77,8 @@ def _mount_with_options(mounts: Sequence[str]) -> str | None:
 
 def _bad_shell(lines: Sequence[str]) -> str | None:
     command = ["/bin/bash", "-O", "extglob", "-n"]
-    script, env = "\n".join(lines), {"LC_ALL": "C"}
+    script = "\n".join(lines)
+    env = {"LC_ALL": "C"}
     said = subprocess.run(command, input=script, env=env, capture_output=True, text=True, check=False).stderr
     return f"be shell that bash can read; {said.splitlines()[0].removeprefix('/bin/bash: ')}" if said else None
 

@@ -190,7 +190,8 @@ def _job(
     finished: Sequence[Cell] = (),
     earlier: tuple[Path, ...] = (),
 ) -> PlannedJob:
-    config, count = configs[0], len(cells) - len(finished)
+    config = configs[0]
+    count = len(cells) - len(finished)
     runs = f"{count} run{'s' * (count > 1)} of {config.stage} below {run_dir}"
     title = runs if cells else f"{config.stage} in {run_dir}"
     job = BatchJob(
@@ -214,7 +215,8 @@ def _job(
 
 
 def _components(config: RunConfig, request: LaunchRequest, profile: Profile) -> Iterator[Component]:
-    cluster, apart = config.cluster, request.rollout_nodes or 0
+    cluster = config.cluster
+    apart = request.rollout_nodes or 0
     gpus = cluster.devices_per_node if cluster.device == "cuda" else 0
     yield Component(nodes=cluster.nodes - apart, partition=profile.partition, gpus=gpus)
     if apart:

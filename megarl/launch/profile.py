@@ -159,7 +159,8 @@ def load_profile(path: Path | None = None, settings: Mapping[str, object] | None
 
 
 def _read(file: Path) -> dict[str, Any]:
-    fix, read = "correct the file; docs/slurm.md has an example", None
+    fix = "correct the file; docs/slurm.md has an example"
+    read = None
     try:
         read = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
         rule = "" if isinstance(read, dict) else "the file must hold keys and values"

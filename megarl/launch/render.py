@@ -64,7 +64,8 @@ class BatchJob:
     @property
     def srun(self) -> tuple[str, ...]:
         """Options of srun, without those of a container."""
-        cpus, several = self.profile.cpus_per_task, len(self.components) > 1
+        cpus = self.profile.cpus_per_task
+        several = len(self.components) > 1
         return (
             *("--ntasks-per-node=1", "--export=ALL", "--cpu-bind=none"),
             *("--kill-on-bad-exit=0", f"--wait={self.wait_s}"),

@@ -61,14 +61,19 @@ class LaunchRequest:
 
     def contradictions(self) -> Iterator[Problem]:
         """Finds options that exclude each other, are without effect or malformed."""
-        chain, sweep, split = len(self.configs) > 1, bool(self.sweeps), self.rollout_nodes is not None
-        sweeps, partition = " ".join(self.sweeps), self.rollout_partition
+        chain = len(self.configs) > 1
+        sweep = bool(self.sweeps)
+        split = self.rollout_nodes is not None
+        sweeps = " ".join(self.sweeps)
+        partition = self.rollout_partition
         what, value = ("several configurations", " ".join(map(str, self.configs))) if chain else ("a sweep", sweeps)
         alone = "submit it by itself, with --dependency for what it follows"
         pattern, names = PARTITIONS
         several = f"only a single run has components; not together with {what}: {value}"
-        no_sweep, no_split = "has an effect on a sweep alone", "has an effect with --rollout-nodes alone"
-        unswept, unsplit = self.parallel is not None and not sweep, partition is not None and not split
+        no_sweep = "has an effect on a sweep alone"
+        no_split = "has an effect with --rollout-nodes alone"
+        unswept = self.parallel is not None and not sweep
+        unsplit = partition is not None and not split
         bad_partition = partition is not None and re.fullmatch(pattern, partition) is None
         rules = [
             (not self.configs, "CONFIG", "(missing)", "at least one configuration", "name the YAML file of the run"),
@@ -118,8 +123,6 @@ def names_other_ray(path: Path, overrides: Sequence[str]) -> Iterator[Problem]:
     cluster = merged(path, overrides)[0].get("cluster")
     address = cluster.get("address") if isinstance(cluster, Mapping) else None
     if address not in (None, _AUTO):
-        rule, fix = (
-            "null: the job starts a Ray of its own",
-            "remove it, or submit the run to that cluster (docs/ray.md)",
-        )
+        rule = "null: the job starts a Ray of its own"
+        fix = "remove it, or submit the run to that cluster (docs/ray.md)"
         yield Problem(field="cluster.address", value=str(address), rule=rule, fix=fix)

@@ -43,7 +43,8 @@ def read_sweeps(sweeps: Sequence[str]) -> tuple[list[Cell], list[Problem]]:
     problems: list[Problem] = []
     for sweep in sweeps:
         key, _, text = sweep.partition("=")
-        values, refused = _values(text), None
+        values = _values(text)
+        refused = None
         if not key or not values:
             fix = "write it as key.path=value,value, for example run.seed=0,1,2"
             refused = "a key and values in YAML", fix

@@ -45,10 +45,14 @@ class Evaluator:
     ) -> None:
         assert config.evaluation is not None
         self._evaluation = evaluation = config.evaluation
-        self._engines, self._generator = parts.engines, parts.generator
-        self._scorer, self._colocation = parts.scorer, parts.colocation
-        self._chunks, self._ema_of = chunks, ema_of
-        self._tokenizer, self._tracking = data.tokenizer, config.tracking
+        self._engines = parts.engines
+        self._generator = parts.generator
+        self._scorer = parts.scorer
+        self._colocation = parts.colocation
+        self._chunks = chunks
+        self._ema_of = ema_of
+        self._tokenizer = data.tokenizer
+        self._tracking = config.tracking
         self._prompts = {prompt.prompt_id: prompt for prompt in data.held_out}
         temperature = 0.0 if evaluation.greedy else evaluation.temperature
         self._requests = sample_requests(
@@ -83,10 +87,12 @@ class Evaluator:
         yield scoring
         scores = scoring.wait()
         branches = Branches.of(rollouts.samples)
-        whole, of_whole = branches.whole(rollouts.samples), {name: scores[name][branches.last] for name in scores}
+        whole = branches.whole(rollouts.samples)
+        of_whole = {name: scores[name][branches.last] for name in scores}
         metrics = held_out_metrics(of_whole, whole, self._evaluation)
         total = scores.get(REWARD_MODEL, next(iter(scores.values())))
-        tokenizer, count = self._tokenizer, self._tracking.samples
+        tokenizer = self._tokenizer
+        count = self._tracking.samples
         columns = no_columns if self._tracking.tokens else None
         return EvaluationResult(
             step=step,

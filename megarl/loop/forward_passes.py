@@ -40,7 +40,8 @@ class ForwardPasses:
             self._names.remove("logprobs")
         self._early = self._names
         if config.rollout.max_staleness:
-            reference, moves = roles.get("reference"), algo.kl.reference_sync is not None
+            reference = roles.get("reference")
+            moves = algo.kl.reference_sync is not None
             apart = reference is not None and reference.group is not roles["actor"].group
             self._early = ["ref"] if apart and not moves else []
 
@@ -61,7 +62,8 @@ class ForwardPasses:
         return self._call("logprobs", rollouts)
 
     def _call(self, name: str, rollouts: Rollouts) -> Forward:
-        role, rollout = self._roles[name], self._config.rollout
+        role = self._roles[name]
+        rollout = self._config.rollout
         budget = self._config.role(role.name).tokens_per_micro_batch
         schedule = inference_schedule(rollouts.samples, role.layout, budget)
         request = ForwardRequest(schedule=schedule, chunks=rollouts.chunks, temperature=rollout.temperature)

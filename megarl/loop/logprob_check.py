@@ -107,7 +107,8 @@ def _message(
     lines = ["The trainer and the engines disagree on log-probabilities, with the same weights."]
     for index in failing:
         diff = diffs[index]
-        worst, first = int(np.argmax(diff)), np.zeros(len(diff), bool)
+        worst = int(np.argmax(diff))
+        first = np.zeros(len(diff), bool)
         first[trainer.offsets[:-1]] = True
         lines.append(
             f"Engine {index}: mean absolute difference {diff.mean():.3g} nats per token, allowed are {limit:.3g} "

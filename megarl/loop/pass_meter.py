@@ -66,7 +66,8 @@ class PassMeter:
         names = {usage.device_name for group in usages.values() for usage in group}
         peaks = {self._config.cluster.peak_tflops or peak_tflops(name) for name in names}
         peak = peaks.pop() if len(peaks) == 1 else None
-        passes, self._passes = self._passes, {}
+        passes = self._passes
+        self._passes = {}
         metrics: dict[str, float] = {}
         for name, counted in passes.items():
             metrics |= counted.metrics(name, peak)

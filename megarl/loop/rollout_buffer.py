@@ -47,8 +47,12 @@ class RolloutBuffer:
     def __init__(
         self, config: RolloutTrainingConfig, sampler: Sampler, engines: RolloutGroup, colocation: Colocation
     ) -> None:
-        self._staleness, self._mode, self._last = config.rollout.max_staleness, config.rollout.mode, config.steps
-        self._sampler, self._engines, self._colocation = sampler, engines, colocation
+        self._staleness = config.rollout.max_staleness
+        self._mode = config.rollout.mode
+        self._last = config.steps
+        self._sampler = sampler
+        self._engines = engines
+        self._colocation = colocation
         self._overlaps = self._staleness > 0 and not colocation.shared
         self._rollout = config.rollout
         self._sizes = config.data.prompts_per_step, config.data.samples_per_prompt

@@ -56,7 +56,10 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         phase: Callable[[str], None],
         truncate_at: TruncateAt | None,
     ) -> None:
-        self._config, self._model_dir, self._tokenizer, self._phase = config, model_dir, data.tokenizer, phase
+        self._config = config
+        self._model_dir = model_dir
+        self._tokenizer = data.tokenizer
+        self._phase = phase
         self._trainers = launch_trainers(config, session)
         self.roles = self._trainers.roles
         self._engines = launch_engines(config, config.rollout, session, model_dir, weights="sync")
@@ -70,7 +73,8 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         self._scorer = self._parts.scorer
         self._weights = reward_weights(config.reward, config.environment)
         self._buffer: RolloutBuffer
-        self._meter, self._skipped = PassMeter(config), SkippedBatches(config)
+        self._meter = PassMeter(config)
+        self._skipped = SkippedBatches(config)
         self._evaluator: Evaluator | None = None
         self.evaluate_every: int | None = None
         if config.evaluation is not None:
@@ -103,7 +107,8 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
 
     def _sync(self, step: int) -> Metrics:
         """Moves the actor's weights into the engines as version `step`, if a sync is due."""
-        steps, every = self._config.steps, self.evaluate_every
+        steps = self._config.steps
+        every = self.evaluate_every
         evaluates = step == steps or (every is not None and step % every == 0)
         if not evaluates and (step % self._config.rollout.sync_every or self._buffer.skips_sync(step)):
             return {}
@@ -155,7 +160,8 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
             "perf/tokens_per_second": tokens / timings["time/step"],
             **self._meter.take(self._trainers.take_usage()),
         }
-        prompts, tracking = {prompt.prompt_id: prompt for prompt in sampled.prompts}, self._config.tracking
+        prompts = {prompt.prompt_id: prompt for prompt in sampled.prompts}
+        tracking = self._config.tracking
         kept = columns if tracking.tokens else None
         shown = shown_samples(
             rollouts, prompts, scores, scores_by_reward, self._tokenizer, tracking.samples, advantages, kept
@@ -204,7 +210,8 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         """Exports the actor and its EMA."""
         self._phase("export")
         self.to_training()
-        actor, template = self.roles["actor"], self._config.model.tokenizer_directory(self._model_dir)
+        actor = self.roles["actor"]
+        template = self._config.model.tokenizer_directory(self._model_dir)
         actor.call(MegatronWorker.export, str(export), template).wait()
         if self._config.actor.ema is not None:
             actor.call(MegatronWorker.swap_weights, True).wait()

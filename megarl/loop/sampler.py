@@ -127,19 +127,27 @@ class Sampler:
         begin_forwards: Callable[[Rollouts], Forwards] | None = None,
     ) -> None:
         self._stream = Stream(prompts, config.run.seed)
-        self._engines, self._generator = parts.engines, parts.generator
-        self._scorer, self._colocation = parts.scorer, parts.colocation
+        self._engines = parts.engines
+        self._generator = parts.generator
+        self._scorer = parts.scorer
+        self._colocation = parts.colocation
         self._functions = config.reward.functions
-        self._prompts_per_step, self._samples_per_prompt = config.data.prompts_per_step, config.data.samples_per_prompt
-        self._seed, self._chunks, self._parts = config.run.seed, chunks, config.rollout.inference_parts
-        self._dynamic, self._greedy, self._begin_forwards = dynamic, greedy, begin_forwards
+        self._prompts_per_step = config.data.prompts_per_step
+        self._samples_per_prompt = config.data.samples_per_prompt
+        self._seed = config.run.seed
+        self._chunks = chunks
+        self._parts = config.rollout.inference_parts
+        self._dynamic = dynamic
+        self._greedy = greedy
+        self._begin_forwards = begin_forwards
         self._drawn: dict[int, list[str]] = {}  # the prompts of steps that have not been trained on
         self._asked: Counter[int] = Counter()  # how many of them were asked in this process
 
     def sample(self, step: int) -> Routine[Sampled]:
         """Generates the rollouts of a step and starts to score them; afterwards the trainers have the devices."""
         metrics: Mapping[str, float] = {}
-        forwards, greedy = (), None
+        forwards = ()
+        greedy = None
         if self._dynamic is None:
             self._colocation.to_rollout()
             prompts = self._draw(step)
@@ -201,7 +209,8 @@ class Sampler:
 
     def _draw(self, step: int) -> list[Prompt]:
         """Returns the next prompts of a step; those that an earlier process drew come first."""
-        drawn, first = self._drawn.setdefault(step, []), self._asked[step]
+        drawn = self._drawn.setdefault(step, [])
+        first = self._asked[step]
         self._asked[step] += self._prompts_per_step
         missing = max(self._asked[step] - len(drawn), 0)
         drawn += [prompt.prompt_id for prompt in self._stream.next(missing)]
@@ -237,7 +246,8 @@ class Sampler:
         self, dynamic: DynamicSampling, step: int
     ) -> Routine[tuple[list[Prompt], Rollouts, Scoring, Mapping[str, float]]]:
         """Returns prompts, rollouts, scores and metrics of the first draws that pass the filter."""
-        wanted, size = self._prompts_per_step, self._samples_per_prompt
+        wanted = self._prompts_per_step
+        size = self._samples_per_prompt
         rounds, kept = yield from self._rounds(dynamic, step)
         prompts = [prompt for each in rounds for prompt in each.prompts]
         others = sorted(set(range(len(prompts))) - set(kept))
@@ -282,7 +292,8 @@ class Sampler:
 def _select_scores(rounds: Sequence[Sampled], rows: Sequence[int]) -> Scoring:
     """Returns the scores of some rows of all rounds."""
     joined = Scoring.joined([each.scoring for each in rounds])
-    scores, seconds = {name: values[rows] for name, values in joined.wait().items()}, joined.seconds()
+    scores = {name: values[rows] for name, values in joined.wait().items()}
+    seconds = joined.seconds()
     return Scoring(samples=[joined.samples[row] for row in rows], wait=lambda: scores, seconds=lambda: seconds)
 
 

@@ -63,7 +63,9 @@ class Saver:
     """
 
     def __init__(self, config: TrainingConfig, directory: RunDirectory, trainer: Saved, monitor: CallMonitor) -> None:
-        self._config, self._directory, self._trainer = config, directory, trainer
+        self._config = config
+        self._directory = directory
+        self._trainer = trainer
         self._roles = [trainer.roles[name] for name in config.saved]
         self._writing: _Writing | None = None
         self._longest_s = 0.0
@@ -135,7 +137,8 @@ class Saver:
 
     def _ask(self) -> None:
         """Asks the ranks, from time to time, whether they have written."""
-        saved, now = self._writing, time.monotonic()
+        saved = self._writing
+        now = time.monotonic()
         if saved is None or saved.asked or saved.commit is not None or now < self._next_question:
             return
         self._next_question = now + _INTERVAL_S

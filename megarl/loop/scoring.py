@@ -50,7 +50,8 @@ from megarl.types import Prompt, Ragged, RoleName, SampleInfo
 
 Values = npt.NDArray[np.float32]
 
-REWARD_MODEL, ENVIRONMENT = "reward_model", "environment"
+REWARD_MODEL = "reward_model"
+ENVIRONMENT = "environment"
 """Names of the reward model and the environment among the rewards; reward functions have their labels."""
 
 ScoresByReward = Mapping[str, Values]
@@ -122,8 +123,12 @@ class Scorer:
         judge: Judge | None = None,
     ) -> None:
         self.model = roles.get("reward")
-        self._config, self._reward, self.rules = config, config.reward, rules
-        self._engines, self._truncate_at, self._judge = engines, truncate_at, judge
+        self._config = config
+        self._reward = config.reward
+        self.rules = rules
+        self._engines = engines
+        self._truncate_at = truncate_at
+        self._judge = judge
         self._scale = read_scale(config.reward.path)
 
     @property
@@ -132,7 +137,8 @@ class Scorer:
         reward = self._reward
         if reward.dense is None:
             return None
-        gain, bias = reward.weight * self._scale.gain, reward.weight * self._scale.bias
+        gain = reward.weight * self._scale.gain
+        bias = reward.weight * self._scale.bias
         return TokenRewardScale(gain=gain, bias=bias, differences=reward.dense == "differences")
 
     def score(
@@ -153,7 +159,8 @@ class Scorer:
                 model = dense = self.model.dispatch_by_chunk(MegatronWorker.token_scores, request)
             else:
                 model = self.model.dispatch(MegatronWorker.scores, request)
-        rules, calls = list[Call[ScoredRows]](), list[Call[Any]]()
+        rules = list[Call[ScoredRows]]()
+        calls = list[Call[Any]]()
         if self.rules is not None:
             whole = replace(rollouts, samples=tuple(branches.whole(rollouts.samples)))
             rules += [self.rules.score(functions, whole, prompts)] if functions else []
@@ -216,7 +223,8 @@ class Branches:
 
     def whole(self, samples: Sequence[SampleInfo]) -> list[SampleInfo]:
         """Returns the last sample of each conversation, with the first one's prompt and the sampled tokens of all."""
-        prompts, tokens = dict[int, int](), [0] * len(self.last)
+        prompts = dict[int, int]()
+        tokens = [0] * len(self.last)
         for number, sample in zip(self.conversation.tolist(), samples, strict=True):
             prompts.setdefault(number, sample.prompt_tokens)
             tokens[number] += sample.response_tokens
@@ -335,8 +343,11 @@ def score_batch(
         scores = total_scores(by_reward, whole, {**weights, ENVIRONMENT: 0.0}, algo.scores)
     components = np.stack(list(by_reward.values()), axis=-1)
     if order is not None:
-        scores, totals, components = scores[order], totals[order], components[order]
-    groups, chunks = group_numbers(samples), np.array([sample.chunk for sample in samples])
+        scores = scores[order]
+        totals = totals[order]
+        components = components[order]
+    groups = group_numbers(samples)
+    chunks = np.array([sample.chunk for sample in samples])
     assert (np.diff(chunks) >= 0).all(), "samples are in the order of their chunks"
     finished = np.array([sample.finished for sample in whole])
     masks_unfinished = algo.scores.missing_end is not None and algo.scores.missing_end.name == "mask"
@@ -414,7 +425,8 @@ def sample_filter(weights: Mapping[str, float], algo: Algo) -> SampleFilter:
     passes = bound(FILTERS, algo.filter.name, algo.filter.options)
 
     def keep(scores: ScoresByReward, samples: Sequence[SampleInfo]) -> npt.NDArray[np.bool_]:
-        totals, groups = total_scores(scores, samples, weights, algo.scores), group_numbers(samples)
+        totals = total_scores(scores, samples, weights, algo.scores)
+        groups = group_numbers(samples)
         last = Branches.of(samples).last
         scored = last[np.isfinite(totals[last])]
         members = [torch.as_tensor(totals[scored[groups[scored] == group]]) for group in range(groups.max() + 1)]

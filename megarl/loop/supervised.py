@@ -51,12 +51,18 @@ class SupervisedTrainer:
         sequences_per_row: int = 1,
         all_tokens: bool = False,
     ) -> None:
-        self._config, self._model_dir, self._phase = config, model_dir, phase
+        self._config = config
+        self._model_dir = model_dir
+        self._phase = phase
         self._trainers = launch_trainers(config, session)
         self.roles = self._trainers.roles
-        self._role, self._meter, self._skipped = self.roles[role], PassMeter(config), SkippedBatches(config)
-        self._layout, self._budget = config.layout(role), config.role(role).tokens_per_micro_batch
-        self._rows, self._held_out = Stream(data.train, config.run.seed), data.held_out
+        self._role = self.roles[role]
+        self._meter = PassMeter(config)
+        self._skipped = SkippedBatches(config)
+        self._layout = config.layout(role)
+        self._budget = config.role(role).tokens_per_micro_batch
+        self._rows = Stream(data.train, config.run.seed)
+        self._held_out = data.held_out
         self._rows_per_step = config.rows_per_step
         self._sequences_per_row = sequences_per_row
         self._all_tokens = all_tokens

@@ -100,7 +100,8 @@ def train_with_restarts(config: TrainingConfig) -> Summary:
         PreemptedError: The run had to leave, and has saved.
     """
     config, data = _checked(config)
-    restarts, clock = Restarts(config), process_age
+    restarts = Restarts(config)
+    clock = process_age
     with interrupts_raise():  # also between two attempts
         while True:
             config = restarts.config
@@ -139,7 +140,8 @@ def train(config: TrainingConfig, data: Any, directory: RunDirectory, clock: Cal
             saver.check()
             if _due(step, trainer.evaluate_every, config.steps):
                 reporter.evaluated(trainer.evaluate(step))
-            alarm, leaves = reporter.alarm(step), preemption.leaves(saver.expected_s)
+            alarm = reporter.alarm(step)
+            leaves = preemption.leaves(saver.expected_s)
             saves = leaves or alarm is not None or _due(step, config.checkpoint.every, config.steps)
             for result in trainer.evaluations(wait=saves):
                 reporter.evaluated(result)

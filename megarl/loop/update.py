@@ -83,7 +83,8 @@ class PretrainMix:
 
     def __init__(self, config: RolloutTrainingConfig, settings: PTX, rows: Sequence[Demonstration]) -> None:
         self._settings = settings
-        self._layout, self._budget = config.layout("actor"), config.role("actor").tokens_per_micro_batch
+        self._layout = config.layout("actor")
+        self._budget = config.role("actor").tokens_per_micro_batch
         self._rows = Stream(rows, config.run.seed)
 
     def next(self, steps: Sequence[Schedule]) -> tuple[tuple[Schedule, ...], PretrainBatch[Schedule]]:

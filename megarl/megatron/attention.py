@@ -23,7 +23,8 @@ LENGTH_STEP = 16
 """Sequences whose lengths round up to the same multiple share a rectangle. A call costs many times the attention in a
 short sequence; a larger step pads more."""
 
-HEAD_STEP, LARGEST_HEAD = 8, 256
+HEAD_STEP = 8
+LARGEST_HEAD = 256
 """torch's variable-length kernel takes head sizes that are multiples of the first, up to the second (2.13)."""
 
 
@@ -43,8 +44,10 @@ class Arrangement:
 
 
 def arrange(shape: PackShape, device: torch.device) -> Arrangement:
-    starts, lengths = shape.cu_seqlens[:-1, None].astype(np.int64), np.diff(shape.cu_seqlens)[:, None]
-    total, steps = int(shape.cu_seqlens[-1]), -(-lengths[:, 0] // LENGTH_STEP)
+    starts = shape.cu_seqlens[:-1, None].astype(np.int64)
+    lengths = np.diff(shape.cu_seqlens)[:, None]
+    total = int(shape.cu_seqlens[-1])
+    steps = -(-lengths[:, 0] // LENGTH_STEP)
     rectangles: list[tuple[int, int]] = []
     positions: list[np.typing.NDArray[np.int64]] = []
     for step in np.unique(steps):
@@ -135,7 +138,8 @@ class PackedAttention(torch.nn.Module):
         from torch.nn.attention.varlen import varlen_attn  # with torch's compiler, which takes a third of a second
 
         bounds = pack.cu_seqlens_q, pack.cu_seqlens_kv, pack.shape.max_seqlen, pack.shape.max_seqlen
-        gqa, size = query.shape[1] != key.shape[1], query.shape[2]
+        gqa = query.shape[1] != key.shape[1]
+        size = query.shape[2]
         if missing := -size % HEAD_STEP:
             query, key, value = (F.pad(x, (0, missing)) for x in (query, key, value))
         output: Any = varlen_attn(query, key, value, *bounds, scale=self.scale, window_size=(-1, 0), enable_gqa=gqa)
@@ -194,7 +198,8 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, arrangement: Arrangement, there: Mover, back: Mover) -> Tensor:
-        ctx.arrangement, ctx.back = arrangement, back
+        ctx.arrangement = arrangement
+        ctx.back = back
         return there(x, arrangement)
 
     @staticmethod

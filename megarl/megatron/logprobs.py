@@ -85,7 +85,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         fused: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=wide(hidden), device=hidden.device)
-        entropy, log_z = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        entropy = torch.empty_like(logprobs)
+        log_z = torch.empty_like(logprobs)
         sums_of = _fused_sums if fused and shard.size else _sums
         for begin in range(0, len(hidden), chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
@@ -94,7 +95,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             logprobs[part] = sums[2] - log_z[part]
             entropy[part] = log_z[part] - sums[1] / sums[0]
         ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
-        ctx.shard, ctx.temperature, ctx.chunk_tokens, ctx.fused = shard, temperature, chunk_tokens, fused
+        ctx.shard = shard
+        ctx.temperature = temperature
+        ctx.chunk_tokens = chunk_tokens
+        ctx.fused = fused
         return logprobs, entropy
 
     @staticmethod
@@ -104,7 +108,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
         def of_logits(part: slice) -> Tensor:
             if ctx.fused and shard.size:
-                products, marks = hidden[part] @ weight[: shard.size].T, _local_labels(labels[part], shard)
+                products = hidden[part] @ weight[: shard.size].T
+                marks = _local_labels(labels[part], shard)
                 columns = (values[part] for values in (log_z, entropy, grad_logprobs, grad_entropy))
                 return compiled(gradient_of_products)(products, *marks, *columns, temperature=ctx.temperature)
             logits = shard_logits(hidden[part], weight, shard, ctx.temperature)
@@ -268,7 +273,9 @@ class _Divergence(torch.autograd.Function):
             result[part] = (log_p.exp() * (log_p - log_q)).sum(-1)
         over_shards(result, shard)
         ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, result)
-        ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens
+        ctx.shard = shard
+        ctx.temperature = temperature
+        ctx.chunk_tokens = chunk_tokens
         return result
 
     @staticmethod

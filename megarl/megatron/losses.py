@@ -250,7 +250,8 @@ class PolicyLoss:
     def _kl(self, inputs: LossInputs) -> Tensor:
         """Returns the estimated KL, [B, R] nats."""
         kl = self._algo.kl
-        new, ref = inputs.new_logprobs, inputs.ref_logprobs
+        new = inputs.new_logprobs
+        ref = inputs.ref_logprobs
         estimate = bound(KL_ESTIMATORS, kl.estimator.name, kl.estimator.options)
         if not kl.importance:
             return estimate(new, ref)
@@ -275,7 +276,9 @@ class ReferenceDivergence:
         temperature: float,
     ) -> None:
         assert engine.layout == reference.layout, "the ranks have other parts of the vocabulary"
-        self._engine, self._reference, self._temperature = engine, reference, temperature
+        self._engine = engine
+        self._reference = reference
+        self._temperature = temperature
         batches = micro_batches(reference.model, schedule, chunks)
         states = run_forward(reference.model, batches, schedule.pack_tokens, partial(response_states, reference.model))
         # Stages before the last have no states.
@@ -286,7 +289,8 @@ class ReferenceDivergence:
         model = self._engine.model
         weight, ref_weight = (of.chunks[-1].output_weight() for of in (model, self._reference.model))
         shard = vocab_shard(model.groups.tp, len(weight), self._engine.vocab_size)
-        states, ref_states = response_states(model, batch, hidden), self._states[batch.rows]
+        states = response_states(model, batch, hidden)
+        ref_states = self._states[batch.rows]
         return divergence(states, weight, ref_states, ref_weight, shard, temperature=self._temperature)
 
 
@@ -294,7 +298,8 @@ class ValueLoss:
     def __init__(
         self, engine: ModelEngine, algo: Algo, experience: Chunks[ExperienceChunk], schedule: RankSchedule
     ) -> None:
-        self._engine, self._experience = engine, experience
+        self._engine = engine
+        self._experience = experience
         self._per_token = bound(VALUE_LOSSES, algo.value_loss.name, algo.value_loss.options)
         self._aggregate = _Aggregation(algo, schedule)
 
@@ -322,7 +327,8 @@ class TextLoss:
     """
 
     def __init__(self, engine: ModelEngine, schedule: RankSchedule, *, mix_share: float | None = None) -> None:
-        self._engine, self._mix_share = engine, mix_share
+        self._engine = engine
+        self._mix_share = mix_share
         self._weight = 1 / max(schedule.total_response_tokens, 1)
 
     def __call__(self, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, LossMetrics]:
@@ -344,8 +350,11 @@ class PreferenceLoss:
     def __init__(
         self, engine: ModelEngine, settings: Choice, chunks: Chunks[TextChunk], schedule: RankSchedule
     ) -> None:
-        self._engine, self._settings, self._chunks = engine, settings, chunks
-        self._responses, self._rows = schedule.rows_per_unit, max(schedule.total_rows, 1)
+        self._engine = engine
+        self._settings = settings
+        self._chunks = chunks
+        self._responses = schedule.rows_per_unit
+        self._rows = max(schedule.total_rows, 1)
 
     def __call__(self, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, LossMetrics]:
         responses = self._responses
@@ -354,7 +363,8 @@ class PreferenceLoss:
         terms = self._per_preference(batch, hidden, scores.view(-1, responses))
         detached = scores.detach()
         spread = LossTerms(values=detached, metrics={}, spreads={"score": detached})
-        metrics, of_scores = _mean(terms, responses / self._rows), _mean(spread, 1 / self._rows)
+        metrics = _mean(terms, responses / self._rows)
+        of_scores = _mean(spread, 1 / self._rows)
         loss = terms.values.sum() * (responses / self._rows)
         return loss, replace(of_scores, means={**metrics.means, **of_scores.means})
 

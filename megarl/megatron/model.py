@@ -73,7 +73,8 @@ class LayerNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.eps = eps
-        self.weight, self.bias = _parameter(config, hidden_size), _parameter(config, hidden_size)
+        self.weight = _parameter(config, hidden_size)
+        self.bias = _parameter(config, hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
@@ -256,7 +257,8 @@ def build_model(
     """
     _add_rng_states()
     arguments = spec.transformer(layout.tp, head)
-    stage, device = groups.pp.rank(), torch.empty(0, device=torch.cuda.current_device()).device.type
+    stage = groups.pp.rank()
+    device = torch.empty(0, device=torch.cuda.current_device()).device.type
     config = _transformer_config(arguments, layout, _Stages(spec, layout, stage), dtype, recompute, device)
     kind = _agreed(layer_kind(layers, spec.dims, str(dtype).removeprefix("torch."), device), groups.intra_dist_opt)
     chunks = []

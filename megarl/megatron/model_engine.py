@@ -78,10 +78,13 @@ class ModelEngine:
         recompute: Recompute = "none",
         layers: LayerChoice = "auto",
     ) -> None:
-        self.name, self.spec, self.layout = name, spec, layout
+        self.name = name
+        self.spec = spec
+        self.layout = layout
         self.vocab_size = vocab_size
         self.head: HeadName = HEADS[name]
-        self.coords, self.reports = layout.coords(rank), layout.reports(rank)
+        self.coords = layout.coords(rank)
+        self.reports = layout.reports(rank)
         self.shard_map: ShardMap = spec.megatron_map(layout, rank, self.head)
         self.model = build_model(
             spec,
@@ -292,7 +295,8 @@ def load_engine(spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str) ->
     tensors = load_shard(engine.shard_map, directory, model.manifest(engine.head, new_head=new_head is not None))
     for parameter in engine.shard_map.params.keys() - tensors.keys():
         assert new_head is not None, f"{spec.name}: {parameter} was not read"
-        hidden, rule = model.dims.hidden, new_head.std
+        hidden = model.dims.hidden
+        rule = new_head.std
         std = head_std(hidden, rule=rule) if isinstance(rule, str) else rule
         tensors[parameter] = std * torch.randn(1, hidden, generator=torch.Generator().manual_seed(new_head.seed))
     engine.load(tensors)

@@ -96,7 +96,8 @@ class Offloader:
     """Keeps idle roles that may be offloaded in host memory; roles may be added later."""
 
     def __init__(self, roles: Mapping[RoleName, ModelEngine], offloadable: Collection[RoleName]) -> None:
-        self._roles, self._offloadable = roles, frozenset(offloadable)
+        self._roles = roles
+        self._offloadable = frozenset(offloadable)
 
     def onload(self, name: RoleName, *others: RoleName) -> ModelEngine:
         """Returns the role with its memory on the device; offloads every offloadable role but it and ``others``."""

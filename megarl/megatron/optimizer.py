@@ -226,7 +226,9 @@ class WeightEMA:
     """
 
     def __init__(self, model: RoleModel, optimizer: ShardedOptimizer, decay: float) -> None:
-        self._model, self._optimizer, self._decay = model, optimizer, decay
+        self._model = model
+        self._optimizer = optimizer
+        self._decay = decay
         self.values = {shard.name: shard.main.detach().float().clone() for shard in shards(model, optimizer)}
         """The average of each ``OptimizerShard``, by name."""
         self.in_use = False

@@ -73,10 +73,15 @@ def build_groups(layout: Layout, rank: int, cache: GroupCache) -> ProcessGroupCo
     groups = ProcessGroupCollection(
         tp=group("tp"), pp=group("pp"), dp=group("dp"), mp=group("tp", "pp"), cp=group(), ep=group("ep")
     )
-    groups.tp_cp, groups.dp_cp, groups.tp_dp_cp = groups.tp, groups.dp, group("tp", "dp")
-    groups.expt_tp, groups.expt_dp = groups.tp, group("expt_dp")
-    groups.tp_ep, groups.tp_ep_pp = group("tp", "ep"), group("tp", "ep", "pp")
-    groups.intra_dp_cp, groups.intra_expt_dp = groups.dp, groups.expt_dp
+    groups.tp_cp = groups.tp
+    groups.dp_cp = groups.dp
+    groups.tp_dp_cp = group("tp", "dp")
+    groups.expt_tp = groups.tp
+    groups.expt_dp = group("expt_dp")
+    groups.tp_ep = group("tp", "ep")
+    groups.tp_ep_pp = group("tp", "ep", "pp")
+    groups.intra_dp_cp = groups.dp
+    groups.intra_expt_dp = groups.expt_dp
     groups.intra_dist_opt = group("tp", "dp", "pp")
     groups.embd = cache.mine([tuple(sorted({ranks[0], ranks[-1]})) for ranks in partition(layout, "pp")], rank)
     groups.pos_embd = None

@@ -164,7 +164,8 @@ def run_schedule(
     """
     model.require_memory()
     config = model.config
-    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    pp = config.pipeline_model_parallel_size
+    vpp = config.virtual_pipeline_model_parallel_size
     schedule = get_forward_backward_func(pp, vpp)
 
     def forward_step(iterator: Any, module: Module) -> tuple[Tensor, Callable[..., Any]]:

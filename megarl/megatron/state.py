@@ -157,7 +157,8 @@ class _Writer(FileSystemWriter):
     def __init__(self, directory: Path, counters: Mapping[str, int]) -> None:
         # Copying ahead waits for the device's work, which is that of the training.
         super().__init__(directory, per_thread_copy_ahead=0, overwrite=False)
-        self._directory, self._counters = directory, counters
+        self._directory = directory
+        self._counters = counters
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
         with write_errors(self._directory / _RANK_FILE.format(dist.get_rank()), planner.nbytes):
@@ -260,7 +261,8 @@ class _Boxes:
         """Divides a run of a flattened parameter, or of its optimizer state, [len(span)]."""
         coords = self._role.coords
         for box in row_major_boxes(self._role.shard_map.params[param].shape, span.start, span.stop):
-            block, values = values[: box.size].view(box.shape), values[box.size :]
+            block = values[: box.size].view(box.shape)
+            values = values[box.size :]
             for shard in self._shards[param]:
                 part = shard.within(box)
                 if part is None:

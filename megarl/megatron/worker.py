@@ -46,7 +46,9 @@ class MegatronWorker:
     """
 
     def __init__(self, config: RunConfig, group: str, rank: int) -> None:
-        self._config, self._group, self._rank = config, group, rank
+        self._config = config
+        self._group = group
+        self._rank = rank
         self._platform: Platform | None = None
         self._specs = role_specs(config, group)
         self._roles: dict[RoleName, ModelEngine] = {}
@@ -119,7 +121,8 @@ class MegatronWorker:
         self, role: RoleName, request: ExperienceRequest[RankSchedule]
     ) -> tuple[dict[int, ExperienceChunk], ExperienceReport] | None:
         """Returns the experience of this replica's chunks, and the report, which is the same on all replicas."""
-        actor, loss = self._roles[role], self._loss_spec(role)
+        actor = self._roles[role]
+        loss = self._loss_spec(role)
         assert isinstance(loss, PolicySpec), "experience is for a policy loss"
         if not actor.reports:
             return None
@@ -131,7 +134,9 @@ class MegatronWorker:
             return shared.to(vector.device)
 
         add, maximum = (partial(reduce, operation=operation) for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX))
-        chunks, columns, context = request.schedule.chunks, request.columns, request.context
+        chunks = request.schedule.chunks
+        columns = request.columns
+        context = request.context
         return build_experience(chunks, request.rollouts, columns, loss.algo, loss.value_norm, context, add, maximum)
 
     @remote(phase="update")
@@ -140,9 +145,12 @@ class MegatronWorker:
         from megarl.megatron.losses import TextLoss, loss_maker, report
         from megarl.megatron.model_engine import AuxBatch
 
-        spec, reference, aux = self._loss_spec(role), None, None
+        spec = self._loss_spec(role)
+        reference = None
+        aux = None
         if isinstance(spec, PolicySpec) and spec.algo.kl.of_distributions:
-            engine, reference = self._offloader.onload(role, "reference"), self._roles["reference"]
+            engine = self._offloader.onload(role, "reference")
+            reference = self._roles["reference"]
         else:
             engine = self._offloader.onload(role)
         if (texts := request.texts) is not None:
@@ -165,7 +173,8 @@ class MegatronWorker:
     @remote(phase="update")
     def take_token_values(self, role: RoleName) -> TokenValues:
         """Returns the values of the tokens in the role's last optimizer steps, for people, and forgets them."""
-        values, self._token_values = self._token_values, {}
+        values = self._token_values
+        self._token_values = {}
         return values if self._roles[role].reports else {}
 
     @remote(phase="inference")
@@ -173,7 +182,8 @@ class MegatronWorker:
         """Returns the stage's loss and its metrics without a step, as ``eval/name``."""
         from megarl.megatron.losses import loss_maker
 
-        engine, chunks = self._offloader.onload(role), request.chunks
+        engine = self._offloader.onload(role)
+        chunks = request.chunks
         metrics = engine.evaluate(request.schedule, chunks, loss_maker(self._loss_spec(role), engine, chunks))
         return {f"eval/{name}": value for name, value in metrics.items()} if engine.reports else None
 
@@ -238,7 +248,8 @@ class MegatronWorker:
         from megarl.megatron.parallel import barrier
 
         engine = self._offloader.onload(role)
-        spec, layout = engine.spec, engine.layout
+        spec = engine.spec
+        layout = engine.layout
         tensors = spec.canonical(engine.head)
         maps = [spec.megatron_map(layout, rank, engine.head) for rank in range(layout.world_size)]
         parameters = {name: parameter.detach() for name, parameter in engine.model.parameters().items()}

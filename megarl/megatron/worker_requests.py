@@ -40,7 +40,8 @@ class ExperienceRequest[S: (Schedule, RankSchedule)]:
 
     def part(self: ExperienceRequest[Schedule], replica: int) -> ExperienceRequest[RankSchedule]:
         own = self.schedule.ranks[replica]
-        rollouts, columns = self.rollouts.only(own.chunks), self.columns.only(own.chunks)
+        rollouts = self.rollouts.only(own.chunks)
+        columns = self.columns.only(own.chunks)
         return ExperienceRequest(schedule=own, rollouts=rollouts, columns=columns, context=self.context)
 
 

@@ -72,8 +72,10 @@ def pipeline_layers(layers: int, layout: Layout, stage: int, chunk: int) -> rang
     Args:
         chunk: index among the virtual stages of the pipeline rank ``stage``.
     """
-    pp, vpp = layout.pp, layout.vpp
-    full, short = -(-layers // (pp * vpp)), -layers % (pp * vpp)
+    pp = layout.pp
+    vpp = layout.vpp
+    full = -(-layers // (pp * vpp))
+    short = -layers % (pp * vpp)
     stages = [pp - 1, *range(pp - 1)]
     order = [(stage, vpp - 1 - i if stage == pp - 1 else i) for i in range(vpp) for stage in stages]
     shorter = {i * pp + stage for stage, i in order[:short]}
@@ -125,7 +127,8 @@ class ModelSpec:
 
     def manifest(self, head: HeadName = "lm", *, new_head: bool = False) -> Manifest:
         """Returns what a checkpoint must contain; ``new_head``: a value or score head is neither needed nor loaded."""
-        tensors, output = self.canonical(head), self.table.output.names.hf
+        tensors = self.canonical(head)
+        output = self.table.output.names.hf
         ignored = ["*.rotary_emb.inv_freq", *self.family.ignored]
         if f"{output}.weight" not in tensors:
             ignored.append(f"{output}.weight")
@@ -163,7 +166,8 @@ class ModelSpec:
             if coords.pp == 0 and chunk == 0:
                 groups.append((local, "", self._stacks(self._first(), "megatron", at)))
             for i, layer in enumerate(self.layers(layout, coords.pp, chunk)):
-                hf, megatron = self.table.layer_prefix.hf.format(layer), self.table.layer_prefix.megatron.format(i)
+                hf = self.table.layer_prefix.hf.format(layer)
+                megatron = self.table.layer_prefix.megatron.format(i)
                 groups.append((local + megatron, hf, stacks))
             if coords.pp == layout.pp - 1 and chunk == layout.vpp - 1:
                 output = self._output(head)
@@ -183,7 +187,8 @@ class ModelSpec:
             transformer_engine: the modules are Transformer Engine's; otherwise the norm before the experts has another
                 key.
         """
-        coords, norm_in_mlp = ShardCoords(tp=GroupRank()), self.dims.experts == 0 or not transformer_engine
+        coords = ShardCoords(tp=GroupRank())
+        norm_in_mlp = self.dims.experts == 0 or not transformer_engine
         groups: list[_PrefixedStacks] = []
         for param_type in (*self._first(), *self.table.final, *self._output(head)):
             if isinstance(param_type, VocabRows):
@@ -202,7 +207,8 @@ class ModelSpec:
         """Returns the map of a TP rank of a vLLM engine, under vLLM's fused names."""
         self.check_vllm(tp)
         coords = ShardCoords(tp=GroupRank(rank=rank, size=tp))
-        prefix, stacks = self.table.layer_prefix, self._stacks(self.table.layer, "vllm", coords)
+        prefix = self.table.layer_prefix
+        stacks = self._stacks(self.table.layer, "vllm", coords)
         groups: list[_PrefixedStacks] = [("", "", self._stacks(self._first(), "vllm", coords))]
         groups += [(prefix.of("vllm").format(i), prefix.hf.format(i), stacks) for i in range(self.dims.layers)]
         groups.append(("", "", self._stacks((*self.table.final, *self._output("lm")), "vllm", coords)))
@@ -242,7 +248,8 @@ class ModelSpec:
 
     def check_megatron(self, layout: Layout) -> None:
         """Raises ValueError, with every reason, where Megatron cannot hold the model in this layout."""
-        dims, chunks = self.dims, layout.pp * layout.vpp
+        dims = self.dims
+        chunks = layout.pp * layout.vpp
         qkv = (dims.heads + 2 * dims.kv_heads) * dims.head_dim
         problems = _tp_problems(layout.tp, dims, {"rows of queries, keys and values": qkv})
         if dims.layers < chunks:
@@ -307,7 +314,8 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     activations = HF_ACTIVATIONS[family.activation]
     reader.require("hidden_act", *activations, only=", ".join(activations))
     reader.refuse_uncommon()
-    table, tied = family.describe(reader), reader.flag("tie_word_embeddings")
+    table = family.describe(reader)
+    tied = reader.flag("tie_word_embeddings")
     if reader.problems:
         problems = "\n  ".join(reader.problems)
         raise UnsupportedModelError(f"the {family.model_type} model is not supported:\n  {problems}")
@@ -330,13 +338,17 @@ def _in_checkpoint(stack: Stack, layer: int, dims: Dims, norm_in_mlp: bool) -> S
     the names that they have where Transformer Engine fuses them into the linear layer that follows
     (``sharded_state_dict_keys_map`` of models/gpt/gpt_layer_specs.py), that before the MLP only with ``norm_in_mlp``.
     """
-    param, at, of = stack.param, (layer, *stack.at), (dims.layers, *stack.of)
+    param = stack.param
+    at = (layer, *stack.at)
+    of = (dims.layers, *stack.of)
     for own, fused in (INPUT_NORM, MLP_NORM)[: 2 if norm_in_mlp else 1]:
         if param.startswith(own):
             param = fused + param.removeprefix(own)
     expert = _EXPERT.match(param)
     if expert:
-        param, at, of = f"mlp.experts.experts{param[expert.end() :]}", (*at, int(expert[1])), (*of, dims.experts)
+        param = f"mlp.experts.experts{param[expert.end() :]}"
+        at = (*at, int(expert[1]))
+        of = (*of, dims.experts)
     return replace(stack, param=param, at=at, of=of)
 
 

@@ -49,7 +49,8 @@ def peak_tflops(device_name: str) -> float | None:
 
 def token_flops(spec: ModelSpec) -> int:
     """Returns the operations of all layers for one token, without attention between tokens."""
-    dims, megatron = spec.dims, spec.table.megatron
+    dims = spec.dims
+    megatron = spec.table.megatron
     attention = 2 * dims.hidden * dims.head_dim * (dims.heads + dims.kv_heads)
     mlp = (3 if megatron["gated_linear_unit"] else 2) * dims.hidden * dims.ffn * megatron.get("moe_router_topk", 1)
     return 2 * dims.layers * (attention + mlp + dims.hidden * dims.experts)
@@ -60,9 +61,14 @@ def forward_flops(spec: ModelSpec, head: HeadName, sequences: Iterable[TokenCoun
 
     A forward and a backward pass have three times as many.
     """
-    dims, tokens, pairs, read = spec.dims, 0, 0, 0
+    dims = spec.dims
+    tokens = 0
+    pairs = 0
+    read = 0
     for sequence in sequences:
         length = sequence.tokens
-        tokens, pairs, read = tokens + length, pairs + length * (length + 1) // 2, read + sequence.response_tokens
+        tokens = tokens + length
+        pairs = pairs + length * (length + 1) // 2
+        read = read + sequence.response_tokens
     attention = 4 * dims.layers * dims.heads * dims.head_dim * pairs
     return token_flops(spec) * tokens + attention + 2 * dims.hidden * (dims.vocab if head == "lm" else 1) * read

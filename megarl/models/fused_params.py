@@ -82,7 +82,8 @@ def _slice(parts: Sequence[TensorRange], start: int, stop: int) -> list[TensorRa
     found: list[TensorRange] = []
     offset = 0
     for part in parts:
-        low, high = max(start - offset, 0), min(stop - offset, part.size)
+        low = max(start - offset, 0)
+        high = min(stop - offset, part.size)
         if low < high:
             found.append(part.within(low, high))
         offset += part.size
@@ -107,7 +108,8 @@ class Experts:
     down: str
 
     def tensors(self, dims: Dims) -> dict[str, Shape]:
-        inner, outer = (dims.ffn, dims.hidden), (dims.hidden, dims.ffn)
+        inner = (dims.ffn, dims.hidden)
+        outer = (dims.hidden, dims.ffn)
         shapes = ((self.gate, inner), (self.up, inner), (self.down, outer))
         return {self._tensor(e, name): shape for e in range(dims.experts) for name, shape in shapes}
 
@@ -119,7 +121,8 @@ class Experts:
                 yield self._gate_up(f"{module}.linear_fc1.weight", expert, dims, coords)
                 yield self._down(f"{module}.linear_fc2.weight", expert, dims, coords)
         else:
-            of, vllm = (len(experts),), f"{self.module}.routed_experts"
+            of = (len(experts),)
+            vllm = f"{self.module}.routed_experts"
             for i, expert in enumerate(experts):
                 yield self._gate_up(f"{vllm}.w13_weight", expert, dims, coords, (i,), of)
             for i, expert in enumerate(experts):

@@ -128,7 +128,8 @@ class HFConfigReader:
 
     def positive(self, field: str, default: int | None = None) -> int:
         """Reads a positive integer; null counts as ``default``."""
-        value, most = self.get(field), _MOST.get(field, 2**31 - 1)
+        value = self.get(field)
+        most = _MOST.get(field, 2**31 - 1)
         value = default if value is None else value
         if type(value) is int and 0 < value <= most:
             return value
@@ -162,7 +163,8 @@ class HFConfigReader:
 
     def dims(self, *, rotary: bool, mlp_ratio: int | None) -> Dims:
         """Reads the decoder's sizes; see ``Family`` for the arguments."""
-        hidden, heads = self.positive("hidden_size"), self.positive("num_attention_heads")
+        hidden = self.positive("hidden_size")
+        heads = self.positive("num_attention_heads")
         dims = Dims(
             vocab=self.positive("vocab_size"),
             hidden=hidden,

@@ -115,7 +115,8 @@ def _phi3(read: HFConfigReader) -> ParamTable:
     for name in ("embd_pdrop", "resid_pdrop"):
         read.require(name, 0, only="0: trainer and engine must agree without randomness")
     # HF fuses as vLLM does.
-    qkv, gate_up = replace(QKV, hf=(QKV.vllm,) * 3), replace(GATE_UP, hf=(GATE_UP.vllm,) * 2)
+    qkv = replace(QKV, hf=(QKV.vllm,) * 3)
+    gate_up = replace(GATE_UP, hf=(GATE_UP.vllm,) * 2)
     return llama_table(read, qkv=qkv, mlp=(gate_up, DOWN))
 
 
@@ -132,7 +133,8 @@ def _qwen2(read: HFConfigReader) -> ParamTable:
     read.require("use_sliding_window", False, only="full attention")
     read.require("qk_norm", False, only="queries and keys without norms")
     read.require("dual_chunk_attention_config", only="attention over the whole sequence")
-    hidden, heads = read.positive("hidden_size"), read.positive("num_attention_heads")
+    hidden = read.positive("hidden_size")
+    heads = read.positive("num_attention_heads")
     head_dim = read.positive("head_dim", hidden // heads)
     if read.get("head_dim") is not None and head_dim * heads != hidden:
         read.problems.append(

@@ -12,7 +12,8 @@ from megarl.models.param_types import Names, ParamType, Replicated
 
 def routing(read: HFConfigReader, *, renormalised: bool) -> dict[str, Any]:
     """Returns the router's fields of ``TransformerConfig``; ``renormalised``: the chosen experts' weights sum to 1."""
-    chosen, experts = read.positive("num_experts_per_tok"), read.positive("num_experts")
+    chosen = read.positive("num_experts_per_tok")
+    experts = read.positive("num_experts")
     if chosen > experts:
         read.problems.append(f"num_experts_per_tok: {chosen} exceeds the {experts} experts")
     if chosen == 1 and renormalised:

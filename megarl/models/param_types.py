@@ -115,7 +115,8 @@ class Stack:
         offset = 0
         above = tuple(i + 1 for i in self.at)
         for part in self.parts:
-            inner, region = self._along_axis(offset, offset + part.size), self._along_axis(part.start, part.stop)
+            inner = self._along_axis(offset, offset + part.size)
+            region = self._along_axis(part.start, part.stop)
             if self.transposed:
                 region = Box(region.start[::-1], region.stop[::-1])
             found.append((Box(self.at + inner.start, above + inner.stop), part.tensor, region))
@@ -123,7 +124,8 @@ class Stack:
         return found
 
     def _along_axis(self, start: int, stop: int) -> Box:
-        low, high = [0] * len(self.shape), list(self.shape)
+        low = [0] * len(self.shape)
+        high = list(self.shape)
         low[self.axis], high[self.axis] = start, stop
         return Box(tuple(low), tuple(high))
 
@@ -234,7 +236,8 @@ class RowParallel:
         return weight | ({f"{self.names.hf}.bias": (dims.hidden,)} if self.bias else {})
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
-        hf, local = self.names.hf, self.names.of(engine)
+        hf = self.names.hf
+        local = self.names.of(engine)
         columns = TensorRange(f"{hf}.weight", *coords.tp.range(dims.size(self.inputs)))
         shape = (dims.hidden, columns.size)
         yield Stack(param=f"{local}.weight", shape=shape, parts=(columns,), axis=1, transposed=self.transposed)

@@ -12,7 +12,8 @@ INPUT_NORM = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
 """The names of a norm where it is a module, and where it is a part of the next linear layer."""
 MLP_NORM = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 
-_HEAD_STEP, _LARGEST_HEAD = 8, 128
+_HEAD_STEP = 8
+_LARGEST_HEAD = 128
 
 
 def name_in_maps(parameter: str) -> str:

@@ -42,7 +42,8 @@ class WeightPlanRequest:
 
     def places(self) -> tuple[list[Place], list[Place]]:
         """Returns where the trainer's and the engines' ranks are."""
-        trainers, engines = self.layout.world_size, self.tp * self.replicas
+        trainers = self.layout.world_size
+        engines = self.tp * self.replicas
         first = 0 if self.colocated else trainers
         places = [Place(node=i // self.devices_per_node, device=i) for i in range(max(trainers, first + engines))]
         return places[:trainers], places[first : first + engines]

@@ -38,11 +38,15 @@ Phases = tuple[PhaseMemory, ...]
 def print_memory(config: RunConfig, console: Console | None = None) -> None:
     """Prints the memory of each device in each phase, and for phases that may not fit what would help."""
     out = console or Console(highlight=False)
-    room, peaks, offloaded, worries = capacity(config), 0, 0, list[str]()
+    room = capacity(config)
+    peaks = 0
+    offloaded = 0
+    worries = list[str]()
     devices = [(plan, tuple(plan.phases())) for plan in plan_memory(config)]
     for phases, same in groupby(devices, key=lambda entry: entry[1]):
         members = [plan for plan, _ in same]
-        first, last = members[0].device, members[-1].device
+        first = members[0].device
+        last = members[-1].device
         name = f"device {first}" if first == last else f"devices {first}-{last}"
         out.print(_table(f"{name}, GiB", phases))
         out.print()

@@ -29,7 +29,8 @@ class Traffic:
         ranks, numbers = np.unique(np.array((senders, receivers), dtype=np.int64), return_inverse=True)
         self._ranks = len(ranks)
         self.sender, self.receiver = numbers.reshape(2, -1)
-        self.bucket, self.nbytes = np.array(bucket, dtype=np.int64), np.array(nbytes, dtype=np.int64)
+        self.bucket = np.array(bucket, dtype=np.int64)
+        self.nbytes = np.array(nbytes, dtype=np.int64)
         pairs, pair = np.unique(self.sender * self._ranks + self.receiver, return_inverse=True)
         apart = [
             by_rank[0][int(ranks[a])].distance(by_rank[1][int(ranks[b])])
@@ -52,8 +53,10 @@ class Traffic:
         Args:
             speeds: bytes per second of a rank's links.
         """
-        count, buckets = self._ranks, int(self.bucket.max(initial=-1)) + 1
-        alone, together = np.zeros(count), np.zeros(buckets * count)
+        count = self._ranks
+        buckets = int(self.bucket.max(initial=-1)) + 1
+        alone = np.zeros(count)
+        together = np.zeros(buckets * count)
         for distance, speed in speeds.items():
             alone += np.maximum(self.sent[distance], self.received[distance]) / speed
             sent = self._bytes(self.bucket * count + self.sender, distance, buckets * count)

@@ -78,7 +78,8 @@ class WeightsReport:
 @collector_paused()
 def plan_weights(request: WeightPlanRequest) -> WeightsReport:
     start = perf_counter()
-    spec, (trainers, engines) = request.spec, request.places()
+    spec = request.spec
+    (trainers, engines) = request.places()
     sources = trainer_holders(spec, request.layout, trainers)
     destinations = engine_holders(spec, request.tp, engines, first=len(sources))
     transfer = plan(sources, destinations, request.bucket_bytes)
@@ -120,7 +121,8 @@ def _spread(nbytes: Sequence[int]) -> dict[str, int]:
 
 
 def _link(traffic: Traffic, distance: Distance, speed: float) -> LinkTraffic:
-    sent, received = traffic.sent[distance], traffic.received[distance]
+    sent = traffic.sent[distance]
+    received = traffic.received[distance]
     return LinkTraffic(
         messages=traffic.messages(distance),
         nbytes=int(sent.sum()),

@@ -50,7 +50,8 @@ def check(config: RunConfig, *, bare: bool = False) -> Sets:
         problems.append(Problem(field="rollout.replay", value=replay, rule="holds recorded rollouts", fix=fix))
     problems += check_own_functions(config)
     for field in masked(config.model_dump(mode="json", by_alias=True)):
-        rule, fix = "the secret itself: the files of a run do not have it", f"set {field}='${{oc.env:NAME}}'"
+        rule = "the secret itself: the files of a run do not have it"
+        fix = f"set {field}='${{oc.env:NAME}}'"
         problems.append(Problem(field=field, value=MASK, rule=rule, fix=fix))
     problems += _trackers(config.tracking)
     if sets is not None:
@@ -106,7 +107,8 @@ def _read_data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem
         tokenizer = _tokenizer(config, vocab, section, rows)
     except ValueError as error:
         fix = "correct its files, or name another tokenizer with model.tokenizer"
-        field, value = "model.tokenizer", shown(config.model.tokenizer or config.model.path)
+        field = "model.tokenizer"
+        value = shown(config.model.tokenizer or config.model.path)
         return None, [Problem(field=field, value=value, rule=str(error), fix=fix)]
     rules = [f"{section}.{fault}" for fault in get_args(Fault) if fault in type(rows).model_fields]
     reader = DataReader(
@@ -150,12 +152,14 @@ def _end_token(config: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Probl
     try:
         stops = {*stop_token_ids(config.model.path), *rollout.stop_token_ids}
     except (OSError, ValueError) as error:
-        rule, fix = f"a directory whose end tokens can be read: {error}", "correct or remove the file"
+        rule = f"a directory whose end tokens can be read: {error}"
+        fix = "correct or remove the file"
         yield Problem(field="model.path", value=config.model.path, rule=rule, fix=fix)
         return
     end = None if tokenizer is None else tokenizer.end_token_id
     if end is not None and end not in stops:
-        field, value = "rollout.stop_token_ids", shown(list(rollout.stop_token_ids))
+        field = "rollout.stop_token_ids"
+        value = shown(list(rollout.stop_token_ids))
         there = f"the engines stop at {sorted(stops) or 'no token'}, not at the tokenizer's end token, {end}"
         rule = f"{there}, with which demonstrations and preferred responses end"
         fix = f"add {end}, or correct eos_token_id in the model's generation_config.json"
@@ -171,7 +175,8 @@ def _reward_functions(config: RunConfig, sets: Sets | None) -> Iterator[Problem]
     if config.evaluation is not None:
         functions = config.evaluation.functions
         named.append(("evaluation.functions", functions, () if read is None else read.held_out))
-    tokenizer, longest = read is None or read.tokenizer is not None, config.rollout.max_new_tokens
+    tokenizer = read is None or read.tokenizer is not None
+    longest = config.rollout.max_new_tokens
     for where, functions, prompts in named:
         problems = check_functions(functions, where=where, tokenizer=tokenizer, longest=longest)
         yield from problems or check_fields(functions, prompts, where=where)

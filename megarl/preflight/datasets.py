@@ -95,11 +95,14 @@ class DataReader:
         drop: Collection[Fault],
         rules: Sequence[str],
     ) -> None:
-        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
         self.problems: list[Problem] = []
-        self._chat_template, self._rules = chat_template, ", ".join(rules)
+        self._chat_template = chat_template
+        self._rules = ", ".join(rules)
         self._template_arguments = template_arguments
-        self._drop, self._left_out = frozenset(drop), list[tuple[str, LeftOut]]()
+        self._drop = frozenset(drop)
+        self._left_out = list[tuple[str, LeftOut]]()
 
     @property
     def left_out(self) -> LeftOutRows:
@@ -199,7 +202,8 @@ def pair_sets(
     train, held_out = reader.read_both(load, data)
     if train and held_out and data.evaluation and len(train[0].responses) != len(held_out[0].responses):
         rule = f"has {len(train[0].responses)} candidates a row, as data.train; it has {len(held_out[0].responses)}"
-        fix, path = "use rows with as many candidates", data.evaluation.path
+        fix = "use rows with as many candidates"
+        path = data.evaluation.path
         reader.problems.append(Problem(field="data.evaluation", value=path, rule=rule, fix=fix))
     reference: list[Prompt] = []
     if normalisation is not None and rollout is not None:

@@ -16,7 +16,8 @@ def check_memory(config: RunConfig) -> None:
 
     And if the engines' fraction of a device leaves no room for their caches. The same holds on `cluster.min_nodes`.
     """
-    plans, room = plan_memory(config), capacity(config)
+    plans = plan_memory(config)
+    room = capacity(config)
     problems = {problem.field: problem for problem in _without_cache(config, plans)}
     for group in [plans] if room.shared else [[plan] for plan in plans]:
         by_phase: dict[str, list[tuple[DevicePlan, PhaseMemory]]] = {}
@@ -72,7 +73,9 @@ def _remedies(config: RunConfig, plan: DevicePlan, phase: PhaseMemory) -> Iterat
 
     Virtual devices share their machine: there nothing can be offloaded, slept away or split.
     """
-    engine, role, on_gpu = plan.engine, phase.role, plan.kind == "cuda"
+    engine = plan.engine
+    role = phase.role
+    on_gpu = plan.kind == "cuda"
     if on_gpu and engine is not None and not plan.sleeps and plan.roles and phase.phase != "generate":
         weights = 0 if phase.phase == "sync" else phase.weights
         yield weights + phase.cache + engine.work, "set rollout.sleep=true"

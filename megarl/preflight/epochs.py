@@ -25,7 +25,8 @@ def epoch_problems(config: RunConfig, data: Sets) -> Iterator[Problem]:
     """Checks the steps of a run's epochs; nothing where rows could not be read."""
     if not isinstance(config, TrainingConfig) or config.run.epochs is None:
         return
-    epochs, given = config.run.epochs, config.run.steps
+    epochs = config.run.epochs
+    given = config.run.steps
     steps, division = _steps(config, epochs, data)
     if not data.rows[config.rows_field]:
         return

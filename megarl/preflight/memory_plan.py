@@ -111,7 +111,8 @@ class DevicePlan:
 
     def _update(self, role: RoleName, awake: bool) -> PhaseMemory:
         memory = self.roles[role]
-        training, (activations, logits) = memory.spec.training, memory.update()
+        training = memory.spec.training
+        (activations, logits) = memory.update()
         assert training is not None
         divergence = isinstance(training.loss, PolicySpec) and training.loss.algo.kl.of_distributions
         others: tuple[RoleName, ...] = ("reference",) if divergence and "reference" in self.roles else ()
@@ -138,7 +139,8 @@ class DevicePlan:
         return 0 if self.engine is None else 2 * min(self.bucket, self.engine.weights)
 
     def _checkpoint(self, role: RoleName, awake: bool) -> PhaseMemory:
-        phase, written = self._with_engine(self._idle("checkpoint", role), awake=awake), self.roles[role].written
+        phase = self._with_engine(self._idle("checkpoint", role), awake=awake)
+        written = self.roles[role].written
         if self.kind == "cpu":
             return replace(phase, snapshot=phase.snapshot + written)
         return replace(phase, offloaded=phase.offloaded + written)
@@ -172,12 +174,14 @@ class DevicePlan:
 
 def plan_memory(config: RunConfig) -> list[DevicePlan]:
     """Returns every device that the run uses."""
-    kind, plans = config.cluster.device, dict[int, DevicePlan]()
+    kind = config.cluster.device
+    plans = dict[int, DevicePlan]()
     rollout = config.engine_settings
     saved = config.saved if isinstance(config, TrainingConfig) and _saves_meanwhile(config) else ()
     bucket = int(config.resharding.bucket_mib * _MIB) if isinstance(config, RolloutTrainingConfig) else 0
     for name in config.groups:
-        specs, made = role_specs(config, name), dict[tuple[RoleName, int], RoleMemory]()
+        specs = role_specs(config, name)
+        made = dict[tuple[RoleName, int], RoleMemory]()
         for rank, device in enumerate(config.device_list(name)):
             roles: dict[RoleName, RoleMemory] = {}
             for role, spec in specs.items():
@@ -206,7 +210,8 @@ def plan_memory(config: RunConfig) -> list[DevicePlan]:
 
 def _saves_meanwhile(config: TrainingConfig) -> bool:
     """Whether a checkpoint but the last one is made, and written while the training goes on."""
-    every, last = config.checkpoint.every, config.run.steps
+    every = config.checkpoint.every
+    last = config.run.steps
     return config.checkpoint.async_save and every is not None and (last is None or every < last)
 
 

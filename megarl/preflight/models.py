@@ -106,7 +106,8 @@ def _model(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
         fix = "choose a language model's checkpoint"
         yield Problem(field="model.path", value=shown(config.model.path), rule="a model with an LM head", fix=fix)
     if vocab_size(config, spec) > spec.dims.vocab:
-        value, rule = str(config.model.vocab_size), f"at most the {spec.dims.vocab} ids that the model has"
+        value = str(config.model.vocab_size)
+        rule = f"at most the {spec.dims.vocab} ids that the model has"
         yield Problem(field="model.vocab_size", value=value, rule=rule, fix="lower it, or set it to null")
 
 
@@ -130,7 +131,8 @@ def _role_checkpoint(role: RoleName, path: str, spec: ModelSpec | None, *, weigh
         try:
             read_scale(path)
         except (OSError, ValueError) as error:
-            rule, fix = f"a checkpoint whose scale can be read: {error}", "export the checkpoint again"
+            rule = f"a checkpoint whose scale can be read: {error}"
+            fix = "export the checkpoint again"
             yield Problem(field=f"{role}.path", value=path, rule=rule, fix=fix)
     if head == "score" and spec.head != head:
         fix = "choose a reward model's checkpoint"
@@ -174,7 +176,8 @@ def _judge(config: RunConfig) -> list[Problem]:
         found += _files("reward.judge_model.path", judge.path, spec.manifest())
         found += _fits("reward.judge_model.tp", lambda: spec.check_vllm(judge.tp))
     if not has_tokenizer(judge.path):
-        rule, fix = "a directory with a tokenizer, too", "choose another one, or add tokenizer.json"
+        rule = "a directory with a tokenizer, too"
+        fix = "choose another one, or add tokenizer.json"
         found.append(Problem(field="reward.judge_model.path", value=judge.path, rule=rule, fix=fix))
     return found
 

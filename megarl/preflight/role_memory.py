@@ -62,7 +62,8 @@ class RoleMemory:
     @property
     def _shards(self) -> dict[str, int]:
         """Elements of each parameter that this rank's optimizer has."""
-        dp, ep = self.layout.dp, self.layout.ep
+        dp = self.layout.dp
+        ep = self.layout.ep
         return {name: -(-n // (dp // ep if "mlp.experts." in name else dp)) for name, n in self._numels.items()}
 
     @property
@@ -82,7 +83,8 @@ class RoleMemory:
 
     def inference(self) -> tuple[int, int]:
         """Returns the activations of a forward pass, which hold one layer at a time, and the logits."""
-        dims, tp = self.model.dims, self.layout.tp
+        dims = self.model.dims
+        tp = self.layout.tp
         attention = (4 * dims.heads + 6 * dims.kv_heads) * dims.head_dim / tp
         mlp = 5 * dims.ffn * self._experts / tp
         elements = 3 * dims.hidden + max(attention, mlp)
@@ -91,7 +93,8 @@ class RoleMemory:
     def update(self) -> tuple[int, int]:
         """Returns the activations that a backward pass keeps, and the logits with the head's gradients."""
         layers = [len(self.model.layers(self.layout, self.stage, chunk)) for chunk in range(self.layout.vpp)]
-        kept, whole = self._kept_by_layer(), self._layer()
+        kept = self._kept_by_layer()
+        whole = self._layer()
         layers_bytes = kept * max(layers) * self._in_flight()
         logits = self._logits(self.update_pack)
         hidden = self.model.dims.hidden * self._item * self._split
@@ -105,7 +108,8 @@ class RoleMemory:
 
     def _in_flight(self) -> int:
         """Returns the micro-batches, or those of chunks, whose activations a stage holds at once."""
-        pp, vpp = self.layout.pp, self.layout.vpp
+        pp = self.layout.pp
+        vpp = self.layout.vpp
         if vpp == 1:
             return min(pp - self.stage, self.micro_batches)
         return min(2 * (pp - self.stage - 1) + (vpp - 1) * pp + 1, self.micro_batches * vpp)
@@ -116,7 +120,9 @@ class RoleMemory:
         return hidden if self.spec.recompute == "full" else self._layer()
 
     def _layer(self) -> float:
-        dims, tp, item = self.model.dims, self.layout.tp, self._item
+        dims = self.model.dims
+        tp = self.layout.tp
+        item = self._item
         norms = 2 * self._norm(dims.hidden) * self._split
         rope = 4 * dims.head_dim * item if self.model.rope is not None else 0
         qkv = (dims.heads + 2 * dims.kv_heads) * dims.head_dim * item / tp
@@ -143,7 +149,8 @@ class RoleMemory:
         return size * (4 + 2 * self._item) + 4
 
     def _mlp(self) -> float:
-        dims, tp = self.model.dims, self.layout.tp
+        dims = self.model.dims
+        tp = self.layout.tp
         ffn = dims.ffn * self._item / tp
         if dims.experts:
             return self._experts * (6 * ffn + dims.hidden * self._item) + 16 * dims.experts

@@ -96,7 +96,8 @@ async def _first_prompt(config: SamplingConfig, sets: PromptSets) -> Sequence[in
         await children.start(_LOAD_S)
         async with children.place() as child:
             reply = await child.call(0, "reset", task, config.run.seed)
-        history, context = config.environment.history, config.rollout.max_model_len
+        history = config.environment.history
+        context = config.rollout.max_model_len
         renderer = find_renderer(sets.tokenizer, data.chat_template_kwargs, history=history, context=context)
         ids = renderer.begin(reply.observation.messages, reply.tools)
     finally:

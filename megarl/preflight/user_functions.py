@@ -81,7 +81,8 @@ def missing_column(where: str, column: str, prompts: Sequence[Prompt]) -> Iterat
     lacking = [prompt for prompt in prompts if column not in prompt.fields]
     if not lacking:
         return
-    count, first = f"{len(lacking)} of {len(prompts)}", lacking[0]
+    count = f"{len(lacking)} of {len(prompts)}"
+    first = lacking[0]
     rule = f"a field of every prompt; {count} lack it, the first is {first.prompt_id!r}"
     known = ", ".join(first.fields)
     fix = f"name one that it has ({known})" if known else "add the column to the rows of the prompts"
@@ -148,7 +149,8 @@ def _overlong(function: RewardFunction, where: str, longest: int | None) -> Iter
     """The penalty must start within a response, and be full at its largest length at the latest."""
     if function.name != "soft_overlong":
         return
-    most, rising = function.args["max_tokens"], function.args["buffer_tokens"]
+    most = function.args["max_tokens"]
+    rising = function.args["buffer_tokens"]
     if rising > most:
         rule = f"at most max_tokens = {most}: the penalty would start before the response"
         yield Problem(field=f"{where}.buffer_tokens", value=str(rising), rule=rule, fix=f"set it to {most} or less")
@@ -181,7 +183,8 @@ def check_own_functions(config: RunConfig) -> list[Problem]:
 def _find_own(section: Section, above: str) -> Iterator[tuple[str, CustomFunction]]:
     """Yields every function of the user in a section, with its field."""
     for name, info in type(section).model_fields.items():
-        value, field = getattr(section, name), f"{above}{info.alias or name}"
+        value = getattr(section, name)
+        field = f"{above}{info.alias or name}"
         if isinstance(value, CustomFunction):
             yield field, value
         elif isinstance(value, Section):

@@ -160,7 +160,8 @@ def unpack(message: Message, frame: torch.Tensor, targets: Sequence[torch.Tensor
 
 def _slabs(values: torch.Tensor, item_bytes: int = 0) -> Iterator[torch.Tensor]:
     """Cuts a tensor, in row-major order, into parts of at most a slab."""
-    nbytes, limit = values.numel() * (item_bytes or values.element_size()), _slab_bytes(values.device)
+    nbytes = values.numel() * (item_bytes or values.element_size())
+    limit = _slab_bytes(values.device)
     axis = next((i for i, extent in enumerate(values.shape) if extent > 1), None)
     if nbytes <= limit or axis is None:
         yield values

@@ -51,7 +51,8 @@ class DeviceMapping:
     """Another process's DeviceRecvBuffer on the same device; raises ValueError if it cannot be mapped."""
 
     def __init__(self, handle: str, device: torch.device) -> None:
-        self._runtime, self._device = _Runtime(), device
+        self._runtime = _Runtime()
+        self._device = device
         text, nbytes = handle.split()
         self._pointer = ctypes.c_void_p()
         with torch.cuda.device(device):
@@ -134,14 +135,17 @@ class DeviceRecvBuffer:
     """Memory of a CUDA device, outside every allocator's pools; ``prepare`` and ``release`` surround each sync."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._nbytes, self._device, self._runtime = max(1, nbytes), device, _Runtime()
+        self._nbytes = max(1, nbytes)
+        self._device = device
+        self._runtime = _Runtime()
         self._pointer: ctypes.c_void_p | None = None
         self.prepare()
 
     def prepare(self) -> None:
         if self._pointer is not None:
             return
-        pointer, handle = ctypes.c_void_p(), _Handle()
+        pointer = ctypes.c_void_p()
+        handle = _Handle()
         whole = -(-self._nbytes // _DRIVER_BLOCK) * _DRIVER_BLOCK
         torch.cuda.empty_cache()  # blocks that torch's allocator keeps are not available here
         with torch.cuda.device(self._device):

@@ -32,7 +32,8 @@ class FrameReceiver:
     """Receives frames for one receiver, on the buffer's owner; a bucket arrives while the previous one is loaded."""
 
     def __init__(self, connection: Connection, plan: ReceiverPlan) -> None:
-        self._connection, self._plan = connection, plan
+        self._connection = connection
+        self._plan = plan
         self._recv_buffer = connection.spec.recv_buffers[plan.rank]
         framed = self._recv_buffer.via_network
         self.messages = [[message for message in bucket if message.sender in framed] for bucket in plan.messages]
@@ -91,8 +92,10 @@ class Receiver:
 
     def __init__(self, connection: Connection, load: Load, *, version: int = -1) -> None:
         rank = connection.rank
-        self._connection, self._load = connection, load
-        self._plan, self._buffer_plan = connection.spec.receivers[rank], connection.spec.recv_buffers[rank]
+        self._connection = connection
+        self._load = load
+        self._plan = connection.spec.receivers[rank]
+        self._buffer_plan = connection.spec.recv_buffers[rank]
         self._round = SyncRound(connection, version)
         self._frames = FrameReceiver(connection, self._plan) if self._buffer_plan.owner == rank else None
         self._recv_buffer: RecvBuffer | None = None

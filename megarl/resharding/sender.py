@@ -28,8 +28,10 @@ class Sender:
     """
 
     def __init__(self, connection: Connection, params: Mapping[str, torch.Tensor], *, version: int = -1) -> None:
-        spec, rank = connection.spec, connection.rank
-        self._connection, self._params = connection, params
+        spec = connection.spec
+        rank = connection.rank
+        self._connection = connection
+        self._params = params
         self._plan = spec.sender(rank)
         self._round = SyncRound(connection, version)
         routes: dict[bool, list[Message]] = {True: [], False: []}  # by whether the message goes over the network
@@ -93,7 +95,8 @@ class Sender:
 
         A rank waits only for others' work on earlier buckets and for pending frames, so there is no deadlock.
         """
-        outbox, credits = Outbox(self._connection), Credits(self._connection)
+        outbox = Outbox(self._connection)
+        credits = Credits(self._connection)
         self._frames.begin()
         for frames in self._frame_receivers.values():
             frames.begin()

@@ -45,7 +45,8 @@ class SyncStats:
     @contextmanager
     def stage(self, name: str) -> Generator[None]:
         """Adds the time of the block to a stage, less what the block adds to other stages."""
-        start, inner = perf_counter(), sum(self.seconds.values())
+        start = perf_counter()
+        inner = sum(self.seconds.values())
         try:
             yield
         finally:
@@ -79,8 +80,11 @@ class SyncBarrier:
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
-        self.timeout_s, self.ahead = timeout_s, ""
-        self._store, self._rank, self._size = store, rank, size
+        self.timeout_s = timeout_s
+        self.ahead = ""
+        self._store = store
+        self._rank = rank
+        self._size = size
 
     def meet(self, place: str, facts: Mapping[str, str] | None = None) -> None:
         """Waits until every rank is at this place, with equal facts; raises SyncError on an abort or a timeout."""
@@ -149,7 +153,8 @@ class BarrierWatch:
     """
 
     def __init__(self, store: Store, name: str, size: int) -> None:
-        self._store, self._size = PrefixStore(name, store), size
+        self._store = PrefixStore(name, store)
+        self._size = size
         self._syncs = 0
 
     @property

@@ -54,7 +54,8 @@ class GlooTransport:
         self._group: Any = group(store, self._index[rank], len(members), options)
         self._peers = peers
         # Connects now: if a peer is gone at the first transfer, Gloo may end this process (torch 2.13).
-        hello, answer = torch.zeros(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
+        hello = torch.zeros(1, dtype=torch.uint8)
+        answer = torch.empty(1, dtype=torch.uint8)
         greetings = [self._group.send([hello], self._index[peer], 0) for peer in peers]
         for work in (*(self._group.recv([answer], self._index[peer], 0) for peer in peers), *greetings):
             work.wait()
@@ -96,7 +97,9 @@ class _GlooTransfer:
     """A transfer; one that cannot start, because the peer is gone, fails in ``wait``."""
 
     def __init__(self, start: Callable[[], Work], peer: int, buffer: torch.Tensor, counter: Counter[int]) -> None:
-        self._peer, self._buffer, self._counter = peer, buffer, counter
+        self._peer = peer
+        self._buffer = buffer
+        self._counter = counter
         try:
             self._work: Work | RuntimeError = start()
         except RuntimeError as error:
@@ -142,7 +145,9 @@ class NcclTransport:
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
         self._index = {member: i for i, member in enumerate(members)}
-        self._rank, self._timeout_s, self._look = rank, timeout_s, look
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._look = look
         options = ProcessGroupNCCL.Options()
         # NCCL's watchdog ends the process; waits here time out earlier.
         options._timeout = timedelta(seconds=4 * timeout_s)

@@ -77,7 +77,8 @@ def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Co
     wire: Transport | None = None
     with ExitStack() as opened:  # until all ranks are connected
         try:
-            members, peers = range(spec.world_size), spec.peers(rank)
+            members = range(spec.world_size)
+            peers = spec.peers(rank)
             control = GlooTransport(PrefixStore("control", store), members, rank, peers, spec.timeout_s)
             opened.callback(control.abort)
             if rank in spec.wire:
@@ -179,7 +180,8 @@ class Credits:
 
     def wait(self, message: Message) -> None:
         """Waits until the previous bucket in a message's memory is loaded; raises PeerError."""
-        receiver, bucket = message.receiver, message.bucket
+        receiver = message.receiver
+        bucket = message.bucket
         while bucket >= max(self._connection.spec.recv_buffers[receiver].depth, self._granted[receiver] + 1):
             number = torch.empty(1, dtype=torch.int64)
             try:
@@ -197,7 +199,8 @@ class FrameSender:
     """Sends messages over the network, in order of their buckets; ``pack`` fills a frame."""
 
     def __init__(self, connection: Connection, messages: Sequence[Message], pack: Pack) -> None:
-        self._connection, self._pack = connection, pack
+        self._connection = connection
+        self._pack = pack
         self._batches = {
             bucket: list(_batches(ours, connection.spec.staging_bytes))
             for bucket, ours in groupby(messages, key=lambda message: message.bucket)

@@ -64,13 +64,15 @@ class BoundFunction:
     """A reward function with its arguments and its signature; raises ValueError as `functions.resolve` does."""
 
     def __init__(self, spec: RewardFunction) -> None:
-        self._spec, self._function = spec, resolve(spec.name)
+        self._spec = spec
+        self._function = resolve(spec.name)
         is_async = inspect.iscoroutinefunction(self._function)
         self.mode = CallMode(concurrency=spec.concurrency or (_ASYNC_CALLS if is_async else 1), is_async=is_async)
 
     def call(self, completions: Sequence[Completion]) -> Any:
         """Calls the function on one completion, or on a list of them; a coroutine function returns an awaitable."""
-        one, args = self._spec.unit == "response", self._spec.args
+        one = self._spec.unit == "response"
+        args = self._spec.args
         if self._spec.adapter == "trl":
             return self._function(**{**_trl_arguments(self._function, completions), **args})
         if self._spec.adapter == "verl":

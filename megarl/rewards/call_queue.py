@@ -87,8 +87,11 @@ class CallQueue:
         retries: int,
         deadline: float,
     ) -> None:
-        self._process, self._calls = process, calls
-        self._time_limit, self._retries, self._deadline = time_limit, retries, deadline
+        self._process = process
+        self._calls = calls
+        self._time_limit = time_limit
+        self._retries = retries
+        self._deadline = deadline
         late = Failure(kind="deadline", reason="no time was left of cluster.time_limits.scoring")
         self._answers = [Answer(replies=[late] * len(call.completions), tries=0) for call in calls]
         self._sent: dict[int, _Sent] = {}
@@ -100,7 +103,8 @@ class CallQueue:
         if not self._process.modes:
             with suppress(RunError):  # every call fails by it
                 self._process.start(self._deadline)
-        first, others = _Lane(_ONE_BY_ONE), dict[int, _Lane]()
+        first = _Lane(_ONE_BY_ONE)
+        others = dict[int, _Lane]()
         for number, call in enumerate(self._calls):
             mode = self._process.modes[call.function] if self._process.modes else _ONE_BY_ONE
             lane = first if mode.sequential else others.setdefault(call.function, _Lane(mode))
@@ -169,7 +173,8 @@ class CallQueue:
 
     def _stopped(self, failures: Mapping[int, Failure]) -> None:
         """Settles the calls in progress when the process has ended; those that did not fail wait again."""
-        self._reads, several = True, len(self._sent) > 1
+        self._reads = True
+        several = len(self._sent) > 1
         for number in reversed(list(self._sent)):
             if number in failures:
                 self._settle(number, failures[number], alone=several)

@@ -23,7 +23,8 @@ from megarl.errors import RunError
 from megarl.stacks import answer_as_child
 
 _LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _PROGRAM = (
     "import sys; sys.path[:] = {path}; from megarl.rewards.child_process import become_supervised;"
     " become_supervised({parent}, {descriptor}, {memory}); from {module} import serve; serve({descriptor})"
@@ -50,7 +51,10 @@ class ChildProcess:
     """
 
     def __init__(self, module: str, setup: object, name: str, memory: int | None = None) -> None:
-        self._module, self._setup, self._name, self._memory = module, setup, name, memory
+        self._module = module
+        self._setup = setup
+        self._name = name
+        self._memory = memory
         self._child: tuple[subprocess.Popen[bytes], Connection[Any, Any]] | None = None
         self._changing = threading.Lock()  # the child may be closed while another thread starts it
         self.loaded: Any = None
@@ -92,7 +96,8 @@ class ChildProcess:
     def close(self) -> str:
         """Ends the child and the programs that it has started; returns how the child ended."""
         with self._changing:
-            child, self._child = self._child, None
+            child = self._child
+            self._child = None
         if child is None:
             return ""
         process, connection = child

@@ -61,7 +61,8 @@ class JudgePrompts:
     """Writes the questions to the model of `reward.judge_model`, and reads its answers."""
 
     def __init__(self, settings: JudgeModel) -> None:
-        self._settings, self._tokenizer = settings, load_tokenizer(settings.path)
+        self._settings = settings
+        self._tokenizer = load_tokenizer(settings.path)
 
     def ask(self, completion: Completion) -> tuple[tuple[int, ...], str | None]:
         """Returns a question's token ids, and what is wrong with it."""
@@ -111,7 +112,8 @@ class JudgeEndpoint:
         """
         key = self._key()
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        wait, problem = _FIRST_WAIT_S, ""
+        wait = _FIRST_WAIT_S
+        problem = ""
         for attempt in range(self.attempts):
             if attempt:
                 await asyncio.sleep(wait)
@@ -173,7 +175,8 @@ def _text(reply: Response, said: str) -> str:
     """Returns the answer in a chat completion, which messages show as `said`."""
     try:
         choice = reply.json()["choices"][0]
-        text, reason = choice["message"]["content"], choice.get("finish_reason")
+        text = choice["message"]["content"]
+        reason = choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError):
         raise RuntimeError(f"the judge's reply is no chat completion: {said!r}") from None
     if not isinstance(text, str) or reason == "length":

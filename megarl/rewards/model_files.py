@@ -57,7 +57,8 @@ class PreferenceStatistics:
     @classmethod
     def of(cls, scores: npt.NDArray[np.float32]) -> PreferenceStatistics:
         """Computes the statistics of scores, [preferences, responses], the best response first."""
-        chosen, rejected = scores[:, 0].astype(np.float64), scores[:, 1:].astype(np.float64)
+        chosen = scores[:, 0].astype(np.float64)
+        rejected = scores[:, 1:].astype(np.float64)
         margin = chosen - rejected.max(1)
         columns = {"chosen": chosen, "rejected": rejected, "margin": margin}
         return cls(

@@ -41,7 +41,8 @@ class _Caller:
     _loop: asyncio.AbstractEventLoop | None = None
 
     def __init__(self, function: BoundFunction, connection: Connection[Any, Any]) -> None:
-        self._function, self._connection = function, connection
+        self._function = function
+        self._connection = connection
         self._threads = ThreadPoolExecutor(function.mode.concurrency)
 
     def answer(self, number: int, completions: Sequence[Completion], seconds: float) -> None:

@@ -64,7 +64,8 @@ class RuleScorer:
         reward: Reward,
         memory: int | None = None,
     ) -> None:
-        self._functions, self._process = tuple(functions), FunctionProcess(functions, memory)
+        self._functions = tuple(functions)
+        self._process = FunctionProcess(functions, memory)
         self._decode: Decode = decode or (lambda _: "")
         self._reward = reward
         self._cache: dict[tuple[int, bytes], float] = {}

@@ -165,7 +165,8 @@ def _rewards(chunks: Chunks[RolloutChunk], rows: Sequence[tuple[int, int]]) -> n
 
 
 def ends_of(chunk: RolloutChunk) -> Ends:
-    sampled, tokens = chunk.rollout_logprobs.lengths, chunk.response_ids.lengths
+    sampled = chunk.rollout_logprobs.lengths
+    tokens = chunk.response_ids.lengths
     return sampled.tolist(), (tokens - sampled).tolist(), chunk.finished.tolist()
 
 

@@ -83,7 +83,10 @@ class RolloutEngine:
     def __init__(
         self, model_dir: str | Path, rollout: RolloutConfig, options: EngineOptions, *, engine_id: int
     ) -> None:
-        self._model_dir, self._rollout, self._options, self._engine_id = str(model_dir), rollout, options, engine_id
+        self._model_dir = str(model_dir)
+        self._rollout = rollout
+        self._options = options
+        self._engine_id = engine_id
         self._inflight = rollout.mode == "inflight"
         self._state = EngineState(
             engine_id,
@@ -117,7 +120,8 @@ class RolloutEngine:
 
         Returns the number of responses that vLLM generates at once.
         """
-        options, self._scratch = self._options, scratch_directory()
+        options = self._options
+        self._scratch = scratch_directory()
         set_vllm_environment(options.device, self._scratch.name, options.threads)
         with importing_vllm(options.device):
             from vllm import EngineArgs, LLMEngine
@@ -126,7 +130,8 @@ class RolloutEngine:
 
             from megarl.rollout.weight_receiver import BACKEND, WorkerExtension
 
-        cpu, tp = options.device == "cpu", self._rollout.tp
+        cpu = options.device == "cpu"
+        tp = self._rollout.tp
         arguments = EngineArgs(
             model=self._model_dir,
             tokenizer=options.tokenizer,
@@ -232,7 +237,8 @@ class RolloutEngine:
     def _generate(self, item: WorkItem) -> PendingChunk:
         version = self._state.usable_version()
         for request in item.requests:
-            prompt, new_tokens = request.prompt, request.max_new_tokens or self._rollout.max_new_tokens
+            prompt = request.prompt
+            new_tokens = request.max_new_tokens or self._rollout.max_new_tokens
             self._check_tokens(f"prompt {prompt.prompt_id!r}", prompt.token_ids, new_tokens)
         pending = PendingChunk(item)
         self._pending.add(pending)
@@ -268,7 +274,9 @@ class RolloutEngine:
     @remote(phase="rollout")
     def truncate(self, request: TruncateRequest) -> tuple[dict[int, RolloutChunk], dict[int, Ends]]:
         """Returns truncated chunks and their ends; works asleep."""
-        own, token, after = request.own, request.token, request.after
+        own = request.own
+        token = request.token
+        after = request.after
         cut = {chunk: truncate_responses(request.chunks[chunk], token, after) for chunk in own}
         return cut, {chunk: ends_of(new) for chunk, new in cut.items()}
 
@@ -279,7 +287,8 @@ class RolloutEngine:
         The distribution is over the ids below vocab_size. A row is T - 1 float32 nats of a sequence of T ids, of its
         second token to its last. Raises ValueError if a sequence is empty, too long or has unknown ids.
         """
-        version, requests = self._state.usable_version(), self._running_requests
+        version = self._state.usable_version()
+        requests = self._running_requests
         for index, ids in enumerate(token_ids):
             self._check_tokens(f"sequence {index}", ids, 0)
         scored: dict[int, list[float]] = {}

@@ -12,7 +12,8 @@ from megarl.config.schema import Rollout
 from megarl.models import ModelSpec
 from megarl.weights.shard_map import ITEM_BYTES
 
-_MIB, _GIB = 1 << 20, 1 << 30
+_MIB = 1 << 20
+_GIB = 1 << 30
 _CACHE = 4 * _GIB
 _TOKENS = {"cuda": (16384, 1024), "cpu": (4096, 256)}
 """Tokens of a batch of vLLM and responses at once, its defaults (0.32)."""
@@ -47,11 +48,14 @@ class EngineRankMemory:
             device: `cuda` or `cpu`.
             device_memory: returns all memory of a device; called with `rollout.gpu_memory_fraction` alone.
         """
-        params, dims = model.vllm_map(rollout.tp, 0).params, model.dims
-        item, fp8 = ITEM_BYTES[model.dtype], rollout.quantization is not None
+        params = model.vllm_map(rollout.tp, 0).params
+        dims = model.dims
+        item = ITEM_BYTES[model.dtype]
+        fp8 = rollout.quantization is not None
         quantized = {name for name, info in params.items() if fp8 and "layers." in name and len(info.shape) > 1}
         sizes = [math.prod(i.shape) * (1 if name in quantized else item) for name, i in params.items()]
-        weights, repacked = sum(sizes), 0 if device == "cuda" else max(sizes)
+        weights = sum(sizes)
+        repacked = 0 if device == "cuda" else max(sizes)
         tokens, responses = _TOKENS[device]
         # Of an MLP on a CPU: gate and up, the gate's SiLU, the product; residual, norm, input, output.
         batch = tokens * item * 4 * (dims.hidden + dims.ffn // rollout.tp)

@@ -38,7 +38,9 @@ class EngineState:
     ) -> None:
         self.version = version
         self._name = f"engine {engine_id}"
-        self._sleeps, self._drops, self._overlaps = sleeps, drops, overlaps
+        self._sleeps = sleeps
+        self._drops = drops
+        self._overlaps = overlaps
         self._memory = EngineMemory.ASLEEP if sleeps else EngineMemory.AWAKE
         self._weights = WeightState.NONE if version is None else WeightState.WHOLE
 
@@ -76,7 +78,8 @@ class EngineState:
             self._require_idle("sync", in_progress)
 
     def commit(self, version: int) -> None:
-        self.version, self._weights = version, WeightState.WHOLE
+        self.version = version
+        self._weights = WeightState.WHOLE
 
     def mix(self) -> None:
         """Records that the weights are of several versions."""

@@ -26,7 +26,8 @@ def stop_token_ids(model_dir: str | Path) -> tuple[int, ...]:
     generation = read_json(path) if path.exists() else {}
     ids = generation.get("eos_token_id") if isinstance(generation, dict) else None
     if ids is None:
-        path, ids = path.with_name("config.json"), read_config(model_dir).get("eos_token_id")
+        path = path.with_name("config.json")
+        ids = read_config(model_dir).get("eos_token_id")
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if not all(type(token) is int and token >= 0 for token in ids):
         raise ValueError(f"{path}: eos_token_id is neither a token id nor a list of them; correct it")

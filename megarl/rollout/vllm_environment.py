@@ -137,7 +137,8 @@ def scratch_directory() -> tempfile.TemporaryDirectory[str]:
 @contextmanager
 def temporary_files_in(directory: str) -> Iterator[None]:
     """Has `tempfile` create files in a directory, as killed ranks leave their rendezvous file behind."""
-    before, tempfile.tempdir = tempfile.tempdir, directory
+    before = tempfile.tempdir
+    tempfile.tempdir = directory
     try:
         yield
     finally:

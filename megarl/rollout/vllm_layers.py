@@ -46,8 +46,11 @@ class Layer:
         *,
         quantized: bool = False,
     ) -> None:
-        self.infos, self.in_place, self.quantized = infos, in_place, quantized
-        self._module, self._install = module, install
+        self.infos = infos
+        self.in_place = in_place
+        self.quantized = quantized
+        self._module = module
+        self._install = install
         self.begin()
 
     def begin(self) -> None:

@@ -67,7 +67,9 @@ class AttemptLog:
     """Appends an attempt of this process to a file; `clock` gives seconds since 1970."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        self._path, self._clock, self._number = path, clock, 1
+        self._path = path
+        self._clock = clock
+        self._number = 1
 
     def start(self, step: int, age: float = 0.0) -> None:
         """Records the start of an attempt that resumes after `step`, and began so many seconds ago."""

@@ -33,12 +33,16 @@ def list_checkpoints(run: Path, *, verify: bool = False, console: Console | None
     Raises:
         UsageError: the directory has no run that trains.
     """
-    paths, console = RunPaths(run), console or Console(highlight=False)
+    paths = RunPaths(run)
+    console = console or Console(highlight=False)
     settings = _settings(paths)
     checkpoints = Checkpoints(paths.checkpoint_dir, settings.keep)
     steps = checkpoints.steps()
-    values, reasons = best_values(settings.best, paths.evaluations), reasons_to_keep(settings, steps, paths.evaluations)
-    table, problems, now = Table(box=None), list[str](), time.time()
+    values = best_values(settings.best, paths.evaluations)
+    reasons = reasons_to_keep(settings, steps, paths.evaluations)
+    table = Table(box=None)
+    problems = list[str]()
+    now = time.time()
     table.add_column("step", justify="right")
     table.add_column("written")
     table.add_column("size", justify="right")
@@ -47,7 +51,10 @@ def list_checkpoints(run: Path, *, verify: bool = False, console: Console | None
     table.add_column("kept because")
     table.add_column("files")
     for step in steps:
-        directory, size, written, state = paths.checkpoint_dir / f"step-{step}", "", "", "damaged"
+        directory = paths.checkpoint_dir / f"step-{step}"
+        size = ""
+        written = ""
+        state = "damaged"
         try:
             manifest = CheckpointManifest.read(directory)
             size = format_bytes(sum(record.nbytes for _, record in manifest.files()))

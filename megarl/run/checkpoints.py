@@ -19,20 +19,23 @@ from megarl.files import FileRecord, read_json, read_lines, sync, write_durably
 if TYPE_CHECKING:
     from megarl.config.schema import BestCheckpoint, CheckpointSettings
 
-MANIFEST, STATE = "manifest.json", "state.json"
+MANIFEST = "manifest.json"
+STATE = "state.json"
 ROLLOUTS: Final = "rollouts"
 """Directory of the rollouts that wait for the training, if there are any."""
 FORMAT = 1
 """Of the whole checkpoint; other numbers are refused."""
 _READERS = 8
-_LONGEST_PATH, _LARGEST_STATE = 1000, 1 << 30
+_LONGEST_PATH = 1000
+_LARGEST_STATE = 1 << 30
 
 
 class BrokenCheckpointError(RunError):
     """A checkpoint does not match its manifest; the message lists every problem."""
 
     def __init__(self, directory: Path, problems: Sequence[str]) -> None:
-        self.directory, self.problems = directory, tuple(problems)
+        self.directory = directory
+        self.problems = tuple(problems)
         super().__init__("\n  ".join([f"the checkpoint {directory} is broken:", *problems]))
 
 
@@ -99,7 +102,8 @@ class CheckpointManifest:
                 role: [[_record(record) for record in records] for records in ranks]
                 for role, ranks in fields["roles"].items()
             }
-            step, rollouts = fields["step"], tuple(_record(record) for record in fields.get("rollouts", ()))
+            step = fields["step"]
+            rollouts = tuple(_record(record) for record in fields.get("rollouts", ()))
             if unknown := roles.keys() - set(get_args(RoleName)):
                 raise ValueError(f"{_shown(min(unknown))} is no role")
             if type(step) is not int or step < 0:
@@ -167,7 +171,8 @@ class Checkpoints:
 
     def __init__(self, directory: Path, keep: int) -> None:
         assert keep >= 1
-        self.directory, self._keep = directory, keep
+        self.directory = directory
+        self._keep = keep
 
     def stage(self, step: int) -> Path:
         """Returns a new empty directory, into which each role writes one; raises RunError if it cannot be made."""

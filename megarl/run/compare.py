@@ -54,11 +54,14 @@ def compare(arguments: Sequence[str], console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     match list(arguments):
         case [run]:
-            first, second = _read(run, "first"), _read(run, "last")
+            first = _read(run, "first")
+            second = _read(run, "last")
         case [run, step, other] if step.isdigit() and other.isdigit():
-            first, second = _read(run, int(step)), _read(run, int(other))
+            first = _read(run, int(step))
+            second = _read(run, int(other))
         case [run, other] if not other.isdigit():
-            first, second = _read(run, "last"), _read(other, "last")
+            first = _read(run, "last")
+            second = _read(other, "last")
         case _:
             raise CompareError("name a run, a run and two steps of it, or two runs")
     if first.run.path != second.run.path:
@@ -79,7 +82,8 @@ def _read(directory: str, step: int | str) -> ComparedEvaluation:
     if not chosen:
         steps = ", ".join(str(line["step"]) for line in lines)
         raise CompareError(f"{directory}: no evaluation after step {step}; there are those after {steps}")
-    line, prompts = chosen[0], dict[str, dict[str, float]]()
+    line = chosen[0]
+    prompts = dict[str, dict[str, float]]()
     for row in read_lines(run.prompt_scores):
         for reward, scores in row["scores"].items() if row["step"] == line["step"] else ():
             known = [score for score in scores if score is not None]
@@ -127,22 +131,26 @@ def _with_interval(metrics: Mapping[str, Any], name: str) -> str:
 
 def _print_prompts(reward: str, first: ComparedEvaluation, second: ComparedEvaluation, console: Console) -> None:
     """Prints how many prompts score better and worse, and those whose scores change most."""
-    before, after = first.prompts[reward], second.prompts[reward]
+    before = first.prompts[reward]
+    after = second.prompts[reward]
     change = {prompt: after[prompt] - before[prompt] for prompt in before if prompt in after}
     if not change:
         return
-    better, worse = sum(value > 0 for value in change.values()), sum(value < 0 for value in change.values())
+    better = sum(value > 0 for value in change.values())
+    worse = sum(value < 0 for value in change.values())
     same = len(change) - better - worse
     console.print(
         f"\n{printable(reward)}, of {len(change)} prompts: {better} better, {worse} worse, {same} the same",
         markup=False,
     )
-    order, texts = sorted(change, key=lambda prompt: change[prompt]), _texts(first.run)
+    order = sorted(change, key=lambda prompt: change[prompt])
+    texts = _texts(first.run)
     for title, prompts in (("better", order[::-1][:_SHOWN]), ("worse", order[:_SHOWN])):
         table = Table(title, "before", "after", "prompt", box=None)
         for prompt in prompts:
             if (change[prompt] > 0) == (title == "better") and change[prompt]:
-                named, text = Text(printable(prompt)), Text(printable(texts.get(prompt, "")))
+                named = Text(printable(prompt))
+                text = Text(printable(texts.get(prompt, "")))
                 table.add_row(named, f"{before[prompt]:.4g}", f"{after[prompt]:.4g}", text)
         if table.rows:
             console.print(table)

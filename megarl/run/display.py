@@ -104,10 +104,15 @@ class ConsoleSink:
         fits: leave out the last columns where the console is too narrow for them.
     """
 
-    _WIDTH, _DIGITS, _HEADED_EVERY = 8, 3, 40
+    _WIDTH = 8
+    _DIGITS = 3
+    _HEADED_EVERY = 40
 
     def __init__(self, columns: Mapping[str, Column], *, steps: int, console: Console, fits: bool = False) -> None:
-        self._all, self._steps, self._console, self._fits = columns, steps, console, fits
+        self._all = columns
+        self._steps = steps
+        self._console = console
+        self._fits = fits
         self._columns: Mapping[str, Column] = {}
         self._rows = 0
 
@@ -120,7 +125,8 @@ class ConsoleSink:
         return [name for name in self._all if name not in self._columns]
 
     def write(self, step: int, metrics: Metrics) -> None:
-        before, self._columns = self._columns, self._fitting()
+        before = self._columns
+        self._columns = self._fitting()
         if self._rows % self._HEADED_EVERY == 0 or self._columns.keys() != before.keys():
             self._rows = 0
             self._row("step", [column.heading for column in self._columns.values()], "bold")

@@ -22,7 +22,8 @@ FROZEN: Final = "frozen_weights"
 FrozenDigests = Mapping[str, Mapping[str, str]]
 """Hexadecimal digests by the field of a directory and the name of a file in it."""
 
-_BLOCK, _BLOCKS = 1 << 16, 256
+_BLOCK = 1 << 16
+_BLOCKS = 256
 _LENGTH_BYTES = 8  # a safetensors file starts with the length of its header
 _READERS = 8
 
@@ -66,7 +67,8 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _digest(path: Path) -> str:
-    digest, size = hashlib.sha256(), path.stat().st_size
+    digest = hashlib.sha256()
+    size = path.stat().st_size
     digest.update(str(size).encode())
     with path.open("rb") as file:
         if size <= _BLOCK * _BLOCKS:

@@ -23,7 +23,9 @@ Limits = Mapping[Any, float | None]
 """Limits of healthy values by metric, in place of the usual ones; None is none."""
 
 WINDOW: Final = 50
-_SAMPLED, _UNSCORED, _SKIPPED = "rollout/samples", "rewards/unscored", "/skipped"
+_SAMPLED = "rollout/samples"
+_UNSCORED = "rewards/unscored"
+_SKIPPED = "/skipped"
 _SHOWN = 4
 _TRUNCATED = "environment/truncated"
 _LIMITS_OF_CONVERSATIONS: Final[Mapping[str, str]] = {
@@ -99,7 +101,8 @@ def _above(
     Args:
         at_once: how many times the limit begins a finding in one step.
     """
-    over, far_over = _beyond(metric, limit), _beyond(metric, at_once * limit)
+    over = _beyond(metric, limit)
+    far_over = _beyond(metric, at_once * limit)
     return Check(
         metric=metric,
         unhealthy=lambda lines: None if unless(lines[-1]) else over(lines),
@@ -130,7 +133,8 @@ def _below(metric: str, limit: float, advice: str, *, steps: int = 3, harmful: b
     )
 
 
-_EARLIER, _JUMP = 20, 10.0
+_EARLIER = 20
+_JUMP = 10.0
 
 
 def _jump(metric: str, advice: str, *, least: float = 0.0, harmful: bool = False) -> Check:
@@ -141,7 +145,8 @@ def _jump(metric: str, advice: str, *, least: float = 0.0, harmful: bool = False
     """
 
     def condition(lines: Lines) -> bool | None:
-        value, fresh = lines[-1].get(metric), not lines[-1].get("staleness/max")
+        value = lines[-1].get(metric)
+        fresh = not lines[-1].get("staleness/max")
         if value is None or not fresh:  # older samples differ anyway
             return None
         earlier = _values([line for line in lines[:-1] if not line.get("staleness/max")], metric)[-_EARLIER:]
@@ -172,7 +177,8 @@ def _score_fell(lines: Lines) -> bool | None:
     return max(averages) - averages[-1] > 4 * _noise(scores)
 
 
-_GROWTH_OVER, _GROWTH = 20, 1.25
+_GROWTH_OVER = 20
+_GROWTH = 1.25
 
 
 def _longer_for_nothing(lines: Lines) -> bool | None:

@@ -63,7 +63,8 @@ class HealthMonitor:
         return [f"step {line['step']}: {text}" for text in found if text is not None]
 
     def _apply(self, watch: _Watch, lines: Lines) -> str | None:
-        check, line = watch.check, lines[-1]
+        check = watch.check
+        line = lines[-1]
         unhealthy = check.unhealthy(lines)
         if unhealthy is None:
             return None

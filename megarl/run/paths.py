@@ -14,7 +14,9 @@ from megarl.files import open_file
 
 _LARGEST_CONFIG = 1 << 20
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is faster, and not in every build
-_TRIES, _PAUSE_S = 3, 0.05  # to get the lock: `is_locked` holds it for an instant
+# to get the lock: `is_locked` holds it for an instant
+_TRIES = 3
+_PAUSE_S = 0.05
 
 
 class RunPaths:

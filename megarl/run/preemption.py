@@ -34,8 +34,11 @@ class Preemption:
     """
 
     def __init__(self, grace_s: float, end: float | None, clock: Callable[[], float] = time.time) -> None:
-        self._grace_s, self._end, self._clock = grace_s, end, clock
-        self._asked, self._reason = False, ""
+        self._grace_s = grace_s
+        self._end = end
+        self._clock = clock
+        self._asked = False
+        self._reason = ""
         self._longest_step = 0.0
         self._mark = clock()
         self._before: dict[int, Any] = {}
@@ -61,7 +64,8 @@ class Preemption:
         Args:
             save_s: that a save may take; 0 before the first one.
         """
-        before, self._mark = self._mark, self._clock()
+        before = self._mark
+        self._mark = self._clock()
         self._longest_step = max(self._longest_step, self._mark - before)
         needed = self._longest_step + (save_s or self._longest_step) + _END_S
         if self._end is not None and self._clock() + needed > self._end:

@@ -61,7 +61,9 @@ class EvaluationReporter:
     """
 
     def __init__(self, config: RunConfig, paths: RunPaths, *, taken: int = 0) -> None:
-        self._config, self._paths, self._taken = config, paths, taken
+        self._config = config
+        self._paths = paths
+        self._taken = taken
         self._samples: SampleSink | None = None  # in stages that generate, as is
         self._prompts: JsonlSink | None = None
         self.trackers: list[Sink] = []
@@ -69,7 +71,9 @@ class EvaluationReporter:
         """Another one would print over a live display."""
 
     def __enter__(self) -> Self:
-        config, paths, tracking = self._config, self._paths, self._config.tracking
+        config = self._config
+        paths = self._paths
+        tracking = self._config.tracking
         with ExitStack() as opened:
             self._lines = opened.enter_context(closing(JsonlSink(paths.evaluations)))
             if isinstance(config, SamplingConfig):
@@ -161,8 +165,12 @@ class Reporter:
         *,
         saves: bool = True,
     ) -> None:
-        self._config, self._directory, self._taken, self._clock = config, directory, taken, clock
-        self._phases, self._started = [("imports and checks", 0.0)], False
+        self._config = config
+        self._directory = directory
+        self._taken = taken
+        self._clock = clock
+        self._phases = [("imports and checks", 0.0)]
+        self._started = False
         self._left_out = left_out or LeftOutRows()
         self._start: Metrics = {}
         self._last_step: Metrics = {}
@@ -171,7 +179,8 @@ class Reporter:
         self._health: HealthMonitor = watch(read_lines(directory.metrics), *more, limits=config.health.limits)
 
     def __enter__(self) -> Self:
-        config, directory = self._config, self._directory
+        config = self._config
+        directory = self._directory
         with ExitStack() as opened:
             self._metrics = opened.enter_context(closing(JsonlSink(directory.metrics)))
             self._updates = opened.enter_context(closing(JsonlSink(directory.updates)))
@@ -251,7 +260,8 @@ class Reporter:
     def finished(self, export: Metrics) -> Summary:
         """Writes and returns the summary with the export's metrics, and prints it."""
         seconds = self._clock()
-        lines, evaluations = read_lines(self._directory.metrics), read_lines(self._directory.evaluations)
+        lines = read_lines(self._directory.metrics)
+        evaluations = read_lines(self._directory.evaluations)
         summary = Summary(
             stage=self._config.stage,
             steps=self._config.steps,

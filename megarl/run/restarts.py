@@ -26,7 +26,8 @@ class Restarts:
     """
 
     def __init__(self, config: TrainingConfig) -> None:
-        in_job, limit = any(name in os.environ for name in _JOB_VARIABLES), config.run.max_restarts
+        in_job = any(name in os.environ for name in _JOB_VARIABLES)
+        limit = config.run.max_restarts
         self._limit = (IN_JOBS if in_job else 0) if limit is None else limit
         self._failures: list[tuple[int, str]] = []
         """Of each failure the last finished step, and the cause."""
@@ -44,7 +45,8 @@ class Restarts:
         if self._failures and isinstance(error, MissingNodesError) and self._shrinks(error.nodes):
             nodes = counted(self.config.cluster.nodes, "node")
             return f"{error.nodes} of {self._whole.cluster.nodes} nodes are left; it restarts on {nodes}, {begin}"
-        step, cause = last_step(directory, directory.step), str(error).splitlines()[0].removesuffix(".")
+        step = last_step(directory, directory.step)
+        cause = str(error).splitlines()[0].removesuffix(".")
         if self._failures and step in (self._failures[-1][0], directory.step):
             earlier, before = self._failures[-1]
             where = f"after step {earlier}" if earlier else "before the first step was finished"

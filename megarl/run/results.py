@@ -111,7 +111,8 @@ def shown_samples(
     for index in _of_some_prompts([sample.prompt_id for sample in rollouts.samples], most):
         sample = rollouts.samples[index]
         chunk = rollouts.chunks[sample.chunk]
-        prompt_ids, response_ids = chunk.prompt_ids[sample.row], chunk.response_ids[sample.row]
+        prompt_ids = chunk.prompt_ids[sample.row]
+        response_ids = chunk.response_ids[sample.row]
         ids = [*prompt_ids.tolist(), *response_ids.tolist()]
         shown.append(
             ShownSample(
@@ -140,13 +141,16 @@ def _turns(chunk: RolloutChunk, sample: SampleInfo, tokenizer: Tokenizer | None)
     """Returns the turns of a conversation's branch, and what was given between them."""
     assert chunk.loss_mask is not None
     assert chunk.turns is not None
-    prompt, ids = chunk.prompt_ids[sample.row], chunk.response_ids[sample.row]
+    prompt = chunk.prompt_ids[sample.row]
+    ids = chunk.response_ids[sample.row]
     sampled = np.flatnonzero(chunk.loss_mask[sample.row])
-    turns, place = list[ShownTurn](), 0
+    turns = list[ShownTurn]()
+    place = 0
 
     def add(stop: int, reward: float | None) -> None:
         nonlocal place
-        before, piece = (ids[place - 1 : place] if place else prompt[-1:]).tolist(), ids[place:stop].tolist()
+        before = (ids[place - 1 : place] if place else prompt[-1:]).tolist()
+        piece = ids[place:stop].tolist()
         text = tuple(piece) if tokenizer is None else _text_after(tokenizer, before, piece)
         turns.append(ShownTurn(sampled=reward is not None, text=text, tokens=len(piece), reward=reward))
         place = stop
@@ -162,7 +166,8 @@ def _turns(chunk: RolloutChunk, sample: SampleInfo, tokenizer: Tokenizer | None)
 def _own_rewards(chunk: RolloutChunk, sample: SampleInfo) -> list[float]:
     """Returns the rewards of a branch's turns; in the chunk, the last one has those of later branches, too."""
     assert chunk.turn_rewards is not None
-    rewards, later = chunk.turn_rewards[sample.row].tolist(), sample.row + 1
+    rewards = chunk.turn_rewards[sample.row].tolist()
+    later = sample.row + 1
     if rewards and any(name.startswith(f"{sample.conversation}#") for name in chunk.sample_ids[later : later + 1]):
         rewards[-1] -= float(chunk.turn_rewards[later].sum())
     return [float(f"{reward:.6g}") for reward in rewards]
@@ -181,7 +186,8 @@ def _tokens(
     pieces: dict[int, str],
 ) -> dict[str, Sequence[str | float | None]]:
     """Returns the values of a response's tokens, with six digits; adds to `pieces`, the texts of tokens."""
-    ids, tokens = chunk.response_ids[sample.row].tolist(), dict[str, Sequence[str | float | None]]()
+    ids = chunk.response_ids[sample.row].tolist()
+    tokens = dict[str, Sequence[str | float | None]]()
     if tokenizer is not None:
         before = chunk.prompt_ids[sample.row].tolist()[-1:]
         for token in set(ids) - set(pieces):
@@ -205,7 +211,8 @@ def _of_some_prompts(prompt_ids: Sequence[str], count: int) -> Iterator[int]:
     groups = [[index for index, _ in group] for _, group in itertools.groupby(enumerate(prompt_ids), lambda it: it[1])]
     shown = min(len(groups), math.ceil(count * len(groups) / len(prompt_ids)))
     by_hash = sorted(range(len(groups)), key=lambda group: stable_hash(prompt_ids[groups[group][0]]))
-    same, others = by_hash[: (shown + 1) // 2], sorted(by_hash[(shown + 1) // 2 :])
+    same = by_hash[: (shown + 1) // 2]
+    others = sorted(by_hash[(shown + 1) // 2 :])
     spread = [others[i * len(others) // (shown // 2)] for i in range(shown // 2)]
     for group in sorted([*same, *spread]):
         yield from groups[group]

@@ -48,7 +48,9 @@ class JsonlSink:
 
     def __init__(self, path: Path, clock: Callable[[], float] | None = time.time) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._file, self._clock = path, path.open("a", encoding="utf-8", errors="backslashreplace"), clock
+        self._path = path
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+        self._clock = clock
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         written = {} if self._clock is None else {WRITTEN: self._clock()}
@@ -87,7 +89,9 @@ class SampleSink:
     """
 
     def __init__(self, path: Path, limit: int) -> None:
-        self._path, self._limit, self._told = path, limit, False
+        self._path = path
+        self._limit = limit
+        self._told = False
         self._lines = JsonlSink(path, clock=None)
 
     def write(self, step: int, kind: str, samples: Iterable[Mapping[str, Any]]) -> None:
@@ -164,8 +168,11 @@ class TensorBoardSink:
         directory.mkdir(parents=True, exist_ok=True)
         # The usual name has the time in whole seconds; a run may resume within one.
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.from-{first_step}"
-        self._path, self._next_flush = directory / name, 0.0
-        self._file, self._proto = RecordWriter(str(self._path)), cast(Any, event_pb2)  # which has no types
+        self._path = directory / name
+        self._next_flush = 0.0
+        # which has no types
+        self._file = RecordWriter(str(self._path))
+        self._proto = cast(Any, event_pb2)
         self._add(file_version="brain.Event:2")
         start = self._proto.SessionLog.START
         self._add(step=first_step, session_log=self._proto.SessionLog(status=start))
@@ -251,7 +258,8 @@ class MlflowSink:
         self._mlflow = mlflow
         mlflow.set_experiment(experiment)
         file = directory / "mlflow_id"
-        resumes, name = file.exists(), directory.absolute().name
+        resumes = file.exists()
+        name = directory.absolute().name
         # A run of its own is created first: its id is kept before anything is logged.
         run_id = _kept(file, lambda: mlflow.start_run(run_name=name, log_system_metrics=False).info.run_id)
         if resumes:

@@ -32,7 +32,8 @@ class Timers:
     def __init__(
         self, entered: Callable[[str], None] | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._entered, self._clock = entered, clock
+        self._entered = entered
+        self._clock = clock
         self._seconds: dict[str, float] = {}
 
     @contextmanager

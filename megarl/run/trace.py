@@ -35,13 +35,17 @@ class Trace:
     """
 
     def __init__(self, path: Path, attempts: Sequence[Attempt], limit: int = _LIMIT_BYTES) -> None:
-        self._path, self._limit, self._attempt = path, limit, max(1, len(attempts))
+        self._path = path
+        self._limit = limit
+        self._attempt = max(1, len(attempts))
         self._origin = attempts[0].time if attempts else time.time()
         self._rows = {_DRIVER: 0}
-        self._step, self._step_start = 0, 0.0
+        self._step = 0
+        self._step_start = 0.0
         _reopen(path)
         self._open()
-        self._phase, self._phase_start = "start", time.time()
+        self._phase = "start"
+        self._phase_start = time.time()
 
     def _open(self) -> None:
         self._file = self._path.open("a", encoding="ascii")
@@ -62,14 +66,16 @@ class Trace:
         now = time.time()
         if now - self._phase_start > _LEAST_S:
             self._complete(0, self._phase, self._phase_start, now)
-        self._phase, self._phase_start = name, now
+        self._phase = name
+        self._phase_start = now
         with write_errors(self._path):
             self._file.flush()
 
     def begin(self, step: int) -> None:
         """Begins a step."""
         self.phase("step")
-        self._step, self._step_start = step, self._phase_start
+        self._step = step
+        self._step_start = self._phase_start
 
     def end(self, metrics: Mapping[str, float]) -> None:
         """Ends the step."""

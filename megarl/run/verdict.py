@@ -55,10 +55,13 @@ def judge(lines: Sequence[Line], evaluations: Sequence[Mapping[str, Any]], findi
     if not points:
         return ""
     sign = -1 if metric in _FALLS else 1
-    first, last, best = points[0], points[-1], max(points, key=lambda point: sign * point.value)
+    first = points[0]
+    last = points[-1]
+    best = max(points, key=lambda point: sign * point.value)
     name = metric.removeprefix("eval/")
     measured = f"{f'held-out {name}' if name != metric else f'{name} in training'} {first} -> {last}"
-    lost, gained = sign * (best.value - last.value), sign * (best.value - first.value)
+    lost = sign * (best.value - last.value)
+    gained = sign * (best.value - first.value)
     if best.beats(last, sign) and 2 * lost > gained:
         fallen = next(point.step for point in points if point.step > best.step and best.beats(point, sign))
         harmful = [finding for finding in findings if finding.check.harmful and best.step < finding.first <= fallen]

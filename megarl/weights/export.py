@@ -152,7 +152,8 @@ class Export:
             file = file_of[copy.target]
             if file.name not in open_files:
                 open_files[file.name] = np.memmap(self.partial / file.name, dtype=np.uint8, mode="r+")
-            info, start = self.tensors[copy.target], file.offsets[copy.target]
+            info = self.tensors[copy.target]
+            start = file.offsets[copy.target]
             item = ITEM_BYTES[info.dtype]
             data: npt.NDArray[np.uint8] = open_files[file.name][start : start + info.nbytes]
             *rows, last = copy.target_box.slices

@@ -71,7 +71,8 @@ class HFDirectory:
         self.path = Path(directory)
         self.file_of: dict[str, Path] = {}
         self.tensors: dict[str, TensorInfo] = {}
-        single, index_file = self.path / SINGLE_FILE, self.path / INDEX_FILE
+        single = self.path / SINGLE_FILE
+        index_file = self.path / INDEX_FILE
         index: dict[str, Path] = {}
         if index_file.is_file():
             index = {name: self.path / file for name, file in read_weight_map(index_file).items()}
@@ -179,7 +180,8 @@ def untied(
     stored = {manifest.canonical(name): name for name in tensors}
     problems: list[str] = []
     for name, canonical in manifest.tied.items():
-        info, other = tensors.get(name), stored[canonical]
+        info = tensors.get(name)
+        other = stored[canonical]
         if info is None or (
             info == tensors[other]
             and all(torch.equal(read(name, box), read(other, box)) for box in Box.whole(info.shape).split(_COMPARED))
@@ -224,7 +226,8 @@ def _differing(single: Path, shard: Path) -> Iterator[str]:
     """Yields the tensors of a file whose bits differ in a file that has all of them."""
     with _open(single) as left, _open(shard) as right:
         for name, info in _header(shard).items():
-            a, b = left.get_slice(name), right.get_slice(name)
+            a = left.get_slice(name)
+            b = right.get_slice(name)
             if not same_bits(info, lambda box, a=a, b=b: (a[box.slices], b[box.slices])):
                 yield name
 

@@ -64,7 +64,8 @@ def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes
         PlanError: no source holds some region of a destination; the first of each tensor is named.
         ValueError: a rank occurs twice on one side, or a bucket cannot hold one element.
     """
-    source_replicas, destination_replicas = _replicas(sources), _replicas(destinations)
+    source_replicas = _replicas(sources)
+    destination_replicas = _replicas(destinations)
     index = SourceIndex([replicas[0].map for replicas in source_replicas])
     chooser = _SenderChooser(source_replicas, index.owners)
     waiting: list[tuple[Holder, int, list[Bucket], list[list[Route]]]] = []
@@ -106,7 +107,8 @@ def _buckets(shard_map: ShardMap, bucket_bytes: int) -> Iterator[Bucket]:
     for param, info in shard_map.params.items():
         if params and nbytes + info.nbytes > bucket_bytes:
             yield Bucket(params=tuple(params), nbytes=nbytes)
-            params, nbytes = [], 0
+            params = []
+            nbytes = 0
         if info.nbytes > bucket_bytes:
             yield from _parts(param, info, bucket_bytes)
         else:

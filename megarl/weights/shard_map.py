@@ -59,7 +59,8 @@ class Box(NamedTuple):
         if inner is None:
             return [self]
         rest: list[Box] = []
-        start, stop = list(self.start), list(self.stop)
+        start = list(self.start)
+        stop = list(self.stop)
         for axis in range(len(start)):
             if start[axis] < inner.start[axis]:
                 rest.append(Box(tuple(start), (*stop[:axis], inner.start[axis], *stop[axis + 1 :])))
@@ -100,7 +101,9 @@ def row_major_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
     if len(shape) == 1:
         return [Box((start,), (stop,))]
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
+    # whole rows
+    first = -(-start // row)
+    last = stop // row
     if first > last:
         return _in_row(shape, last, start, stop)
     whole = [Box((first, *(0 for _ in shape[1:])), (last, *shape[1:]))] if first < last else []

@@ -102,7 +102,8 @@ class SourceIndex:
             route.nbytes += size * ITEM_BYTES[dtype]
             target = self._local_box(shard, region)
             for copies, source in zip(route.copies, held, strict=True):
-                box, transposed = self._local_box(source, region), source.transposed != shard.transposed
+                box = self._local_box(source, region)
+                transposed = source.transposed != shard.transposed
                 _append(copies, Copy(source.param, box, shard.param, target, dtype, transposed))
         if uncovered is not None:
             missing.setdefault(shard.name, f"{shard.name}{uncovered}, which {shard.param} needs")
@@ -153,7 +154,8 @@ def _joined(a: Copy, b: Copy) -> Copy | None:
     """Returns one copy for two where the second continues the first along one axis on both sides."""
     if a.source != b.source or a.target != b.target or a.transposed != b.transposed:
         return None
-    here, there = adjacent_axis(a.source_box, b.source_box), adjacent_axis(a.target_box, b.target_box)
+    here = adjacent_axis(a.source_box, b.source_box)
+    there = adjacent_axis(a.target_box, b.target_box)
     if here is None or there is None:
         return None
     last = here - len(b.source_box.start)  # the axes of the boxes correspond from the last one on

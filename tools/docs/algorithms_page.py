@@ -142,8 +142,13 @@ class PageItem:
     function: Callable[..., Any]
 
 
-_REWARDS, _SCORES, _STALE = "Rewards of tokens", "Scores", "Rollouts of another policy"
-_UPDATES, _VALUES, _MODELS, _HELD_OUT = "Optimizer steps", "Values", "Scale of reward models", "Evaluations"
+_REWARDS = "Rewards of tokens"
+_SCORES = "Scores"
+_STALE = "Rollouts of another policy"
+_UPDATES = "Optimizer steps"
+_VALUES = "Values"
+_MODELS = "Scale of reward models"
+_HELD_OUT = "Evaluations"
 
 PARTS: Final[tuple[PageItem, ...]] = (
     PageItem(title=_SCORES, field="algo.scores.clip", function=reward_shaping.clip_scores),
@@ -177,7 +182,8 @@ PARTS: Final[tuple[PageItem, ...]] = (
 
 def markdown() -> str:
     """Returns the whole page."""
-    parts, described = [_INTRODUCTION.replace("{kinds}", _kinds()).replace("{records}", _records())], set[str]()
+    parts = [_INTRODUCTION.replace("{kinds}", _kinds()).replace("{records}", _records())]
+    described = set[str]()
 
     def begin(title: str, modules: set[str]) -> None:
         """Adds a heading, and the docstring of the functions' module if they have the same one."""

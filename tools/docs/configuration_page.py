@@ -65,7 +65,8 @@ def markdown() -> str:
         base = TrainingConfig if issubclass(schema, TrainingConfig) else RunConfig
         parts.append(_table(f"Stage `{stage}`", schema, _own(schema, base)))
     for below, places in _places():
-        heading, table = _heading(places), choices(below)
+        heading = _heading(places)
+        table = choices(below)
         parts.append(_choices(heading, table) if table else _table(heading, below, fields(below)))
     return "\n".join(parts)
 

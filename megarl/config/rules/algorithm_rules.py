@@ -13,7 +13,8 @@ from megarl.config.schema import Algo, Critic, CustomAdvantage, CustomFunction, 
 
 def advantages_have_their_critic(algo: Algo, groups: Groups, critic: Critic | None) -> Iterator[Problem]:
     """A critic is there exactly for advantages with values; a function of your own on tokens may have one."""
-    name, given = algo.advantage.name, placed(groups, "critic")
+    name = algo.advantage.name
+    given = placed(groups, "critic")
     if algo.needs_critic:
         if not given:
             fix = "add critic to the roles of a group, or choose an advantage without one, such as grpo"
@@ -28,10 +29,12 @@ def advantages_have_their_critic(algo: Algo, groups: Groups, critic: Critic | No
     for group_name, group in groups.items():
         if "critic" in group.roles:
             field = f"groups.{group_name}.roles.critic"
-            rule, fix = f"advantage {name} has no critic", f"remove it: {field}=null, or choose gae"
+            rule = f"advantage {name} has no critic"
+            fix = f"remove it: {field}=null, or choose gae"
             yield Problem(field, "critic", rule, fix)
     if critic is not None:
-        rule, fix = f"has no effect with advantage {name}", "remove it: critic=null, or choose gae"
+        rule = f"has no effect with advantage {name}"
+        fix = "remove it: critic=null, or choose gae"
         yield Problem("critic", "given", rule, fix)
 
 
@@ -49,26 +52,31 @@ def groups_of_samples_are_compared(algo: Algo, data: PromptData) -> Iterator[Pro
     needed = 3 if name == "rloo_std" else 2
     if data.samples_per_prompt < needed:
         what = "which compares the samples of a prompt" if needed == 2 else "which takes the deviation of the others"
-        rule, fix = f"at least {needed} with advantage {name}, {what}", f"set it to {needed} or more"
+        rule = f"at least {needed} with advantage {name}, {what}"
+        fix = f"set it to {needed} or more"
         yield Problem("data.samples_per_prompt", str(data.samples_per_prompt), rule, fix)
 
 
 def decays_are_read(algo: Algo) -> Iterator[Problem]:
     """vapo's length_alpha sets lam_policy where that is null."""
     if algo.advantage.name == "vapo" and algo.advantage.options["lam_policy"] is not None:
-        where, otherwise = "with algo.advantage.lam_policy", "or set lam_policy to null"
+        where = "with algo.advantage.lam_policy"
+        otherwise = "or set lam_policy to null"
         yield from ineffective_settings("algo.advantage", algo.advantage, ("length_alpha",), where, otherwise)
 
 
 def normalisers_are_whole(algo: Algo, data: PromptData) -> Iterator[Problem]:
     """A normaliser shifts or scales, all its options are in use, and groups have several samples."""
-    field, chosen = "algo.normalise.advantages", algo.normalise.advantages
+    field = "algo.normalise.advantages"
+    chosen = algo.normalise.advantages
     options = chosen.options
     if chosen.name == "whiten" and options["mean_only"]:
-        names, where = ("ddof", "form", "eps"), "with mean_only, which does not divide"
+        names = ("ddof", "form", "eps")
+        where = "with mean_only, which does not divide"
         yield from ineffective_settings(field, chosen, names, where, "or set mean_only to false")
     if chosen.name == "levels" and options["mean"] is options["std"] is None:
-        rule, fix = "shifts or scales: mean or std is not null", "choose none, which leaves the advantages"
+        rule = "shifts or scales: mean or std is not null"
+        fix = "choose none, which leaves the advantages"
         yield Problem(field, "levels", rule, fix)
     elif chosen.name == "levels" and options["mean"] is None:
         otherwise = "or set mean to batch or group"
@@ -79,7 +87,8 @@ def normalisers_are_whole(algo: Algo, data: PromptData) -> Iterator[Problem]:
     by_group = chosen.name == "levels" and "group" in (options["mean"], options["std"])
     if (chosen.name == "grouped_tokens" or by_group) and data.samples_per_prompt < 2:
         rule = f"at least 2 with {field} = {chosen.name} over the samples of a prompt"
-        value, fix = str(data.samples_per_prompt), "set it to 2 or more, or normalise over the batch"
+        value = str(data.samples_per_prompt)
+        fix = "set it to 2 or more, or normalise over the batch"
         yield Problem("data.samples_per_prompt", value, rule, fix)
 
 
@@ -93,7 +102,8 @@ def token_rewards_are_read(algo: Algo) -> Iterator[Problem]:
 
 def responses_weigh_alike(algo: Algo) -> Iterator[Problem]:
     """gspo and gmpo put the loss of a whole response on each of its tokens: the mean is over responses."""
-    loss, aggregation = algo.policy_loss.name, algo.aggregation
+    loss = algo.policy_loss.name
+    aggregation = algo.aggregation
     other = aggregation.name != "sequence_mean" and not isinstance(aggregation, CustomFunction)
     if loss in ("gspo", "gmpo") and other:
         rule = f"sequence_mean with policy loss {loss}, which is of whole responses: others weigh them by their length"
@@ -102,18 +112,22 @@ def responses_weigh_alike(algo: Algo) -> Iterator[Problem]:
 
 def ratios_have_room(algo: Algo) -> Iterator[Problem]:
     """Bounds of the probability ratio are outside of the clip."""
-    field, options = "algo.policy_loss", algo.policy_loss.options
+    field = "algo.policy_loss"
+    options = algo.policy_loss.options
     if algo.policy_loss.name != "ppo":
         return
-    delta, ratio_clamp = options["delta"], options["ratio_clamp"]
+    delta = options["delta"]
+    ratio_clamp = options["ratio_clamp"]
     lowest = 1 - options["clip"]
     highest = 1 + (options["clip"] if options["clip_high"] is None else options["clip_high"])
     if delta is not None and delta <= highest:
-        rule, fix = f"above 1 + clip_high = {highest:g}, where the other branch ends", "raise it, or set it to null"
+        rule = f"above 1 + clip_high = {highest:g}, where the other branch ends"
+        fix = "raise it, or set it to null"
         yield Problem(f"{field}.delta", f"{delta:g}", rule, fix)
     if ratio_clamp is not None and not (ratio_clamp[0] <= lowest and highest <= ratio_clamp[1]):
         rule = f"contains the interval of the clip, [{lowest:g}, {highest:g}]"
-        value, fix = shown(list(ratio_clamp)), "widen it, or set it to null"
+        value = shown(list(ratio_clamp))
+        fix = "widen it, or set it to null"
         yield Problem(f"{field}.ratio_clamp", value, rule, fix)
 
 
@@ -127,9 +141,11 @@ def filters_compare(algo: Algo, data: PromptData) -> Iterator[Problem]:
         yield Problem("data.samples_per_prompt", str(data.samples_per_prompt), rule, "set it to 2 or more")
     if algo.filter.name != "open_range":
         return
-    low, high = algo.filter.options["low"], algo.filter.options["high"]
+    low = algo.filter.options["low"]
+    high = algo.filter.options["high"]
     if low >= high:
-        rule, value = f"below algo.filter.high = {high:g}", f"{low:g}"
+        rule = f"below algo.filter.high = {high:g}"
+        value = f"{low:g}"
         yield Problem("algo.filter.low", value, rule, "lower it, or raise algo.filter.high")
 
 
@@ -175,7 +191,8 @@ def penalty_is_one(algo: Algo) -> Iterator[Problem]:
 
 def estimators_fit_their_place(algo: Algo) -> Iterator[Problem]:
     """In the loss the estimator's gradient counts, in the reward its value."""
-    kl, field = algo.kl, "algo.kl.estimator"
+    kl = algo.kl
+    field = "algo.kl.estimator"
     if kl.coef == 0:
         return
     name = kl.estimator.name
@@ -196,9 +213,11 @@ def references_share_the_actors_ranks(algo: Algo, groups: Groups) -> Iterator[Pr
     """A reference whose weights or distributions are compared with the actor's is on the same ranks."""
     kl = algo.kl
     if kl.coef > 0 and kl.reference_sync is not None:
-        where, fix = "with algo.kl.reference_sync", "set algo.kl.reference_sync to null"
+        where = "with algo.kl.reference_sync"
+        fix = "set algo.kl.reference_sync to null"
     elif kl.of_distributions:
-        where, fix = "with algo.kl.estimator = full", "set algo.kl.estimator to k3"
+        where = "with algo.kl.estimator = full"
+        fix = "set algo.kl.estimator to k3"
     else:
         return
     for name, group in groups.items():
@@ -228,9 +247,11 @@ def references_follow_in_time(algo: Algo, run: TrainingRun) -> Iterator[Problem]
 
 def ratios_differ_from_one(algo: Algo) -> Iterator[Problem]:
     """Corrections that read the old log-probabilities need those of the actor, before the update."""
-    correction, old = algo.correction, algo.correction.old_logprobs
+    correction = algo.correction
+    old = algo.correction.old_logprobs
     if old == "rollout":
-        names, otherwise = ("weights", "reject", "m2po"), "or recompute the old log-probabilities"
+        names = ("weights", "reject", "m2po")
+        otherwise = "or recompute the old log-probabilities"
         where = "with algo.correction.old_logprobs = rollout: the ratio to the engines is 1"
         yield from ineffective_settings("algo.correction", correction, names, where, otherwise)
     elif old != "recompute":
@@ -248,12 +269,14 @@ def bounds_are_in_order(algo: Algo) -> Iterator[Problem]:
         field = f"algo.correction.reject.{index}.lower"
         if reject.lower is None:
             if reject.statistic.endswith("k1") and reject.upper <= 1:
-                rule, value = "above 1, or with a lower bound: the usual one is 1 / upper", f"{reject.upper:g}"
+                rule = "above 1, or with a lower bound: the usual one is 1 / upper"
+                value = f"{reject.upper:g}"
                 fix = "raise it, or give lower"
                 yield Problem(f"algo.correction.reject.{index}.upper", value, rule, fix)
             continue
         if not reject.statistic.endswith("k1"):
-            rule, fix = f"for k1 alone; {reject.statistic} is never negative", "remove it"
+            rule = f"for k1 alone; {reject.statistic} is never negative"
+            fix = "remove it"
             yield Problem(field, f"{reject.lower:g}", rule, fix)
         elif reject.lower >= reject.upper:
             rule = f"below algo.correction.reject.{index}.upper = {reject.upper:g}"
@@ -271,7 +294,8 @@ def interpolation_has_an_age(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
 
 def normalised_weights_are_known(algo: Algo) -> Iterator[Problem]:
     """Weights are normalised over a step only if the old log-probabilities are known before the update."""
-    weights, chosen = _named_weights(algo), algo.correction.old_logprobs
+    weights = _named_weights(algo)
+    chosen = algo.correction.old_logprobs
     if weights and weights["batch_normalise"] and chosen in ("loglinear", "linear"):
         rule = f"false with algo.correction.old_logprobs = {chosen}, which changes in each micro-batch"
         fix = "set it to false, or recompute the old log-probabilities"

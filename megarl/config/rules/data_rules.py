@@ -92,11 +92,13 @@ def one_prompt_source(data: PromptData) -> Iterator[Problem]:
         return
     if data.random.min_tokens > data.random.max_tokens:
         rule = f"at most data.random.max_tokens = {data.random.max_tokens}"
-        value, fix = str(data.random.min_tokens), "lower it, or raise data.random.max_tokens"
+        value = str(data.random.min_tokens)
+        fix = "lower it, or raise data.random.max_tokens"
         yield Problem("data.random.min_tokens", value, rule, fix)
     if data.random.count < data.prompts_per_step:
         rule = f"at least data.prompts_per_step = {data.prompts_per_step}"
-        value, fix = str(data.random.count), "raise it, or lower data.prompts_per_step"
+        value = str(data.random.count)
+        fix = "raise it, or lower data.prompts_per_step"
         yield Problem("data.random.count", value, rule, fix)
 
 
@@ -139,7 +141,8 @@ def _tasks_have_a_first(evaluation: HeldOut) -> Iterator[Problem]:
         rule = "given with evaluation.tasks: the training had the indices below its data.tasks"
         fix = "set it to data.tasks of the training, or to 0 if there was none"
         yield Problem("evaluation.first_task", "null", rule, fix)
-    names, where = ("chat_template", "too_long"), "with evaluation.tasks, and no rows that are read"
+    names = ("chat_template", "too_long")
+    where = "with evaluation.tasks, and no rows that are read"
     yield from ineffective_settings("evaluation", evaluation, names, where, "or give evaluation.prompts")
 
 
@@ -180,7 +183,8 @@ def micro_batches_hold_a_sample(
         texts = {"ptx.max_tokens": ptx.max_tokens} if ptx is not None and name == "actor" else {}
         for what, tokens in {**needed, **texts}.items():
             if role.tokens_per_micro_batch < tokens:
-                value, rule = str(role.tokens_per_micro_batch), f"at least {what} = {tokens}"
+                value = str(role.tokens_per_micro_batch)
+                rule = f"at least {what} = {tokens}"
                 fix = f"set it to {tokens} or more, or shorten the sequences"
                 yield Problem(f"{field}.tokens_per_micro_batch", value, rule, fix)
 
@@ -188,5 +192,6 @@ def micro_batches_hold_a_sample(
 def evaluations_have_rows(data: TextData | PairData) -> Iterator[Problem]:
     """An evaluation needs held-out rows."""
     if data.evaluate_every is not None and data.evaluation is None:
-        rule, fix = "has an effect with data.evaluation alone", "give data.evaluation, or remove it"
+        rule = "has an effect with data.evaluation alone"
+        fix = "give data.evaluation, or remove it"
         yield Problem("data.evaluate_every", str(data.evaluate_every), rule, fix)

@@ -114,7 +114,8 @@ def architecture_is_known(model: Model) -> Iterator[Problem]:
             yield Problem(f"{where}.{key}", "(missing)", "required", "add it to the model's config")
     kind = hf.get("model_type", MODEL_TYPES[0])
     if kind not in MODEL_TYPES:
-        rule, fix = f"one of {', '.join(MODEL_TYPES)}", "choose a model of one of these kinds"
+        rule = f"one of {', '.join(MODEL_TYPES)}"
+        fix = "choose a model of one of these kinds"
         yield Problem(f"{where}.model_type", shown(kind), rule, fix)
 
 
@@ -124,7 +125,8 @@ def layouts_split_the_model(
     """tp divides the heads and the ffn; every pipeline stage and chunk has a layer."""
     for field, role, hf in _models_of(model, groups, reward, critic):
         yield from _split_by_tp(f"{field}.tp", role.tp, hf)
-        stages, layers = role.pp * role.vpp, size_of(hf, "layers")
+        stages = role.pp * role.vpp
+        layers = size_of(hf, "layers")
         if layers is not None and stages > layers.value:
             rule = f"pp * vpp = {stages} is at most the model's {layers.field} = {layers.value}"
             yield Problem(f"{field}.pp", str(role.pp), rule, "choose a smaller pp or vpp")
@@ -148,7 +150,8 @@ def experts_need_sequence_parallel(
     """Ranks of a TP group send different tokens to the experts only with sequence parallelism."""
     for field, role, hf in _models_of(model, groups, reward, critic):
         if role.tp > 1 and not role.sequence_parallel and size_of(hf, "experts") is not None:
-            rule, fix = "a mixture of experts with tp above 1 needs sequence_parallel", "set it to true, or tp to 1"
+            rule = "a mixture of experts with tp above 1 needs sequence_parallel"
+            fix = "set it to true, or tp to 1"
             yield Problem(f"{field}.sequence_parallel", "False", rule, fix)
 
 
@@ -171,10 +174,12 @@ def engines_have_an_attention_kernel(model: Model, cluster: Cluster, rollout: Ro
     hf = readable_config(model)
     if hf is None or rollout is None or cluster.device != "cpu":
         return
-    heads, hidden = size_of(hf, "heads"), size_of(hf, "hidden")
+    heads = size_of(hf, "heads")
+    hidden = size_of(hf, "hidden")
     if heads is None or hidden is None:
         return
-    size, sizes = hf.get("head_dim") or hidden.value // heads.value, ", ".join(map(str, _CPU_HEAD_SIZES))
+    size = hf.get("head_dim") or hidden.value // heads.value
+    sizes = ", ".join(map(str, _CPU_HEAD_SIZES))
     if size not in _CPU_HEAD_SIZES:
         rule = f"vLLM on a CPU takes attention heads of {sizes}; the model's have {size}"
         yield Problem("cluster.device", "cpu", rule, "choose a model with such heads, or device cuda")
@@ -214,7 +219,8 @@ def checkpoints_share_the_tokens(model: Model, reward: Reward, critic: Critic | 
         size = None if other is None else other.get("vocab_size")
         if used is None or not isinstance(size, int) or size >= used:
             continue
-        rule, unused = f"knows the {used} token ids in use; it has {size}", "ids from there on stand for nothing"
+        rule = f"knows the {used} token ids in use; it has {size}"
+        unused = "ids from there on stand for nothing"
         fix = f"choose a checkpoint with the model's tokenizer, or set model.vocab_size to {size} if {unused}"
         yield Problem(field, shown(path), rule, fix)
 

@@ -44,15 +44,18 @@ def threads_are_used(cluster: Cluster) -> Iterator[Problem]:
     """A number of threads is for virtual devices."""
     for name, number in cluster.threads_per_device:
         if cluster.device == "cuda" and number not in (None, 1):
-            rule, fix = "has no effect with device cuda", "remove it, or set it to auto"
+            rule = "has no effect with device cuda"
+            fix = "remove it, or set it to auto"
             yield Problem(f"cluster.threads_per_device.{name}", str(number), rule, fix)
 
 
 def nodes_can_be_lost(cluster: Cluster) -> Iterator[Problem]:
     """A run can lose some nodes, but not all, of a cluster that it joins."""
-    least, field = cluster.min_nodes, "cluster.min_nodes"
+    least = cluster.min_nodes
+    field = "cluster.min_nodes"
     if least is not None and least >= cluster.nodes:
-        rule, fix = f"below cluster.nodes = {cluster.nodes}", "lower it, or set it to null"
+        rule = f"below cluster.nodes = {cluster.nodes}"
+        fix = "lower it, or set it to null"
         yield Problem(field, str(least), rule, fix)
     if least is not None and cluster.address is None:
         rule = "has an effect with cluster.address alone: without it, all nodes are this machine"
@@ -83,7 +86,9 @@ def judges_have_devices(cluster: Cluster, groups: Groups, rollout: Rollout | Non
     """The judge's engines fill devices of the cluster that nothing else has, and none spans nodes."""
     if reward.judge_model is None:
         return
-    field, given, tp = "reward.judge_model.devices", reward.judge_model.devices, reward.judge_model.tp
+    field = "reward.judge_model.devices"
+    given = reward.judge_model.devices
+    tp = reward.judge_model.tp
     yield from _devices_exist(cluster, field, given)
     devices = parse_devices(given)
     taken = {device for group in groups.values() for device in parse_devices(group.devices)}
@@ -111,7 +116,8 @@ def tp_fills_devices(section: str, given: str, tp: int, per_node: int) -> Iterat
 
 
 def _devices_exist(cluster: Cluster, field: str, devices: str) -> Iterator[Problem]:
-    total, highest = cluster.nodes * cluster.devices_per_node, max(parse_devices(devices))
+    total = cluster.nodes * cluster.devices_per_node
+    highest = max(parse_devices(devices))
     if highest >= total:
         enough = -(-(highest + 1) // cluster.nodes)
         rule = f"device numbers are below nodes * devices_per_node = {total}"
@@ -148,7 +154,8 @@ def roles_placed_once(groups: Groups) -> Iterator[Problem]:
     for role in get_args(RoleName):
         names = [name for name, group in groups.items() if role in group.roles]
         if len(names) > 1:
-            field, value = f"groups.{names[-1]}.roles.{role}", f"in {' and '.join(names)}"
+            field = f"groups.{names[-1]}.roles.{role}"
+            value = f"in {' and '.join(names)}"
             fix = f"remove it from the others, for example groups.{names[0]}.roles.{role}=null"
             yield Problem(field, value, "a role is in exactly one group", fix)
 
@@ -185,7 +192,8 @@ def sequence_parallel_needs_tp(groups: Groups) -> Iterator[Problem]:
     """Sequence parallelism needs several tensor-parallel ranks."""
     for field, _, _, role in roles_of(groups):
         if role.sequence_parallel and role.tp == 1:
-            rule, fix = "has an effect with tp above 1 alone", "set it to false, or tp to 2 or more"
+            rule = "has an effect with tp above 1 alone"
+            fix = "set it to false, or tp to 2 or more"
             yield Problem(f"{field}.sequence_parallel", "True", rule, fix)
 
 

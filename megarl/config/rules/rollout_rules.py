@@ -53,7 +53,8 @@ def sleeping_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[
 def one_size_of_the_cache(rollout: Rollout | None) -> Iterator[Problem]:
     """The cache has a size, or what a fraction of the device leaves."""
     if rollout is not None and rollout.gpu_memory_fraction is not None and rollout.kv_cache_mib is not None:
-        rule, fix = "has no effect with rollout.gpu_memory_fraction", "set one of the two to null"
+        rule = "has no effect with rollout.gpu_memory_fraction"
+        fix = "set one of the two to null"
         yield Problem("rollout.kv_cache_mib", str(rollout.kv_cache_mib), rule, fix)
 
 
@@ -81,7 +82,8 @@ def new_tokens_in_order(rollout: Rollout | None) -> Iterator[Problem]:
     """min_new_tokens is at most max_new_tokens."""
     if rollout is not None and rollout.min_new_tokens > rollout.max_new_tokens:
         rule = f"at most rollout.max_new_tokens = {rollout.max_new_tokens}"
-        value, fix = str(rollout.min_new_tokens), "lower it, or raise rollout.max_new_tokens"
+        value = str(rollout.min_new_tokens)
+        fix = "lower it, or raise rollout.max_new_tokens"
         yield Problem("rollout.min_new_tokens", value, rule, fix)
 
 
@@ -89,7 +91,8 @@ def ends_are_read(rollout: Rollout | None, environment: EnvironmentSettings | No
     """End tokens that are ignored need no least length, and turns of a conversation end with one."""
     if rollout is None or not rollout.ignore_eos:
         return
-    where, otherwise = "with rollout.ignore_eos", "or set rollout.ignore_eos to false"
+    where = "with rollout.ignore_eos"
+    otherwise = "or set rollout.ignore_eos to false"
     yield from ineffective_settings("rollout", rollout, ("min_new_tokens",), where, otherwise)
     if environment is not None:
         rule = "false with an environment: the end token shows that a turn is whole"
@@ -158,7 +161,8 @@ def record_or_replay(stage: str, rollout: Rollout | None) -> Iterator[Problem]:
         yield from ineffective_settings("rollout", rollout, names, where, "or use stage ppo")
     elif rollout.replay is not None:
         if rollout.record is not None:
-            rule, fix = "not together with rollout.replay", "set one of them to null"
+            rule = "not together with rollout.replay"
+            fix = "set one of them to null"
             yield Problem("rollout.record", rollout.record, rule, fix)
         if not Path(rollout.replay).is_dir():
             fix = f"{correct_path(rollout.replay)}, or make it with rollout.record"
@@ -220,19 +224,23 @@ def staleness_settings_have_an_effect(stage: str, rollout: Rollout) -> Iterator[
     if not trains_on_rollouts(stage):
         return
     if rollout.max_staleness == 0:
-        where, fix = "with rollout.max_staleness = 0", "or raise rollout.max_staleness"
+        where = "with rollout.max_staleness = 0"
+        fix = "or raise rollout.max_staleness"
         yield from ineffective_settings("rollout", rollout, ("mode",), where, fix)
     elif rollout.sync_every > 1:
         rule = f"1 with rollout.max_staleness = {rollout.max_staleness}, which bounds the age of the weights"
         yield Problem("rollout.sync_every", str(rollout.sync_every), rule, "set it to 1")
     if rollout.mode != "inflight":
-        where, fix = f"with rollout.mode = {rollout.mode}", "or set rollout.mode to inflight"
+        where = f"with rollout.mode = {rollout.mode}"
+        fix = "or set rollout.mode to inflight"
         yield from ineffective_settings("rollout", rollout, ("inflight_cache",), where, fix)
     if rollout.mode == "exact":
-        where, fix = "with rollout.mode = exact", "or set rollout.mode to bounded or inflight"
+        where = "with rollout.mode = exact"
+        fix = "or set rollout.mode to bounded or inflight"
         yield from ineffective_settings("rollout", rollout, ("rolling_update",), where, fix)
     elif rollout.engines == 1:
-        where, fix = "with one engine", "or give rollout.devices more of them"
+        where = "with one engine"
+        fix = "or give rollout.devices more of them"
         yield from ineffective_settings("rollout", rollout, ("rolling_update",), where, fix)
 
 
@@ -262,7 +270,8 @@ def parts_have_samples(rollout: Rollout, data: PromptData, reward: Reward) -> It
         rule = "1 where a function scores all responses to a prompt together: they may be in several parts"
         yield Problem("rollout.inference_parts", str(rollout.inference_parts), rule, "set it to 1")
     if rollout.inference_parts > samples:
-        rule, fix = f"at most {samples}, the samples of a step", f"set it to {samples} or less"
+        rule = f"at most {samples}, the samples of a step"
+        fix = f"set it to {samples} or less"
         yield Problem("rollout.inference_parts", str(rollout.inference_parts), rule, fix)
 
 
@@ -273,7 +282,8 @@ def evaluations_in_the_background(
     if evaluation is None or evaluation.blocking:
         return
     if shared_devices(groups, rollout):
-        rule, fix = "true where a group has devices of the engines", "set it to true, or give the engines their own"
+        rule = "true where a group has devices of the engines"
+        fix = "set it to true, or give the engines their own"
         yield Problem("evaluation.blocking", "False", rule, fix)
     if rollout.max_staleness == 0:
         fix = "set it to true, or raise rollout.max_staleness"

@@ -58,17 +58,20 @@ def scores_have_a_source(
         fix = "add reward to the roles of a group, or give reward.functions"
         yield Problem("reward", "nothing scores", rule, fix)
     elif not any(weights):
-        rule, fix = "one that is not 0: nothing could be learnt", "raise reward.weight, or that of a function"
+        rule = "one that is not 0: nothing could be learnt"
+        fix = "raise reward.weight, or that of a function"
         yield Problem("reward", "all weights 0", rule, fix)
 
 
 def reward_settings_have_their_model(groups: Groups, reward: Reward) -> Iterator[Problem]:
     """The settings of the reward model need the role; those of its random head, no checkpoint."""
     if not placed(groups, "reward"):
-        names, where = ("path", "head_std", "head_seed", "weight", "dense"), "without the role reward"
+        names = ("path", "head_std", "head_seed", "weight", "dense")
+        where = "without the role reward"
         yield from ineffective_settings("reward", reward, names, where, "or add the role to a group")
     elif reward.path is not None:
-        names, where = ("head_std", "head_seed"), "with reward.path, whose head is loaded"
+        names = ("head_std", "head_seed")
+        where = "with reward.path, whose head is loaded"
         yield from ineffective_settings("reward", reward, names, where, "or remove the path")
 
 
@@ -106,7 +109,8 @@ def environments_end_in_time(
         yield Problem("environment", environment.name, "needs a tokenizer", "set model.tokenizer")
     most = cluster.time_limits.rollout
     if environment.time_limit > most:
-        rule, fix = f"at most cluster.time_limits.rollout = {most:g}", "lower it, or raise cluster.time_limits.rollout"
+        rule = f"at most cluster.time_limits.rollout = {most:g}"
+        fix = "lower it, or raise cluster.time_limits.rollout"
         yield Problem("environment.time_limit", f"{environment.time_limit:g}", rule, fix)
 
 
@@ -164,16 +168,20 @@ def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Problem]:
     otherwise = "or set reward.dense to null"
     yield from ineffective_settings("algo.scores", algo.scores, ("placement",), "with reward.dense", otherwise)
     if algo.filter is not None:
-        rule, fix = "null with reward.dense: prompts are filtered by the scores of responses", "set one of them to null"
+        rule = "null with reward.dense: prompts are filtered by the scores of responses"
+        fix = "set one of them to null"
         yield Problem("algo.filter", algo.filter.name, rule, fix)
     if algo.select is not None:
-        rule, fix = "null with reward.dense: samples are selected by the scores of responses", "set one of them to null"
+        rule = "null with reward.dense: samples are selected by the scores of responses"
+        fix = "set one of them to null"
         yield Problem("algo.select", algo.select.by.name, rule, fix)
     if algo.scores.truncate_at is not None:
-        rule, fix = "null with reward.dense, which scores every token", "remove it, or set reward.dense to null"
+        rule = "null with reward.dense, which scores every token"
+        fix = "remove it, or set reward.dense to null"
         yield Problem("algo.scores.truncate_at", "given", rule, fix)
     if reward.shuffle:
-        rule, fix = "false with reward.dense, whose scores fit no other response", "set it to false"
+        rule = "false with reward.dense, whose scores fit no other response"
+        fix = "set it to false"
         yield Problem("reward.shuffle", "True", rule, fix)
 
 
@@ -240,16 +248,19 @@ def evaluations_sample(evaluation: Evaluation | None) -> Iterator[Problem]:
     if evaluation is None:
         return
     if evaluation.greedy:
-        where, otherwise = "with evaluation.greedy", "or set evaluation.greedy to false"
+        where = "with evaluation.greedy"
+        otherwise = "or set evaluation.greedy to false"
         yield from ineffective_settings("evaluation", evaluation, ("temperature",), where, otherwise)
         if evaluation.samples_per_prompt > 1:
             rule = "1 with evaluation.greedy: the answers to a prompt would all be the same"
-            value, fix = str(evaluation.samples_per_prompt), "set it to 1, or evaluation.greedy to false"
+            value = str(evaluation.samples_per_prompt)
+            fix = "set it to 1, or evaluation.greedy to false"
             yield Problem("evaluation.samples_per_prompt", value, rule, fix)
     if not evaluation.pass_at:
         where = "without evaluation.pass_at"
         yield from ineffective_settings("evaluation", evaluation, ("success_at",), where, "or give some")
     elif max(evaluation.pass_at) > evaluation.samples_per_prompt:
         rule = f"at most evaluation.samples_per_prompt = {evaluation.samples_per_prompt}"
-        value, fix = shown(list(evaluation.pass_at)), f"set samples_per_prompt to {max(evaluation.pass_at)} or more"
+        value = shown(list(evaluation.pass_at))
+        fix = f"set samples_per_prompt to {max(evaluation.pass_at)} or more"
         yield Problem("evaluation.pass_at", value, rule, fix)

@@ -49,7 +49,8 @@ def kept_checkpoints_are_made(checkpoint: CheckpointSettings) -> Iterator[Proble
     """Checkpoints that are kept besides the newest ones are made."""
     every = checkpoint.every
     if checkpoint.keep_every is not None and (every is None or checkpoint.keep_every % every):
-        rule, fix = f"a multiple of checkpoint.every = {shown(every)}", "choose a multiple, or remove it"
+        rule = f"a multiple of checkpoint.every = {shown(every)}"
+        fix = "choose a multiple, or remove it"
         yield Problem("checkpoint.keep_every", str(checkpoint.keep_every), rule, fix)
 
 
@@ -60,15 +61,15 @@ def best_checkpoints_are_evaluated(
     if checkpoint.best is None:
         return
     if isinstance(data, PromptData):
-        section, there = "evaluation", evaluation is not None
-        field, every = "evaluation.every", None if evaluation is None else evaluation.every
+        section = "evaluation"
+        there = evaluation is not None
+        field = "evaluation.every"
+        every = None if evaluation is None else evaluation.every
     else:
-        section, there, field, every = (
-            "data.evaluation",
-            data.evaluation is not None,
-            "data.evaluate_every",
-            data.evaluate_every,
-        )
+        section = "data.evaluation"
+        there = data.evaluation is not None
+        field = "data.evaluate_every"
+        every = data.evaluate_every
     value = checkpoint.best.metric
     if not there:
         yield Problem("checkpoint.best", value, f"a metric of {section}, which is missing", "give it, or remove this")
@@ -79,12 +80,15 @@ def best_checkpoints_are_evaluated(
 
 
 def _rate_falls(field: str, optimizer: Optimizer) -> Iterator[Problem]:
-    final, schedule = optimizer.final_lr, optimizer.schedule
+    final = optimizer.final_lr
+    schedule = optimizer.schedule
     if schedule == "anneal":
-        names, where = ("warmup", "final_lr"), "with schedule anneal, from lr to 0"
+        names = ("warmup", "final_lr")
+        where = "with schedule anneal, from lr to 0"
         yield from ineffective_settings(field, optimizer, names, where, "or choose linear")
     elif schedule == "constant" and final > 0:
-        rule, fix = "has no effect with a constant schedule", "remove it, or choose linear or cosine"
+        rule = "has no effect with a constant schedule"
+        fix = "remove it, or choose linear or cosine"
         yield Problem(f"{field}.final_lr", f"{final:g}", rule, fix)
     elif schedule != "constant" and final >= optimizer.lr:
         rule = f"below lr = {optimizer.lr:g}, from which a {schedule} schedule comes down"
@@ -95,21 +99,24 @@ def margins_are_read(reward: RewardTraining) -> Iterator[Problem]:
     """The logexp loss has no margin."""
     options = reward.loss.options
     if reward.loss.name == "pairwise" and options["margin"] and options["kind"] == "logexp":
-        rule, fix = "has no effect with reward.loss.kind = logexp", "remove it, or set kind to logsigmoid"
+        rule = "has no effect with reward.loss.kind = logexp"
+        fix = "remove it, or set kind to logsigmoid"
         yield Problem("reward.loss.margin", "True", rule, fix)
 
 
 def epochs_can_stop(algo: Algo) -> Iterator[Problem]:
     """An early stop needs several epochs."""
     if algo.early_stop is not None and algo.ppo_epochs == 1:
-        rule, fix = "has an effect with algo.ppo_epochs above 1 alone", "set it to null, or raise algo.ppo_epochs"
+        rule = "has an effect with algo.ppo_epochs above 1 alone"
+        fix = "set it to null, or raise algo.ppo_epochs"
         yield Problem("algo.early_stop", "given", rule, fix)
 
 
 def runs_have_a_length(run: TrainingRun) -> Iterator[Problem]:
     """Steps or epochs are given."""
     if run.steps is None and run.epochs is None:
-        rule, fix = "run.steps or run.epochs is given", "set the number of steps, or of passes over the rows"
+        rule = "run.steps or run.epochs is given"
+        fix = "set the number of steps, or of passes over the rows"
         yield Problem("run.steps", "null", rule, fix)
 
 
@@ -160,7 +167,8 @@ def value_heads_have_a_source(critic: Critic | None) -> Iterator[Problem]:
         if critic.path is None:
             fix = "set critic.path to a reward model, or critic.head to new"
             yield Problem("critic.head", "loaded", "needs critic.path", fix)
-        names, where = ("head_std", "head_seed"), "with critic.head = loaded"
+        names = ("head_std", "head_seed")
+        where = "with critic.head = loaded"
         yield from ineffective_settings("critic", critic, names, where, "or set critic.head to new")
     elif critic.head_std == 0:
         where = "with critic.head_std = 0"

@@ -30,7 +30,8 @@ def parse_devices(text: str) -> tuple[int, ...]:
         match = _DEVICES.fullmatch(part.strip())
         if match is None:
             raise ValueError(f"{part.strip()!r} is neither a device number nor a range such as 0-3")
-        first, last = int(match[1]), int(match[2] or match[1])
+        first = int(match[1])
+        last = int(match[2] or match[1])
         if last < first:
             raise ValueError(f"the range {part.strip()} runs backwards")
         devices.extend(range(first, last + 1))

@@ -152,8 +152,10 @@ class RunConfig(Section):
 
     def layout(self, role: RoleName) -> Layout:
         """Returns how the role is split over its group, with dp = devices / (tp * pp)."""
-        own, devices = self.role(role), len(self.device_list(self.group_of(role)))
-        dp, sequence_parallel = devices // (own.tp * own.pp), own.sequence_parallel
+        own = self.role(role)
+        devices = len(self.device_list(self.group_of(role)))
+        dp = devices // (own.tp * own.pp)
+        sequence_parallel = own.sequence_parallel
         return Layout(tp=own.tp, pp=own.pp, dp=dp, vpp=own.vpp, ep=own.ep, sequence_parallel=sequence_parallel)
 
 

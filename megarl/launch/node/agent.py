@@ -29,13 +29,15 @@ from megarl.launch.node.network import PortBlock, address_of, address_towards, i
 from megarl.launch.node.slurm_job import SlurmJob, clean_env, missing_gpus
 from megarl.launch.request import JOB_RAY, names_other_ray, unwritable
 
-_TOKEN, _TOKEN_LENGTH = "RAY_AUTH_TOKEN", 16
+_TOKEN = "RAY_AUTH_TOKEN"
+_TOKEN_LENGTH = 16
 _RAY_STARTS = 3  # attempts: Ray gives its processes 30 seconds to start, and a cold file system may be slower
 _REFUSED = "InvalidAuthToken"
 """In what Ray prints if it has another secret than the head's, which no attempt changes."""
 _WORKER_RAY = {"RAY_gcs_rpc_server_reconnect_timeout_s": "25"}
 """A node's Ray ends when the head has not answered for this long; Ray's default is a minute."""
-_POLL_S, DIRECTORY_POLL_S = 0.1, 1.0
+_POLL_S = 0.1
+DIRECTORY_POLL_S = 1.0
 SIGNAL_S = 1.0
 """A node's failure may be due to a signal to the whole job, which other nodes get a moment later."""
 DRIVER_GRACE_S = 15.0
@@ -87,14 +89,17 @@ class Agent:
     """Ends the job on this node; returns the exit code."""
 
     def __init__(self, job: SlurmJob, options: AgentOptions, token: str) -> None:
-        self.job, self.options, self._token = job, options, token
+        self.job = job
+        self.options = options
+        self._token = token
         self._guard: Guard | None = None
         self._ports: PortBlock | None = None
         self._ray: LoggedProcess | None = None
         self._signals: list[signal.Signals] = []
         self._grace_s = 0.0
         self._patience = 0.0  # until when, monotonic seconds, the run may save after the first signal
-        self._ray_starts, self._next_look = 0, 0.0
+        self._ray_starts = 0
+        self._next_look = 0.0
         # Slurm passes on the soft limit of the shell that submits, often 1024; Ray raises it in drivers, not in nodes.
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -159,12 +164,14 @@ class Agent:
 
     def _load_config(self) -> RunConfig:
         """Reads the configuration, whose nodes must be the job's, and opens the job's directory."""
-        path, nodes = self.options.config, len(self.job.nodes)
+        path = self.options.config
+        nodes = len(self.job.nodes)
         try:
             config = load(path, [*self.options.overrides, JOB_RAY])
             problems = list(names_other_ray(Path(path), self.options.overrides))
             if config.cluster.nodes != nodes:
-                rule, fix = f"the job's nodes, {nodes}", f"set cluster.nodes={nodes}, or start the job on others"
+                rule = f"the job's nodes, {nodes}"
+                fix = f"set cluster.nodes={nodes}, or start the job on others"
                 problems.insert(0, Problem(field="cluster.nodes", value=str(config.cluster.nodes), rule=rule, fix=fix))
             if problems:
                 raise ConfigError(problems, path)
@@ -184,14 +191,17 @@ class Agent:
         handler = logging.FileHandler(self.directory.log(self.job.index))
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         log.addHandler(handler)
-        clean, mark, self._temporary = clean_env(os.environ), secrets.token_hex(8), new_directory()
+        clean = clean_env(os.environ)
+        mark = secrets.token_hex(8)
+        self._temporary = new_directory()
         self._guard = Guard(mark, self._temporary, clean, self.directory.ray_logs(self.job.index))
         own = {MARK: mark, "TMPDIR": self._temporary, "RAY_AUTH_MODE": "token", _TOKEN: self._token}
         self.environment = {**clean, **ENVIRONMENT, **own}
 
     def _claim(self, find_address: Callable[[], str]) -> tuple[str, range]:
         """Returns this node's address, by default that of `find_address`, and its ports."""
-        name, interface = self.job.name, self.options.interface
+        name = self.job.name
+        interface = self.options.interface
         try:
             self._ports = PortBlock(port_blocks(self.job.id))
             return find_address() if interface is None else address_of(interface), self._ports.ports
@@ -201,7 +211,8 @@ class Agent:
 
     def _start_ray(self, config: RunConfig, head: str, address: str, ports: range) -> None:
         """Starts this node's Ray; `head` is HOST:PORT of Ray's head."""
-        name, devices = self.job.name, config.cluster.devices_per_node
+        name = self.job.name
+        devices = config.cluster.devices_per_node
         lack = missing_gpus(devices, self.environment) if config.cluster.device == "cuda" else None
         if lack is not None:
             raise JobEnded(2, f"node {name} lacks GPUs: {lack}", name)
@@ -230,7 +241,9 @@ class Agent:
 
     def _ray_ended(self, ray: LoggedProcess, code: int) -> None:
         """Restarts this node's Ray if it did not come up; otherwise raises JobEnded."""
-        self._ray, name, node = None, self.job.name, self._ray_node
+        self._ray = None
+        name = self.job.name
+        node = self._ray_node
         if STARTED in ray.output:
             told = f"its Ray has ended with exit code {code}; see {self.directory.log(node.index)}"
         else:
@@ -243,7 +256,8 @@ class Agent:
         if self._signals:  # to all processes
             raise self._stopped()
         if node.index > 0 and not is_reachable(node.head):
-            name, told = self.job.nodes[0], "the driver runs there, and its Ray does not answer"
+            name = self.job.nodes[0]
+            told = "the driver runs there, and its Ray does not answer"
         raise JobEnded(1, f"node {name} was lost: {told}", name)
 
     def _clean_up(self, *, failed: bool) -> bool:
@@ -261,7 +275,9 @@ class Worker(Agent):
 
     def _run_job(self) -> None:
         config = self._load_config()
-        directory, limit, head = self.directory, self.options.start_limit_s, self.job.nodes[0]
+        directory = self.directory
+        limit = self.options.start_limit_s
+        head = self.job.nodes[0]
         lost = f"node {self.job.name} sees nothing of the first node, {head}, in {directory.path}"
         if not self.wait(lambda: directory.ray_address() is not None, limit, poll_s=DIRECTORY_POLL_S):
             fix = "does it run, and is run.dir on a file system that all nodes share?"
@@ -288,7 +304,8 @@ class Worker(Agent):
             if told is None:
                 self.directory.write_end(reason)
             elif saved or not self._signals:
-                reason, failed = replace(reason, exit_code=0), told.failed
+                reason = replace(reason, exit_code=0)
+                failed = told.failed
         if reason.exit_code:
             log.error(reason.reason)
         return reason.exit_code if self._clean_up(failed=failed) else 1

@@ -23,7 +23,8 @@ from megarl.launch.node.network import head_address
 from megarl.launch.node.slurm_job import SlurmJob
 from megarl.launch.request import JOB_RAY
 
-_ACCOUNT_S, _NEWS_S = 4.0, 8.0
+_ACCOUNT_S = 4.0
+_NEWS_S = 8.0
 """For a lost node to write its reason; and, after a failed driver, for the loss of a node to be noticed."""
 
 
@@ -69,7 +70,8 @@ class Head(Agent):
         """Also raises JobEnded if Ray has lost a node, after waiting for the node's own reason."""
         super()._look()
         if self._watch is not None and self._watch.exit_code is not None:
-            name, self._watch = self._watch.last_message, None
+            name = self._watch.last_message
+            self._watch = None
             if name in self.job.nodes:
                 self._pause(_ACCOUNT_S)
                 raise JobEnded(1, f"node {name} was lost: Ray has lost the connection to it", name)
@@ -96,7 +98,8 @@ class Head(Agent):
 
     def _check_config(self) -> None:
         """Checks models and data too, in a process of its own, whose memory is freed."""
-        child, limit = self._start(self._megarl("plan", "config")), self.options.start_limit_s
+        child = self._start(self._megarl("plan", "config"))
+        limit = self.options.start_limit_s
         if not self.wait(lambda: child.exit_code is not None, limit):
             what = "the check of the configuration, its models and its data"
             raise JobEnded(1, f"{what} has not ended within {limit:g} s")
@@ -106,7 +109,8 @@ class Head(Agent):
             raise JobEnded(2 if child.exit_code == 2 else 1, reason)
 
     def _wait_for_nodes(self) -> None:
-        nodes, limit = self.job.nodes, self.options.start_limit_s
+        nodes = self.job.nodes
+        limit = self.options.start_limit_s
         if not self.wait(lambda: not self.directory.missing(), limit, poll_s=DIRECTORY_POLL_S):
             missing = [nodes[index] for index in self.directory.missing()]
             names = f"node{'s' * (len(missing) > 1)} {', '.join(missing)}"
@@ -114,7 +118,8 @@ class Head(Agent):
 
     def _wait_for_ray(self, ray: str, devices: int) -> None:
         """Waits for all nodes and devices; the process that looks for them then watches them."""
-        limit, nodes = self.options.start_limit_s, self.job.nodes
+        limit = self.options.start_limit_s
+        nodes = self.job.nodes
         watch = self._start(watch_command(ray, devices, nodes))
         self.wait(lambda: READY in watch.output.splitlines() or watch.exit_code is not None, limit)
         if READY not in watch.output.splitlines():

@@ -20,7 +20,8 @@ from megarl.launch.render import templates
 
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _MISTAKE = 2
-_END, _RAY = "end.json", "ray.json"
+_END = "end.json"
+_RAY = "ray.json"
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,8 @@ class JobDirectory:
         self._job = job
         self.path = Path(run_dir).absolute() / "slurm" / f"{job.id}-{job.attempt}"
         self.path.mkdir(parents=True, exist_ok=True)
-        self.driver_log, self._token = self.path / "driver.log", self.path / "token"
+        self.driver_log = self.path / "driver.log"
+        self._token = self.path / "token"
 
     def log(self, index: int) -> Path:
         return self.path / f"{_role(index)}.log"
@@ -104,7 +106,8 @@ class JobDirectory:
 
     def write_attach(self, ray_address: str, secret: str) -> None:
         """Writes the script that opens a shell in the job, and the token for it, readable by the owner alone."""
-        script, values = self.path / "attach", {"ray": ray_address, "token": self._token, "job": self._job}
+        script = self.path / "attach"
+        values = {"ray": ray_address, "token": self._token, "job": self._job}
         with _warning():
             self._token.unlink(missing_ok=True)
             with os.fdopen(os.open(self._token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

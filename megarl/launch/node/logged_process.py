@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 _DRAIN_S = 2.0  # for the last output of an ended process, whose children may have inherited the pipe
-_AGAIN_S, _KILLED_S = 0.5, 10.0
+_AGAIN_S = 0.5
+_KILLED_S = 10.0
 _CHUNK_BYTES = 1 << 16
 
 
@@ -73,7 +74,8 @@ class LoggedProcess:
 
     def stop(self, grace_s: float) -> None:
         """Sends SIGTERM, once more as a run may save after the first, and SIGKILL after the grace."""
-        terminate, kill = self._process.terminate, self._process.kill
+        terminate = self._process.terminate
+        kill = self._process.kill
         for end, limit_s in ((terminate, _AGAIN_S), (terminate, grace_s), (kill, _KILLED_S)):
             end()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -11,10 +11,15 @@ from typing import Final
 
 from megarl.launch.node.slurm_job import SlurmJob
 
-_FIRST, _SIZE, _BLOCKS = 10000, 100, 227
-_CANDIDATES, _STRIDE = 8, 61
+_FIRST = 10000
+_SIZE = 100
+_BLOCKS = 227
+_CANDIDATES = 8
+_STRIDE = 61
 _CHECKED = 11  # the first port, which claims the block, and those of Ray's services; its workers skip ports in use
-_SIOCGIFADDR, _DISCARD, _CONNECT_S = 0x8915, 9, 5.0
+_SIOCGIFADDR = 0x8915
+_DISCARD = 9
+_CONNECT_S = 5.0
 LOOPBACK: Final = "127.0.0.1"
 
 
@@ -36,7 +41,8 @@ class PortBlock:
             for probe in filter(None, probes):
                 probe.close()
             if all(probes):
-                self._claim, self.ports = claim, block[1:]
+                self._claim = claim
+                self.ports = block[1:]
                 return
             claim.close()
         tried = ", ".join(f"{block[0]}-{block[_CHECKED - 1]}" for block in blocks)

@@ -49,10 +49,12 @@ def start_world(
     Args:
         init_method: ``tcp://host:port`` of rank 0, which listens at this address only; or a file, as ``file://path``.
     """
-    timeout, url = datetime.timedelta(seconds=timeout_seconds), urlsplit(init_method)
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    url = urlsplit(init_method)
     store = None
     if url.scheme == "tcp":
-        host, port = url.hostname or "", url.port or 0
+        host = url.hostname or ""
+        port = url.port or 0
         store = serve_store(host, port) if rank == 0 else TCPStore(host, port, is_master=False, timeout=timeout)
         store.set_timeout(timeout)
     dist.init_process_group(

@@ -101,7 +101,8 @@ def install() -> None:
 
 def _optimize_without_compiler() -> None:
     """Keeps Adam from importing torch's compiler (2.13), from which its methods exempt themselves."""
-    optimizer, adam = torch.optim.Optimizer, torch.optim.Adam
+    optimizer = torch.optim.Optimizer
+    adam = torch.optim.Adam
     for method in (optimizer.add_param_group, optimizer.zero_grad, optimizer.state_dict, optimizer.load_state_dict):
         plain: Any = inspect.unwrap(method)
         plain.__dynamo_disable = plain
@@ -125,7 +126,8 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _replace_methods() -> None:
-    tensor_type, tensor_to = torch.Tensor.type, torch.Tensor.to
+    tensor_type = torch.Tensor.type
+    tensor_to = torch.Tensor.to
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = tensor_type(self, *args, **kwargs)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 
-_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+_MINUTE = 60
+_HOUR = 3600
+_DAY = 86400
 
 
 def duration(seconds: float) -> str:
@@ -31,7 +33,8 @@ def rate(per_hour: float) -> str:
 
 def clock(when: float, now: float) -> str:
     """Returns the local time, with the date unless it is today's; both times in seconds since 1970."""
-    then, today = time.localtime(when), time.localtime(now)
+    then = time.localtime(when)
+    today = time.localtime(now)
     return time.strftime("%H:%M" if then[:3] == today[:3] else "%a %d %b %H:%M", then)
 
 

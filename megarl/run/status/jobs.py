@@ -142,7 +142,9 @@ _OUTPUT = re.compile(r"(\d+)(_\d+)?")
 _CELL = re.compile(r"cell-(\d+)")
 _NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 _TAIL_BYTES = 1 << 16
-_LINES, _WIDTH = 3, 200  # of the output before the agents start
+# of the output before the agents start
+_LINES = 3
+_WIDTH = 200
 _TERMINATED = 143
 
 
@@ -160,13 +162,16 @@ def find_jobs(
         has started since.
     """
     prepared = max((file.stat().st_mtime for file in prepared_configs(run_dir)), default=0.0)
-    current, newer = _last_job(run_dir, prepared), None
+    current = _last_job(run_dir, prepared)
+    newer = None
     if attempts:
-        attempt, last = attempts[-1], current
+        attempt = attempts[-1]
+        last = current
         if last is None or not last.follows(attempt):
             current = _attempt_job(run_dir, attempt)
         elif not (resumable and last.outlasts(attempt, written)):
-            current, newer = _attempt_job(run_dir, attempt), last
+            current = _attempt_job(run_dir, attempt)
+            newer = last
     jobs = [job for job in (current, newer) if job is not None]
     started = max([*(attempt.time for attempt in attempts), *(job.began for job in jobs)], default=0.0)
     submitted = last_submission(run_dir)
@@ -183,7 +188,8 @@ def _last_job(run_dir: Path, prepared: float) -> JobStatus | None:
     """
     outputs = _outputs(run_dir)
     found = [path for path in (run_dir / "slurm").glob("*-*") if _NAME.fullmatch(path.name)]
-    directory, newest = max(found, key=_number, default=None), max(outputs, default=0)
+    directory = max(found, key=_number, default=None)
+    newest = max(outputs, default=0)
     if newest > (_number(directory)[0] if directory is not None else 0):
         file = outputs[newest]
         printed = file.stat().st_mtime
@@ -200,7 +206,8 @@ def _attempt_job(run_dir: Path, attempt: Attempt) -> JobStatus | None:
 def _read_job(directory: Path, outputs: Mapping[int, Path]) -> JobStatus:
     """Reads a job whose agent has started."""
     number, restart = _number(directory)
-    attach, output = directory / "attach", _output_of(number, outputs)
+    attach = directory / "attach"
+    output = _output_of(number, outputs)
     stages = tuple(
         JobStage(stage=str(line["stage"]), time=float(line["time"]))
         for line in read_lines(directory / "times.jsonl")
@@ -242,7 +249,9 @@ def _read_end(path: Path, output: Path | None) -> JobEnd | None:
     """Reads the end of a job. If a node failed, the head gets SIGTERM, and only srun's output says so."""
     try:
         fields: dict[str, Any] = read_json(path)
-        code, reason, node = int(fields["exit_code"]), str(fields["reason"]), fields.get("node")
+        code = int(fields["exit_code"])
+        reason = str(fields["reason"])
+        node = fields.get("node")
         end = JobEnd(time=path.stat().st_mtime, exit_code=code, reason=reason, node=node)
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):  # missing or incomplete
         return None

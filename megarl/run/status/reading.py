@@ -85,7 +85,8 @@ class CheckpointState:
 
 def checkpoint_state(checkpoints: Checkpoints, progress: RunProgress) -> CheckpointState:
     last = max(checkpoints.steps(), default=0)
-    again, pace = max(0, progress.step - last), progress.pace
+    again = max(0, progress.step - last)
+    pace = progress.pace
     seconds = None if pace is None else again * pace.seconds_per_step
     return CheckpointState(step=last, writing=checkpoints.staged_step(), again=again, seconds=seconds)
 
@@ -140,14 +141,18 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
         now: seconds since 1970; None is the present.
         host: this machine; None asks the system.
     """
-    now, run = time.time() if now is None else now, RunPaths(run_dir)
-    config, attempts = _config(run), read_attempts(run.attempts)
-    lines, evaluations = _last_steps(run.metrics), _last_steps(run.evaluations)
+    now = time.time() if now is None else now
+    run = RunPaths(run_dir)
+    config = _config(run)
+    attempts = read_attempts(run.attempts)
+    lines = _last_steps(run.metrics)
+    evaluations = _last_steps(run.evaluations)
     written = max(_write_times(run), default=None)
     locked = is_locked(run.lock)
     resumable = not (run.finished or locked)
     job, newer, submitted = find_jobs(run_dir, attempts, written or 0.0, resumable=resumable)
-    starts, section = [attempt.time for attempt in attempts], config.get("run")
+    starts = [attempt.time for attempt in attempts]
+    section = config.get("run")
     steps = section.get("steps") if isinstance(section, Mapping) else None
     progress = measure_progress(lines, steps, starts, written or now)
     state = determine_state(
@@ -162,7 +167,8 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
             now=now,
         )
     )
-    stage, running = config.get("stage"), state.name == "running"
+    stage = config.get("stage")
+    running = state.name == "running"
     return RunStatus(
         directory=str(run_dir),
         now=now,

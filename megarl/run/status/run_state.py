@@ -83,7 +83,8 @@ def determine_state(seen: Evidence) -> RunState:
 
 
 def _by_evidence(seen: Evidence) -> Iterator[RunState]:
-    attempt, job = seen.attempt, seen.job
+    attempt = seen.attempt
+    job = seen.job
     if seen.locked:
         written = "" if seen.written is None else f"; last written {ago(seen.written, seen.now)}"
         yield RunState(name="running", because=f"its process holds the lock{written}")
@@ -93,7 +94,8 @@ def _by_evidence(seen: Evidence) -> Iterator[RunState]:
     if attempt is None or (job is not None and not job.has(attempt)):
         yield _not_started(job, seen)
         return
-    end, job_end = attempt.end, job.end if job is not None and job.has(attempt) else None
+    end = attempt.end
+    job_end = job.end if job is not None and job.has(attempt) else None
     if job is not None and job_end is not None and (end is None or end.reason == "interrupted"):
         yield _job_ended(job, job_end, seen.now, "killed" if end is None else None)
     if end is not None:
@@ -140,7 +142,8 @@ def _attempt_ended(end: AttemptEnd, job_end: JobEnd | None) -> RunState:
 
 
 def _on_other_machine(attempt: Attempt, seen: Evidence) -> RunState:
-    last, here = max(attempt.time, seen.written or 0.0), attempt.host == seen.host
+    last = max(attempt.time, seen.written or 0.0)
+    here = attempt.host == seen.host
     unseen = "its lock cannot be read" if here else f"{seen.host} cannot see the processes of {attempt.host}"
     because = f"last written {ago(last, seen.now)}; {unseen}"
     return RunState(name="running" if seen.now - last <= seen.patience else "silent", because=because)

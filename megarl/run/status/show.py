@@ -72,7 +72,8 @@ def rows(status: RunStatus) -> Iterator[Row]:
 
 
 def _state(status: RunStatus) -> Iterator[Row]:
-    state, last = status.state, status.attempts[-1] if status.attempts else None
+    state = status.state
+    last = status.attempts[-1] if status.attempts else None
     since = f", {ago(state.since, status.now)} ({clock(state.since, status.now)})" if state.since else ""
     placed = last is not None and state.name in ("running", "silent") and _has_state(last, status)
     where = f" on {_place(last)}" if last is not None and placed else ""
@@ -89,7 +90,9 @@ def _state(status: RunStatus) -> Iterator[Row]:
 
 
 def _progress(status: RunStatus) -> Iterator[Row]:
-    now, progress, pace = status.now, status.progress, status.progress.pace
+    now = status.now
+    progress = status.progress
+    pace = status.progress.pace
     if progress.steps is None and not progress.step:
         return
     part = f" ({100 * progress.step // progress.steps}%)" if progress.steps else ""
@@ -100,9 +103,11 @@ def _progress(status: RunStatus) -> Iterator[Row]:
         yield "", f"no step yet in the attempt that started {ago(begun, now)} ({clock(begun, now)})", ""
     if pace is not None:
         if status.overdue is not None:
-            late, longest = duration(status.overdue), step_duration(pace.longest)
+            late = duration(status.overdue)
+            longest = step_duration(pace.longest)
             yield "", f"no step for {late}; the last ones took {longest} at most: does it hang?", "red"
-        left, each = status.seconds_left, step_duration(pace.seconds_per_step)
+        left = status.seconds_left
+        each = step_duration(pace.seconds_per_step)
         until = f"; {duration(left)} left, until {clock(now + left, now)}" if left else ""
         yield "pace", f"{rate(pace.steps_per_hour)} steps/hour over the last {pace.steps}, {each} each{until}", ""
     shown = [
@@ -114,7 +119,8 @@ def _progress(status: RunStatus) -> Iterator[Row]:
 
 def _engines(status: RunStatus) -> Iterator[Row]:
     """Yields how far the engines are ahead of the training, who waits for whom, and how many were replaced."""
-    metrics, waits = status.metrics, status.waits
+    metrics = status.metrics
+    waits = status.waits
     if "rollout/queue_depth" in metrics:
         age = metrics.get("staleness/mean")
         depth = metrics["rollout/queue_depth"]
@@ -175,7 +181,8 @@ def _end(attempt: Attempt, status: RunStatus) -> str:
 
 def _has_state(attempt: Attempt, status: RunStatus) -> bool:
     """Whether the state is that of the attempt, and not of a later job whose run has not started."""
-    last, job = attempt is status.attempts[-1], status.job
+    last = attempt is status.attempts[-1]
+    job = status.job
     return last and (status.state.name in ("running", "finished") or job is None or not job.follows(attempt))
 
 
@@ -215,7 +222,9 @@ def _cells(status: RunStatus) -> tuple[str, ...]:
     hanging = ["does it hang?"] if status.overdue is not None else []
     warnings = [*hanging, *status.state.message.splitlines()[:1], *status.troubles]
     cut = (text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..." for text in warnings)
-    progress, pace, saved = status.progress, status.progress.pace, status.saved
+    progress = status.progress
+    pace = status.progress.pace
+    saved = status.saved
     return (
         status.directory,
         status.state.name,

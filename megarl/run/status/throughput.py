@@ -14,7 +14,8 @@ from megarl.run.sinks import WRITTEN
 
 _STEP_SECONDS = "time/step"
 _HOUR = 3600.0
-_OVERDUE, _OVERDUE_S = 3.0, 60.0
+_OVERDUE = 3.0
+_OVERDUE_S = 60.0
 """A step is overdue after so many times the longest of the last steps, and so many seconds."""
 
 

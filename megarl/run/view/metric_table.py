@@ -31,7 +31,8 @@ class MetricTable:
     def __init__(self, run: RunPaths) -> None:
         self.generation = 0
         self._config = run.config
-        self._steps, self._evaluations = LineFollower(run.metrics), LineFollower(run.evaluations)
+        self._steps = LineFollower(run.metrics)
+        self._evaluations = LineFollower(run.evaluations)
         self._clear()
 
     def _clear(self) -> None:

@@ -62,14 +62,16 @@ def _answers(view: RunView) -> Iterator[tuple[str, dict[str, str], Any]]:
 def _samples(view: RunView) -> Iterator[tuple[str, dict[str, str], Any]]:
     """Yields the samples of all steps, or of the last one, or its first prompts, and of others that fit."""
     for kind, steps in view.answer("steps", {}).items():
-        left, least = _SAMPLES_BYTES // 2, 1
+        left = _SAMPLES_BYTES // 2
+        least = 1
         for step, _ in _outer_first(steps):
             of_step = {"kind": kind, "step": str(step)}
             groups = view.answer("groups", of_step)
             found, after = _fitting(view, [{**of_step, "prompt": group["prompt_id"]} for group in groups], left, least)
             if len(found) < len(groups) and not least:
                 continue
-            left, least = after, 0
+            left = after
+            least = 0
             yield "groups", of_step, groups[: len(found)]
             yield from found
 
@@ -91,7 +93,8 @@ def _fitting(
 
 def _outer_first(steps: Sequence[Any]) -> list[Any]:
     """Returns the last and the first step, then those that halve what is between."""
-    order, parts = [*steps[-1:], *steps[:-1][:1]], [steps[1:-1]]
+    order = [*steps[-1:], *steps[:-1][:1]]
+    parts = [steps[1:-1]]
     while parts := [part for part in parts if part]:
         order += [part[len(part) // 2] for part in parts]
         parts = [half for part in parts for half in (part[: len(part) // 2], part[len(part) // 2 + 1 :])]

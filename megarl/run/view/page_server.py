@@ -35,7 +35,9 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, views: Sequence[RunView], port: int = 0) -> None:
-        self.views, self.token, self.page = views, secrets.token_urlsafe(16), page_text()
+        self.views = views
+        self.token = secrets.token_urlsafe(16)
+        self.page = page_text()
         super().__init__((_HOST, port), _PageRequest)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

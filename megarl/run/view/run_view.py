@@ -27,7 +27,8 @@ Query = Mapping[str, str]
 
 _MOST_HITS = 200
 _MOST_LEFT_OUT = 200
-_COLUMNS, _MOST_COLUMNS = 1500, 20000
+_COLUMNS = 1500
+_MOST_COLUMNS = 20000
 """Of a timeline: by default, and at most."""
 _REQUIRED: Final = object()
 
@@ -40,9 +41,13 @@ class RunView:
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        self._run, self.name, self._lock = RunPaths(path), name, Lock()
-        self._metrics, self._samples = MetricTable(self._run), SampleIndex(self._run)
-        self._held_out, self._timeline = HeldOutPrompts(self._run), Timeline(self._run)
+        self._run = RunPaths(path)
+        self.name = name
+        self._lock = Lock()
+        self._metrics = MetricTable(self._run)
+        self._samples = SampleIndex(self._run)
+        self._held_out = HeldOutPrompts(self._run)
+        self._timeline = Timeline(self._run)
 
     def answer(self, question: str, query: Query) -> Any:
         """Returns the answer to one of QUESTIONS.
@@ -102,7 +107,8 @@ class RunView:
 
     def _window(self, query: Query) -> Any:
         self._timeline.update()
-        start, end = float(query.get("start", "0")), float(query.get("end") or self._timeline.end)
+        start = float(query.get("start", "0"))
+        end = float(query.get("end") or self._timeline.end)
         columns = min(_MOST_COLUMNS, int(query.get("columns", _COLUMNS)))
         return self._timeline.window(start, end, columns)
 
@@ -157,7 +163,8 @@ def read_settings(run: RunPaths) -> dict[str, Any]:
 def _own(section: BaseModel, base: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the fields that differ from their defaults, with these; `base` has the section's, if it is of its kind."""
     for name, info in type(section).model_fields.items():
-        value, field = getattr(section, name), f"{path}{info.alias or name}"
+        value = getattr(section, name)
+        field = f"{path}{info.alias or name}"
         if type(base) is type(section):
             default = getattr(base, name)
         else:

@@ -40,7 +40,8 @@ class SampleGroup:
     def add(self, start: int, line: Mapping[str, Any]) -> None:
         """Adds a line of the file, which begins at `start`."""
         self.starts.append(start)
-        tokens, cut_off = line.get("response_tokens") or 0, not line.get("finished", True)
+        tokens = line.get("response_tokens") or 0
+        cut_off = not line.get("finished", True)
         if self.cut_off and _BRANCH.search(str(line.get("sample_id"))):
             self.tokens[-1] += tokens
             self.cut_off[-1] = cut_off
@@ -55,7 +56,8 @@ class SampleIndex:
     """Follows the samples of a run."""
 
     def __init__(self, run: RunPaths) -> None:
-        self._path, self._lines = run.samples, LineFollower(run.samples)
+        self._path = run.samples
+        self._lines = LineFollower(run.samples)
         self._clear()
 
     def _clear(self) -> None:
@@ -69,7 +71,8 @@ class SampleIndex:
         for start, line in self._lines.read():
             if not isinstance(line.get("step"), int) or "prompt_id" not in line:
                 continue
-            prompt, kind = str(line["prompt_id"]), str(line.get("kind"))
+            prompt = str(line["prompt_id"])
+            kind = str(line.get("kind"))
             groups = self._groups.setdefault((kind, line["step"]), {})
             groups.setdefault(prompt, SampleGroup()).add(start, line)
             self.titles.setdefault((kind, prompt), str(line.get("prompt", ""))[:_TITLE])

@@ -46,11 +46,13 @@ class Timeline:
                 part.rewind()
             self._clear()
         for _, event in chain.from_iterable(part.read() for part in self._parts):
-            attempt, thread = event.get("pid", 1), event.get("tid", 0)
+            attempt = event.get("pid", 1)
+            thread = event.get("tid", 0)
             if event.get("name") == "thread_name":
                 self._row(attempt, thread, event["args"]["name"])
             elif event.get("ph") == "X":
-                start, name = event["ts"] / 1e6, event["name"]
+                start = event["ts"] / 1e6
+                name = event["name"]
                 row = self._row(attempt, -1, "step") if _STEP.fullmatch(name) else self._row(attempt, thread, "?")
                 row.spans.append((start, start + event["dur"] / 1e6, name))
                 self.end = max(self.end, row.spans[-1][1])

@@ -111,7 +111,8 @@ class PPOConfig(RolloutTrainingConfig):
     def loss_spec(self, role: RoleName) -> LossSpec:
         if role == "critic":
             return ValueSpec(algo=self.algo)
-        share, mix_share = 1.0, 0.0
+        share = 1.0
+        mix_share = 0.0
         if self.ptx is not None:
             from megarl.algos.optimization import ptx_shares  # imports torch, which a plan does without
 
@@ -180,7 +181,8 @@ def _shaping(scores: Scores) -> Iterator[str]:
 
 def _algorithm(config: PPOConfig, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yields the parts of an algorithm that are on."""
-    algo, samples = config.algo, config.data.prompts_per_step * config.data.samples_per_prompt
+    algo = config.algo
+    samples = config.data.prompts_per_step * config.data.samples_per_prompt
     if algo.filter is not None:
         yield "filter", f"{choice_text(algo.filter)}, of up to {counted(algo.filter_rounds, 'round')} of prompts"
     if algo.select is not None:
@@ -197,7 +199,8 @@ def _algorithm(config: PPOConfig, rows: Mapping[str, str]) -> Iterator[tuple[str
     corrections = ", ".join(_corrections(algo))
     if corrections:
         yield "corrections", corrections
-    mini_batches, of = counted(algo.mini_batches, "mini-batch"), counted(samples // algo.mini_batches, "sample")
+    mini_batches = counted(algo.mini_batches, "mini-batch")
+    of = counted(samples // algo.mini_batches, "sample")
     if algo.has_logprob_pass or algo.old_logprobs_from_update:
         yield "old logprobs", _old_logprobs(config)
     steps = counted(algo.ppo_epochs * algo.mini_batches, "optimizer step")
@@ -217,7 +220,8 @@ def _penalty(algo: Algo) -> str:
     if kl.coef == 0:
         return "none"
     target = "" if kl.target is None else f", adapted to {kl.target:g} nats"
-    sync, follows = kl.reference_sync, ""
+    sync = kl.reference_sync
+    follows = ""
     if sync is not None:
         follows = f"; the reference moves by {sync.weight:g} to the actor every {counted(sync.every, 'step')}"
     return f"KL by {choice_text(kl.estimator)} in the {kl.placement}, coefficient {kl.coef:g}{target}{follows}"

@@ -72,7 +72,8 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
 
     def step(self, step: int) -> StepResult:
         """Takes a step; afterwards the engines have version `step` where a sync is due."""
-        timers, algo = Timers(self._phase), self._config.algo
+        timers = Timers(self._phase)
+        algo = self._config.algo
         with timers("step"):
             with timers("rollout"):
                 sampled = self._buffer.take(step)
@@ -92,7 +93,9 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             with timers("sync"):
                 transfer = self._sync(step)
         self._adapt_kl_coef([metrics, *updates], len(sampled.rollouts.samples))
-        scores, advantages, timings = batch.totals, batch.samples.sequence_advantages, timers.take()
+        scores = batch.totals
+        advantages = batch.samples.sequence_advantages
+        timings = timers.take()
         timings = {**transfer, **timings}
         columns = token_columns(experience, forwards, in_update)
         return self._result(

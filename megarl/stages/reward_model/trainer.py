@@ -56,7 +56,8 @@ class RewardModelTrainer(SupervisedTrainer):
             evaluate_every=config.data.evaluate_every,
             sequences_per_row=len(data.train[0].responses),
         )
-        self._preferences, self._reference_prompts = data.held_out, data.reference
+        self._preferences = data.held_out
+        self._reference_prompts = data.reference
         self._normalisation = config.normalisation
         self._engines: RolloutGroup | None = None
         self._sleep = config.rollout is not None and config.rollout.sleep
@@ -100,7 +101,8 @@ class RewardModelTrainer(SupervisedTrainer):
 
     def _reference_scale(self) -> ScoreScale:
         """Returns the scale that gives the scores of the reference samples the configured mean and deviation."""
-        settings, rollouts = self._normalisation, self._reference_samples
+        settings = self._normalisation
+        rollouts = self._reference_samples
         assert settings is not None
         scores = torch.as_tensor(self._scores(rollouts.samples, rollouts.chunks))
         try:
