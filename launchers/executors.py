@@ -20,7 +20,6 @@ _END = "END OF THE CONFIGURATION"
 def slurm(job: BatchJob, config: RunConfig, *, title: str, anyway: bool = False) -> run.SlurmExecutor:
     """Returns the executor of a cluster; `anyway` lets the job start after a failed one."""
     profile = job.profile
-    component = job.components[0]
     place = profile.nemo_run.tunnel
     tunnel = run.LocalTunnel(job_dir="")
     if isinstance(place, SSH):
@@ -28,8 +27,8 @@ def slurm(job: BatchJob, config: RunConfig, *, title: str, anyway: bool = False)
     pyxis = profile.runtime if isinstance(profile.runtime, Pyxis) else None
     return run.SlurmExecutor(
         **{name: getattr(profile, name) for name in ("account", "qos", "constraint", "time", "cpus_per_task")},
-        partition=component.partition,
-        nodes=component.nodes,
+        partition=job.partition,
+        nodes=job.nodes,
         ntasks_per_node=1,
         mem=profile.mem or ("0" if profile.exclusive else None),
         exclusive=profile.exclusive or None,
@@ -53,7 +52,7 @@ def slurm(job: BatchJob, config: RunConfig, *, title: str, anyway: bool = False)
 def _sbatch(job: BatchJob) -> Iterator[tuple[str, str | bool]]:
     """Yields the options of sbatch for which the executor has no field, or one without types of GPUs."""
     profile = job.profile
-    count = job.components[0].gpus
+    count = job.gpus
     gpus = f"{profile.gpu_type}:{count}" if profile.gpu_type else str(count)
     if count and profile.gpu_request != "none":
         yield ("gpus_per_node", gpus) if profile.gpu_request == "gpus-per-node" else ("gres", f"gpu:{gpus}")

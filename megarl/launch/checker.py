@@ -11,10 +11,10 @@ from tempfile import TemporaryFile
 from typing import Any, Final
 
 from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig, load, parse_devices
-from megarl.config.problems import shown, without_pending
+from megarl.config.problems import without_pending
 from megarl.config.schema import TrainingRun
 from megarl.launch.field_types import seconds_of
-from megarl.launch.profile import SSH, Apptainer, Bare, Enroot, Profile
+from megarl.launch.profile import SSH, Apptainer, Bare, Profile
 from megarl.launch.render import mounts
 from megarl.launch.request import LaunchMode, LaunchRequest, unwritable
 from megarl.preflight.check import check
@@ -131,10 +131,9 @@ def _ends(run: TrainingRun, taken: int) -> bool:
 
 
 def _devices_fit(config: RunConfig, request: LaunchRequest) -> Iterator[Problem]:
-    """Checks that every node is used, and that the rollout nodes of a heterogeneous job have the engines alone."""
+    """Checks that every node is used."""
     nodes = config.cluster.nodes
     per_node = config.cluster.devices_per_node
-    split = request.rollout_nodes
     trainers = {device for name in config.groups for device in config.device_list(name)}
     rollout = config.engine_settings
     engines = set[int]() if rollout is None else set(parse_devices(rollout.devices))
@@ -149,16 +148,6 @@ def _devices_fit(config: RunConfig, request: LaunchRequest) -> Iterator[Problem]
         rule = f"every node has a device that the run uses; {', '.join(map(str, idle))} (from 0) has none"
         fix = f"place groups or rollout there, or set --nodes {len(used)}"
         yield Problem(field="cluster.nodes", value=str(nodes), rule=rule, fix=fix)
-    if split is None:
-        return
-    first = (nodes - split) * per_node
-    if split >= nodes:
-        rule = f"fewer than the job's nodes, {nodes}, of which they are the last ones"
-        yield Problem(field="--rollout-nodes", value=str(split), rule=rule, fix="lower it, or raise --nodes")
-    elif not engines or min(engines) < first or max(trainers, default=0) >= first:
-        rule = f"the engines have devices from {first} on, and the groups those below"
-        fix = f"set rollout.devices and the groups' devices so, or remove --rollout-nodes {split}"
-        yield Problem(field="rollout.devices", value=shown(getattr(rollout, "devices", None)), rule=rule, fix=fix)
 
 
 def write_error(directory: Path) -> OSError | None:
@@ -179,8 +168,8 @@ def _paths_are_plain(run_dir: Path, profile: Profile, workdir: Path) -> Iterator
         if "\\" in text or not text.isprintable():
             rule = "without backslashes and line breaks, which Slurm reads in its own way"
             yield Problem(field=field, value=repr(text), rule=rule, fix="choose another one")
-        elif contained and re.search(r"[:,]" + (r"|\s" if isinstance(profile.runtime, Enroot) else ""), text):
-            rule = f"a path that {profile.runtime.name} can mount: without colons, commas and, of enroot, spaces"
+        elif contained and re.search(r"[:,]", text):
+            rule = f"a path that {profile.runtime.name} can mount: without colons and commas"
             yield Problem(field=field, value=text, rule=rule, fix="choose another one")
 
 

@@ -33,7 +33,6 @@ _job = partial(typer.Option, rich_help_panel="The job")
 _count = partial(_job, metavar="N", min=1)
 _runtime = partial(typer.Option, rich_help_panel="Where megarl is installed")
 _several = partial(typer.Option, rich_help_panel="Several runs")
-_het = partial(typer.Option, rich_help_panel="A heterogeneous job")
 _PROFILE = "The cluster's profile, instead of ~/.config/megarl/cluster.yaml. Options of the command line override it."
 _CONFIGS = "YAML file of the run, and settings to override. Several files are a chain of jobs."
 _GRACE = "Seconds before the time limit at which the run is told to save and leave, up to 60 earlier; 0: it is not."
@@ -42,8 +41,7 @@ _GPUS = "How GPUs are requested: gpus-per-node, gres or none."
 _MOUNTS = "Directories to mount besides the working directory and run.dir; repeatable."
 _PYTHON = "Interpreter that has megarl: without a container this one, in a container python."
 _SWEEP = "One run for each value, in directories below run.dir; repeatable: one run for each combination."
-_ROLLOUT_NODES = "The last N nodes have the engines, as the second component of the job."
-_RUNTIME = "bare, the nodes' own file system; or pyxis, enroot, apptainer."
+_RUNTIME = "bare, the nodes' own file system; or pyxis, apptainer."
 _FURTHER = "Further option, as "
 _IMAGE = "Image; for Pyxis unless another runtime is given."
 _START_LIMIT = "Seconds for the nodes to find each other, and again to start Ray."
@@ -60,7 +58,7 @@ Partition = Annotated[Text, _job(help="Partition.")]
 Account = Annotated[Text, _job(help="Account to charge.")]
 Python = Annotated[Text, _runtime(help=_PYTHON)]
 GPURequest = Literal["gpus-per-node", "gres", "none"]
-RuntimeName = Literal["bare", "pyxis", "enroot", "apptainer"]
+RuntimeName = Literal["bare", "pyxis", "apptainer"]
 
 
 @app.command()
@@ -97,8 +95,6 @@ def slurm(
     python: Python = None,
     sweep: Annotated[Texts, SWEEP] = None,
     parallel: Annotated[int | None, _several(metavar="N", min=1, help="Runs of a sweep at the same time.")] = None,
-    rollout_nodes: Annotated[int | None, _het(metavar="N", min=1, help=_ROLLOUT_NODES)] = None,
-    rollout_partition: Annotated[Text, _het(help="Partition of the rollout nodes.")] = None,
 ) -> None:
     """Submit CONFIG as a Slurm job, which starts Ray on its nodes and the run on top.
 

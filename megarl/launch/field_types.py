@@ -15,8 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
 _TIME = re.compile(r"(\d+-\d+|\d+)(:[0-5]?\d){0,2}")
 _MOUNT = re.compile(r"/[^\s,:]*(:/[^\s,:]*(:[^\s,:/]+)?)?")
-PARTITIONS = (r"[^\s,]+(,[^\s,]+)*", "a name without spaces, or several with commas between")
-"""The pattern of partition names, and the rule in words."""
+_PARTITIONS = (r"[^\s,]+(,[^\s,]+)*", "a name without spaces, or several with commas between")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CLEARING = ("-e", "--cleanenv", "-c", "--contain", "-C", "--containall")
 
@@ -70,11 +69,6 @@ def _bad_mounts(mounts: Sequence[str]) -> str | None:
     return f"{rule}; not {', '.join(wrong)}" if wrong else None
 
 
-def _mount_with_options(mounts: Sequence[str]) -> str | None:
-    wrong = [mount for mount in mounts if mount.count(":") > 1]
-    return f"have one colon at most, for enroot takes no options as :ro; {wrong[0]!r} has more" if wrong else None
-
-
 def _bad_shell(lines: Sequence[str]) -> str | None:
     command = ["/bin/bash", "-O", "extglob", "-n"]
     script = "\n".join(lines)
@@ -103,14 +97,13 @@ _HOME = "be a path in full: ~ is not read as a home directory there"
 InFull = Annotated[Line, _refuse(lambda text: _HOME if text.startswith("~") else None)]
 TimeLimit = Annotated[str, _refuse(_bad_time)]
 VariableName = Annotated[str, _refuse(_bad_variable)]
-Partitions = Annotated[Line, _matching(*PARTITIONS)]
+Partitions = Annotated[Line, _matching(*_PARTITIONS)]
 _MEMORY = (r"(?i)\d+([KMGT]B?)?", "a number of megabytes, or with a unit, as 500G")
 Memory = Annotated[Line, BeforeValidator(_number_as_text), _matching(*_MEMORY)]
 Interface = Annotated[Line, _matching(r"[^\s,/]{1,15}", "the name of one interface, as ib0")]
 Value = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$"), BeforeValidator(_number_as_text)]
 Lines = Annotated[tuple[Line, ...], Field(strict=False)]
 Mounts = Annotated[Lines, _refuse(_bad_mounts)]
-PlainMounts = Annotated[Mounts, _refuse(_mount_with_options)]
 Shell = Annotated[Lines, _refuse(_bad_shell)]
 ExecOptions = Annotated[Lines, _refuse(_clears_environment)]
 SbatchOptions = Annotated[Lines, _without(OWN_OPTIONS["sbatch"])]

@@ -16,7 +16,7 @@ from megarl.config.problems import is_pending
 from megarl.config.schema import Model
 from megarl.launch.checker import Checker, load_checked, profile_problems
 from megarl.launch.profile import Profile, found_profile, load_profile
-from megarl.launch.render import BatchJob, Component
+from megarl.launch.render import BatchJob
 from megarl.launch.request import JOB_RAY, LaunchMode, LaunchRequest, as_option, names_other_ray, submitted_as
 from megarl.launch.sweep_cells import Cell, load_cells, read_sweeps, run_directory
 
@@ -204,7 +204,9 @@ def _job(
         cells=tuple(cell.name for cell in cells),
         finished=frozenset(cell.index for cell in finished),
         parallel=request.parallel,
-        components=tuple(_components(config, request, checker.profile)),
+        nodes=config.cluster.nodes,
+        partition=checker.profile.partition,
+        gpus=config.cluster.devices_per_node if config.cluster.device == "cuda" else 0,
         dependent=bool(earlier) or request.dependency is not None,
         earlier=earlier,
         profile=checker.profile,
@@ -212,12 +214,3 @@ def _job(
     remarks = [f"{cell} is finished: left out" for cell in finished]
     remarks += dict.fromkeys(remark for each in configs for remark in checker.unchecked(each))
     return PlannedJob(job=job, configs=tuple(configs), remarks=tuple(remarks))
-
-
-def _components(config: RunConfig, request: LaunchRequest, profile: Profile) -> Iterator[Component]:
-    cluster = config.cluster
-    apart = request.rollout_nodes or 0
-    gpus = cluster.devices_per_node if cluster.device == "cuda" else 0
-    yield Component(nodes=cluster.nodes - apart, partition=profile.partition, gpus=gpus)
-    if apart:
-        yield Component(nodes=apart, partition=request.rollout_partition or profile.partition, gpus=gpus)

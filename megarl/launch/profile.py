@@ -37,18 +37,6 @@ class Pyxis(Choice):
     """Interpreter in the container that has megarl."""
 
 
-class Enroot(Choice):
-    """A container of enroot without Pyxis."""
-
-    name: Literal["enroot"]
-    image: types.InFull
-    """Squashfs file, or name of a container that enroot create made on every node."""
-    mounts: types.PlainMounts = ()
-    """Directories to mount, as /data or /data:/inside, besides the working directory and run.dir."""
-    python: types.InFull = "python"
-    """Interpreter in the container that has megarl."""
-
-
 class Apptainer(Choice):
     """A container of Apptainer."""
 
@@ -63,7 +51,7 @@ class Apptainer(Choice):
     """Interpreter in the container that has megarl."""
 
 
-Runtime = Bare | Pyxis | Enroot | Apptainer
+Runtime = Bare | Pyxis | Apptainer
 
 
 class Local(Choice):
@@ -136,7 +124,7 @@ class Profile(Section):
     """Network interface between the nodes, such as ib0; null is that of the route between them."""
     start_limit: Positive = 600.0
     """Seconds for the nodes to find each other, and again to start Ray."""
-    runtime: Annotated[Runtime, OneOf(Bare, Pyxis, Enroot, Apptainer, default="bare")] = Bare()
+    runtime: Annotated[Runtime, OneOf(Bare, Pyxis, Apptainer, default="bare")] = Bare()
     """Where megarl is installed: on the nodes, or in an image."""
     nemo_run: NemoRun = NemoRun()
     """Settings of NeMo-Run alone."""

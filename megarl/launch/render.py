@@ -19,15 +19,6 @@ _END_S = 120  # for the head to stop its driver, and for all nodes to clean up
 
 
 @dataclass(frozen=True, kw_only=True)
-class Component:
-    """Nodes of one partition, None for the cluster's default, with `gpus` GPUs each."""
-
-    nodes: int
-    partition: str | None
-    gpus: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class BatchJob:
     """A job as its script describes it; all paths are absolute.
 
@@ -40,6 +31,8 @@ class BatchJob:
         parallel: runs of a sweep at the same time; None sets no limit.
         dependent: whether the job waits for another one.
         earlier: directories of earlier runs of a chain, which it may read.
+        partition: None for the cluster's default.
+        gpus: number of GPUs of each node.
     """
 
     title: str
@@ -51,7 +44,9 @@ class BatchJob:
     cells: tuple[str, ...] = ()
     finished: frozenset[int] = frozenset()
     parallel: int | None = None
-    components: tuple[Component, ...]
+    nodes: int
+    partition: str | None
+    gpus: int
     dependent: bool = False
     earlier: tuple[Path, ...] = ()
     profile: Profile
@@ -65,11 +60,9 @@ class BatchJob:
     def srun(self) -> tuple[str, ...]:
         """Options of srun, without those of a container."""
         cpus = self.profile.cpus_per_task
-        several = len(self.components) > 1
         return (
             *("--ntasks-per-node=1", "--export=ALL", "--cpu-bind=none"),
             *("--kill-on-bad-exit=0", f"--wait={self.wait_s}"),
-            *(["--het-group=0,1"] if several else []),
             *([f"--cpus-per-task={cpus}"] if cpus else []),
             *self.profile.srun,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -13,7 +12,6 @@ from pathlib import Path
 from megarl.config import RunConfig, as_yaml
 from megarl.config.inheritance import merged
 from megarl.config.problems import KEY, Problem, shown
-from megarl.launch.field_types import PARTITIONS
 
 _RUNTIME_OPTIONS = {"name": "--runtime", "image": "--container", "mounts": "--mounts", "python": "--python"}
 OPTIONS: Mapping[str, str] = {f"runtime.{name}": option for name, option in _RUNTIME_OPTIONS.items()}
@@ -41,7 +39,6 @@ class LaunchRequest:
         dependency: of the first job, as sbatch takes it.
         sweeps: ``key.path=value,value``; every combination is a run.
         parallel: runs of a sweep at the same time.
-        rollout_nodes: number of nodes, the last ones, that are the second component of the job.
     """
 
     configs: tuple[Path, ...]
@@ -54,8 +51,6 @@ class LaunchRequest:
     dependency: str | None = None
     sweeps: tuple[str, ...] = ()
     parallel: int | None = None
-    rollout_nodes: int | None = None
-    rollout_partition: str | None = None
     dry_run: bool = False
     mode: LaunchMode = LaunchMode.SBATCH
 
@@ -63,25 +58,13 @@ class LaunchRequest:
         """Finds options that exclude each other, are without effect or malformed."""
         chain = len(self.configs) > 1
         sweep = bool(self.sweeps)
-        split = self.rollout_nodes is not None
-        sweeps = " ".join(self.sweeps)
-        partition = self.rollout_partition
-        what, value = ("several configurations", " ".join(map(str, self.configs))) if chain else ("a sweep", sweeps)
         alone = "submit it by itself, with --dependency for what it follows"
-        pattern, names = PARTITIONS
-        several = f"only a single run has components; not together with {what}: {value}"
-        no_sweep = "has an effect on a sweep alone"
-        no_split = "has an effect with --rollout-nodes alone"
         unswept = self.parallel is not None and not sweep
-        unsplit = partition is not None and not split
-        bad_partition = partition is not None and re.fullmatch(pattern, partition) is None
+        no_sweep = "has an effect on a sweep alone"
         rules = [
             (not self.configs, "CONFIG", "(missing)", "at least one configuration", "name the YAML file of the run"),
-            (chain and sweep, "--sweep", shown(sweeps), "not of several configurations", alone),
-            (split and (chain or sweep), "--rollout-nodes", self.rollout_nodes, several, alone),
+            (chain and sweep, "--sweep", shown(" ".join(self.sweeps)), "not of several configurations", alone),
             (unswept, "--parallel", self.parallel, no_sweep, "remove it, or give --sweep"),
-            (unsplit, "--rollout-partition", partition, no_split, "remove it, or give --rollout-nodes"),
-            (bad_partition, "--rollout-partition", repr(partition), names, "correct it"),
         ]
         for name, text in (("--job-name", self.job_name), ("--dependency", self.dependency)):
             wrong = text is not None and (not text.strip() or not text.isprintable())

@@ -118,7 +118,7 @@ def _summary(job: BatchJob, numbers: Sequence[str]) -> Iterator[str]:
     below, each = (job.run_dir / "CELL", "JOB") if job.cells else (job.run_dir, number)
     output = job.directory / (f"{number}_INDEX.out" if job.cells else f"{number}.out")
     followed = f"{quote(str(job.directory))}/{number}_*.out" if job.cells else quote(str(output))
-    nodes = sum(component.nodes for component in job.components)
+    nodes = job.nodes
     yield f"job {number}: {job.title}, {nodes} node{'s' * (nodes > 1)}{after}"
     yield f"  script  {job.script}"
     yield f"  output  {output}"

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megarl.launch.profile import Profile
-from megarl.launch.render import BatchJob, Component, render
+from megarl.launch.render import BatchJob, render
 
 GOLDEN = Path(__file__).parent / "golden"
 
 _CLUSTER = {"partition": "batch", "account": "lab", "time": "04:00:00"}
-_TWO = (Component(nodes=2, partition="batch", gpus=8),)
 
 
 def job(profile: Mapping[str, Any], **changes: Any) -> BatchJob:
@@ -23,7 +22,9 @@ def job(profile: Mapping[str, Any], **changes: Any) -> BatchJob:
         "command": "train",
         "workdir": Path("/home/me/work"),
         "run_dir": Path("/home/me/work/runs/first"),
-        "components": _TWO,
+        "nodes": 2,
+        "partition": "batch",
+        "gpus": 8,
     }
     made = {**usual, **changes}
     directories = [made["run_dir"] / cell for cell in made.get("cells", [""])]
@@ -58,7 +59,9 @@ JOBS: Mapping[str, BatchJob] = {
     "cpu": job(
         {"account": None, "partition": None},
         title="eval in runs/first",
-        components=(Component(nodes=1, partition=None, gpus=0),),
+        nodes=1,
+        partition=None,
+        gpus=0,
         command="eval",
     ),
     "pyxis": job(
@@ -66,14 +69,6 @@ JOBS: Mapping[str, BatchJob] = {
             "runtime": {"name": "pyxis", "image": "registry.example#team/megarl:1", "mounts": ["/data", "/models:/m"]},
             "env": {"HF_HOME": "/data/hf", "HF_HUB_OFFLINE": 1},
         }
-    ),
-    "enroot": job(
-        {
-            "runtime": {"name": "enroot", "image": "/images/megarl.sqsh", "mounts": ["/data"]},
-            "env": {"HF_HOME": "/data/hf"},
-        },
-        title="ppo in /scratch/me/first",
-        run_dir=Path("/scratch/me/first"),
     ),
     "apptainer": job(
         {
@@ -98,10 +93,6 @@ JOBS: Mapping[str, BatchJob] = {
         earlier=(Path("/home/me/work/runs/first"),),
     ),
     "array": job({}, title="2 runs of ppo below runs/first", cells=("cell-0-lr-1e-6", "cell-1-lr-2e-6"), parallel=1),
-    "heterogeneous": job(
-        {"sbatch": ["--switches=1"]},
-        components=(Component(nodes=2, partition="batch", gpus=8), Component(nodes=1, partition="small", gpus=8)),
-    ),
 }
 
 if __name__ == "__main__":

@@ -60,14 +60,6 @@ def test_a_task_reads_its_rank_and_nodes() -> None:
     assert SlurmJob.of({**STEP, "SLURM_RESTART_COUNT": "2"}).attempt == 2
 
 
-def test_nodes_of_a_heterogeneous_step_are_in_component_order() -> None:
-    """As Slurm tells it, whose list of the step is sorted."""
-    components = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n2", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[1,3]"}
-    job = SlurmJob.of({**STEP, "SLURM_STEP_NODELIST": "n[1-3]", "SLURM_HET_SIZE": "2", **components})
-    assert job.components == (("n2",), ("n1", "n3"))
-    assert job.nodes == ("n2", "n1", "n3")
-
-
 def test_a_process_outside_of_a_job_step_gets_instructions() -> None:
     with pytest.raises(ValueError, match=r"SLURM_STEP_NODELIST is not set.*srun --ntasks-per-node=1"):
         SlurmJob.of({"SLURM_JOB_ID": "1"})
@@ -337,18 +329,7 @@ def test_the_attach_script_opens_a_shell_in_the_job_with_a_private_token(tmp_pat
             f"RAY_AUTH_TOKEN_PATH={token}",
             "/bin/zsh",
         ]
-    two = {
-        **STEP,
-        "SLURM_HET_SIZE": "2",
-        "SLURM_JOB_NODELIST_HET_GROUP_0": "n2",
-        "SLURM_JOB_NODELIST_HET_GROUP_1": "n[1,3]",
-    }
-    directory = JobDirectory(str(tmp_path / "a run"), SlurmJob.of(two))
-    directory.write_attach("10.0.0.3:14702", "s3cr3t")
-    for arguments, node, component in (([], "n2", 0), (["n1"], "n1", 1), (["n3"], "n3", 1)):
-        told = subprocess.run([script, *arguments], capture_output=True, text=True, env=environment, check=True)
-        assert {f"--nodelist={node}", f"--het-group={component}"} <= set(told.stdout.splitlines())
     told = subprocess.run([script, "n"], capture_output=True, text=True, env=environment, check=False)
-    assert (told.returncode, told.stderr) == (2, "n is none of the job's nodes: n2 n1 n3\n")
+    assert (told.returncode, told.stderr) == (2, "n is none of the job's nodes: gpu03 gpu01 big\n")
     directory.write_end(ExitReason(exit_code=0, reason="finished"))
     assert not token.exists()

@@ -13,7 +13,7 @@ import yaml
 
 from megarl.cli import app
 from megarl.cluster.ray_node import ENVIRONMENT
-from megarl.launch.profile import Apptainer, Enroot, Profile, Pyxis
+from megarl.launch.profile import Apptainer, Profile, Pyxis
 from megarl.launch.render import render
 from megarl.launch.request import OPTIONS
 from tests.config.debug import REPOSITORY
@@ -42,7 +42,7 @@ def test_documented_commands_parse(page: str, line: str) -> None:
 
 
 def test_the_commands_are_found() -> None:
-    assert len(commands("slurm.md")) > 8
+    assert len(commands("slurm.md")) >= 8
     assert len(commands("ray.md")) >= 3
 
 
@@ -102,7 +102,7 @@ def test_every_profile_field_is_documented_with_its_default() -> None:
 def test_every_container_field_is_documented_with_its_option() -> None:
     table = PAGES["slurm.md"].partition("| field of a container")[2].partition("\n\n")[0]
     told = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", table, flags=re.MULTILINE))
-    kinds = (Pyxis, Enroot, Apptainer)
+    kinds = (Pyxis, Apptainer)
     fields = {info.alias or name for kind in kinds for name, info in kind.model_fields.items() if name != "name"}
     assert set(told) == fields
     assert {option.strip("`") for option in told.values()} - {"none"} == {

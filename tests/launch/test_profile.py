@@ -69,10 +69,10 @@ def test_a_runtime_is_extended_or_replaced(tmp_path: Path, text: str, given: dic
     ("text", "field", "rule"),
     [
         ("partion: a", "partion", "unknown key"),
-        ("runtime: docker", "runtime", "one of bare, pyxis, enroot, apptainer"),
+        ("runtime: docker", "runtime", "one of bare, pyxis, apptainer"),
         ("runtime: {name: pyxis, image: i, options: [--x]}", "runtime.options", "unknown option of pyxis"),
         ("runtime: {name: apptainer, image: i, options: [--cleanenv]}", "runtime.options", "needs the job's variables"),
-        ("runtime: {name: enroot, image: i, mounts: ['/a b']}", "runtime.mounts", "without spaces"),
+        ("runtime: {name: apptainer, image: i, mounts: ['/a b']}", "runtime.mounts", "without spaces"),
         ("gpu_request: all", "gpu_request", "'gpus-per-node', 'gres' or 'none'"),
         ("time: 12:00:00", "time", "should be text"),  # YAML reads a number to the base of 60
         ("time: 1 day", "time", "a time limit of Slurm"),
@@ -104,9 +104,8 @@ def test_a_runtime_is_extended_or_replaced(tmp_path: Path, text: str, given: dic
         ("srun: [--cpu-bind=cores]", "srun", "may use all of its CPUs"),
         ("srun: [--output=x]", "srun", "it is the job's"),
         ("runtime: {python: ~/v/bin/python}", "runtime.python", "~ is not read"),
-        ("runtime: {name: enroot, image: i, python: ~/v/bin/python}", "runtime.python", "~ is not read"),
+        ("runtime: {name: apptainer, image: i, python: ~/v/bin/python}", "runtime.python", "~ is not read"),
         ("runtime: {name: apptainer, image: ~/i.sif}", "runtime.image", "~ is not read"),
-        ("runtime: {name: enroot, image: i, mounts: ['/a:/a:ro']}", "runtime.mounts", "enroot takes no options as :ro"),
         ("runtime: {name: pyxis, image: i, mounts: ['/a:/b:/c:/d']}", "runtime.mounts", "not /a:/b:/c:/d"),
         ("runtime: {name: apptainer, image: i, mounts: ['/a:/b:/c']}", "runtime.mounts", "not /a:/b:/c"),
         ('account: "a\\nb"', "account", "a line of text"),

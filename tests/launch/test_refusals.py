@@ -21,14 +21,10 @@ CONTAINER = ["--runtime=pyxis", "--container=image"]
         (["--sweep", "run.seed=1", "--sweep", "run.seed=2"], ["run.seed is given twice"]),
         (["--sweep", "run.seed=1,2,1"], ["cell 2 (run.seed=1)", "this is cell 0 (run.seed=1) again"]),
         (["--parallel", "2"], ["--parallel = 2", "has an effect on a sweep alone"]),
-        (["--rollout-partition", "x"], ["has an effect with --rollout-nodes alone"]),
-        (["--rollout-nodes=1", "--rollout-partition=a b"], ["--rollout-partition = 'a b'", "without spaces"]),
-        (["--rollout-nodes", "1"], ["--rollout-nodes = 1", "fewer than the job's nodes, 1"]),
-        (["--rollout-nodes", "1", "--nodes=2"], ["rollout.devices = 0", "the engines have devices from 4 on"]),
         (["--gpus-per-node", "4"], ["--gpus-per-node = 4", "virtual ones of the CPU"]),
         (["--nodes", "3"], ["cluster.nodes = 3", "1, 2 (from 0) has none", "set --nodes 1"]),
         (["cluster.address=10.0.0.1:6379"], ["cluster.address = 10.0.0.1:6379", "starts a Ray of its own"]),
-        (["--container", "image", "--runtime", "bare"], ["--container = image", "choose pyxis or enroot or apptainer"]),
+        (["--container", "image", "--runtime", "bare"], ["--container = image", "choose pyxis or apptainer"]),
         (["--runtime", "apptainer"], ["--container = (missing)"]),
         (["--mounts", "/data"], ["--mounts = ['/data']", "unknown option of bare"]),
         ([*CONTAINER, "--mounts", "data:/x"], ["--mounts = ['data:/x']", "absolute paths"]),
@@ -110,17 +106,14 @@ def test_all_mistakes_are_reported_together(login: Login) -> None:
     profile = login.home / "cluster.yaml"
     profile.write_text("partion: x\nruntime: docker\n")
     files = [login.config("one"), login.config("two", stage="sft")]
-    told = login.refused(
-        *files, "--profile", str(profile), "--sweep=run.seed=1,2", "--rollout-nodes=1", "--qos", "", "run.steps=0"
-    )
+    told = login.refused(*files, "--profile", str(profile), "--sweep=run.seed=1,2", "--qos", "", "run.steps=0")
     headings = [line for line in told.splitlines() if not line.startswith(" ")]
-    assert headings == [f"{profile}: 3 problems", "command line: 2 problems", *headings[2:]]
-    assert [field for field in told.splitlines() if field.startswith("  ") and " = " in field][:5] == [
+    assert headings == [f"{profile}: 3 problems", "command line: 1 problem", *headings[2:]]
+    assert [field for field in told.splitlines() if field.startswith("  ") and " = " in field][:4] == [
         "  --qos = ",
         "  runtime = docker",
         "  partion = x",
         "  --sweep = run.seed=1,2",
-        "  --rollout-nodes = 1",
     ]
     assert "did you mean partition?" in told
     assert "choose one of them; it is: Where megarl is installed" in told

@@ -72,7 +72,7 @@ def test_golden_files_are_of_consistent_jobs(name: str) -> None:
     assert made.title in titles
     assert made.name == made.run_dir.name
     assert all(file.is_relative_to(made.run_dir) for file in made.configs)
-    assert made.components[0].partition == made.profile.partition
+    assert made.partition == made.profile.partition
     assert bool(made.earlier) == made.dependent
 
 
@@ -122,7 +122,7 @@ def executed(script: str, directory: Path, *arguments: str, said: str = "", **en
     """
     tools, record = directory / "tools", directory / "record"
     tools.mkdir(exist_ok=True)
-    for name in ("srun", "enroot", "apptainer", "python", "squeue"):
+    for name in ("srun", "apptainer", "python", "squeue"):
         (tools / name).write_text(SQUEUE if name == "squeue" else RECORDER, encoding="utf-8")
         (tools / name).chmod(0o755)
     record.unlink(missing_ok=True)
@@ -177,7 +177,7 @@ def test_the_script_has_the_runs_exit_code(tmp_path: Path) -> None:
     assert executed(script, tmp_path, RC="7")[0] == 7
 
 
-@pytest.mark.parametrize("runtime", ["bare", {"name": "enroot", "image": "/i"}])
+@pytest.mark.parametrize("runtime", ["bare", {"name": "apptainer", "image": "/i"}])
 @pytest.mark.parametrize(
     ("line", "said", "code"),
     [
@@ -235,37 +235,6 @@ def test_pyxis_gets_directories_and_variables(tmp_path: Path) -> None:
         "python",
     ]
     assert last[2]["GIVEN"] == NASTY
-
-
-def test_enroot_passes_on_the_variables_of_job_and_task(tmp_path: Path) -> None:
-    _, (name, arguments, _) = contained(tmp_path, {"name": "enroot", "image": "/i.sqsh"}, run_dir=Path("/scratch/a'b"))
-    assert name == "enroot"
-    mounts = [arguments[place + 1] for place, text in enumerate(arguments) if text == "--mount"]
-    passed = [arguments[place + 1] for place, text in enumerate(arguments) if text == "--env"]
-    assert mounts == [
-        f"{mount}:none:x-create=auto,rbind"
-        for mount in ("/home/me/work:/home/me/work", "/scratch/a'b:/scratch/a'b", "/data:/data", "/models:/m")
-    ]
-    assert {
-        "RAY_AUTH_TOKEN",
-        "SLURM_NODEID",
-        "SLURM_JOB_ID",
-        "SLURM_JOB_NUM_NODES",
-        "CUDA_VISIBLE_DEVICES",
-        "GIVEN",
-        "OTHER",
-    } == set(passed)
-    assert after(arguments, "/i.sqsh")[:4] == ["/i.sqsh", "env", "--chdir=/home/me/work", "python"]
-
-
-def test_enroot_passes_on_what_setup_exports(tmp_path: Path) -> None:
-    own = ["export API_KEY='a key' NOT_SET_PATH=/x LD_PRELOAD= EARLIER=2", "UNSAID=1"]
-    profile = {"runtime": {"name": "enroot", "image": "/i.sqsh"}, "setup": own}
-    _, recorded = executed(render(job(profile)), tmp_path, EARLIER="1")
-    _, arguments, variables = recorded[-1]
-    passed = [arguments[place + 1] for place, text in enumerate(arguments) if text == "--env"]
-    assert set(passed) == {"RAY_AUTH_TOKEN", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_NODEID", "API_KEY"}
-    assert variables["API_KEY"] == "a key"
 
 
 def test_apptainer_sees_gpus_directories_and_variables(tmp_path: Path) -> None:
@@ -343,9 +312,7 @@ def test_a_wheel_contains_the_templates() -> None:
 
 def test_jobs_without_gpus_request_none() -> None:
     assert "gpu" not in render(JOBS["cpu"])
-    assert "--nv" not in render(
-        job({"runtime": {"name": "apptainer", "image": "i"}}, components=JOBS["cpu"].components)
-    )
+    assert "--nv" not in render(job({"runtime": {"name": "apptainer", "image": "i"}}, gpus=0))
 
 
 def test_templates_contain_no_site_specific_paths() -> None:

@@ -227,21 +227,6 @@ def test_a_file_may_have_an_equals_sign_in_its_path(login: Login) -> None:
     assert text.partition("=")[2] in login.kept("first").read_text()
 
 
-def test_a_heterogeneous_job_has_the_trainers_first(login: Login) -> None:
-    split = ["rollout.devices=8-11", "rollout.tp=4", "groups.train.devices=0-7", "cluster.nodes=3"]
-    result = login.launch(
-        login.config("apart"),
-        *split,
-        *("--rollout-nodes=1", "--rollout-partition=small", "--partition=batch", "--sbatch=--nodelist=n[1-3]"),
-    )
-    assert result.exit_code == 0, result.stderr
-    found = directives(login.home / "apart" / "slurm" / "job.sbatch")
-    first, second = found[: found.index("hetjob")], found[found.index("hetjob") :]
-    assert {"--nodes=2", "--partition=batch", "--nodelist=n[1-3]"} <= set(first)
-    assert {"--nodes=1", "--partition=small", "--nodelist=n[1-3]"} <= set(second)
-    assert "--het-group=0,1" in (login.home / "apart" / "slurm" / "job.sbatch").read_text()
-
-
 def test_an_evaluation_is_submitted_as_an_evaluation(login: Login) -> None:
     result = login.launch(login.config("judged", stage="eval"))
     assert result.exit_code == 0, result.stderr

@@ -31,14 +31,6 @@ env: {HF_HOME: /data/hf cache, Greeting: it's "two" words and $HOME}
 setup: [module load python/3.12, 'export DATA="$HOME/data"']
 interface: ib0
 """
-_ENROOT = """\
-runtime: {name: enroot, image: megarl, mounts: [/data]}
-exclusive: false
-grace: 0
-requeue: false
-env: {HF_HOME: /data/hf}
-setup: ['source "$HOME/.secrets"']
-"""
 _APPTAINER = """\
 runtime: {name: apptainer, image: /images/megarl.sif, mounts: [/data], options: [--writable-tmpfs]}
 env: {HF_HOME: /data/hf cache}
@@ -82,7 +74,6 @@ class Shown:
 SHOWN: Mapping[str, Shown] = {
     "pyxis": Shown(profile=_PYXIS + _ALL, call=(*SFT, "cluster.device=cuda")),
     "bare": Shown(profile=_BARE, call=("sweep", *SFT[1:], "--sweep=run.seed=1,2,3", "--parallel=2")),
-    "enroot": Shown(profile=_ENROOT, call=SFT),
     "apptainer": Shown(profile=_APPTAINER, call=(*SFT, "cluster.device=cuda")),
     "ssh": Shown(profile=_SSH, call=PIPELINE),
 }

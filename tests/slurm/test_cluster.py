@@ -56,16 +56,6 @@ def test_a_dependent_job_starts_only_after_success(slurm: Slurm, tmp_path: Path)
     slurm.wait(second, "CANCELLED")
 
 
-def test_one_step_spans_the_components_of_a_heterogeneous_job(slurm: Slurm, tmp_path: Path) -> None:
-    told = "echo $SLURM_NODEID $SLURMD_NODENAME $SLURM_JOB_NODELIST_HET_GROUP_0 $SLURM_JOB_NODELIST_HET_GROUP_1"
-    job = slurm.submit(
-        f"srun --het-group=0,1 bash -c '{told}'",
-        *("--partition=rollout", "-o", tmp_path / "out", ":", "--partition=train"),
-    )
-    slurm.wait(job, "COMPLETED")
-    assert lines(tmp_path / "out") == ["0 n2 n2 n1", "1 n1 n2 n1"]
-
-
 def test_devices_are_counted(slurm: Slurm, tmp_path: Path) -> None:
     job = slurm.submit("srun printenv SLURM_GPUS_ON_NODE", "--gpus-per-node=8", "-o", tmp_path / "out")
     slurm.wait(job, "COMPLETED")

@@ -32,10 +32,9 @@ def test_a_node_whose_slurmd_is_killed_is_named(launcher: Launcher, tmp_path: Pa
 
 
 def test_a_node_whose_ray_is_killed_is_named(launcher: Launcher, tmp_path: Path) -> None:
-    """In a heterogeneous job: the trainers are on one partition, the engine is on another."""
     run = launcher.run(
         tmp_path / "run",
-        *(*PPO, "--partition=train", "--rollout-nodes=1", "--rollout-partition=rollout"),
+        *PPO,
         *("groups.train.devices=0", "rollout.devices=1"),
         *(
             "groups.train.roles.actor={tp: 1, pp: 1}",

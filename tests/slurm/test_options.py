@@ -43,22 +43,6 @@ def test_a_job_of_whole_nodes_with_gpus(launcher: Launcher, tmp_path: Path) -> N
     assert job["JobName"] == "run"
 
 
-@pytest.mark.usefixtures("reserved")
-def test_a_heterogeneous_job_with_every_option(launcher: Launcher, tmp_path: Path) -> None:
-    parts = ("--partition=train", "--rollout-nodes=1", "--rollout-partition=rollout", "rollout.devices=8-15")
-    jobs = held(launcher, tmp_path / "run", *GPUS, *EVERYTHING, *parts)
-    assert [job["Partition"] for job in jobs] == ["train", "rollout"]
-    for job in jobs:
-        assert (job["NumNodes"], job["TresPerNode"], job["CPUs/Task"]) == ("1-1", "gres:gpu:h100:8", "4")
-        assert (job["Account"], job["QOS"], job["Reservation"], job["Features"]) == (
-            "root",
-            "normal",
-            "tests",
-            "tested",
-        )
-        assert (job["TimeLimit"], job["MinMemoryNode"]) == ("1-06:00:00", "2G")
-
-
 def test_a_sweep_is_an_array_job(launcher: Launcher, tmp_path: Path) -> None:
     sweep = ("--sweep=run.seed=1,2,3", "--sweep=actor.optimizer.lr=1e-6,2e-6", "--parallel=2")
     (job,) = held(launcher, tmp_path / "sweep", *GPUS, "rollout.devices=8-15", *sweep)

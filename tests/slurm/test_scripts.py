@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megarl.launch.render import Component, render
+from megarl.launch.render import render
 from tests.launch.scripts import job
 from tests.slurm.cluster import Slurm
 
@@ -64,8 +64,8 @@ def submitted(slurm: Slurm, tmp_path: Path, profile: dict[str, Any], **changes: 
     """The id of a job of two nodes."""
     run_dir = tmp_path / NASTY
     (run_dir / "slurm").mkdir(parents=True)
-    two = (Component(nodes=2, partition=None, gpus=0),)
-    script = render(job(profile, **{"workdir": tmp_path, "run_dir": run_dir, "components": two, **changes}))
+    usual = {"workdir": tmp_path, "run_dir": run_dir, "nodes": 2, "partition": None, "gpus": 0}
+    script = render(job(profile, **{**usual, **changes}))
     (run_dir / "slurm" / "job.sbatch").write_text(script)
     return int(slurm.run("sbatch", "--parsable", run_dir / "slurm" / "job.sbatch"))
 
@@ -81,9 +81,7 @@ def test_each_node_gets_the_arguments(slurm: Slurm, records: Records, tmp_path: 
         sbatch=[f"--comment={NASTY}", "--export=NONE"],
         setup=["export PATH=/usr/bin:/bin"],
     )
-    number = submitted(
-        slurm, tmp_path, profile, workdir=present, name=NASTY, components=(Component(nodes=2, partition="all", gpus=8),)
-    )
+    number = submitted(slurm, tmp_path, profile, workdir=present, name=NASTY, partition="all", gpus=8)
     slurm.wait(number, "COMPLETED")
     found = records.read()
     assert set(found) == {"n1", "n2"}
@@ -101,15 +99,6 @@ def test_each_node_gets_the_arguments(slurm: Slurm, records: Records, tmp_path: 
     assert "Requeue=1" in shown
     output = tmp_path / NASTY / "slurm" / f"{number}.out"
     assert output.read_text() == "srun: cluster configuration lacks support for cpu binding\n"
-
-
-def test_heterogeneous_components_run_as_one_step(slurm: Slurm, records: Records, tmp_path: Path) -> None:
-    parts = (Component(nodes=1, partition="rollout", gpus=2), Component(nodes=1, partition="train", gpus=1))
-    number = submitted(slurm, tmp_path, records.profile("0:0,0:0", time="5"), components=parts, name="het")
-    slurm.wait(number, "COMPLETED")
-    told = {node: record["variables"] for node, record in records.read().items()}
-    assert {node: variables["SLURM_PROCID"] for node, variables in told.items()} == {"n2": "0", "n1": "1"}
-    assert {node: variables["SLURM_GPUS_ON_NODE"] for node, variables in told.items()} == {"n2": "2", "n1": "1"}
 
 
 @pytest.mark.parametrize(("plan", "code"), [("0:7,1:0", 7), ("1:0,0:1", 1), ("1:2,0:0", 2)])

@@ -36,11 +36,11 @@ _CLEARED = re.compile("|".join(CLEARED))
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """A task's place in its job, whose nodes are those of all its components in their order.
+    """A task's place in its job.
 
     Args:
         attempt: number of times that Slurm started the job before.
-        components: names of the nodes; only a heterogeneous job has two.
+        nodes: names of the nodes, by the rank of their tasks.
         launcher: address of the host on which srun runs, if Slurm sets it.
     """
 
@@ -48,12 +48,8 @@ class SlurmJob:
     attempt: int
     step: str
     index: int
-    components: tuple[tuple[str, ...], ...]
+    nodes: tuple[str, ...]
     launcher: str | None
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        return tuple(itertools.chain.from_iterable(self.components))
 
     @property
     def name(self) -> str:
@@ -67,7 +63,7 @@ class SlurmJob:
                 id=int(environment["SLURM_JOB_ID"]),
                 attempt=int(environment.get("SLURM_RESTART_COUNT", "0")),
                 step=environment.get("SLURM_STEP_ID", "0"),
-                components=tuple(_components(environment)),
+                nodes=tuple(expand_nodelist(environment["SLURM_STEP_NODELIST"])),
                 index=int(environment["SLURM_NODEID"]),
                 launcher=environment.get("SLURM_LAUNCH_NODE_IPADDR"),
             )
@@ -79,14 +75,6 @@ class SlurmJob:
             found = f"the step has {tasks} tasks on {len(job.nodes)} nodes"
             raise ValueError(f"{found}: start it with srun --ntasks-per-node=1")
         return job
-
-
-def _components(environment: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """Reads the components' node lists: a heterogeneous step's own list is sorted, not in their order."""
-    count = int(environment.get("SLURM_HET_SIZE", "0"))
-    names = [f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in range(count)] or ["SLURM_STEP_NODELIST"]
-    for name in names:
-        yield tuple(expand_nodelist(environment[name]))
 
 
 def expand_nodelist(nodelist: str) -> Iterator[str]:
