@@ -7,7 +7,6 @@ from typing import Any, Final, Literal, Protocol
 
 from megarl.data.tokenizer import Message, Tokenizer
 from megarl.environments.environment import Action, ToolCall
-from megarl.environments.local_templates import shortened, shortened_to_query, writes_locally
 from megarl.environments.tool_calls import Schemas, find_reader
 
 
@@ -65,8 +64,7 @@ class TemplateRenderer:
 
     What the model has read is what the template writes for the chat before the turn. If what it writes for the whole
     chat begins with this and the turn, token for token of the text as sampled, then the rest follows the turn, and is
-    what the model has to read next. By induction the ids are then the template's text of the whole chat. Where the
-    template is proved to write each message by itself, a shorter chat shows the same.
+    what the model has to read next. By induction the ids are then the template's text of the whole chat.
 
     A template may write a turn in another way than it was sampled: without thoughts, without white space at its end,
     with other JSON. With the history `sampled`, the ids are kept all the same, if what follows the turn does not depend
@@ -93,9 +91,6 @@ class TemplateRenderer:
         self._limited = tokenizer if context is None else tokenizer.limited(context)
         self._ends = {tokenizer.end_token_id, *ends}
         self._anchor = tokenizer.decode([tokenizer.end_token_id], special=True)
-        fixed = tokenizer.has_chat_template and "chat_template" not in arguments
-        self._local = fixed and writes_locally(tokenizer.hf.chat_template)
-        self._after_query = fixed and writes_locally(tokenizer.hf.chat_template, after_query=True)
         self._reader = find_reader(self._written)
         start = self._written([_USER], ()) or ""
         self._opens_thoughts = start.rstrip().endswith("<think>")
@@ -147,10 +142,6 @@ class TemplateRenderer:
     ) -> str | None:
         """Returns the text that follows a turn, if that is proved."""
         self._limited.check_length(messages)
-        if self._local:
-            before = shortened(before)
-        elif self._after_query:
-            before = shortened_to_query(before, messages)
         whole = self._written([*before, action.message, *messages], tools)
         read = self._written(before, tools)
         if whole is None or read is None:
