@@ -1,4 +1,4 @@
-"""The command line `megarl`: init, train, profile, eval, launch, status, checkpoints, stacks, view and so on."""
+"""The command line `megarl`: init, train, profile, eval, launch, status, stacks, view and so on."""
 
 from __future__ import annotations
 
@@ -185,20 +185,6 @@ def compare(
 
     with _reading():
         compare_runs(runs)
-
-
-@app.command()
-def checkpoints(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Read all files, and compare their digests.")] = False,
-) -> None:
-    """List the checkpoints of a run: size, evaluation, why each is kept. Exit code 1 if one is damaged."""
-    from megarl.run.checkpoint_list import list_checkpoints
-
-    with _reading():
-        intact = list_checkpoints(run, verify=verify)
-    if not intact:
-        raise typer.Exit(1)
 
 
 @app.command()

@@ -64,8 +64,8 @@ class CheckpointManifest:
                 for record in records:
                     yield f"{role} rank {rank}", dataclasses.replace(record, path=f"{role}/{record.path}")
 
-    def verify(self, directory: Path, *, role: str | None = None, digests: bool = True) -> None:
-        """Reads the files, of one role or of all, and compares them with their records; without digests only the sizes.
+    def verify(self, directory: Path, *, role: str | None = None) -> None:
+        """Reads the files, of one role or of all, and compares them with their records.
 
         Raises:
             BrokenCheckpointError: a file is missing, differs or is not listed.
@@ -73,7 +73,7 @@ class CheckpointManifest:
         prefix = "" if role is None else f"{role}/"
         expected = [(writer, record) for writer, record in self.files() if record.path.startswith(prefix)]
         with ThreadPoolExecutor(_READERS) as readers:
-            compared = readers.map(lambda pair: _problem(directory, *pair, digest=digests), expected)
+            compared = readers.map(lambda pair: _problem(directory, *pair), expected)
             problems = [found for found in compared if found]
         listed = {record.path for _, record in expected} | {MANIFEST}
         present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
@@ -128,14 +128,14 @@ def _record(fields: Mapping[str, Any]) -> FileRecord:
     return record
 
 
-def _problem(directory: Path, writer: str, record: FileRecord, *, digest: bool) -> str | None:
+def _problem(directory: Path, writer: str, record: FileRecord) -> str | None:
     """Returns how a file differs from its record; None if it does not."""
     path = directory / record.path
     try:
         nbytes = path.stat().st_size
         if nbytes != record.nbytes:
             return f"{record.path} of {writer} has {nbytes} bytes, not {record.nbytes}"
-        found = FileRecord.of(path, directory) if digest else record
+        found = FileRecord.of(path, directory)
     except OSError as error:
         return f"{record.path} of {writer} cannot be read: {error.strerror}"
     return None if found == record else f"{record.path} of {writer} has other content than was written"

@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from megarl.cli import app
 from megarl.run.attempts import read_attempts
 from tests.e2e.conftest import DebugRun
 from tests.e2e.runs import DEBUG, PARTS, finish, lines, started, train
@@ -94,14 +92,6 @@ def test_a_resumed_run_exports_the_model_of_the_uninterrupted_run(debug_run: Deb
 def test_a_resumed_run_keeps_the_checkpoints(debug_run: DebugRun, resumed: DebugRun) -> None:
     for directory in (debug_run.directory, resumed.directory):
         assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step-2", "step-3"]
-
-
-def test_checkpoints_are_listed_and_intact(debug_run: DebugRun) -> None:
-    """That of the second step was written during the third."""
-    listed = CliRunner().invoke(app, ["checkpoints", str(debug_run.directory), "--verify"], env={"COLUMNS": "200"})
-    assert listed.exit_code == 0, listed.output
-    rows = [line.split() for line in listed.output.splitlines()[1:]]
-    assert [(row[0], row[-2], row[-1]) for row in rows] == [("2", "newest", "intact"), ("3", "newest", "intact")]
 
 
 def test_every_start_is_a_new_attempt(resumed: DebugRun) -> None:

@@ -175,7 +175,6 @@ def shown(run: MadeRun) -> Iterator[str]:
         ["status", run.path],
         ["view", run.path, "--export", page],
         ["compare", run.path],
-        ["checkpoints", run.path],
     ):
         with soon():
             result = CliRunner().invoke(app, list(map(str, command)))

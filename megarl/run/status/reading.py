@@ -72,23 +72,31 @@ class CheckpointState:
 
     Args:
         step: of the last checkpoint; 0 without one.
+        others: steps of the other checkpoints.
         writing: step of an unfinished checkpoint, which is being written or whose writer was killed.
         again: steps that a resume would repeat.
         seconds: that they take, if known.
     """
 
     step: int
+    others: tuple[int, ...]
     writing: int | None
     again: int
     seconds: float | None
 
 
 def checkpoint_state(checkpoints: Checkpoints, progress: RunProgress) -> CheckpointState:
-    last = max(checkpoints.steps(), default=0)
+    *others, last = checkpoints.steps() or [0]
     again = max(0, progress.step - last)
     pace = progress.pace
     seconds = None if pace is None else again * pace.seconds_per_step
-    return CheckpointState(step=last, writing=checkpoints.staged_step(), again=again, seconds=seconds)
+    return CheckpointState(
+        step=last,
+        others=tuple(others),
+        writing=checkpoints.staged_step(),
+        again=again,
+        seconds=seconds,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

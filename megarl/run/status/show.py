@@ -138,13 +138,14 @@ def _saved(status: RunStatus) -> Iterator[Row]:
     saved = status.saved
     if saved is None or status.state.name == "profiled" or (status.state.name == "waiting" and not saved.step):
         return
+    others = f" (also {', '.join(map(str, saved.others))})" if saved.others else ""
     writing = f"; step {saved.writing} is not complete" if saved.writing is not None else ""
     took = f", about {duration(saved.seconds)}" if saved.seconds else ""
     again = f"repeats {counted(saved.again, 'step')}{took}" if saved.again else "loses nothing"
     if status.state.name == "finished":
-        yield "checkpoint", f"step {saved.step}{writing}", ""
+        yield "checkpoint", f"step {saved.step}{others}{writing}", ""
     elif saved.step:
-        yield "checkpoint", f"step {saved.step}{writing}; a resume {again}", ""
+        yield "checkpoint", f"step {saved.step}{others}{writing}; a resume {again}", ""
     else:
         restart = "starts from the beginning" + (f" and {again}" if saved.again else "")
         yield "checkpoint", f"none yet{writing}; a resume {restart}", ""

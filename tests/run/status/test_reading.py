@@ -105,11 +105,11 @@ def test_an_attempt_without_a_step_is_not_overdue(run: MadeRun) -> None:
 def test_steps_that_a_resume_would_repeat(run: MadeRun) -> None:
     run.start(1, ago=9000)
     run.steps(47, ago=20, apart=60)
-    assert read(run).saved == CheckpointState(step=0, writing=None, again=47, seconds=47 * 60)
+    assert read(run).saved == CheckpointState(step=0, others=(), writing=None, again=47, seconds=47 * 60)
     run.checkpoint(20)
     run.checkpoint(40)
     (run.path / "checkpoints" / ".step-47.staged").mkdir()
-    assert read(run).saved == CheckpointState(step=40, writing=47, again=7, seconds=7 * 60)
+    assert read(run).saved == CheckpointState(step=40, others=(20,), writing=47, again=7, seconds=7 * 60)
 
 
 def test_warnings_are_named(run: MadeRun) -> None:

@@ -48,6 +48,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MadeRun:
     made.steps(20, ago=30000, apart=120)
     made.steps(47, ago=47 * 60, apart=120, first=21)
     made.evaluation(40, ago=4000, score=1.5, score_ci95=0.25, samples=64)
+    made.checkpoint(20)
     made.checkpoint(40)
     made.job("4711-0", {"agent started": 8100, "driver started": 8010})
     return made
