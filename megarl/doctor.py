@@ -233,7 +233,9 @@ def _import_error(module: str) -> str:
     """Returns the last line of an import's error; empty if it works."""
     process = _run(f"import {module}")
     lines = process.stderr.strip().splitlines()
-    return (lines[-1] if lines else f"exit code {process.returncode}") if process.returncode else ""
+    if not process.returncode:
+        return ""
+    return lines[-1] if lines else f"exit code {process.returncode}"
 
 
 def _run(code: str) -> subprocess.CompletedProcess[str]:

@@ -156,12 +156,19 @@ def _answering(logs: Path) -> list[tuple[str, int, Path, Path | None]]:
     return found
 
 
+def _stacks_of(pid: int, answers: Path) -> str:
+    """Returns the stacks of this process, or those that another one writes; nothing of a stopped one."""
+    if pid == os.getpid():
+        return _own()
+    return "" if _is_stopped(pid) else _signalled(pid, answers)
+
+
 def _ask(name: str, pid: int, answers: Path, waits: Path | None) -> ProcessStacks:
     found = ProcessStacks(name=name, pid=pid, host=socket.gethostname())
     try:
         if not int(_status(pid, "SigCgt"), 16) >> (_SIGNAL - 1) & 1:
             found = replace(found, silence="it has replaced the handler of SIGUSR2")
-        elif text := _own() if pid == os.getpid() else "" if _is_stopped(pid) else _signalled(pid, answers):
+        elif text := _stacks_of(pid, answers):
             found = replace(found, text=text, waits=() if waits is None else _told(waits))
         elif _is_stopped(pid):
             found = replace(found, silence="it is stopped, by SIGSTOP or a debugger")

@@ -43,3 +43,18 @@ def test_names_of_files_and_classes_are_unique() -> None:
     assert not [name for name, count in files.items() if count > 1]
     classes = Counter(node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert not [name for name, count in classes.items() if count > 1]
+
+
+def test_statements_do_one_thing() -> None:
+    """A tuple on both sides of an assignment hides assignments; a condition in a condition needs a second look."""
+    pairs: list[str] = []
+    nested: list[str] = []
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+                if isinstance(node.value, ast.Tuple) and len(node.value.elts) > 2:
+                    pairs.append(f"{file}:{node.lineno}")
+            elif isinstance(node, ast.IfExp):
+                if any(isinstance(part, ast.IfExp) for part in (node.test, node.body, node.orelse)):
+                    nested.append(f"{file}:{node.lineno}")
+    assert pairs == nested == []

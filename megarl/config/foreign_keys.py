@@ -107,7 +107,12 @@ def has_path(schema: Any, path: str) -> bool:
     for part in path.split("."):
         table = choices(here)
         options = [fields(choice)[part] for choice in table.values() if part in fields(choice)]
-        here = (type_of(options[0]) if options else None) if table else within(here, part)
+        if not table:
+            here = within(here, part)
+        elif options:
+            here = type_of(options[0])
+        else:
+            here = None
         if here is None:
             return False
     return True

@@ -98,7 +98,10 @@ def shown(value: object) -> str:
         text = yaml.safe_dump(hidden, default_flow_style=True, width=math.inf).strip()
     else:
         plain = list(cast(tuple[object, ...], value)) if isinstance(value, tuple) else value
-        text = "null" if plain is None else plain if isinstance(plain, str) else repr(plain)
+        if plain is None:
+            text = "null"
+        else:
+            text = plain if isinstance(plain, str) else repr(plain)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -261,8 +261,10 @@ class Gateway:
     def _check_key(self, request: web.Request) -> None:
         given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         session = self._sessions.get(request.path.removeprefix("/").partition("/")[0])
-        own = self._key if request.path == "/tasks/next" else session.key if session is not None else ""
-        if not own or not secrets.compare_digest(given.encode(), own.encode()):
+        key = "" if session is None else session.key
+        if request.path == "/tasks/next":
+            key = self._key
+        if not key or not secrets.compare_digest(given.encode(), key.encode()):
             raise GatewayError(_NO_SESSION, 401)
 
     async def _turn(self, request: web.Request) -> web.StreamResponse:

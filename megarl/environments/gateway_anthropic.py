@@ -102,7 +102,9 @@ def write_message(reply: GatewayReply) -> dict[str, Any]:
         blocks.append({"type": "text", "text": answer.turn.action.content})
     for call in answer.calls:
         blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": dict(call.arguments)})
-    reason = "max_tokens" if not action.finished else "tool_use" if answer.calls else "end_turn"
+    reason = "tool_use" if answer.calls else "end_turn"
+    if not action.finished:
+        reason = "max_tokens"
     return {
         "id": f"msg_{reply.reply_id}",
         "type": "message",

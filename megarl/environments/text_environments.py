@@ -59,10 +59,13 @@ class GuessNumber(Environment):
         self._guesses += 1
         guess = int(text) if (text := action.content.strip()).isdecimal() and len(text) < 10 else None
         won = guess == self._number
-        told = "not a number" if guess is None else "larger" if guess < self._number else "smaller"
+        if guess is None:
+            answer = "not a number"
+        else:
+            answer = "larger" if guess < self._number else "smaller"
         metrics = {"guesses": float(self._guesses), "won": float(won)}
         return Observation(
-            messages=f"\n{told}\n", reward=float(won), done=won or self._guesses == self._left, metrics=metrics
+            messages=f"\n{answer}\n", reward=float(won), done=won or self._guesses == self._left, metrics=metrics
         )
 
 

@@ -133,7 +133,9 @@ class Profile(Section):
 def found_profile(path: Path | None) -> Path | None:
     """Returns the given file, else the user's own if it exists."""
     own = Path.home() / ".config" / "megarl" / "cluster.yaml"
-    return path if path is not None else own if own.exists() else None
+    if path is not None:
+        return path
+    return own if own.exists() else None
 
 
 def load_profile(path: Path | None = None, settings: Mapping[str, object] | None = None) -> Profile:

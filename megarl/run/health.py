@@ -80,7 +80,9 @@ def _values(lines: Lines, metric: str) -> list[float]:
 def _beyond(metric: str, limit: float, *, above: bool = True) -> Callable[[Lines], bool | None]:
     def condition(lines: Lines) -> bool | None:
         value = lines[-1].get(metric)
-        return None if value is None else (value > limit if above else value < limit)
+        if value is None:
+            return None
+        return value > limit if above else value < limit
 
     return condition
 

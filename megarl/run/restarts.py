@@ -28,7 +28,9 @@ class Restarts:
     def __init__(self, config: TrainingConfig) -> None:
         in_job = any(name in os.environ for name in _JOB_VARIABLES)
         limit = config.run.max_restarts
-        self._limit = (IN_JOBS if in_job else 0) if limit is None else limit
+        if limit is None:
+            limit = IN_JOBS if in_job else 0
+        self._limit = limit
         self._failures: list[tuple[int, str]] = []
         """Of each failure the last finished step, and the cause."""
         self._whole = self.config = config

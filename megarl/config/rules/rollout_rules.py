@@ -127,7 +127,9 @@ def late_stops_are_few(cluster: Cluster, model: Model, rollout: Rollout | None) 
     if rollout is None or rollout.min_new_tokens == 0 or cluster.device == "cpu":
         return
     own = (readable_config(model) or {}).get("eos_token_id")
-    ends = cast("list[int]", own if isinstance(own, list) else [] if own is None else [own])
+    if own is None:
+        own = []
+    ends = cast("list[int]", own if isinstance(own, list) else [own])
     ids = {*rollout.stop_token_ids, *ends}
     if len(ids) > _LATE_STOPS:
         rule = f"at most {_LATE_STOPS} end tokens with rollout.min_new_tokens above 0; there are {len(ids)}"

@@ -124,4 +124,6 @@ def _tag(value: object) -> str | None:
         name = cast(Mapping[object, object], value).get("name")
     else:
         name = getattr(value, "name", None)
-    return None if name is None else _CUSTOM if ":" in str(name) else str(name)
+    if name is None:
+        return None
+    return _CUSTOM if ":" in str(name) else str(name)
