@@ -11,13 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import Any, Final, Protocol, get_args
 
 from megarl.errors import RunError
 from megarl.files import FileRecord, read_json, read_lines, sync, write_durably
-
-if TYPE_CHECKING:
-    from megarl.config.schema import BestCheckpoint, CheckpointSettings
 
 MANIFEST, STATE = "manifest.json", "state.json"
 ROLLOUTS: Final = "rollouts"
@@ -61,8 +58,8 @@ class CheckpointManifest:
                 for record in records:
                     yield f"{role} rank {rank}", dataclasses.replace(record, path=f"{role}/{record.path}")
 
-    def verify(self, directory: Path, *, role: str | None = None, digests: bool = True) -> None:
-        """Reads the files, of one role or of all, and compares them with their records; without digests only the sizes.
+    def verify(self, directory: Path, *, role: str | None = None) -> None:
+        """Reads the files, of one role or of all, and compares them with their records.
 
         Raises:
             BrokenCheckpointError: a file is missing, differs or is not listed.
@@ -70,7 +67,7 @@ class CheckpointManifest:
         prefix = "" if role is None else f"{role}/"
         expected = [(writer, record) for writer, record in self.files() if record.path.startswith(prefix)]
         with ThreadPoolExecutor(_READERS) as readers:
-            compared = readers.map(lambda pair: _problem(directory, *pair, digest=digests), expected)
+            compared = readers.map(lambda pair: _problem(directory, *pair), expected)
             problems = [found for found in compared if found]
         listed = {record.path for _, record in expected} | {MANIFEST}
         present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
@@ -124,14 +121,14 @@ def _record(fields: Mapping[str, Any]) -> FileRecord:
     return record
 
 
-def _problem(directory: Path, writer: str, record: FileRecord, *, digest: bool) -> str | None:
+def _problem(directory: Path, writer: str, record: FileRecord) -> str | None:
     """Returns how a file differs from its record; None if it does not."""
     path = directory / record.path
     try:
         nbytes = path.stat().st_size
         if nbytes != record.nbytes:
             return f"{record.path} of {writer} has {nbytes} bytes, not {record.nbytes}"
-        found = FileRecord.of(path, directory) if digest else record
+        found = FileRecord.of(path, directory)
     except OSError as error:
         return f"{record.path} of {writer} cannot be read: {error.strerror}"
     return None if found == record else f"{record.path} of {writer} has other content than was written"
@@ -265,9 +262,30 @@ class Checkpoints:
         return self.directory / f".step-{step}.staged"
 
 
-def reasons_to_keep(
-    settings: CheckpointSettings, steps: Sequence[int], evaluations: Path
-) -> dict[int, tuple[str, ...]]:
+class BestSettings(Protocol):
+    """The metric by which the best checkpoint is chosen; `mode` is "max" or "min"."""
+
+    @property
+    def metric(self) -> str: ...
+
+    @property
+    def mode(self) -> str: ...
+
+
+class KeepSettings(Protocol):
+    """Which checkpoints stay, as in the section `checkpoint` of the configuration."""
+
+    @property
+    def keep(self) -> int: ...
+
+    @property
+    def keep_every(self) -> int | None: ...
+
+    @property
+    def best(self) -> BestSettings | None: ...
+
+
+def reasons_to_keep(settings: KeepSettings, steps: Sequence[int], evaluations: Path) -> dict[int, tuple[str, ...]]:
     """Returns why each checkpoint stays; those without a reason are missing.
 
     Args:
@@ -286,7 +304,7 @@ def reasons_to_keep(
     return {step: tuple(found) for step, found in reasons.items()}
 
 
-def best_values(best: BestCheckpoint | None, evaluations: Path) -> dict[int, float]:
+def best_values(best: BestSettings | None, evaluations: Path) -> dict[int, float]:
     """Returns the values by which checkpoints are compared, by step, as far as they are numbers."""
     found = {} if best is None else {line["step"]: line.get(best.metric) for line in read_lines(evaluations)}
     return {step: value for step, value in found.items() if value is not None}

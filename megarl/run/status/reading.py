@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from typing import Any
 from megarl.errors import UsageError
 from megarl.files import read_lines
 from megarl.run.attempts import Attempt, read_attempts
-from megarl.run.checkpoints import Checkpoints
+from megarl.run.checkpoints import (
+    Checkpoints,
+    reasons_to_keep,
+)
 from megarl.run.display import COLUMNS
 from megarl.run.health import WINDOW, health_limits
 from megarl.run.paths import RunPaths, is_locked, read_config
@@ -68,6 +72,20 @@ def _order(path: Path) -> list[tuple[bool, int, str]]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SavedCheckpoint:
+    """A committed checkpoint.
+
+    Args:
+        nbytes: size of its files.
+        kept: why it stays, such as "newest".
+    """
+
+    step: int
+    nbytes: int
+    kept: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointState:
     """The checkpoint that a run would resume from.
 
@@ -75,20 +93,75 @@ class CheckpointState:
         step: of the last checkpoint; 0 without one.
         writing: step of an unfinished checkpoint, which is being written or whose writer was killed.
         again: steps that a resume would repeat.
-        seconds: that they take, if known.
+        seconds: duration of these steps, if known.
+        checkpoints: all committed ones, in order.
     """
 
     step: int
     writing: int | None
     again: int
     seconds: float | None
+    checkpoints: Sequence[SavedCheckpoint]
 
 
-def checkpoint_state(checkpoints: Checkpoints, progress: RunProgress) -> CheckpointState:
-    last = max(checkpoints.steps(), default=0)
-    again, pace = max(0, progress.step - last), progress.pace
-    seconds = None if pace is None else again * pace.seconds_per_step
-    return CheckpointState(step=last, writing=checkpoints.staged_step(), again=again, seconds=seconds)
+def checkpoint_state(run: RunPaths, config: Mapping[str, Any], progress: RunProgress) -> CheckpointState:
+    """Returns what a resume would start from, and the checkpoints with their sizes."""
+    store = Checkpoints(run.checkpoint_dir, keep=1)
+    steps = store.steps()
+    last = max(steps, default=0)
+    again = max(0, progress.step - last)
+    seconds = None
+    if progress.pace is not None:
+        seconds = again * progress.pace.seconds_per_step
+    reasons = _reasons_to_keep(run, config, steps)
+    saved: list[SavedCheckpoint] = []
+    for step in steps:
+        size = _checkpoint_size(run.checkpoint_dir / f"step-{step}")
+        saved.append(SavedCheckpoint(step=step, nbytes=size, kept=reasons.get(step, ())))
+    return CheckpointState(
+        step=last,
+        writing=store.staged_step(),
+        again=again,
+        seconds=seconds,
+        checkpoints=saved,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BestCheckpoint:
+    metric: str
+    mode: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _KeepSettings:
+    """The fields of `checkpoint` that say what stays; the configuration's schema is not loaded here."""
+
+    keep: int
+    keep_every: int | None = None
+    best: _BestCheckpoint | None = None
+
+
+def _reasons_to_keep(run: RunPaths, config: Mapping[str, Any], steps: Sequence[int]) -> Mapping[int, Sequence[str]]:
+    """Returns why each checkpoint stays; empty if the configuration does not say it."""
+    try:
+        fields = config["checkpoint"]
+        best = fields.get("best")
+        if best is not None:
+            best = _BestCheckpoint(metric=best["metric"], mode=best["mode"])
+        settings = _KeepSettings(keep=fields["keep"], keep_every=fields.get("keep_every"), best=best)
+        return reasons_to_keep(settings, steps, run.evaluations)
+    except (KeyError, TypeError, AttributeError):  # a field is missing or of another type
+        return {}
+
+
+def _checkpoint_size(directory: Path) -> int:
+    """Returns the bytes of a checkpoint's files; files that the run removes meanwhile do not count."""
+    total = 0
+    for path in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +251,7 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
         evaluation=evaluations[-1] if evaluations else {},
         troubles=list(find_warnings(lines, run.logs, health_limits(config))),
         verdict=str(read_config(run.summary).get("verdict", "")),
-        saved=checkpoint_state(Checkpoints(run.checkpoint_dir, keep=1), progress) if stage in COLUMNS else None,
+        saved=checkpoint_state(run, config, progress) if stage in COLUMNS else None,
         attempts=attempts,
         submitted=submitted,
         job=job,

@@ -14,11 +14,12 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from megarl.files import format_bytes
 from megarl.run.attempts import Attempt
 from megarl.run.display import COLUMNS, counted, short
 from megarl.run.sinks import WRITTEN
 from megarl.run.status.format import ago, clock, duration, rate, step_duration
-from megarl.run.status.reading import RunStatus, StatusError, find_runs, read_status
+from megarl.run.status.reading import RunStatus, SavedCheckpoint, StatusError, find_runs, read_status
 from megarl.run.status.run_state import StateName
 from megarl.texts import printable
 
@@ -143,6 +144,13 @@ def _saved(status: RunStatus) -> Iterator[Row]:
     else:
         restart = "starts from the beginning" + (f" and {again}" if saved.again else "")
         yield "checkpoint", f"none yet{writing}; a resume {restart}", ""
+    if saved.checkpoints:
+        yield "", ", ".join(map(_checkpoint, saved.checkpoints)), ""
+
+
+def _checkpoint(saved: SavedCheckpoint) -> str:
+    """Returns a checkpoint's step, size and why it is kept: `step 40 (1.1 MB, newest)`."""
+    return f"step {saved.step} ({', '.join([format_bytes(saved.nbytes), *saved.kept])})"
 
 
 def _values(metrics: Mapping[str, Any]) -> str:

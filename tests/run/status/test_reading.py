@@ -105,11 +105,30 @@ def test_an_attempt_without_a_step_is_not_overdue(run: MadeRun) -> None:
 def test_steps_that_a_resume_would_repeat(run: MadeRun) -> None:
     run.start(1, ago=9000)
     run.steps(47, ago=20, apart=60)
-    assert read(run).saved == CheckpointState(step=0, writing=None, again=47, seconds=47 * 60)
+    assert read(run).saved == CheckpointState(step=0, writing=None, again=47, seconds=47 * 60, checkpoints=[])
     run.checkpoint(20)
     run.checkpoint(40)
     (run.path / "checkpoints" / ".step-47.staged").mkdir()
-    assert read(run).saved == CheckpointState(step=40, writing=47, again=7, seconds=7 * 60)
+    saved = read(run).saved
+    assert saved is not None
+    assert (saved.step, saved.writing, saved.again, saved.seconds) == (40, 47, 7, 7 * 60)
+
+
+def test_checkpoints_have_sizes_and_reasons(run: MadeRun) -> None:
+    with (run.path / "config.yaml").open("a") as config:
+        config.write("checkpoint: {keep: 1, keep_every: 20, best: {metric: eval/score, mode: max}}\n")
+    run.evaluation(20, ago=60, score=0.9)
+    run.evaluation(40, ago=50, score=0.5)
+    for step in (20, 40, 47):
+        run.checkpoint(step)
+    (run.path / "checkpoints" / "step-40" / "state.json").write_text("{}")
+    saved = read(run).saved
+    assert saved is not None
+    assert [(found.step, found.nbytes, tuple(found.kept)) for found in saved.checkpoints] == [
+        (20, 0, ("multiple of 20", "best")),
+        (40, 2, ("multiple of 20",)),
+        (47, 0, ("newest",)),
+    ]
 
 
 def test_warnings_are_named(run: MadeRun) -> None:

@@ -49,6 +49,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MadeRun:
     made.steps(47, ago=47 * 60, apart=120, first=21)
     made.evaluation(40, ago=4000, score=1.5, score_ci95=0.25, samples=64)
     made.checkpoint(40)
+    made.file("checkpoints/step-40/state.json", 4000, "x" * 1_572_864)
+    with (made.path / "config.yaml").open("a") as config:
+        config.write("checkpoint: {keep: 2}\n")
     made.job("4711-0", {"agent started": 8100, "driver started": 8010})
     return made
 
