@@ -23,11 +23,9 @@ from megarl.run.checkpoints import (
 from megarl.run.display import COLUMNS
 from megarl.run.health import WINDOW, health_limits
 from megarl.run.paths import RunPaths, is_locked, read_config
-from megarl.run.status.jobs import JobStatus, Submission, find_jobs, prepared_configs
+from megarl.run.status.jobs import Submission, job_logs, pending_submission, prepared_configs
 from megarl.run.status.run_state import Evidence, RunState, determine_state
 from megarl.run.status.throughput import RunProgress, Waits, find_warnings, measure_progress, measure_waits
-
-_JOB_FILES = "slurm/[0-9]*-[0-9]*/times.jsonl"
 
 
 class StatusError(UsageError):
@@ -57,7 +55,7 @@ def _is_run(path: Path) -> bool:
     """Whether there are files of a run, or of a job, which may have ended before it started the run."""
     run = RunPaths(path)
     started = any(os.path.exists(file) for file in (run.config, run.attempts, run.metrics))  # False if not readable
-    return started or bool(prepared_configs(path)) or any(path.glob(_JOB_FILES))
+    return started or bool(prepared_configs(path)) or job_logs(path) is not None
 
 
 def _suggestion(path: Path) -> str:
@@ -181,9 +179,8 @@ class RunStatus:
         verdict: whether a finished run learned; empty if it is not known.
         saved: of a training run.
         submitted: the last submission to a cluster, if nothing has started since.
-        job: the Slurm job that the state refers to, if any.
-        newer: a later Slurm job that does not have the run, if any.
         logs: directory with the output of each process.
+        job_logs: directory with the logs of the last Slurm job, if any.
     """
 
     directory: str
@@ -202,9 +199,8 @@ class RunStatus:
     saved: CheckpointState | None
     attempts: Sequence[Attempt]
     submitted: Submission | None
-    job: JobStatus | None
-    newer: JobStatus | None
     logs: str
+    job_logs: str | None
 
 
 def read_status(run_dir: Path, now: float | None = None, host: str | None = None) -> RunStatus:
@@ -219,8 +215,7 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
     lines, evaluations = _last_steps(run.metrics), _last_steps(run.evaluations)
     written = max(_write_times(run), default=None)
     locked = is_locked(run.lock)
-    resumable = not (run.finished or locked)
-    job, newer, submitted = find_jobs(run_dir, attempts, written or 0.0, resumable=resumable)
+    slurm = job_logs(run_dir)
     starts, section = [attempt.time for attempt in attempts], config.get("run")
     steps = section.get("steps") if isinstance(section, Mapping) else None
     progress = measure_progress(lines, steps, starts, written or now)
@@ -229,7 +224,6 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
             finished=run.finished,
             locked=locked,
             attempt=attempts[-1] if attempts else None,
-            job=job,
             written=written,
             longest=progress.pace and progress.pace.longest,
             host=host or socket.gethostname(),
@@ -253,10 +247,9 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
         verdict=str(read_config(run.summary).get("verdict", "")),
         saved=checkpoint_state(run, config, progress) if stage in COLUMNS else None,
         attempts=attempts,
-        submitted=submitted,
-        job=job,
-        newer=newer,
+        submitted=pending_submission(run_dir, attempts, slurm),
         logs=str(run.logs),
+        job_logs=None if slurm is None else str(slurm),
     )
 
 

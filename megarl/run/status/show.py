@@ -33,7 +33,6 @@ STYLES: Final[Mapping[StateName, str]] = {
     "failed": "red",
     "killed": "red",
     "silent": "red",
-    "starting": "yellow",
     "waiting": "yellow",
     "unknown": "yellow",
 }
@@ -73,20 +72,24 @@ def rows(status: RunStatus) -> Iterator[Row]:
 
 
 def _state(status: RunStatus) -> Iterator[Row]:
-    state, last = status.state, status.attempts[-1] if status.attempts else None
-    since = f", {ago(state.since, status.now)} ({clock(state.since, status.now)})" if state.since else ""
-    placed = last is not None and state.name in ("running", "silent") and _has_state(last, status)
-    where = f" on {_place(last)}" if last is not None and placed else ""
-    yield "state", f"{state.name}{where}{since}: {state.because}", STYLES[state.name]
+    state = status.state
+    text = state.name
+    if status.attempts and state.name in ("running", "silent"):
+        text += f" on {_place(status.attempts[-1])}"
+    if state.since is not None:
+        text += f" {ago(state.since, status.now)} ({clock(state.since, status.now)})"
+    if state.because:
+        text += f": {state.because}"
+    style = STYLES[state.name]
+    yield "state", text, style
     for line in state.message.splitlines():
-        yield "", line, STYLES[state.name]
-    if status.newer is not None:
-        yield "", status.newer.news(status.now), ""
-        yield from (("", f"  {line}", "") for line in status.newer.message.splitlines())
-    if status.submitted is not None:
-        job = status.submitted.job
-        what = "prepared for a cluster" if job is None else f"job {job} was submitted"
-        yield "", f"{what} {ago(status.submitted.time, status.now)}; nothing has started since", ""
+        yield "", line, style
+    submitted = status.submitted
+    if submitted is not None:
+        what = "prepared for a cluster"
+        if submitted.job is not None:
+            what = f"job {submitted.job} was submitted"
+        yield "", f"{what} {ago(submitted.time, status.now)}; nothing has started since", ""
 
 
 def _progress(status: RunStatus) -> Iterator[Row]:
@@ -175,17 +178,14 @@ def _attempts(status: RunStatus) -> Iterator[Row]:
 
 
 def _end(attempt: Attempt, status: RunStatus) -> str:
-    if attempt.end is None:
-        return status.state.name if _has_state(attempt, status) else "killed: it wrote no reason"
+    last = attempt is status.attempts[-1]
     end = attempt.end
-    message = f" ({end.message.splitlines()[0]})" if end.message and attempt is not status.attempts[-1] else ""
+    if end is None:
+        return status.state.name if last else "killed: it wrote no reason"
+    message = ""
+    if end.message and not last:
+        message = f" ({end.message.splitlines()[0]})"
     return f"{end.reason}{message} after step {end.step}, {duration(end.time - attempt.time)} later"
-
-
-def _has_state(attempt: Attempt, status: RunStatus) -> bool:
-    """Whether the state is that of the attempt, and not of a later job whose run has not started."""
-    last, job = attempt is status.attempts[-1], status.job
-    return last and (status.state.name in ("running", "finished") or job is None or not job.follows(attempt))
 
 
 def _place(attempt: Attempt) -> str:
@@ -193,16 +193,9 @@ def _place(attempt: Attempt) -> str:
 
 
 def _logs(status: RunStatus) -> Iterator[Row]:
-    job = status.job
-    yield "logs", f"{status.logs}: what each process of the run prints", ""
-    for known in (job, status.newer):
-        if known is not None and known.output is not None:
-            yield "", f"{known.output}: what job {known.id} printed", ""
-        if known is not None and known.directory is not None:
-            logs = known.logs if len(known.logs) <= 6 else (*known.logs[:4], "...", known.logs[-1])
-            yield "", f"{known.directory}: {' '.join(logs)}", ""
-    if job is not None and job.attach is not None and job.end is None:
-        yield "", f"{job.attach}: opens a shell in the job", ""
+    yield "logs", f"{status.logs} (one file per process)", ""
+    if status.job_logs is not None:
+        yield "", f"{status.job_logs} (Slurm job)", ""
 
 
 def render_table(statuses: Sequence[RunStatus]) -> RenderableType:

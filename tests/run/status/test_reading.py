@@ -189,42 +189,14 @@ def test_an_empty_run_has_empty_fields(run: MadeRun) -> None:
         found.progress.pace,
         found.progress.stepped,
     ) == ("running", 0, 100, None, None)
-    assert (found.metrics, found.evaluation, found.attempts, found.job) == ({}, {}, [], None)
+    assert (found.metrics, found.evaluation, found.attempts) == ({}, {}, [])
 
 
-def test_the_last_job_is_the_one_with_the_highest_number(run: MadeRun) -> None:
-    for name in ("99-0", "4711-0", "4711-2"):
-        run.job(name, {"agent started": 60})
-    output = run.file("slurm/4711.out", ago=50)
-    job = read(run).job
-    assert job is not None
-    assert (job.id, job.restart, job.directory) == ("4711", 2, str(run.path / "slurm" / "4711-2"))
-    assert (job.output, job.printed) == (str(output), ())
-    assert job.logs == ("head.log", "driver.log", "worker-1.log", "worker-2.log")
-    (run.path / "slurm" / "4711-2" / "end.json").write_text('{"exit_code": 1, "rea')
-    assert read(run).job == job
-
-
-@pytest.mark.parametrize(
-    ("exit_code", "printed", "told"),
-    [
-        (143, "srun: error: Node failure on n2\n", ("n2", "node n1 got SIGTERM, as node n2 has failed")),
-        (143, "[n1] srun: error: Node failure on n2\n", (None, "node n1 got SIGTERM")),
-        (1, "srun: error: Node failure on n2\n", (None, "node n1 got SIGTERM")),
-        (143, None, (None, "node n1 got SIGTERM")),
-    ],
-)
-def test_a_job_ended_by_a_node_failure_names_the_node(
-    run: MadeRun, exit_code: int, printed: str | None, told: tuple[str | None, str]
-) -> None:
-    run.job("4711-0", {"agent started": 60}, {"exit_code": exit_code, "reason": "node n1 got SIGTERM", "node": None})
-    name, told_by_slurm = ("4710", "srun: error: Node failure on n2\n") if printed is None else ("4711", printed)
-    text = "a line of the run\n" * 9000 + told_by_slurm + "slurmstepd: error: *** STEP\n"
-    (run.path / "slurm" / f"{name}.out").write_text(text)
-    job = read(run).job
-    assert job is not None
-    assert job.end is not None
-    assert (job.end.node, job.end.reason) == told
+def test_the_logs_of_the_last_job_are_named(run: MadeRun) -> None:
+    assert read(run).job_logs is None
+    for name in ("99-0", "4711-0", "4711-10", "4711-2"):
+        run.job(name)
+    assert read(run).job_logs == str(run.path / "slurm" / "4711-10")
 
 
 def test_a_sweep_lists_its_runs_in_order(tmp_path: Path) -> None:
@@ -248,32 +220,17 @@ def test_a_job_that_ended_before_its_run_began_is_found_by_its_directory(tmp_pat
     for path in [*run.path.iterdir()]:
         path.unlink()
     assert_no_run(run.path)
-    run.job("4711-0", {"agent started": 60}, {"exit_code": 2, "reason": "model.path = nowhere", "node": None})
+    logs = run.job("4711-0")
     assert find_runs(run.path) == find_runs(tmp_path) == [run.path]
     found = read(run)
-    assert (found.state.name, found.state.message, found.stage) == ("failed", "model.path = nowhere", None)
-    (run.path / "slurm" / "4711-0").rename(run.path / "slurm" / "old-runs")
+    assert (found.state.name, found.job_logs, found.stage) == ("waiting", str(logs), None)
+    logs.rename(run.path / "slurm" / "old-runs")
     assert_no_run(run.path)
 
 
 def assert_no_run(path: Path) -> None:
     with pytest.raises(StatusError, match="no run is there"):
         find_runs(path)
-
-
-def test_the_output_of_a_sweeps_run_is_beside_it(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path / "cell-1-seed-5")
-    (tmp_path / "slurm").mkdir()
-    for name in ("4711_0.out", "4711_1.out", "4711_11.out"):
-        (tmp_path / "slurm" / name).touch()
-    output = str(tmp_path / "slurm" / "4711_1.out")
-    job = read(run).job
-    assert job is not None
-    assert (job.id, job.output, job.directory) == ("4711_1", output, None)
-    run.job("4713-0", {"agent started": 60})  # an array's job has a number of its own
-    job = read(run).job
-    assert job is not None
-    assert (job.id, job.output) == ("4713", output)
 
 
 def test_a_directory_without_a_run_is_reported(tmp_path: Path) -> None:
@@ -299,8 +256,8 @@ def test_a_submission_is_shown_until_it_starts(run: MadeRun) -> None:
     assert read(run).submitted is None
 
 
-def test_a_submission_whose_job_has_output_has_started(run: MadeRun) -> None:
-    run.file("slurm/4711.out", ago=20)
+def test_a_submission_whose_job_has_logs_has_started(run: MadeRun) -> None:
+    run.job("4711-0")
     record_submission(run.path / "slurm", "4711")  # as Slurm was faster
     assert read(run).submitted is None
 
