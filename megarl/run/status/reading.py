@@ -25,7 +25,7 @@ from megarl.run.health import WINDOW, health_limits
 from megarl.run.paths import RunPaths, is_locked, read_config
 from megarl.run.status.jobs import Submission, job_logs, pending_submission, prepared_configs
 from megarl.run.status.run_state import Evidence, RunState, determine_state
-from megarl.run.status.throughput import RunProgress, Waits, find_warnings, measure_progress, measure_waits
+from megarl.run.status.throughput import RunProgress, find_warnings, measure_progress
 
 
 class StatusError(UsageError):
@@ -173,7 +173,6 @@ class RunStatus:
         seconds_left: of a running run, if known.
         overdue: seconds since the last step of a running run if they are far too many; else None.
         metrics: of the last step.
-        waits: of a run whose engines sample ahead.
         evaluation: the last one.
         troubles: warnings about the last steps, a sentence each.
         verdict: whether a finished run learned; empty if it is not known.
@@ -192,7 +191,6 @@ class RunStatus:
     seconds_left: float | None
     overdue: float | None
     metrics: Mapping[str, Any]
-    waits: Waits | None
     evaluation: Mapping[str, Any]
     troubles: Sequence[str]
     verdict: str
@@ -241,7 +239,6 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
         seconds_left=progress.seconds_left(now) if running else None,
         overdue=progress.overdue(now, max(starts, default=0.0), written or 0.0) if running else None,
         metrics=lines[-1] if lines else {},
-        waits=measure_waits(lines),
         evaluation=evaluations[-1] if evaluations else {},
         troubles=list(find_warnings(lines, run.logs, health_limits(config))),
         verdict=str(read_config(run.summary).get("verdict", "")),

@@ -37,7 +37,6 @@ STYLES: Final[Mapping[StateName, str]] = {
     "unknown": "yellow",
 }
 _WIDTH = 12
-_ATTEMPTS = 8
 _INTERVAL = "_ci95"
 _HEADINGS = ("run", "state", "step", "steps/h", "left", "last step", "saved", "metrics")
 _METRICS = 2
@@ -62,7 +61,9 @@ def rows(status: RunStatus) -> Iterator[Row]:
         yield "verdict", status.verdict, "" if status.verdict.startswith("learned") else "yellow"
     for trouble in status.troubles:
         yield "look at", trouble, "yellow"
-    yield from _engines(status)
+    if replaced := status.metrics.get("rollout/engines_replaced"):
+        text = f"{counted(replaced, 'engine')} replaced in this attempt, because they died or hung"
+        yield "look at", text, "yellow"
     yield from _saved(status)
     if status.evaluation:
         after = f"after step {status.evaluation['step']}: " if status.progress.steps else ""
@@ -117,22 +118,6 @@ def _progress(status: RunStatus) -> Iterator[Row]:
         yield "metrics", ", ".join(shown), ""
 
 
-def _engines(status: RunStatus) -> Iterator[Row]:
-    """Yields how far the engines are ahead of the training, who waits for whom, and how many were replaced."""
-    metrics, waits = status.metrics, status.waits
-    if "rollout/queue_depth" in metrics:
-        age = metrics.get("staleness/mean")
-        depth = metrics["rollout/queue_depth"]
-        sampled = f"{counted(depth, 'sampled step')} wait{'s' * (depth == 1)} for the training"
-        yield "engines", sampled if age is None else f"samples {short(age)} versions old, {sampled}", ""
-        if waits is not None:
-            trainers = f"trainers waited {waits.trainers:.0%} for samples"
-            engines = f"engines {waits.engines:.0%} for weights"
-            yield "", f"{waits.verdict}: over the last {counted(waits.steps, 'step')} {trainers}, {engines}", ""
-    if replaced := metrics.get("rollout/engines_replaced"):
-        yield "look at", f"{counted(replaced, 'engine')} replaced in this attempt, because they died or hung", "yellow"
-
-
 def _saved(status: RunStatus) -> Iterator[Row]:
     saved = status.saved
     if saved is None or status.state.name == "profiled" or (status.state.name == "waiting" and not saved.step):
@@ -168,24 +153,16 @@ def _values(metrics: Mapping[str, Any]) -> str:
 
 
 def _attempts(status: RunStatus) -> Iterator[Row]:
-    hidden = len(status.attempts) - _ATTEMPTS
-    if hidden > 0:
-        yield "attempts", f"{len(status.attempts)}, of which the last:", ""
-    for attempt in status.attempts[-_ATTEMPTS:]:
-        began = f"{attempt.number}: {clock(attempt.time, status.now)} on {_place(attempt)}, after step {attempt.step}"
-        label = "attempts" if hidden <= 0 and attempt is status.attempts[0] else ""
-        yield label, f"{began}; {_end(attempt, status)}", ""
-
-
-def _end(attempt: Attempt, status: RunStatus) -> str:
-    last = attempt is status.attempts[-1]
-    end = attempt.end
-    if end is None:
-        return status.state.name if last else "killed: it wrote no reason"
-    message = ""
-    if end.message and not last:
-        message = f" ({end.message.splitlines()[0]})"
-    return f"{end.reason}{message} after step {end.step}, {duration(end.time - attempt.time)} later"
+    """Yields the number of attempts and the error of the one before the last, if it has one."""
+    if len(status.attempts) < 2:
+        return
+    before = status.attempts[-2]
+    text = "killed: it wrote no reason"
+    if before.end is not None:
+        text = f"{before.end.reason} after step {before.end.step}"
+        if before.end.message:
+            text += f" ({before.end.message.splitlines()[0]})"
+    yield "attempts", f"{len(status.attempts)}; the one before ended: {text}", ""
 
 
 def _place(attempt: Attempt) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.run.status.jobs import Submission, record_submission
 from megarl.run.status.reading import CheckpointState, RunStatus, StatusError, find_runs, read_status
-from megarl.run.status.throughput import Throughput, measure_throughput, measure_waits
+from megarl.run.status.throughput import Throughput, measure_throughput
 from tests.run.status.directories import NOW, MadeRun
 
 
@@ -279,30 +279,3 @@ def test_a_run_that_has_not_started_shows_the_last_submission(run: MadeRun) -> N
     assert found.submitted == Submission(job=None, time=NOW - 10)
     run.file("slurm/submitted.json", 9, "{")
     assert read(run).submitted == Submission(job=None, time=NOW - 10)
-
-
-@pytest.mark.parametrize(
-    ("rollout", "sync", "idle", "trainers", "engines", "verdict"),
-    [
-        (6.0, 1.0, 0.1, 0.6, 0.0, "trainers wait for samples"),
-        (0.0, 5.0, 0.1, 0.4, 0.0, "trainers wait for samples"),
-        (0.0, 1.0, 0.5, 0.0, 0.4, "engines wait for weights"),
-        (1.0, 1.0, 0.2, 0.1, 0.1, "balanced"),
-        (0.0, 0.0, 0.05, 0.0, 0.0, "balanced"),
-    ],
-)
-def test_who_waits_for_whom(
-    rollout: float, sync: float, idle: float, trainers: float, engines: float, verdict: str
-) -> None:
-    """Steps of 10 s with a transfer of 1 s; the first one, which fills the pipeline, does not count."""
-    line = {"time/step": 10.0, "time/rollout": rollout, "time/sync": sync, "sync/seconds": 1.0}
-    first = {**line, "time/rollout": 9.0, "rollout/engine_idle": 1.0}
-    waits = measure_waits([first, *[{**line, "rollout/engine_idle": idle}] * 3])
-    assert waits is not None
-    assert (waits.steps, waits.verdict) == (3, verdict)
-    assert (waits.trainers, waits.engines) == pytest.approx((trainers, engines))
-
-
-def test_colocated_engines_have_no_waiting_time() -> None:
-    assert measure_waits([{"time/step": 10.0, "time/rollout": 5.0}]) is None
-    assert measure_waits([]) is None

@@ -119,22 +119,6 @@ def test_a_resubmitted_run_is_shown_as_such(run: MadeRun) -> None:
     assert "nothing has started" not in row(run, "state")
 
 
-def test_asynchronous_runs_show_who_waits_for_whom(run: MadeRun) -> None:
-    assert not [line for line in lines(run) if line.startswith("engines")]
-    ahead = {"rollout__queue_depth": 1, "staleness__mean": 1.5, "rollout__engines_replaced": 2}
-    seconds = {"time__step": 10.0, "time__rollout": 2.0, "time__sync": 2.0, "sync__seconds": 1.0}
-    for step in (48, 49):
-        run.step(step, 60, rollout__engine_idle=0.15, **seconds, **ahead)
-    told = lines(run)
-    row = told.index("engines     samples 1.5 versions old, 1 sampled step waits for the training")
-    assert told[row + 1].strip() == (
-        "trainers wait for samples: over the last 1 step trainers waited 30% for samples, engines 5% for weights"
-    )
-    assert any(line.startswith("look at") and "2 engines replaced" in line for line in told)
-    run.step(50, 60, rollout__engine_idle=0.15, **seconds)
-    assert not [line for line in lines(run) if "waited" in line]
-
-
 def test_a_standalone_evaluation_has_no_steps(tmp_path: Path) -> None:
     run = MadeRun(tmp_path / "run", stage="eval")
     (run.path / "config.yaml").write_text("stage: eval\nrun: {dir: run}\n")
@@ -147,15 +131,17 @@ def test_a_standalone_evaluation_has_no_steps(tmp_path: Path) -> None:
     assert row(run, "evaluation") == "score 1.5 ± 0.25"
 
 
-def test_only_the_last_attempts_are_shown(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path / "run")
-    for number in range(1, 13):
-        run.start(number, ago=1000 - number)
-    told = lines(run, "n1")
-    assert "attempts    12, of which the last:" in told
-    assert [line.split(":")[0].strip() for line in told if ", after step 0; " in line] == [str(n) for n in range(5, 13)]
-    assert told[-2].endswith("after step 0; killed")
-    assert told[-3].endswith("after step 0; killed: it wrote no reason")
+def test_replaced_engines_are_named(run: MadeRun) -> None:
+    run.step(48, 60, rollout__engines_replaced=2)
+    assert "2 engines replaced" in row(run, "look at")
+
+
+def test_the_error_of_the_attempt_before_is_shown(run: MadeRun) -> None:
+    shown = row(run, "attempts")
+    assert shown.startswith("2; ")
+    assert shown.endswith("run error after step 21 (train rank 3 died in update)")
+    run.start(3, ago=60, step=40)
+    assert row(run, "attempts").endswith("killed: it wrote no reason")
 
 
 def shown(*runs: MadeRun) -> list[str]:
