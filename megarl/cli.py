@@ -122,17 +122,13 @@ def status(
         list[Path],
         typer.Argument(metavar="RUN_DIR...", show_default=False, help="Directories of runs, or of sweeps."),
     ],
-    watch: Annotated[bool, typer.Option("--watch", help="Look again every few seconds, until interrupted.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, an object a line a run.")] = False,
 ) -> None:
     """Show the state of runs: steps, pace, last error, checkpoints, logs. Reads only their directories."""
-    from megarl.run.status.show import show_status, watch_status
+    from megarl.run.status.show import show_status
 
     with _reading():
-        if watch:
-            watch_status(run_dirs, as_json=as_json)
-        else:
-            show_status(run_dirs, as_json=as_json)
+        show_status(run_dirs, as_json=as_json)
 
 
 @app.command()

@@ -1,17 +1,14 @@
-"""Shows the status of runs: one in full, several in a line each; once, or repeatedly."""
+"""Shows the status of runs: one in full, several in a line each."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.text import Text
 
 from megarl.files import format_bytes
@@ -23,7 +20,6 @@ from megarl.run.status.reading import RunStatus, SavedCheckpoint, StatusError, f
 from megarl.run.status.run_state import StateName
 from megarl.texts import printable
 
-_EVERY_S = 5.0
 STYLES: Final[Mapping[StateName, str]] = {
     "finished": "green",
     "profiled": "green",
@@ -110,10 +106,7 @@ def _progress(status: RunStatus) -> Iterator[Row]:
         left, each = status.seconds_left, step_duration(pace.seconds_per_step)
         until = f"; {duration(left)} left, until {clock(now + left, now)}" if left else ""
         yield "pace", f"{rate(pace.steps_per_hour)} steps/hour over the last {pace.steps}, {each} each{until}", ""
-    columns = COLUMNS.get(status.stage or "", {})
-    shown = [
-        f"{column.heading} {short(status.metrics[name])}" for name, column in columns.items() if name in status.metrics
-    ]
+    shown = _console_metrics(status)
     if shown:
         yield "metrics", ", ".join(shown), ""
 
@@ -189,22 +182,40 @@ def render_table(statuses: Sequence[RunStatus]) -> RenderableType:
 
 
 def _cells(status: RunStatus) -> tuple[str, ...]:
-    columns = list(COLUMNS.get(status.stage or "", {}).items())[:_METRICS]
-    metrics = [f"{column.heading} {short(status.metrics[name])}" for name, column in columns if name in status.metrics]
-    hanging = ["does it hang?"] if status.overdue is not None else []
-    warnings = [*hanging, *status.state.message.splitlines()[:1], *status.troubles]
-    cut = (text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..." for text in warnings)
-    progress, pace, saved = status.progress, status.progress.pace, status.saved
-    return (
-        status.directory,
-        status.state.name,
-        f"{progress.step}/{progress.steps or '?'}",
-        "-" if pace is None else rate(pace.steps_per_hour),
-        "-" if status.seconds_left is None else duration(status.seconds_left),
-        "-" if progress.stepped is None else ago(progress.stepped, status.now),
-        "-" if saved is None or not saved.step else str(saved.step),
-        ", ".join([*metrics, *cut]),
-    )
+    """Returns the cells of a run's row, as in _HEADINGS."""
+    progress = status.progress
+    speed = left = last = saved = "-"
+    if progress.pace is not None:
+        speed = rate(progress.pace.steps_per_hour)
+    if status.seconds_left is not None:
+        left = duration(status.seconds_left)
+    if progress.stepped is not None:
+        last = ago(progress.stepped, status.now)
+    if status.saved is not None and status.saved.step:
+        saved = str(status.saved.step)
+    step = f"{progress.step}/{progress.steps or '?'}"
+    notes = ", ".join([*_console_metrics(status)[:_METRICS], *_short_warnings(status)])
+    return (status.directory, status.state.name, step, speed, left, last, saved, notes)
+
+
+def _console_metrics(status: RunStatus) -> list[str]:
+    """Returns the metrics of the last step that the console shows, with their headings."""
+    columns = COLUMNS.get(status.stage or "", {})
+    shown: list[str] = []
+    for name, column in columns.items():
+        if name in status.metrics:
+            shown.append(f"{column.heading} {short(status.metrics[name])}")
+    return shown
+
+
+def _short_warnings(status: RunStatus) -> Iterator[str]:
+    warnings = [*status.state.message.splitlines()[:1], *status.troubles]
+    if status.overdue is not None:
+        warnings.insert(0, "does it hang?")
+    for text in warnings:
+        if len(text) > _LONGEST:
+            text = f"{text[: _LONGEST - 3]}..."
+        yield text
 
 
 def show_status(run_dirs: Sequence[Path], *, as_json: bool) -> None:
@@ -217,26 +228,6 @@ def show_status(run_dirs: Sequence[Path], *, as_json: bool) -> None:
         Console(highlight=False).print(_render(statuses), soft_wrap=True)
     if problems:
         raise StatusError("\n".join(problems))
-
-
-def watch_status(run_dirs: Sequence[Path], *, as_json: bool, console: Console | None = None) -> None:
-    """Shows the status every few seconds until an interrupt; the last one stays on the screen.
-
-    Raises:
-        StatusError: there is no terminal, JSON is asked for, or a directory has no run or cannot be read.
-    """
-    console = console or Console(highlight=False)
-    if as_json or not console.is_terminal:
-        raise StatusError("--watch: updates a terminal; leave it out without a terminal or with --json")
-    statuses, problems = _read(run_dirs)
-    if problems:
-        raise StatusError("\n".join(problems))
-    with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            live.update(_render(statuses), refresh=True)
-            time.sleep(_EVERY_S)
-            statuses = _read(run_dirs)[0] or statuses  # a shared file system may be away for a moment
-    console.print(_render(statuses), soft_wrap=True)
 
 
 def _read(run_dirs: Sequence[Path]) -> tuple[list[RunStatus], list[str]]:

@@ -205,29 +205,3 @@ def test_an_unreadable_directory_does_not_hide_the_others(run: MadeRun) -> None:
     done = CliRunner().invoke(app, ["status", "other", "runs"])
     assert (done.exit_code, done.stderr) == (2, "other/metrics.jsonl: Is a directory\n")
     assert "47 of 100" in done.stdout
-
-
-@pytest.mark.parametrize("arguments", [["--watch", "runs"], ["--watch", "--json", "runs"]])
-def test_watch_needs_a_terminal(run: MadeRun, arguments: list[str]) -> None:
-    done = CliRunner().invoke(app, ["status", *arguments])
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith("--watch: ")
-
-
-def test_watch_repeats_until_an_interrupt(run: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    naps = iter(range(48, 51))
-
-    def nap(_: float) -> None:
-        step = next(naps)
-        if step == 50:
-            raise KeyboardInterrupt
-        run.step(step, ago=0)
-
-    monkeypatch.setattr(show.time, "sleep", nap)
-    out = io.StringIO()
-    show.watch_status([run.path], as_json=False, console=Console(file=out, width=100, height=40, force_terminal=True))
-    screen, last = out.getvalue().split("\x1b[?1049l")
-    for step in (47, 48, 49):
-        assert f"{step} of 100" in screen
-    assert "49 of 100" in last
-    assert "\x1b[?25h" in out.getvalue(), "the cursor is still hidden"
