@@ -16,7 +16,7 @@ from megarl.run.attempts import Attempt
 from megarl.run.display import COLUMNS, counted, short
 from megarl.run.sinks import WRITTEN
 from megarl.run.status.format import ago, clock, duration, rate, step_duration
-from megarl.run.status.reading import RunStatus, SavedCheckpoint, StatusError, find_runs, read_status
+from megarl.run.status.reading import CheckpointState, RunStatus, SavedCheckpoint, StatusError, find_runs, read_status
 from megarl.run.status.run_state import StateName
 from megarl.texts import printable
 
@@ -90,43 +90,71 @@ def _state(status: RunStatus) -> Iterator[Row]:
 
 
 def _progress(status: RunStatus) -> Iterator[Row]:
-    now, progress, pace = status.now, status.progress, status.progress.pace
+    now = status.now
+    progress = status.progress
     if progress.steps is None and not progress.step:
         return
-    part = f" ({100 * progress.step // progress.steps}%)" if progress.steps else ""
-    last = f", the last one {ago(progress.stepped, now)} ({clock(progress.stepped, now)})" if progress.stepped else ""
-    yield "step", f"{progress.step} of {progress.steps or '?'}{part}{last}", ""
-    begun = status.attempts[-1].time if status.attempts and status.state.name == "running" else None
-    if begun is not None and (progress.stepped is None or progress.stepped < begun):
-        yield "", f"no step yet in the attempt that started {ago(begun, now)} ({clock(begun, now)})", ""
-    if pace is not None:
-        if status.overdue is not None:
-            late, longest = duration(status.overdue), step_duration(pace.longest)
-            yield "", f"no step for {late}; the last ones took {longest} at most: does it hang?", "red"
-        left, each = status.seconds_left, step_duration(pace.seconds_per_step)
-        until = f"; {duration(left)} left, until {clock(now + left, now)}" if left else ""
-        yield "pace", f"{rate(pace.steps_per_hour)} steps/hour over the last {pace.steps}, {each} each{until}", ""
+    text = f"{progress.step} of {progress.steps or '?'}"
+    if progress.steps:
+        text += f" ({100 * progress.step // progress.steps}%)"
+    if progress.stepped:
+        text += f", the last one {ago(progress.stepped, now)} ({clock(progress.stepped, now)})"
+    yield "step", text, ""
+    if status.attempts and status.state.name == "running":
+        begun = status.attempts[-1].time
+        if progress.stepped is None or progress.stepped < begun:
+            started = f"{ago(begun, now)} ({clock(begun, now)})"
+            yield "", f"no step yet in the attempt that started {started}", ""
+    yield from _pace(status)
     shown = _console_metrics(status)
     if shown:
         yield "metrics", ", ".join(shown), ""
 
 
+def _pace(status: RunStatus) -> Iterator[Row]:
+    pace = status.progress.pace
+    if pace is None:
+        return
+    if status.overdue is not None:
+        late = duration(status.overdue)
+        longest = step_duration(pace.longest)
+        yield "", f"no step for {late}; the last ones took {longest} at most: does it hang?", "red"
+    text = f"{rate(pace.steps_per_hour)} steps/hour over the last {pace.steps}"
+    text += f", {step_duration(pace.seconds_per_step)} each"
+    left = status.seconds_left
+    if left:
+        text += f"; {duration(left)} left, until {clock(status.now + left, status.now)}"
+    yield "pace", text, ""
+
+
 def _saved(status: RunStatus) -> Iterator[Row]:
     saved = status.saved
-    if saved is None or status.state.name == "profiled" or (status.state.name == "waiting" and not saved.step):
+    if saved is None or status.state.name == "profiled":
         return
-    writing = f"; step {saved.writing} is not complete" if saved.writing is not None else ""
-    took = f", about {duration(saved.seconds)}" if saved.seconds else ""
-    again = f"repeats {counted(saved.again, 'step')}{took}" if saved.again else "loses nothing"
-    if status.state.name == "finished":
-        yield "checkpoint", f"step {saved.step}{writing}", ""
-    elif saved.step:
-        yield "checkpoint", f"step {saved.step}{writing}; a resume {again}", ""
-    else:
-        restart = "starts from the beginning" + (f" and {again}" if saved.again else "")
-        yield "checkpoint", f"none yet{writing}; a resume {restart}", ""
+    if status.state.name == "waiting" and not saved.step:
+        return
+    text = f"step {saved.step}" if saved.step else "none yet"
+    if saved.writing is not None:
+        text += f"; step {saved.writing} is not complete"
+    if status.state.name != "finished":
+        text += f"; a resume {_resume(saved)}"
+    yield "checkpoint", text, ""
     if saved.checkpoints:
         yield "", ", ".join(map(_checkpoint, saved.checkpoints)), ""
+
+
+def _resume(saved: CheckpointState) -> str:
+    """Describes what a resume does: `repeats 7 steps, about 14 min`."""
+    again = "loses nothing"
+    if saved.again:
+        again = f"repeats {counted(saved.again, 'step')}"
+        if saved.seconds:
+            again += f", about {duration(saved.seconds)}"
+    if saved.step:
+        return again
+    if saved.again:
+        return f"starts from the beginning and {again}"
+    return "starts from the beginning"
 
 
 def _checkpoint(saved: SavedCheckpoint) -> str:
