@@ -122,17 +122,13 @@ def status(
         list[Path],
         typer.Argument(metavar="RUN_DIR...", show_default=False, help="Directories of runs, or of sweeps."),
     ],
-    watch: Annotated[bool, typer.Option("--watch", help="Look again every few seconds, until interrupted.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, an object a line a run.")] = False,
 ) -> None:
-    """Say how runs are doing: how far, how fast, how they ended and why. Reads their directories alone."""
-    from megarl.run.status.show import show_status, watch_status
+    """Show the state of runs: steps, pace, last error, checkpoints, logs. Reads only their directories."""
+    from megarl.run.status.show import show_status
 
     with _reading():
-        if watch:
-            watch_status(run_dirs, as_json=as_json)
-        else:
-            show_status(run_dirs, as_json=as_json)
+        show_status(run_dirs, as_json=as_json)
 
 
 @app.command()
@@ -148,6 +144,7 @@ def view(
     ] = None,
 ) -> None:
     """Show runs on a page: curves, samples, held-out answers, timeline, settings; live while they train."""
+    from megarl.files import format_bytes
     from megarl.run.status.reading import find_runs
     from megarl.run.view.page_export import export
     from megarl.run.view.page_server import PageServer
@@ -159,11 +156,11 @@ def view(
         views = open_runs(runs)
         if export_to is not None and export_to.suffix == ".parquet":
             export_samples({view.name: run for view, run in zip(views, runs, strict=True)}, export_to)
-            typer.echo(f"{export_to}: the samples, a row each")
+            typer.echo(f"wrote {export_to} (one row per sample)")
             return
         if export_to is not None:
             export(views, export_to)
-            typer.echo(f"{export_to}: the page, which needs nothing else")
+            typer.echo(f"wrote {export_to} ({format_bytes(export_to.stat().st_size)}, self-contained)")
             return
     try:
         server = PageServer(views, port)

@@ -11,13 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import Any, Final, Protocol, get_args
 
 from megarl.errors import RunError
 from megarl.files import FileRecord, read_json, read_lines, sync, write_durably
-
-if TYPE_CHECKING:
-    from megarl.config.schema import BestCheckpoint, CheckpointSettings
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -270,9 +267,30 @@ class Checkpoints:
         return self.directory / f".step-{step}.staged"
 
 
-def reasons_to_keep(
-    settings: CheckpointSettings, steps: Sequence[int], evaluations: Path
-) -> dict[int, tuple[str, ...]]:
+class BestSettings(Protocol):
+    """The metric by which the best checkpoint is chosen; `mode` is "max" or "min"."""
+
+    @property
+    def metric(self) -> str: ...
+
+    @property
+    def mode(self) -> str: ...
+
+
+class KeepSettings(Protocol):
+    """Which checkpoints stay, as in the section `checkpoint` of the configuration."""
+
+    @property
+    def keep(self) -> int: ...
+
+    @property
+    def keep_every(self) -> int | None: ...
+
+    @property
+    def best(self) -> BestSettings | None: ...
+
+
+def reasons_to_keep(settings: KeepSettings, steps: Sequence[int], evaluations: Path) -> dict[int, tuple[str, ...]]:
     """Returns why each checkpoint stays; those without a reason are missing.
 
     Args:
@@ -291,7 +309,7 @@ def reasons_to_keep(
     return {step: tuple(found) for step, found in reasons.items()}
 
 
-def best_values(best: BestCheckpoint | None, evaluations: Path) -> dict[int, float]:
+def best_values(best: BestSettings | None, evaluations: Path) -> dict[int, float]:
     """Returns the values by which checkpoints are compared, by step, as far as they are numbers."""
     found = {} if best is None else {line["step"]: line.get(best.metric) for line in read_lines(evaluations)}
     return {step: value for step, value in found.items() if value is not None}

@@ -70,12 +70,12 @@ def judge(lines: Sequence[Line], evaluations: Sequence[Mapping[str, Any]], findi
             peak = f", best {best} at step {best.step}" if best is not first else ""
             at = causes[0].first if causes else fallen
             return "; ".join([f"collapsed at step {at}: {measured}{peak}", *(finding.text for finding in causes)])
-        measured += f", worse than after step {first.step}"
     lasting = [finding for finding in findings if finding.last is None]
     if last.beats(first, sign):
         harmful = [finding.text for finding in lasting if finding.check.harmful]
         return "; but ".join([f"learned: {measured}", *harmful[:1]])
-    return "; ".join([f"did not learn: {measured}", *(finding.text for finding in lasting[:1])])
+    outcome = "became worse" if first.beats(last, sign) else "no clear change"
+    return "; ".join([f"{outcome}: {measured}", *(finding.text for finding in lasting[:1])])
 
 
 def _histories(lines: Sequence[Line], evaluations: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[_Point]]]:

@@ -256,11 +256,9 @@ def test_verdicts_on_held_out_prompts() -> None:
         "collapsed at step 1: held-out exact_match 0.364 ± 0.029 -> 0; policy/approxkl is 5.606, above 0.05: "
     )
     assert verdict("impossible_task").startswith(
-        "did not learn: held-out exact_match 0.364 ± 0.029 -> 0.36 ± 0.029; group/zero_std_fraction is 0.9375, "
+        "no clear change: held-out exact_match 0.364 ± 0.029 -> 0.36 ± 0.029; group/zero_std_fraction is 0.9375, "
     )
-    assert verdict("shuffled_scores") == (
-        "did not learn: held-out exact_match 0.364 ± 0.029 -> 0.314 ± 0.028, worse than after step 0"
-    )
+    assert verdict("shuffled_scores") == ("became worse: held-out exact_match 0.364 ± 0.029 -> 0.314 ± 0.028")
 
 
 def test_without_evaluations_the_training_score_decides() -> None:
@@ -287,7 +285,7 @@ def test_a_lower_loss_is_better() -> None:
     evaluations = [{"step": 0, "eval/loss": 4.6}, {"step": 600, "eval/loss": 0.4}]
     assert judge([], evaluations, []) == "learned: held-out loss 4.6 -> 0.4"
     evaluations = [{"step": 0, "eval/loss": 0.4}, {"step": 600, "eval/loss": 4.6}]
-    assert judge([], evaluations, []) == "did not learn: held-out loss 0.4 -> 4.6, worse than after step 0"
+    assert judge([], evaluations, []) == "became worse: held-out loss 0.4 -> 4.6"
 
 
 def test_a_run_that_lost_its_gain_has_collapsed() -> None:

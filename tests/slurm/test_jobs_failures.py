@@ -24,7 +24,7 @@ def test_a_node_whose_slurmd_is_killed_is_named(launcher: Launcher, tmp_path: Pa
     run.wait("NODE_FAIL")
     assert "srun: error: Node failure on n2" in run.output
     assert run.end["exit_code"] == 128 + signal.SIGTERM
-    assert "node n2 has failed" in launcher.megarl("status", str(run.directory)).stdout
+    assert str(run.logs) in launcher.megarl("status", str(run.directory)).stdout
     # Slurm cannot end what runs there: the agent of the node does, as it has lost the head.
     deadline = time.monotonic() + 120
     while list(launcher.left()) and time.monotonic() < deadline:

@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,15 @@ from typing import Any
 from megarl.errors import UsageError
 from megarl.files import read_lines
 from megarl.run.attempts import Attempt, read_attempts
-from megarl.run.checkpoints import Checkpoints
+from megarl.run.checkpoints import (
+    Checkpoints,
+    reasons_to_keep,
+)
 from megarl.run.health import WINDOW, health_limits
 from megarl.run.paths import RunPaths, is_locked, read_config
-from megarl.run.status.jobs import JobStatus, Submission, find_jobs, prepared_configs
+from megarl.run.status.jobs import Submission, job_logs, pending_submission, prepared_configs
 from megarl.run.status.run_state import Evidence, RunState, determine_state
-from megarl.run.status.throughput import RunProgress, Waits, find_warnings, measure_progress, measure_waits
-
-_JOB_FILES = "slurm/[0-9]*-[0-9]*/times.jsonl"
+from megarl.run.status.throughput import RunProgress, find_warnings, measure_progress
 
 
 class StatusError(UsageError):
@@ -52,7 +54,7 @@ def _is_run(path: Path) -> bool:
     """Whether there are files of a run, or of a job, which may have ended before it started the run."""
     run = RunPaths(path)
     started = any(os.path.exists(file) for file in (run.config, run.attempts, run.metrics))  # False if not readable
-    return started or bool(prepared_configs(path)) or any(path.glob(_JOB_FILES))
+    return started or bool(prepared_configs(path)) or job_logs(path) is not None
 
 
 def _suggestion(path: Path) -> str:
@@ -67,36 +69,96 @@ def _order(path: Path) -> list[tuple[bool, int, str]]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SavedCheckpoint:
+    """A committed checkpoint.
+
+    Args:
+        nbytes: size of its files.
+        kept: why it stays, such as "newest".
+    """
+
+    step: int
+    nbytes: int
+    kept: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointState:
     """The checkpoint that a run would resume from.
 
     Args:
         step: of the last checkpoint; 0 without one.
-        others: steps of the other checkpoints.
         writing: step of an unfinished checkpoint, which is being written or whose writer was killed.
         again: steps that a resume would repeat.
-        seconds: that they take, if known.
+        seconds: duration of these steps, if known.
+        checkpoints: all committed ones, in order.
     """
 
     step: int
-    others: tuple[int, ...]
     writing: int | None
     again: int
     seconds: float | None
+    checkpoints: Sequence[SavedCheckpoint]
 
 
-def checkpoint_state(checkpoints: Checkpoints, progress: RunProgress) -> CheckpointState:
-    *others, last = checkpoints.steps() or [0]
+def checkpoint_state(run: RunPaths, config: Mapping[str, Any], progress: RunProgress) -> CheckpointState:
+    """Returns what a resume would start from, and the checkpoints with their sizes."""
+    store = Checkpoints(run.checkpoint_dir, keep=1)
+    steps = store.steps()
+    last = max(steps, default=0)
     again = max(0, progress.step - last)
-    pace = progress.pace
-    seconds = None if pace is None else again * pace.seconds_per_step
+    seconds = None
+    if progress.pace is not None:
+        seconds = again * progress.pace.seconds_per_step
+    reasons = _reasons_to_keep(run, config, steps)
+    saved: list[SavedCheckpoint] = []
+    for step in steps:
+        size = _checkpoint_size(run.checkpoint_dir / f"step-{step}")
+        saved.append(SavedCheckpoint(step=step, nbytes=size, kept=reasons.get(step, ())))
     return CheckpointState(
         step=last,
-        others=tuple(others),
-        writing=checkpoints.staged_step(),
+        writing=store.staged_step(),
         again=again,
         seconds=seconds,
+        checkpoints=saved,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BestCheckpoint:
+    metric: str
+    mode: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _KeepSettings:
+    """The fields of `checkpoint` that say what stays; the configuration's schema is not loaded here."""
+
+    keep: int
+    keep_every: int | None = None
+    best: _BestCheckpoint | None = None
+
+
+def _reasons_to_keep(run: RunPaths, config: Mapping[str, Any], steps: Sequence[int]) -> Mapping[int, Sequence[str]]:
+    """Returns why each checkpoint stays; empty if the configuration does not say it."""
+    try:
+        fields = config["checkpoint"]
+        best = fields.get("best")
+        if best is not None:
+            best = _BestCheckpoint(metric=best["metric"], mode=best["mode"])
+        settings = _KeepSettings(keep=fields["keep"], keep_every=fields.get("keep_every"), best=best)
+        return reasons_to_keep(settings, steps, run.evaluations)
+    except (KeyError, TypeError, AttributeError):  # a field is missing or of another type
+        return {}
+
+
+def _checkpoint_size(directory: Path) -> int:
+    """Returns the bytes of a checkpoint's files; files that the run removes meanwhile do not count."""
+    total = 0
+    for path in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,15 +172,13 @@ class RunStatus:
         seconds_left: of a running run, if known.
         overdue: seconds since the last step of a running run if they are far too many; else None.
         metrics: of the last step.
-        waits: of a run whose engines sample ahead.
         evaluation: the last one.
         troubles: warnings about the last steps, a sentence each.
         verdict: whether a finished run learned; empty if it is not known.
         saved: of a training run.
         submitted: the last submission to a cluster, if nothing has started since.
-        job: the Slurm job that the state refers to, if any.
-        newer: a later Slurm job that does not have the run, if any.
         logs: directory with the output of each process.
+        job_logs: directory with the logs of the last Slurm job, if any.
     """
 
     directory: str
@@ -130,16 +190,14 @@ class RunStatus:
     seconds_left: float | None
     overdue: float | None
     metrics: Mapping[str, Any]
-    waits: Waits | None
     evaluation: Mapping[str, Any]
     troubles: Sequence[str]
     verdict: str
     saved: CheckpointState | None
     attempts: Sequence[Attempt]
     submitted: Submission | None
-    job: JobStatus | None
-    newer: JobStatus | None
     logs: str
+    job_logs: str | None
 
 
 def read_status(run_dir: Path, now: float | None = None, host: str | None = None) -> RunStatus:
@@ -157,8 +215,7 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
     evaluations = _last_steps(run.evaluations)
     written = max(_write_times(run), default=None)
     locked = is_locked(run.lock)
-    resumable = not (run.finished or locked)
-    job, newer, submitted = find_jobs(run_dir, attempts, written or 0.0, resumable=resumable)
+    slurm = job_logs(run_dir)
     starts = [attempt.time for attempt in attempts]
     section = config.get("run")
     steps = section.get("steps") if isinstance(section, Mapping) else None
@@ -168,7 +225,6 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
             finished=run.finished,
             locked=locked,
             attempt=attempts[-1] if attempts else None,
-            job=job,
             written=written,
             longest=progress.pace and progress.pace.longest,
             host=host or socket.gethostname(),
@@ -187,16 +243,14 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
         seconds_left=progress.seconds_left(now) if running else None,
         overdue=progress.overdue(now, max(starts, default=0.0), written or 0.0) if running else None,
         metrics=lines[-1] if lines else {},
-        waits=measure_waits(lines),
         evaluation=evaluations[-1] if evaluations else {},
         troubles=list(find_warnings(lines, run.logs, health_limits(config))),
         verdict=str(read_config(run.summary).get("verdict", "")),
-        saved=checkpoint_state(Checkpoints(run.checkpoint_dir, keep=1), progress) if "checkpoint" in config else None,
+        saved=checkpoint_state(run, config, progress) if "checkpoint" in config else None,
         attempts=attempts,
-        submitted=submitted,
-        job=job,
-        newer=newer,
+        submitted=pending_submission(run_dir, attempts, slurm),
         logs=str(run.logs),
+        job_logs=None if slurm is None else str(slurm),
     )
 
 

@@ -1,28 +1,25 @@
-"""Shows the status of runs: one in full, several in a line each; once, or repeatedly."""
+"""Shows the status of runs: one in full, several in a line each."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.text import Text
 
+from megarl.files import format_bytes
 from megarl.run.attempts import Attempt
 from megarl.run.display import COLUMNS, short
 from megarl.run.sinks import WRITTEN
 from megarl.run.status.format import ago, clock, duration, rate, step_duration
-from megarl.run.status.reading import RunStatus, StatusError, find_runs, read_status
+from megarl.run.status.reading import CheckpointState, RunStatus, SavedCheckpoint, StatusError, find_runs, read_status
 from megarl.run.status.run_state import StateName
 from megarl.texts import counted, printable
 
-_EVERY_S = 5.0
 STYLES: Final[Mapping[StateName, str]] = {
     "finished": "green",
     "profiled": "green",
@@ -32,12 +29,10 @@ STYLES: Final[Mapping[StateName, str]] = {
     "failed": "red",
     "killed": "red",
     "silent": "red",
-    "starting": "yellow",
     "waiting": "yellow",
     "unknown": "yellow",
 }
 _WIDTH = 12
-_ATTEMPTS = 8
 _INTERVAL = "_ci95"
 _HEADINGS = ("run", "state", "step", "steps/h", "left", "last step", "saved", "metrics")
 _METRICS = 2
@@ -62,7 +57,9 @@ def rows(status: RunStatus) -> Iterator[Row]:
         yield "verdict", status.verdict, "" if status.verdict.startswith("learned") else "yellow"
     for trouble in status.troubles:
         yield "look at", trouble, "yellow"
-    yield from _engines(status)
+    if replaced := status.metrics.get("rollout/engines_replaced"):
+        text = f"{counted(replaced, 'engine')} replaced in this attempt, because they died or hung"
+        yield "look at", text, "yellow"
     yield from _saved(status)
     if status.evaluation:
         after = f"after step {status.evaluation['step']}: " if status.progress.steps else ""
@@ -73,82 +70,96 @@ def rows(status: RunStatus) -> Iterator[Row]:
 
 def _state(status: RunStatus) -> Iterator[Row]:
     state = status.state
-    last = status.attempts[-1] if status.attempts else None
-    since = f", {ago(state.since, status.now)} ({clock(state.since, status.now)})" if state.since else ""
-    placed = last is not None and state.name in ("running", "silent") and _has_state(last, status)
-    where = f" on {_place(last)}" if last is not None and placed else ""
-    yield "state", f"{state.name}{where}{since}: {state.because}", STYLES[state.name]
+    text = state.name
+    if status.attempts and state.name in ("running", "silent"):
+        text += f" on {_place(status.attempts[-1])}"
+    if state.since is not None:
+        text += f" {ago(state.since, status.now)} ({clock(state.since, status.now)})"
+    if state.because:
+        text += f": {state.because}"
+    style = STYLES[state.name]
+    yield "state", text, style
     for line in state.message.splitlines():
-        yield "", line, STYLES[state.name]
-    if status.newer is not None:
-        yield "", status.newer.news(status.now), ""
-        yield from (("", f"  {line}", "") for line in status.newer.message.splitlines())
-    if status.submitted is not None:
-        job = status.submitted.job
-        what = "prepared for a cluster" if job is None else f"job {job} was submitted"
-        yield "", f"{what} {ago(status.submitted.time, status.now)}; nothing has started since", ""
+        yield "", line, style
+    submitted = status.submitted
+    if submitted is not None:
+        what = "prepared for a cluster"
+        if submitted.job is not None:
+            what = f"job {submitted.job} was submitted"
+        yield "", f"{what} {ago(submitted.time, status.now)}; nothing has started since", ""
 
 
 def _progress(status: RunStatus) -> Iterator[Row]:
     now = status.now
     progress = status.progress
-    pace = status.progress.pace
     if progress.steps is None and not progress.step:
         return
-    part = f" ({100 * progress.step // progress.steps}%)" if progress.steps else ""
-    last = f", the last one {ago(progress.stepped, now)} ({clock(progress.stepped, now)})" if progress.stepped else ""
-    yield "step", f"{progress.step} of {progress.steps or '?'}{part}{last}", ""
-    begun = status.attempts[-1].time if status.attempts and status.state.name == "running" else None
-    if begun is not None and (progress.stepped is None or progress.stepped < begun):
-        yield "", f"no step yet in the attempt that started {ago(begun, now)} ({clock(begun, now)})", ""
-    if pace is not None:
-        if status.overdue is not None:
-            late = duration(status.overdue)
-            longest = step_duration(pace.longest)
-            yield "", f"no step for {late}; the last ones took {longest} at most: does it hang?", "red"
-        left = status.seconds_left
-        each = step_duration(pace.seconds_per_step)
-        until = f"; {duration(left)} left, until {clock(now + left, now)}" if left else ""
-        yield "pace", f"{rate(pace.steps_per_hour)} steps/hour over the last {pace.steps}, {each} each{until}", ""
-    shown = [
-        f"{column.heading} {short(status.metrics[name])}" for name, column in COLUMNS.items() if name in status.metrics
-    ]
+    text = f"{progress.step} of {progress.steps or '?'}"
+    if progress.steps:
+        text += f" ({100 * progress.step // progress.steps}%)"
+    if progress.stepped:
+        text += f", the last one {ago(progress.stepped, now)} ({clock(progress.stepped, now)})"
+    yield "step", text, ""
+    if status.attempts and status.state.name == "running":
+        begun = status.attempts[-1].time
+        if progress.stepped is None or progress.stepped < begun:
+            started = f"{ago(begun, now)} ({clock(begun, now)})"
+            yield "", f"no step yet in the attempt that started {started}", ""
+    yield from _pace(status)
+    shown = _console_metrics(status)
     if shown:
         yield "metrics", ", ".join(shown), ""
 
 
-def _engines(status: RunStatus) -> Iterator[Row]:
-    """Yields how far the engines are ahead of the training, who waits for whom, and how many were replaced."""
-    metrics = status.metrics
-    waits = status.waits
-    if "rollout/queue_depth" in metrics:
-        age = metrics.get("staleness/mean")
-        depth = metrics["rollout/queue_depth"]
-        sampled = f"{counted(depth, 'sampled step')} wait{'s' * (depth == 1)} for the training"
-        yield "engines", sampled if age is None else f"samples {short(age)} versions old, {sampled}", ""
-        if waits is not None:
-            trainers = f"trainers waited {waits.trainers:.0%} for samples"
-            engines = f"engines {waits.engines:.0%} for weights"
-            yield "", f"{waits.verdict}: over the last {counted(waits.steps, 'step')} {trainers}, {engines}", ""
-    if replaced := metrics.get("rollout/engines_replaced"):
-        yield "look at", f"{counted(replaced, 'engine')} replaced in this attempt, because they died or hung", "yellow"
+def _pace(status: RunStatus) -> Iterator[Row]:
+    pace = status.progress.pace
+    if pace is None:
+        return
+    if status.overdue is not None:
+        late = duration(status.overdue)
+        longest = step_duration(pace.longest)
+        yield "", f"no step for {late}; the last ones took {longest} at most: does it hang?", "red"
+    text = f"{rate(pace.steps_per_hour)} steps/hour over the last {pace.steps}"
+    text += f", {step_duration(pace.seconds_per_step)} each"
+    left = status.seconds_left
+    if left:
+        text += f"; {duration(left)} left, until {clock(status.now + left, status.now)}"
+    yield "pace", text, ""
 
 
 def _saved(status: RunStatus) -> Iterator[Row]:
     saved = status.saved
-    if saved is None or status.state.name == "profiled" or (status.state.name == "waiting" and not saved.step):
+    if saved is None or status.state.name == "profiled":
         return
-    others = f" (also {', '.join(map(str, saved.others))})" if saved.others else ""
-    writing = f"; step {saved.writing} is not complete" if saved.writing is not None else ""
-    took = f", about {duration(saved.seconds)}" if saved.seconds else ""
-    again = f"repeats {counted(saved.again, 'step')}{took}" if saved.again else "loses nothing"
-    if status.state.name == "finished":
-        yield "checkpoint", f"step {saved.step}{others}{writing}", ""
-    elif saved.step:
-        yield "checkpoint", f"step {saved.step}{others}{writing}; a resume {again}", ""
-    else:
-        restart = "starts from the beginning" + (f" and {again}" if saved.again else "")
-        yield "checkpoint", f"none yet{writing}; a resume {restart}", ""
+    if status.state.name == "waiting" and not saved.step:
+        return
+    text = f"step {saved.step}" if saved.step else "none yet"
+    if saved.writing is not None:
+        text += f"; step {saved.writing} is not complete"
+    if status.state.name != "finished":
+        text += f"; a resume {_resume(saved)}"
+    yield "checkpoint", text, ""
+    if saved.checkpoints:
+        yield "", ", ".join(map(_checkpoint, saved.checkpoints)), ""
+
+
+def _resume(saved: CheckpointState) -> str:
+    """Describes what a resume does: `repeats 7 steps, about 14 min`."""
+    again = "loses nothing"
+    if saved.again:
+        again = f"repeats {counted(saved.again, 'step')}"
+        if saved.seconds:
+            again += f", about {duration(saved.seconds)}"
+    if saved.step:
+        return again
+    if saved.again:
+        return f"starts from the beginning and {again}"
+    return "starts from the beginning"
+
+
+def _checkpoint(saved: SavedCheckpoint) -> str:
+    """Returns a checkpoint's step, size and why it is kept: `step 40 (1.1 MB, newest)`."""
+    return f"step {saved.step} ({', '.join([format_bytes(saved.nbytes), *saved.kept])})"
 
 
 def _values(metrics: Mapping[str, Any]) -> str:
@@ -163,28 +174,16 @@ def _values(metrics: Mapping[str, Any]) -> str:
 
 
 def _attempts(status: RunStatus) -> Iterator[Row]:
-    hidden = len(status.attempts) - _ATTEMPTS
-    if hidden > 0:
-        yield "attempts", f"{len(status.attempts)}, of which the last:", ""
-    for attempt in status.attempts[-_ATTEMPTS:]:
-        began = f"{attempt.number}: {clock(attempt.time, status.now)} on {_place(attempt)}, after step {attempt.step}"
-        label = "attempts" if hidden <= 0 and attempt is status.attempts[0] else ""
-        yield label, f"{began}; {_end(attempt, status)}", ""
-
-
-def _end(attempt: Attempt, status: RunStatus) -> str:
-    if attempt.end is None:
-        return status.state.name if _has_state(attempt, status) else "killed: it wrote no reason"
-    end = attempt.end
-    message = f" ({end.message.splitlines()[0]})" if end.message and attempt is not status.attempts[-1] else ""
-    return f"{end.reason}{message} after step {end.step}, {duration(end.time - attempt.time)} later"
-
-
-def _has_state(attempt: Attempt, status: RunStatus) -> bool:
-    """Whether the state is that of the attempt, and not of a later job whose run has not started."""
-    last = attempt is status.attempts[-1]
-    job = status.job
-    return last and (status.state.name in ("running", "finished") or job is None or not job.follows(attempt))
+    """Yields the number of attempts and the error of the one before the last, if it has one."""
+    if len(status.attempts) < 2:
+        return
+    before = status.attempts[-2]
+    text = "killed: it wrote no reason"
+    if before.end is not None:
+        text = f"{before.end.reason} after step {before.end.step}"
+        if before.end.message:
+            text += f" ({before.end.message.splitlines()[0]})"
+    yield "attempts", f"{len(status.attempts)}; the one before ended: {text}", ""
 
 
 def _place(attempt: Attempt) -> str:
@@ -192,16 +191,9 @@ def _place(attempt: Attempt) -> str:
 
 
 def _logs(status: RunStatus) -> Iterator[Row]:
-    job = status.job
-    yield "logs", f"{status.logs}: what each process of the run prints", ""
-    for known in (job, status.newer):
-        if known is not None and known.output is not None:
-            yield "", f"{known.output}: what job {known.id} printed", ""
-        if known is not None and known.directory is not None:
-            logs = known.logs if len(known.logs) <= 6 else (*known.logs[:4], "...", known.logs[-1])
-            yield "", f"{known.directory}: {' '.join(logs)}", ""
-    if job is not None and job.attach is not None and job.end is None:
-        yield "", f"{job.attach}: opens a shell in the job", ""
+    yield "logs", f"{status.logs} (one file per process)", ""
+    if status.job_logs is not None:
+        yield "", f"{status.job_logs} (Slurm job)", ""
 
 
 def render_table(statuses: Sequence[RunStatus]) -> RenderableType:
@@ -218,24 +210,39 @@ def render_table(statuses: Sequence[RunStatus]) -> RenderableType:
 
 
 def _cells(status: RunStatus) -> tuple[str, ...]:
-    columns = [(name, column) for name, column in COLUMNS.items() if name in status.metrics][:_METRICS]
-    metrics = [f"{column.heading} {short(status.metrics[name])}" for name, column in columns]
-    hanging = ["does it hang?"] if status.overdue is not None else []
-    warnings = [*hanging, *status.state.message.splitlines()[:1], *status.troubles]
-    cut = (text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..." for text in warnings)
+    """Returns the cells of a run's row, as in _HEADINGS."""
     progress = status.progress
-    pace = status.progress.pace
-    saved = status.saved
-    return (
-        status.directory,
-        status.state.name,
-        f"{progress.step}/{progress.steps or '?'}",
-        "-" if pace is None else rate(pace.steps_per_hour),
-        "-" if status.seconds_left is None else duration(status.seconds_left),
-        "-" if progress.stepped is None else ago(progress.stepped, status.now),
-        "-" if saved is None or not saved.step else str(saved.step),
-        ", ".join([*metrics, *cut]),
-    )
+    speed = left = last = saved = "-"
+    if progress.pace is not None:
+        speed = rate(progress.pace.steps_per_hour)
+    if status.seconds_left is not None:
+        left = duration(status.seconds_left)
+    if progress.stepped is not None:
+        last = ago(progress.stepped, status.now)
+    if status.saved is not None and status.saved.step:
+        saved = str(status.saved.step)
+    step = f"{progress.step}/{progress.steps or '?'}"
+    notes = ", ".join([*_console_metrics(status)[:_METRICS], *_short_warnings(status)])
+    return (status.directory, status.state.name, step, speed, left, last, saved, notes)
+
+
+def _console_metrics(status: RunStatus) -> list[str]:
+    """Returns the metrics of the last step that the console shows, with their headings."""
+    shown: list[str] = []
+    for name, column in COLUMNS.items():
+        if name in status.metrics:
+            shown.append(f"{column.heading} {short(status.metrics[name])}")
+    return shown
+
+
+def _short_warnings(status: RunStatus) -> Iterator[str]:
+    warnings = [*status.state.message.splitlines()[:1], *status.troubles]
+    if status.overdue is not None:
+        warnings.insert(0, "does it hang?")
+    for text in warnings:
+        if len(text) > _LONGEST:
+            text = f"{text[: _LONGEST - 3]}..."
+        yield text
 
 
 def show_status(run_dirs: Sequence[Path], *, as_json: bool) -> None:
@@ -248,26 +255,6 @@ def show_status(run_dirs: Sequence[Path], *, as_json: bool) -> None:
         Console(highlight=False).print(_render(statuses), soft_wrap=True)
     if problems:
         raise StatusError("\n".join(problems))
-
-
-def watch_status(run_dirs: Sequence[Path], *, as_json: bool, console: Console | None = None) -> None:
-    """Shows the status every few seconds until an interrupt; the last one stays on the screen.
-
-    Raises:
-        StatusError: there is no terminal, JSON is asked for, or a directory has no run or cannot be read.
-    """
-    console = console or Console(highlight=False)
-    if as_json or not console.is_terminal:
-        raise StatusError("--watch: updates a terminal; leave it out without a terminal or with --json")
-    statuses, problems = _read(run_dirs)
-    if problems:
-        raise StatusError("\n".join(problems))
-    with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            live.update(_render(statuses), refresh=True)
-            time.sleep(_EVERY_S)
-            statuses = _read(run_dirs)[0] or statuses  # a shared file system may be away for a moment
-    console.print(_render(statuses), soft_wrap=True)
 
 
 def _read(run_dirs: Sequence[Path]) -> tuple[list[RunStatus], list[str]]:

@@ -1,4 +1,4 @@
-"""Progress and speed of a run, who waits for whom, and warnings about its last steps. Times are seconds since 1970."""
+"""Progress and speed of a run, and warnings about its last steps. Times are seconds since 1970."""
 
 from __future__ import annotations
 
@@ -85,39 +85,6 @@ def measure_progress(lines: Lines, steps: Any, starts: Sequence[float], written:
         stepped=(lines[-1].get(WRITTEN) or written) if lines else None,
         pace=measure_throughput(lines, starts),
     )
-
-
-_BALANCED = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Waits:
-    """The parts of the last `steps` steps in which trainers wait for samples, and engines for weights."""
-
-    steps: int
-    trainers: float
-    engines: float
-
-    @property
-    def verdict(self) -> str:
-        """Who waits for whom: `balanced` where the parts differ by 0.1 at most."""
-        if abs(self.trainers - self.engines) <= _BALANCED:
-            return "balanced"
-        return "trainers wait for samples" if self.trainers > self.engines else "engines wait for weights"
-
-
-def measure_waits(lines: Lines) -> Waits | None:
-    """Returns the waits of a run whose engines sample ahead; None of others. Transfers of weights are no waits."""
-    ahead = [line for line in lines if line.get("rollout/engine_idle") is not None and line.get(_STEP_SECONDS)]
-    ahead = ahead[1:] or ahead  # in the first step of a run the trainers wait for all of its samples
-    if not ahead:
-        return None
-    total = sum(line[_STEP_SECONDS] for line in ahead)
-    sampling = sum(line.get("time/rollout") or 0.0 for line in ahead)
-    syncing = sum(line.get("sync/seconds") or 0.0 for line in ahead)
-    draining = max(0.0, sum(line.get("time/sync") or 0.0 for line in ahead) - syncing)
-    idle = sum(line["rollout/engine_idle"] * line[_STEP_SECONDS] for line in ahead)
-    return Waits(steps=len(ahead), trainers=(sampling + draining) / total, engines=max(0.0, idle - syncing) / total)
 
 
 def find_warnings(lines: Lines, logs: Path, limits: Limits) -> Iterator[str]:

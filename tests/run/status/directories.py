@@ -37,8 +37,15 @@ class MadeRun:
 
     def end(self, number: int, ago: float, step: int, reason: str, message: str = "") -> None:
         """Its end."""
-        told = {"event": "end", "number": number, "time": NOW - ago, "step": step, "reason": reason, "message": message}
-        self._line("attempts.jsonl", told, ago)
+        entry = {
+            "event": "end",
+            "number": number,
+            "time": NOW - ago,
+            "step": step,
+            "reason": reason,
+            "message": message,
+        }
+        self._line("attempts.jsonl", entry, ago)
 
     def step(self, step: int, ago: float, **metrics: float | None) -> None:
         """A step that was written so many seconds ago; ``__`` in a metric's name is the slash."""
@@ -60,26 +67,11 @@ class MadeRun:
         (self.path / "checkpoints" / f"step-{step}").mkdir(parents=True)
         os.utime(self.path / "checkpoints", (NOW - 3600, NOW - 3600))
 
-    def job(
-        self, name: str, stages: Mapping[str, float], end: Mapping[str, Any] | None = None, ago: float = 0.0
-    ) -> Path:
-        """The directory of a job.
-
-        Args:
-            name: its number and how often it was restarted.
-            stages: how many seconds ago it reached each stage.
-            end: the head's record.
-            ago: how many seconds ago that was.
-        """
+    def job(self, name: str) -> Path:
+        """The log directory of a job; `name` is its id and how often it was restarted."""
         directory = self.path / "slurm" / name
         directory.mkdir(parents=True)
-        for log in ("head", "driver", "worker-1", "worker-2"):
-            (directory / f"{log}.log").touch()
-        lines = [json.dumps({"stage": stage, "time": NOW - ago}) + "\n" for stage, ago in stages.items()]
-        (directory / "times.jsonl").write_text("".join(lines))
-        (directory / "attach").touch()
-        if end is not None:
-            self.file(f"slurm/{name}/end.json", ago, json.dumps(end))
+        os.utime(directory, (NOW - 9000, NOW - 9000))
         return directory
 
     def file(self, name: str, ago: float, text: str = "") -> Path:

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.run.status.jobs import Submission, record_submission
 from megarl.run.status.reading import CheckpointState, RunStatus, StatusError, find_runs, read_status
-from megarl.run.status.throughput import Throughput, measure_throughput, measure_waits
+from megarl.run.status.throughput import Throughput, measure_throughput
 from tests.run.status.directories import NOW, MadeRun
 
 
@@ -105,11 +105,30 @@ def test_an_attempt_without_a_step_is_not_overdue(run: MadeRun) -> None:
 def test_steps_that_a_resume_would_repeat(run: MadeRun) -> None:
     run.start(1, ago=9000)
     run.steps(47, ago=20, apart=60)
-    assert read(run).saved == CheckpointState(step=0, others=(), writing=None, again=47, seconds=47 * 60)
+    assert read(run).saved == CheckpointState(step=0, writing=None, again=47, seconds=47 * 60, checkpoints=[])
     run.checkpoint(20)
     run.checkpoint(40)
     (run.path / "checkpoints" / ".step-47.staged").mkdir()
-    assert read(run).saved == CheckpointState(step=40, others=(20,), writing=47, again=7, seconds=7 * 60)
+    saved = read(run).saved
+    assert saved is not None
+    assert (saved.step, saved.writing, saved.again, saved.seconds) == (40, 47, 7, 7 * 60)
+
+
+def test_checkpoints_have_sizes_and_reasons(run: MadeRun) -> None:
+    with (run.path / "config.yaml").open("a") as config:
+        config.write("checkpoint: {keep: 1, keep_every: 20, best: {metric: eval/score, mode: max}}\n")
+    run.evaluation(20, ago=60, score=0.9)
+    run.evaluation(40, ago=50, score=0.5)
+    for step in (20, 40, 47):
+        run.checkpoint(step)
+    (run.path / "checkpoints" / "step-40" / "state.json").write_text("{}")
+    saved = read(run).saved
+    assert saved is not None
+    assert [(found.step, found.nbytes, tuple(found.kept)) for found in saved.checkpoints] == [
+        (20, 0, ("multiple of 20", "best")),
+        (40, 2, ("multiple of 20",)),
+        (47, 0, ("newest",)),
+    ]
 
 
 def test_warnings_are_named(run: MadeRun) -> None:
@@ -170,42 +189,14 @@ def test_an_empty_run_has_empty_fields(run: MadeRun) -> None:
         found.progress.pace,
         found.progress.stepped,
     ) == ("running", 0, 100, None, None)
-    assert (found.metrics, found.evaluation, found.attempts, found.job) == ({}, {}, [], None)
+    assert (found.metrics, found.evaluation, found.attempts) == ({}, {}, [])
 
 
-def test_the_last_job_is_the_one_with_the_highest_number(run: MadeRun) -> None:
-    for name in ("99-0", "4711-0", "4711-2"):
-        run.job(name, {"agent started": 60})
-    output = run.file("slurm/4711.out", ago=50)
-    job = read(run).job
-    assert job is not None
-    assert (job.id, job.restart, job.directory) == ("4711", 2, str(run.path / "slurm" / "4711-2"))
-    assert (job.output, job.printed) == (str(output), ())
-    assert job.logs == ("head.log", "driver.log", "worker-1.log", "worker-2.log")
-    (run.path / "slurm" / "4711-2" / "end.json").write_text('{"exit_code": 1, "rea')
-    assert read(run).job == job
-
-
-@pytest.mark.parametrize(
-    ("exit_code", "printed", "told"),
-    [
-        (143, "srun: error: Node failure on n2\n", ("n2", "node n1 got SIGTERM, as node n2 has failed")),
-        (143, "[n1] srun: error: Node failure on n2\n", (None, "node n1 got SIGTERM")),
-        (1, "srun: error: Node failure on n2\n", (None, "node n1 got SIGTERM")),
-        (143, None, (None, "node n1 got SIGTERM")),
-    ],
-)
-def test_a_job_ended_by_a_node_failure_names_the_node(
-    run: MadeRun, exit_code: int, printed: str | None, told: tuple[str | None, str]
-) -> None:
-    run.job("4711-0", {"agent started": 60}, {"exit_code": exit_code, "reason": "node n1 got SIGTERM", "node": None})
-    name, told_by_slurm = ("4710", "srun: error: Node failure on n2\n") if printed is None else ("4711", printed)
-    text = "a line of the run\n" * 9000 + told_by_slurm + "slurmstepd: error: *** STEP\n"
-    (run.path / "slurm" / f"{name}.out").write_text(text)
-    job = read(run).job
-    assert job is not None
-    assert job.end is not None
-    assert (job.end.node, job.end.reason) == told
+def test_the_logs_of_the_last_job_are_named(run: MadeRun) -> None:
+    assert read(run).job_logs is None
+    for name in ("99-0", "4711-0", "4711-10", "4711-2"):
+        run.job(name)
+    assert read(run).job_logs == str(run.path / "slurm" / "4711-10")
 
 
 def test_a_sweep_lists_its_runs_in_order(tmp_path: Path) -> None:
@@ -229,32 +220,17 @@ def test_a_job_that_ended_before_its_run_began_is_found_by_its_directory(tmp_pat
     for path in [*run.path.iterdir()]:
         path.unlink()
     assert_no_run(run.path)
-    run.job("4711-0", {"agent started": 60}, {"exit_code": 2, "reason": "model.path = nowhere", "node": None})
+    logs = run.job("4711-0")
     assert find_runs(run.path) == find_runs(tmp_path) == [run.path]
     found = read(run)
-    assert (found.state.name, found.state.message, found.stage) == ("failed", "model.path = nowhere", None)
-    (run.path / "slurm" / "4711-0").rename(run.path / "slurm" / "old-runs")
+    assert (found.state.name, found.job_logs, found.stage) == ("waiting", str(logs), None)
+    logs.rename(run.path / "slurm" / "old-runs")
     assert_no_run(run.path)
 
 
 def assert_no_run(path: Path) -> None:
     with pytest.raises(StatusError, match="no run is there"):
         find_runs(path)
-
-
-def test_the_output_of_a_sweeps_run_is_beside_it(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path / "cell-1-seed-5")
-    (tmp_path / "slurm").mkdir()
-    for name in ("4711_0.out", "4711_1.out", "4711_11.out"):
-        (tmp_path / "slurm" / name).touch()
-    output = str(tmp_path / "slurm" / "4711_1.out")
-    job = read(run).job
-    assert job is not None
-    assert (job.id, job.output, job.directory) == ("4711_1", output, None)
-    run.job("4713-0", {"agent started": 60})  # an array's job has a number of its own
-    job = read(run).job
-    assert job is not None
-    assert (job.id, job.output) == ("4713", output)
 
 
 def test_a_directory_without_a_run_is_reported(tmp_path: Path) -> None:
@@ -280,8 +256,8 @@ def test_a_submission_is_shown_until_it_starts(run: MadeRun) -> None:
     assert read(run).submitted is None
 
 
-def test_a_submission_whose_job_has_output_has_started(run: MadeRun) -> None:
-    run.file("slurm/4711.out", ago=20)
+def test_a_submission_whose_job_has_logs_has_started(run: MadeRun) -> None:
+    run.job("4711-0")
     record_submission(run.path / "slurm", "4711")  # as Slurm was faster
     assert read(run).submitted is None
 
@@ -303,30 +279,3 @@ def test_a_run_that_has_not_started_shows_the_last_submission(run: MadeRun) -> N
     assert found.submitted == Submission(job=None, time=NOW - 10)
     run.file("slurm/submitted.json", 9, "{")
     assert read(run).submitted == Submission(job=None, time=NOW - 10)
-
-
-@pytest.mark.parametrize(
-    ("rollout", "sync", "idle", "trainers", "engines", "verdict"),
-    [
-        (6.0, 1.0, 0.1, 0.6, 0.0, "trainers wait for samples"),
-        (0.0, 5.0, 0.1, 0.4, 0.0, "trainers wait for samples"),
-        (0.0, 1.0, 0.5, 0.0, 0.4, "engines wait for weights"),
-        (1.0, 1.0, 0.2, 0.1, 0.1, "balanced"),
-        (0.0, 0.0, 0.05, 0.0, 0.0, "balanced"),
-    ],
-)
-def test_who_waits_for_whom(
-    rollout: float, sync: float, idle: float, trainers: float, engines: float, verdict: str
-) -> None:
-    """Steps of 10 s with a transfer of 1 s; the first one, which fills the pipeline, does not count."""
-    line = {"time/step": 10.0, "time/rollout": rollout, "time/sync": sync, "sync/seconds": 1.0}
-    first = {**line, "time/rollout": 9.0, "rollout/engine_idle": 1.0}
-    waits = measure_waits([first, *[{**line, "rollout/engine_idle": idle}] * 3])
-    assert waits is not None
-    assert (waits.steps, waits.verdict) == (3, verdict)
-    assert (waits.trainers, waits.engines) == pytest.approx((trainers, engines))
-
-
-def test_colocated_engines_have_no_waiting_time() -> None:
-    assert measure_waits([{"time/step": 10.0, "time/rollout": 5.0}]) is None
-    assert measure_waits([]) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -48,9 +47,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MadeRun:
     made.steps(20, ago=30000, apart=120)
     made.steps(47, ago=47 * 60, apart=120, first=21)
     made.evaluation(40, ago=4000, score=1.5, score_ci95=0.25, samples=64)
-    made.checkpoint(20)
     made.checkpoint(40)
-    made.job("4711-0", {"agent started": 8100, "driver started": 8010})
+    made.file("checkpoints/step-40/state.json", 4000, "x" * 1_572_864)
+    with (made.path / "config.yaml").open("a") as config:
+        config.write("checkpoint: {keep: 2}\n")
+    made.job("4711-0")
     return made
 
 
@@ -74,91 +75,48 @@ def test_every_state_is_documented() -> None:
     assert set(re.findall(r"^\| ([a-z]+) \| [A-Z`]", PAGE, flags=re.MULTILINE)) == set(get_args(StateName))
 
 
+def row(run: MadeRun, label: str, host: str = "login") -> str:
+    """The text of a label, with its further lines."""
+    texts = []
+    current = ""
+    for found, text, _ in show.rows(read_status(run.path, NOW, host)):
+        current = found or current
+        if current == label:
+            texts.append(text)
+    return "\n".join(texts)
+
+
 def test_a_run_without_recent_output_is_silent(run: MadeRun) -> None:
-    told = "state       silent on n1 (job 4711): last written 47 min ago; login cannot see the processes of n1"
-    assert lines(run)[1] == told
-    assert lines(run)[-4].endswith("after step 20; silent")
+    assert row(run, "state").startswith("silent on n1 (job 4711): last written 47 min ago")
+    assert "runs/ppo/slurm/4711-0" in row(run, "logs")
 
 
 def test_the_end_and_its_reason(run: MadeRun) -> None:
-    run.end(2, ago=600, step=47, reason="config error", message="configuration: 1 problem\n  data = changed")
-    told = lines(run)
-    assert told[1:4] == [
-        "state       failed, 10 min ago (22:03): its last attempt ended: config error",
-        "            configuration: 1 problem",
-        "              data = changed",
-    ]
-    assert "            2: 20:00 on n1 (job 4711), after step 20; config error after step 47, 2 h 3 min later" in told
-    assert not [line for line in told if "does it hang" in line or " left" in line]
+    message = "configuration: 1 problem\n  data = changed"
+    run.end(2, ago=600, step=47, reason="config error", message=message)
+    shown = row(run, "state")
+    assert shown.startswith("failed 10 min ago (22:03)")
+    assert shown.endswith(message)
+    assert "does it hang" not in row(run, "step")
+    assert " left" not in row(run, "pace")
 
 
 def test_a_resumed_run_shows_that_it_has_no_step_yet(run: MadeRun) -> None:
     run.end(2, ago=600, step=47, reason="interrupted", message="SIGTERM")
     run.start(3, ago=120, step=40)
-    assert "            no step yet in the attempt that started 2 min ago (22:11)" in lines(run)
-
-
-def test_a_silent_new_job_does_not_show_the_last_attempts_place(run: MadeRun) -> None:
-    run.job("4712-0", {"agent started": 2700, "all connected": 2600})
-    told = lines(run)
-    assert told[1] == "state       silent: job 4712: all connected 43 min ago"
-    assert "            2: 20:00 on n1 (job 4711), after step 20; killed: it wrote no reason" in told
+    assert "no step yet" in row(run, "step")
 
 
 def test_a_resubmitted_run_is_shown_as_such(run: MadeRun) -> None:
     run.end(2, ago=600, step=47, reason="run error", message="train rank 3 died")
-    config = run.path / "slurm" / "config-0123abcd.yaml"
-    config.touch()
-    os.utime(config, (NOW - 9000, NOW - 9000))
-    assert lines(run)[3].startswith("step ")
-    os.utime(config, (NOW - 300, NOW - 300))
-    assert lines(run)[3] == "            prepared for a cluster 5 min ago; nothing has started since"
+    run.file("slurm/config-0123abcd.yaml", ago=8500)
+    assert "nothing has started" not in row(run, "state")
+    run.file("slurm/config-0123abcd.yaml", ago=300)
+    assert row(run, "state").endswith("prepared for a cluster 5 min ago; nothing has started since")
     run.file("slurm/submitted.json", 300, '{"job": "4712"}')
-    assert lines(run)[3] == "            job 4712 was submitted 5 min ago; nothing has started since"
-    output = run.file("slurm/4712.out", ago=200, text="module: command not found")
-    told = lines(run)
-    assert told[1].startswith("state       starting: job 4712: it printed this 3 min ago, and nothing else is known; ")
-    assert told[2] == "            module: command not found"
-    assert told[3].startswith("step ")
-    assert told[-1] == f"            {output}: what job 4712 printed"
-
-
-def test_a_refused_job_has_separate_lines(run: MadeRun) -> None:
-    outputs = [run.file(f"slurm/{number}.out", ago=100) for number in (4711, 4712)]
-    reason = "megarl train ended with exit code 2: 1 problem\n  run.dir = runs/ppo"
-    end = {"exit_code": 2, "reason": reason, "node": None}
-    run.job("4712-0", {"agent started": 3000}, end, ago=2900)
-    told = lines(run)
-    assert told[1].startswith("state       silent on n1 (job 4711): ")
-    assert told[2:5] == [
-        "            job 4712 has ended with exit code 2",
-        "              megarl train ended with exit code 2: 1 problem",
-        "                run.dir = runs/ppo",
-    ]
-    logs = "head.log driver.log worker-1.log worker-2.log"
-    assert told[-5:] == [
-        f"            {outputs[0]}: what job 4711 printed",
-        f"            runs/ppo/slurm/4711-0: {logs}",
-        f"            {outputs[1]}: what job 4712 printed",
-        f"            runs/ppo/slurm/4712-0: {logs}",
-        "            runs/ppo/slurm/4711-0/attach: opens a shell in the job",
-    ]
-
-
-def test_asynchronous_runs_show_who_waits_for_whom(run: MadeRun) -> None:
-    assert not [line for line in lines(run) if line.startswith("engines")]
-    ahead = {"rollout__queue_depth": 1, "staleness__mean": 1.5, "rollout__engines_replaced": 2}
-    seconds = {"time__step": 10.0, "time__rollout": 2.0, "time__sync": 2.0, "sync__seconds": 1.0}
-    for step in (48, 49):
-        run.step(step, 60, rollout__engine_idle=0.15, **seconds, **ahead)
-    told = lines(run)
-    row = told.index("engines     samples 1.5 versions old, 1 sampled step waits for the training")
-    assert told[row + 1].strip() == (
-        "trainers wait for samples: over the last 1 step trainers waited 30% for samples, engines 5% for weights"
-    )
-    assert any(line.startswith("look at") and "2 engines replaced" in line for line in told)
-    run.step(50, 60, rollout__engine_idle=0.15, **seconds)
-    assert not [line for line in lines(run) if "waited" in line]
+    assert "job 4712 was submitted 5 min ago" in row(run, "state")
+    run.job("4712-0")
+    assert "nothing has started" not in row(run, "state")
 
 
 def test_a_standalone_evaluation_has_no_steps(tmp_path: Path) -> None:
@@ -168,22 +126,22 @@ def test_a_standalone_evaluation_has_no_steps(tmp_path: Path) -> None:
     run.evaluation(0, ago=60, score=1.5, score_ci95=0.25)
     run.end(1, ago=50, step=0, reason="finished")
     (run.path / "summary.json").write_text("{}")
-    assert lines(run)[1:4] == [
-        "state       finished, 50 s ago (22:12): summary.json is there",
-        "evaluation  score 1.5 ± 0.25",
-        "attempts    1: 22:03 on n1, after step 0; finished after step 0, 9 min later",
-    ]
+    assert row(run, "state") == "finished 50 s ago (22:12)"
+    assert row(run, "step") == ""
+    assert row(run, "evaluation") == "score 1.5 ± 0.25"
 
 
-def test_only_the_last_attempts_are_shown(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path / "run")
-    for number in range(1, 13):
-        run.start(number, ago=1000 - number)
-    told = lines(run, "n1")
-    assert "attempts    12, of which the last:" in told
-    assert [line.split(":")[0].strip() for line in told if ", after step 0; " in line] == [str(n) for n in range(5, 13)]
-    assert told[-2].endswith("after step 0; killed")
-    assert told[-3].endswith("after step 0; killed: it wrote no reason")
+def test_replaced_engines_are_named(run: MadeRun) -> None:
+    run.step(48, 60, rollout__engines_replaced=2)
+    assert "2 engines replaced" in row(run, "look at")
+
+
+def test_the_error_of_the_attempt_before_is_shown(run: MadeRun) -> None:
+    shown = row(run, "attempts")
+    assert shown.startswith("2; ")
+    assert shown.endswith("run error after step 21 (train rank 3 died in update)")
+    run.start(3, ago=60, step=40)
+    assert row(run, "attempts").endswith("killed: it wrote no reason")
 
 
 def shown(*runs: MadeRun) -> list[str]:
@@ -229,7 +187,7 @@ def test_json_has_all_fields(run: MadeRun) -> None:
     first, *others = [json.loads(line) for line in done.stdout.splitlines()]
     assert [other["directory"] for other in others] == ["sweep/cell-0", "sweep/cell-1"]
     assert (first["progress"]["step"], first["progress"]["steps"]) == (47, 100)
-    assert (first["saved"]["again"], first["job"]["id"]) == (7, "4711")
+    assert (first["saved"]["again"], first["job_logs"]) == (7, "runs/ppo/slurm/4711-0")
     assert first["progress"]["pace"]["steps_per_hour"] == 30
     assert first["attempts"][0]["end"]["message"].startswith("train rank 3 died")
     assert first["metrics"]["objective/score"] == 0.47
@@ -247,29 +205,3 @@ def test_an_unreadable_directory_does_not_hide_the_others(run: MadeRun) -> None:
     done = CliRunner().invoke(app, ["status", "other", "runs"])
     assert (done.exit_code, done.stderr) == (2, "other/metrics.jsonl: Is a directory\n")
     assert "47 of 100" in done.stdout
-
-
-@pytest.mark.parametrize("arguments", [["--watch", "runs"], ["--watch", "--json", "runs"]])
-def test_watch_needs_a_terminal(run: MadeRun, arguments: list[str]) -> None:
-    done = CliRunner().invoke(app, ["status", *arguments])
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith("--watch: ")
-
-
-def test_watch_repeats_until_an_interrupt(run: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    naps = iter(range(48, 51))
-
-    def nap(_: float) -> None:
-        step = next(naps)
-        if step == 50:
-            raise KeyboardInterrupt
-        run.step(step, ago=0)
-
-    monkeypatch.setattr(show.time, "sleep", nap)
-    out = io.StringIO()
-    show.watch_status([run.path], as_json=False, console=Console(file=out, width=100, height=40, force_terminal=True))
-    screen, last = out.getvalue().split("\x1b[?1049l")
-    for step in (47, 48, 49):
-        assert f"{step} of 100" in screen
-    assert "49 of 100" in last
-    assert "\x1b[?25h" in out.getvalue(), "the cursor is still hidden"

@@ -1,6 +1,6 @@
 // The runs: state, progress, verdict and findings; and their attempts and the rows that were left out.
 
-const TONE = { finished: "good", profiled: "good", running: "good", preempted: "warn", interrupted: "warn", starting: "warn", waiting: "warn", unknown: "warn" };
+const TONE = { finished: "good", profiled: "good", running: "good", preempted: "warn", interrupted: "warn", waiting: "warn", unknown: "warn" };
 
 function drawRuns() {
   document.getElementById("runs").replaceChildren(el("div", { class: "panel" }, state.runs.map(drawRun)));
