@@ -37,6 +37,11 @@ def quadratic(new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *,
     return LossTerms(values=-advantages * (new_logprobs - old_logprobs) ** power, metrics={})
 
 
+def anchored(new_logprobs: Tensor, ref_logprobs: Tensor, values: Tensor, entropy: Tensor) -> LossTerms:
+    """A policy loss of other inputs."""
+    return LossTerms(values=(new_logprobs - ref_logprobs) * values - entropy, metrics={})
+
+
 def plain_mean(response_mask: Tensor, *, total_tokens: int, total_sequences: int) -> Tensor:
     """An aggregation."""
     return response_mask / total_tokens

@@ -64,7 +64,7 @@ class Kind[F: Callable[..., Any]]:
         return signature_of(self.module, self.functions[name], given)
 
     def reads(self, name: str) -> frozenset[str]:
-        """Returns the arguments that a function takes; all of them for a user's function that cannot be imported."""
+        """Returns the arguments that a function takes; none of a user's function that cannot be imported."""
         if not self.named:
             return frozenset(self.arguments)
         if name in self:
@@ -72,7 +72,7 @@ class Kind[F: Callable[..., Any]]:
         try:
             parameters = inspect.signature(resolve(name)).parameters
         except ValueError:  # the preflight reports it
-            return frozenset(self.arguments)
+            return frozenset()
         return frozenset(parameters).intersection(self.arguments)
 
     def function(self, name: str) -> F:

@@ -11,6 +11,9 @@ SAMPLES = "data.samples_per_prompt"
 EVALUATION = "evaluation={prompts: a/b, functions: [{name: length}]}"
 
 # rule -> (overrides of the debug run, the field that is named, a part of the rule's text)
+ANCHORED = "algo.policy_loss=tests.own_functions:anchored"
+"""A policy loss that reads the reference's log-probabilities and the critic's values."""
+
 ALGORITHMS: Cases = {
     algorithm_rules.advantages_have_their_critic: [
         (without("train", ["critic"]), "algo.advantage", "role critic"),
@@ -22,7 +25,8 @@ ALGORITHMS: Cases = {
         (["algo.advantage=a.b:c"], "critic", "no effect with advantage a.b:c"),
     ],
     algorithm_rules.value_losses_have_a_critic: [
-        ([*GRPO, "algo.value_loss.clip=0.5"], "algo.value_loss", "no effect without a critic")
+        ([*GRPO, "algo.value_loss.clip=0.5"], "algo.value_loss", "no effect without a critic"),
+        ([*GRPO, ANCHORED], "algo.policy_loss.name", "reads values: needs a critic"),
     ],
     algorithm_rules.groups_of_samples_are_compared: [
         ([*GRPO, f"{SAMPLES}=1"], SAMPLES, "at least 2 with advantage grpo"),
@@ -101,6 +105,11 @@ ALGORITHMS: Cases = {
     ],
     algorithm_rules.penalty_has_a_reference: [
         (without("train", ["reference"]), "algo.kl.coef", "needs the role reference"),
+        (
+            [*without("train", ["reference"]), ANCHORED],
+            "algo.policy_loss.name",
+            "reads ref_logprobs: needs a reference",
+        ),
         (["algo.kl.coef=0"], "algo.kl.coef", "no effect otherwise"),
     ],
     algorithm_rules.penalty_is_one: [

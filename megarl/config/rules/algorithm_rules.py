@@ -39,7 +39,10 @@ def advantages_have_their_critic(algo: Algo, groups: Groups, critic: Critic | No
 
 
 def value_losses_have_a_critic(algo: Algo, critic: Critic | None) -> Iterator[Problem]:
-    """A value loss needs a critic."""
+    """A value loss needs a critic, and so does a policy loss that reads values."""
+    if critic is None and isinstance(algo.policy_loss, CustomFunction) and "values" in algo.loss_reads:
+        fix = "choose an advantage with a critic, such as gae, or a loss that does not read values"
+        yield Problem("algo.policy_loss.name", algo.policy_loss.name, "reads values: needs a critic", fix)
     if critic is None:
         yield from ineffective_settings("algo", algo, ("value_loss",), "without a critic", "or choose gae")
 
