@@ -61,7 +61,7 @@ help:
 	@echo 'chaos  100 runs with a fault at a random time: a killed, stopped or starved process, a preemption, a damaged file, a full disk; TRIALS=10 is fewer'
 	@echo 'lint   lint, format check and types'
 	@echo 'bench  run the benchmarks that take minutes: $(BENCHMARKS); the others by hand: python -m benchmarks.NAME --help'
-	@echo 'docs   write the pages of configuration fields, algorithms and the keys of other systems'
+	@echo 'docs   write the field reference, and the pages of algorithms and of the keys of other systems'
 	@echo 'docs-site  make a site of docs/ with a search, in site/; MkDocs is installed into $(DOCS)'
 	@echo 'clean  remove outputs and caches, but not $(VENV), $(GPU), $(NEMO_RUN), $(RAY), $(AGENTS) and $(DOCS)'
 	@echo 'lock   resolve the locks of requirements/ again; UPGRADE=1 takes the newest versions'

@@ -66,7 +66,12 @@ class NewRun:
     def _problems(self) -> Iterator[Problem]:
         if not self.name.isidentifier():
             fix = f"write {re.sub(r'[^A-Za-z0-9_]', '_', Path(self.name).stem) or 'mine'}"
-            yield Problem("name", self.name, "a Python identifier, as the reward function is in a module of it", fix)
+            yield Problem(
+                "name",
+                self.name,
+                "a valid Python module name (letters, digits, _), because NAME_reward.py is imported",
+                fix,
+            )
         for file in self.files:
             if file.exists():
                 yield Problem("name", self.name, f"{file} exists, and is not overwritten", "choose another name")

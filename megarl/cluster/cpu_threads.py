@@ -19,7 +19,7 @@ def with_threads[C: RunConfig](config: C, earlier: Mapping[str, Any], cores: int
 
     Args:
         earlier: the configuration of a run that resumes, whose numbers it keeps; empty for one that begins.
-        cores: of a machine; None takes those of this one that this process may use.
+        cores: number of cores; None: those available to this process.
     """
     threads = config.cluster.threads_per_device
     if None not in (threads.trainers, threads.engines):

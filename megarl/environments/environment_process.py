@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _HEARTBEAT_S = 5.0
 """A call for turns returns after this time, also without any."""
 _MOST_LOSSES = 10
-"""Of processes by others; then a conversation fails by further ones."""
+"""Restarts of a conversation whose process another one crashed; after that it fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +266,7 @@ class EnvironmentProcess:
 
 
 def task_of(prompt: Prompt, tokenizer: Tokenizer) -> EnvironmentTask:
-    """Returns what an environment is told of a row."""
+    """Builds the task of a data row."""
     text = "" if prompt.messages is not None else tokenizer.decode(prompt.token_ids)
     user: list[Message] = [{"role": "user", "content": text}] if prompt.token_ids else []
     return EnvironmentTask(prompt_id=prompt.prompt_id, messages=prompt.messages or user, fields=prompt.fields)

@@ -75,7 +75,7 @@ class Gateway:
         idle_s: a session fails that asks for no turn for so long.
         command: of the harness of a session; a text is run by the shell. Without one, a harness elsewhere takes tasks.
         model: the name under which clients ask for the model.
-        variables: names of further ones that harnesses get of this process's environment, such as that of a key.
+        variables: extra environment variables to pass to harnesses, such as that of a key.
         override_sampling: whether a request for another temperature or the like is sampled as the run's, not refused.
         port: 0 is any free one.
         wait_limit: seconds without a request for a task, while tasks wait and no session is in progress.

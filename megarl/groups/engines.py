@@ -243,7 +243,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             self.monitor.wait_until(Condition(lambda: not any(self._in_progress[engine] for engine in engines)))
 
     def readmit(self, engines: Iterable[int]) -> None:
-        """Lets engines take items that have weights now, be they new or held."""
+        """Reopens engines that have current weights."""
         self._held.difference_update(engines)
         self._open({engine: self._starting.pop(engine).results[0] for engine in engines if engine in self._starting})
 

@@ -1,4 +1,4 @@
-"""Calls in which trainers and engines wait for each other, and engines may be lost."""
+"""One attempt at a weight sync; tolerates engines that die or hang."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _runtime = partial(typer.Option, rich_help_panel="Where megarl is installed")
 _several = partial(typer.Option, rich_help_panel="Several runs")
 _PROFILE = "The cluster's profile, instead of ~/.config/megarl/cluster.yaml. Options of the command line override it."
 _CONFIGS = "YAML file of the run, and settings to override. Several files are a chain of jobs."
-_GRACE = "Seconds before the time limit at which the run is told to save and leave, up to 60 earlier; 0: it is not."
+_GRACE = "Seconds before the time limit at which the run is told to save (up to 60 s earlier); 0 disables this."
 _REQUEUE = "Start the job again when its run has saved and left, is preempted, or loses a node (default), or not."
 _GPUS = "How GPUs are requested: gpus-per-node, gres or none."
 _MOUNTS = "Directories to mount besides the working directory and run.dir; repeatable."

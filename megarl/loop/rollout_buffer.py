@@ -155,7 +155,7 @@ class RolloutBuffer:
         return [step for step in range(self._taken + 1, last + 1) if step not in self._steps]
 
     def _advance(self) -> None:
-        """Goes on with the steps that are being sampled, and starts others as far as the versions allow."""
+        """Advances sampling and admits further steps within the staleness bound."""
         if self._advancing or not self._overlaps:
             return
         self._advancing = True

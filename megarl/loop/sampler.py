@@ -171,7 +171,7 @@ class Sampler:
         greedy: Scoring | None = None,
         forwards: Sequence[Forwards] = (),
     ) -> Routine[Sampled]:
-        """Starts to score rollouts, on the trainers' devices, as far as that has not begun with `scoring`, `greedy`."""
+        """Starts whatever scoring has not started yet; gives the devices to the trainers."""
         self._colocation.to_training()
         if scoring is None:
             parts = rollouts.parts(self._parts)

@@ -172,7 +172,7 @@ class MegatronWorker:
 
     @remote(phase="update")
     def take_token_values(self, role: RoleName) -> TokenValues:
-        """Returns the values of the tokens in the role's last optimizer steps, for people, and forgets them."""
+        """Pops the per-token values of the last update."""
         values = self._token_values
         self._token_values = {}
         return values if self._roles[role].reports else {}

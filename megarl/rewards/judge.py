@@ -31,7 +31,7 @@ JUDGE_MODEL: Final = "judge_model"
 """Name of the run's own judge among the rewards."""
 _FIRST_WAIT_S = 0.5
 _ASK_AGAIN: Final = (408, 409, 429)
-"""Statuses, besides those of 500 and more, after which OpenAI's client asks again."""
+"""HTTP statuses to retry, besides 5xx (as OpenAI's client)."""
 
 
 def _is_address(url: str) -> str:

@@ -82,7 +82,7 @@ class Preemption:
         if self._reason:
             wait()
             ignore_interrupts()
-            raise PreemptedError(f"preempted after step {step}: {self._reason}. The same command goes on from there")
+            raise PreemptedError(f"preempted after step {step}: {self._reason}. Run the same command to continue")
 
     def _receive(self, number: int, frame: Any) -> None:
         again = number == signal.SIGTERM and (self._asked or not self._grace_s)

@@ -21,7 +21,7 @@ _FALLS = ("eval/loss", "sft/loss")
 """The less, the better."""
 _AVERAGED = 10
 _LEAST_STEPS = 6
-"""Of the training metrics: steps that are averaged at most, and those below which nothing can be said."""
+"""Averaging window, and the fewest steps for a verdict."""
 _STANDARD_ERRORS = NormalDist().inv_cdf(0.975)
 
 

@@ -336,7 +336,7 @@ ALGORITHMS: Cases = {
         (
             [*without("train", ["reward"]), FUNCTIONS, "evaluation={prompts: a/b}"],
             "evaluation.functions",
-            "the role reward",
+            "something to measure",
         )
     ],
     scoring_rules.evaluations_weigh_nothing: [

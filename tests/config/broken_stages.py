@@ -142,8 +142,8 @@ EVAL: Cases = {
         )
     ],
     scoring_rules.evaluations_report_something: [
-        (["evaluation.functions=[]"], "evaluation.functions", "the role reward"),
-        (["evaluation.functions=[]", "environment.name=tools"], "evaluation.functions", "the role reward"),
+        (["evaluation.functions=[]"], "evaluation.functions", "something to measure"),
+        (["evaluation.functions=[]", "environment.name=tools"], "evaluation.functions", "something to measure"),
     ],
     scoring_rules.evaluations_sample: [
         (["evaluation.pass_at=[1, 8]"], "evaluation.pass_at", "at most evaluation.samples_per_prompt = 4")

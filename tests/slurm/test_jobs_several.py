@@ -65,7 +65,7 @@ def test_a_chained_job_starts_from_the_model_of_a_run_that_had_to_leave(launcher
     assert left.end is not None
     assert (left.end.reason, left.restart, resumed.restart) == ("preempted", 0, 1)
     assert 0 < left.end.step == resumed.step < 40
-    said = f"preempted after step {left.end.step}: it got SIGUSR1. The same command goes on from there"
+    said = f"preempted after step {left.end.step}: it got SIGUSR1. Run the same command to continue"
     assert first.end == {
         "exit_code": 75,
         "reason": f"megarl train ended with exit code 75: {said}",

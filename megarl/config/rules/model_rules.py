@@ -115,7 +115,7 @@ def architecture_is_known(model: Model) -> Iterator[Problem]:
     kind = hf.get("model_type", MODEL_TYPES[0])
     if kind not in MODEL_TYPES:
         rule = f"one of {', '.join(MODEL_TYPES)}"
-        fix = "choose a model of one of these kinds"
+        fix = "this family is not supported yet; docs/weights.md lists the supported ones"
         yield Problem(f"{where}.model_type", shown(kind), rule, fix)
 
 

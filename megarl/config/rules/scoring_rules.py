@@ -208,7 +208,7 @@ def evaluations_report_something(
         return
     if evaluation is not None and not evaluation.functions and not placed(groups, "reward"):
         otherwise = "place the role reward" if isinstance(evaluation, HeldOut) else "remove evaluation"
-        rule = "has functions to report, or a group has the role reward"
+        rule = "needs something to measure: evaluation.functions or a reward model"
         yield Problem("evaluation.functions", "[]", rule, f"give evaluation.functions, or {otherwise}")
 
 

@@ -108,7 +108,7 @@ class Reward(Section):
 
 
 class EnvironmentSettings(Section):
-    """What the model talks to, in conversations of several turns; see docs/environments.md."""
+    """The environment of multi-turn rollouts; see docs/environments.md."""
 
     name: str
     """A built-in environment, or package.module:Class of your own."""

@@ -189,7 +189,7 @@ class CheckpointSettings(Section):
     keep: Count = 2
     """Number of checkpoints to keep, the newest ones; others are removed."""
     keep_every: Count | None = None
-    """Keep also those of the multiples of so many steps; null keeps none of them."""
+    """Also keep every N-th step's checkpoint; null: none."""
     best: BestCheckpoint | None = None
     """Keep also the best one by an evaluation; null does not."""
 

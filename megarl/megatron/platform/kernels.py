@@ -134,4 +134,4 @@ def _adam(device: Device) -> tuple[str, str]:
             with suppress(ImportError):
                 importlib.import_module(module)
                 return name, "fused; Megatron takes the first of Transformer Engine, apex and torch"
-    return "torch's", "neither Transformer Engine nor apex" if device == "cuda" else "the fused ones are CUDA's"
+    return "torch", "neither Transformer Engine nor apex" if device == "cuda" else "fused kernels need CUDA"

@@ -176,7 +176,7 @@ def _by_role(forwards: Mapping[str, Sequence[Forward]]) -> dict[str, ChunkRefs[R
 def token_columns(
     experience: ChunkRefs[ExperienceChunk], forwards: Mapping[str, Sequence[Forward]], in_update: TokenValues
 ) -> TokenColumns:
-    """Returns the columns of a step's tokens for people, as far as there are any; they are fetched when asked for."""
+    """Per-token columns for samples.jsonl, fetched lazily."""
     by_role = _by_role(forwards)
     passes = {"logprobs": "old_logprobs", "ref": "ref_logprobs", "values": "old_values"}
 
