@@ -273,7 +273,8 @@ INTRODUCTION: Final = """# Does it learn?
 Written by `python -m benchmarks.learning --report` from the results in
 [benchmarks/results/learning](../benchmarks/results/learning); do not edit it.
 
-Every algorithm trains on the [demo's](../README.md) task: sort letters, where the answer to `up kdxbq:` is `bdkqx`. All
+Every algorithm trains on the [demo's](quickstart.md#the-demo) task: sort letters, where the answer to `up kdxbq:` is
+`bdkqx`. All
 runs start from the same fine-tuned model, which answers about a third of the prompts correctly, and use the same reward
 model. The true score is the share of 1,024 held-out prompts answered exactly right, sampled at temperature 1; no
 algorithm sees it. The settings in [configs/learning](../configs/learning) are the recipes of

@@ -19,6 +19,7 @@ from tests.config.debug import REPOSITORY, debug
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+QUICKSTART = (REPOSITORY / "docs" / "quickstart.md").read_text(encoding="utf-8")
 MAKEFILE = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
 
 
@@ -30,8 +31,8 @@ def test_contributing_names_files_that_exist() -> None:
     ]
 
 
-@pytest.mark.parametrize("overrides", re.findall(r"^\|[^|]+\| `([^`]+=[^`]+)` \|$", README, flags=re.MULTILINE))
-def test_the_overrides_of_the_readme_load(overrides: str) -> None:
+@pytest.mark.parametrize("overrides", re.findall(r"^\|[^|]+\| `([^`]+=[^`]+)` \|$", QUICKSTART, flags=re.MULTILINE))
+def test_the_overrides_of_the_quickstart_load(overrides: str) -> None:
     assert debug(*shlex.split(overrides)) != debug()
 
 
@@ -42,7 +43,7 @@ def test_the_configuration_of_the_readme_is_complete(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").touch()
     paths = [f"model.path={tmp_path}", f"data.prompts={tmp_path}/prompts.jsonl"]
     (tmp_path / "mine.yaml").write_text(textwrap.dedent(block), encoding="utf-8")
-    (settings,) = re.findall(r"megarl train mine\.yaml ([^#\n]+) #", README)
+    (settings,) = re.findall(r"megarl train mine\.yaml ([^#\n]+?) +#", README)
     given = [*settings.split(), *paths]
     assert len(block.splitlines()) == 5
     assert load(tmp_path / "mine.yaml", given).cluster.devices_per_node == 1
@@ -50,8 +51,9 @@ def test_the_configuration_of_the_readme_is_complete(tmp_path: Path) -> None:
     assert load(tmp_path / "eight.yaml", given).cluster.devices_per_node == 8
 
 
-def test_the_readme_lists_every_file_of_a_run_directory(tmp_path: Path) -> None:
-    table = README.split("(`run.dir`) has:")[1].split("\n\n")[1]
+def test_every_file_of_a_run_directory_is_listed(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "run-directory.md").read_text(encoding="utf-8")
+    table = page.split("(`run.dir`) has:")[1].split("\n\n")[1]
     told = set(re.findall(r"`([\w.-]+)(?:/[^`]*)?`", table))
     paths = RunPaths(tmp_path)
     files = set(vars(paths).values()) - {paths.path, paths.lock}
@@ -59,7 +61,7 @@ def test_the_readme_lists_every_file_of_a_run_directory(tmp_path: Path) -> None:
     assert ema_export(paths.export).name in told
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/evaluation.md"])
+@pytest.mark.parametrize("page", ["docs/quickstart.md", "docs/evaluation.md"])
 def test_a_hub_name_is_refused_with_the_documented_command(page: str) -> None:
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     (command,) = re.findall(r"^    (hf download .*)$", text, flags=re.MULTILINE)

@@ -35,9 +35,9 @@ def test_both_locks_have_the_same_stack() -> None:
     assert {"triton", "nvidia-nccl-cu13"} <= cuda.keys()
 
 
-def test_the_readme_has_the_versions_of_the_locks() -> None:
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    table = readme.split("| | CPU, `requirements/cpu.txt` |")[1].split("\n\n")[0].splitlines()[2:]
+def test_the_page_on_installing_has_the_versions_of_the_locks() -> None:
+    page = (REPOSITORY / "docs" / "install.md").read_text(encoding="utf-8")
+    table = page.split("| | CPU, `requirements/cpu.txt` |")[1].split("\n\n")[0].splitlines()[2:]
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["gpu"]])
     bounds = {found.name: found.specifier for found in wanted}
