@@ -76,6 +76,7 @@ CASES: dict[str, Case] = {
     ),
     "gmpo": Case(algo={"policy_loss": {"name": "gmpo", "clip": 0.1}, "aggregation": "sequence_mean", "kl": _kl("k3")}),
     "reinforce": Case(algo={"policy_loss": "reinforce", "kl": _kl("k1")}),
+    "sft": Case(algo={"policy_loss": "sft"}),
     "whole distributions": Case(algo={"kl": _kl("full")}),
     "masked sequences": Case(algo={"correction": {"sequence_mask": {"delta": 0.02}}, "kl": _kl("k1+")}),
     "stale token_truncate": Case(algo={"correction": _stale("loglinear", "token_truncate")}),
@@ -99,7 +100,7 @@ def own_policy_loss(
     new_logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,
     advantages: torch.Tensor,
-    mask: torch.Tensor,
+    response_mask: torch.Tensor,
     *,
     scale: float,
 ) -> LossTerms:
