@@ -77,5 +77,5 @@ def test_the_report_names_what_computes_each_part_on_a_cpu() -> None:
         "layers": "Megatron's own",
         "attention": "scaled_dot_product_attention",
         **dict.fromkeys(get_args(kernels.Kernel), "eager"),
-        "adam": "torch's",
+        "adam": "torch",
     }
