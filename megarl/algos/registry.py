@@ -130,16 +130,7 @@ POLICY_LOSSES: Final[Kind[Callable[..., LossTerms]]] = Kind(
     title="Policy losses",
     field="algo.policy_loss",
     module="policy_loss",
-    functions={
-        "ppo": "ppo",
-        "gspo": "gspo",
-        "cispo": "cispo",
-        "cispo_upper": "cispo_upper",
-        "sapo": "sapo",
-        "gmpo": "gmpo",
-        "reinforce": "reinforce",
-        "sft": "sft",
-    },
+    functions=_same("ppo", "gspo", "cispo", "cispo_upper", "sapo", "gmpo", "reinforce", "sft"),
     arguments=(
         "new_logprobs",
         "old_logprobs",

@@ -41,6 +41,7 @@ class Signature:
     summary: str
 
 
+@functools.cache
 def signature_of(module: str, function: str, given: tuple[str, ...] = ()) -> Signature:
     """Returns the signature of a function of ``megarl/algos/MODULE.py``.
 

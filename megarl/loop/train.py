@@ -6,8 +6,8 @@ import gc
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from megarl.cluster.calls import WorkerError
@@ -85,8 +85,7 @@ class Trainer(Protocol):
 
 def trainer_class(config: TrainingConfig) -> Callable[..., Trainer]:
     """Imports the class of the trainer of a stage."""
-    module, _, name = config.trainer.partition(":")
-    return getattr(import_module(module), name)
+    return resolve_name(config.trainer)
 
 
 def train_with_restarts(config: TrainingConfig) -> Summary:

@@ -12,12 +12,7 @@ from rich.table import Table
 
 from megarl.cluster.cpu_threads import with_threads
 from megarl.config import RunConfig, SamplingConfig, TrainingConfig
-from megarl.config.schema import (
-    CheckpointSettings,
-    Cluster,
-    Optimizer,
-    Threads,
-)
+from megarl.config.schema import CheckpointSettings, Cluster, Optimizer, Threads
 from megarl.models import model_spec
 from megarl.models.transformer_engine import refusals
 from megarl.preflight.models import without_weights

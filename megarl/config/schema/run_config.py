@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Final
 
 from megarl.config.schema.base import Section, parse_devices
@@ -317,8 +317,7 @@ STAGES: Final[Mapping[str, str]] = {
 @cache
 def stage_class(stage: str) -> type[RunConfig]:
     """Returns the configuration of a stage; raises KeyError for an unknown one."""
-    module, _, name = STAGES[stage].partition(":")
-    return getattr(import_module(module), name)
+    return resolve_name(STAGES[stage])
 
 
 def trains(stage: str) -> bool:

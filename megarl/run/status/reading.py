@@ -16,10 +16,7 @@ from typing import Any
 from megarl.errors import UsageError
 from megarl.files import read_lines
 from megarl.run.attempts import Attempt, read_attempts
-from megarl.run.checkpoints import (
-    Checkpoints,
-    reasons_to_keep,
-)
+from megarl.run.checkpoints import Checkpoints, reasons_to_keep
 from megarl.run.health import WINDOW, health_limits
 from megarl.run.paths import RunPaths, is_locked, read_config
 from megarl.run.status.jobs import Submission, job_logs, pending_submission, prepared_configs
