@@ -1,0 +1,1 @@
+"""The driver's time per turn of conversations."""
