@@ -23,8 +23,7 @@ import numpy as np
 
 from megarl.environments.chat import TemplateRenderer
 from megarl.environments.chat_session import TurnLimits
-from megarl.environments.conversation import SampledTurn
-from megarl.types import SampleRequest, VersionSpan
+from megarl.types import SampledTurn, SampleRequest, VersionSpan
 from tests.environments.families import FAMILIES, end_ids, tokenizer
 from tests.environments.gateways import GatewayTest, GatewayWorld, gateway_tokenizer, gateway_world
 

@@ -6,6 +6,7 @@ Shape legend: N rows (samples) of a chunk, T all tokens of a column.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -154,11 +155,10 @@ class SampleRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkItem:
-    """Neighbouring requests of a step, the rows of chunk ``chunk``; ``engine`` has the beginning of their prompts."""
+    """Neighboring requests of a step, the rows of chunk ``chunk``."""
 
     chunk: int
     requests: tuple[SampleRequest, ...]
-    engine: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +199,48 @@ class RolloutChunk:
     rewards: npt.NDArray[np.float32] | None = None
     turns: Ragged | None = None
     turn_rewards: Ragged | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledTurn:
+    """A turn of a conversation as an engine sampled it, with the columns of a ``RolloutChunk``'s row."""
+
+    token_ids: tuple[int, ...]
+    logprobs: npt.NDArray[np.float32]
+    finished: bool
+    versions: tuple[VersionSpan, ...]
+
+    @classmethod
+    def of(cls, chunk: RolloutChunk, row: int = 0) -> SampledTurn:
+        return cls(
+            token_ids=tuple(chunk.response_ids[row].tolist()),
+            logprobs=chunk.rollout_logprobs[row],
+            finished=bool(chunk.finished[row]),
+            versions=chunk.versions[row],
+        )
+
+
+@dataclass(frozen=True)
+class Pickled[T]:
+    """A value on its way through processes that do not read it: they copy its bytes, whatever it is."""
+
+    data: bytes
+
+    @classmethod
+    def of(cls, value: T) -> Pickled[T]:
+        return cls(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+
+    def value(self) -> T:
+        return pickle.loads(self.data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnAnswer:
+    """The answer to the request of a number; ``tokens`` is how many were sampled."""
+
+    number: int
+    tokens: int
+    turn: Pickled[SampledTurn]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ SMOKE: Mapping[str, Sequence[str]] = {
     "packed_attention": ["--rounds", "1"],
     "plan": ["--rollout", "tp=8,replicas=1"],
     "reshard": ["--layers", "2", "--repetitions", "1"],
+    "turns": ["--conversations", "4", "--turns", "2"],
     "save": [f"model.random.config={TINY}num_key_value_heads: 2}}"],
 }
 """Arguments of those that `make bench` runs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -11,7 +12,8 @@ from megarl.environments.conversation import Branch, Conversation
 from megarl.environments.environment_process import EnvironmentProcess
 from megarl.remote import remote
 from megarl.rollout.completions import Response, pack_chunk
-from megarl.types import Prompt, RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
+from megarl.rollout.turns import Turns
+from megarl.types import Pickled, Prompt, RolloutChunk, SampleInfo, SampleRequest, TurnAnswer, VersionSpan, WorkItem
 
 ROOM = 1 << 20
 """Tokens of a conversation at most, and conversations of a process."""
@@ -21,6 +23,7 @@ class InstantEngine:
     """Answers every request with one id."""
 
     def __init__(self, model_dir: str, rollout: object, options: object, *, engine_id: int) -> None:
+        self._turns = Turns(self._generate)
         self._span = VersionSpan(start=0, stop=1, version=0, engine_id=engine_id)
 
     @remote(phase="start")
@@ -28,7 +31,14 @@ class InstantEngine:
         return 512
 
     @remote(phase="rollout")
-    def generate(self, item: WorkItem) -> Future[tuple[dict[int, RolloutChunk], list[SampleInfo]]]:
+    def sample_turns(self, requests: Sequence[tuple[int, Pickled[SampleRequest]]]) -> None:
+        self._turns.start(requests)
+
+    @remote(phase="rollout")
+    def sampled_turns(self) -> Future[list[TurnAnswer]]:
+        return self._turns.next()
+
+    def _generate(self, item: WorkItem) -> Future[tuple[dict[int, RolloutChunk], list[SampleInfo]]]:
         responses: list[Response] = []
         for request in item.requests:
             responses.append(
@@ -40,6 +50,7 @@ class InstantEngine:
         return answer
 
     def step(self) -> bool:
+        self._turns.step()
         return False
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from megarl.data.stream import stable_hash
 from megarl.data.tokenizer import Message, TextTooLongError
 from megarl.environments.chat import ChatRenderer
-from megarl.environments.conversation import Branch, Conversation, SampledTurn
+from megarl.environments.conversation import Branch, Conversation
 from megarl.environments.environment import Action
-from megarl.types import Prompt, SampleRequest
+from megarl.types import Prompt, SampledTurn, SampleRequest
 
 Sample = Callable[[SampleRequest], Awaitable[SampledTurn]]
 """Lets an engine sample the answer to a request."""

@@ -4,32 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-from megarl.types import ConversationOutcome, RolloutChunk, SampleRequest, VersionSpan
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampledTurn:
-    """What an engine has sampled in a turn, with the columns of a `RolloutChunk`'s row."""
-
-    token_ids: tuple[int, ...]
-    logprobs: npt.NDArray[np.float32]
-    finished: bool
-    versions: tuple[VersionSpan, ...]
-
-    @classmethod
-    def of(cls, chunk: RolloutChunk, row: int = 0) -> SampledTurn:
-        return cls(
-            token_ids=tuple(chunk.response_ids[row].tolist()),
-            logprobs=chunk.rollout_logprobs[row],
-            finished=bool(chunk.finished[row]),
-            versions=chunk.versions[row],
-        )
+from megarl.types import ConversationOutcome, SampledTurn, SampleRequest, VersionSpan
 
 
 @dataclass(kw_only=True)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.config.schema import EnvironmentSettings
-from megarl.data.packing import Chunks, sample_infos
+from megarl.data.packing import sample_infos
 from megarl.data.tokenizer import Message, Tokenizer, load_tokenizer
 from megarl.environments.chat import ChatRenderer
 from megarl.environments.chat_session import ChatSession, TurnLimits
-from megarl.environments.conversation import Conversation, SampledTurn
+from megarl.environments.conversation import Conversation
 from megarl.environments.environment import EnvironmentTask, FailedEnvironmentError
 from megarl.environments.environment_calls import EnvironmentChild, EnvironmentChildren, LostEnvironmentError
 from megarl.environments.environment_child import Reply
@@ -29,7 +29,17 @@ from megarl.environments.gateway_request import GatewayPlace
 from megarl.errors import RunError
 from megarl.remote import remote
 from megarl.texts import short_reason
-from megarl.types import Prompt, Ragged, RolloutChunk, SampleInfo, SampleRequest, WorkItem
+from megarl.types import (
+    Pickled,
+    Prompt,
+    Ragged,
+    RolloutChunk,
+    SampledTurn,
+    SampleInfo,
+    SampleRequest,
+    TurnAnswer,
+    WorkItem,
+)
 
 if TYPE_CHECKING:
     from megarl.environments.gateway import Gateway
@@ -47,11 +57,13 @@ class TurnRequest:
     Args:
         number: unique in its process.
         conversation: the sample id of its request.
+        tokens: of the prompt, and those that may be sampled.
     """
 
     number: int
     conversation: str
-    request: SampleRequest
+    tokens: int
+    request: Pickled[SampleRequest]
 
 
 class EnvironmentProcess:
@@ -136,9 +148,10 @@ class EnvironmentProcess:
         return asked
 
     @remote(phase="rollout")
-    def answer(self, number: int, rollouts: Chunks[RolloutChunk]) -> None:
-        """Hands in a turn, the row of the first chunk."""
-        self._loop.call_soon_threadsafe(self._answered, number, SampledTurn.of(rollouts[0]))
+    def answer(self, answers: Sequence[TurnAnswer]) -> None:
+        """Hands in turns, under the numbers of their requests."""
+        turns = {answer.number: answer.turn.value() for answer in answers}
+        self._loop.call_soon_threadsafe(self._answered, turns)
 
     @remote(phase="start")
     def close(self) -> None:
@@ -163,14 +176,19 @@ class EnvironmentProcess:
             self._asked = None
             asked.set_result(turns)
 
-    def _answered(self, number: int, turn: SampledTurn) -> None:
-        if (waiting := self._sampling.pop(number, None)) is not None and not waiting.done():
-            waiting.set_result(turn)
+    def _answered(self, turns: Mapping[int, SampledTurn]) -> None:
+        for number, turn in turns.items():
+            waiting = self._sampling.pop(number, None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(turn)
 
     async def _sample(self, conversation: str, request: SampleRequest) -> SampledTurn:
         number = next(self._numbers)
         turn = self._sampling[number] = self._loop.create_future()
-        self._turns.append(TurnRequest(number=number, conversation=conversation, request=request))
+        tokens = len(request.prompt.token_ids) + (request.max_new_tokens or self._limits.turn)
+        self._turns.append(
+            TurnRequest(number=number, conversation=conversation, tokens=tokens, request=Pickled.of(request))
+        )
         self._loop.call_soon(lambda: self._hand_out(self._asked))  # with those of the same moment
         return await turn
 

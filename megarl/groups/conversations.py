@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -15,12 +16,12 @@ from megarl.config import SamplingConfig
 from megarl.environments.chat_session import TurnLimits
 from megarl.environments.environment_process import EnvironmentProcess, TurnRequest
 from megarl.environments.gateway_request import GatewayPlace, Sampling
-from megarl.groups.engines import RolloutGroup
+from megarl.groups.engines import RolloutGroup, Turn
 from megarl.groups.rollouts import PendingRollouts, work_items
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.requests import stop_token_ids
 from megarl.texts import printable
-from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
+from megarl.types import RolloutChunk, SampleInfo, SampleRequest, TurnAnswer, WorkItem
 
 
 class Generator(Protocol):
@@ -29,11 +30,21 @@ class Generator(Protocol):
     def generate(self, requests: Sequence[SampleRequest], chunks: int) -> PendingRollouts: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """The turn that a process waits for."""
+
+    process: int
+    turn: TurnRequest
+
+
 class ConversationGroup(WorkerGroup[EnvironmentProcess]):
     """Processes that run conversations, whose turns the engines sample; spread over the nodes, without a device.
 
     Each process is asked for turns as long as it has conversations. A turn goes to the engine that sampled the one
     before it, which has its prefix, unless that is overloaded. The time limit of a process begins again with each turn.
+    Turns move in batches: all that a process is ready to take in one call, and all that an engine has sampled in
+    another, so the time of this process per turn falls with their number.
 
     Args:
         gateway: the environment is one.
@@ -55,6 +66,7 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
         self._asked: set[int] = set()  # processes that are asked for turns; each answers the last such call only
         self._engine_of: dict[str, Process[RolloutEngine]] = {}  # that sampled the last turn of a conversation
         self._reported: set[str] = set()  # kinds of failures
+        engines.turns_answered = self._answer
 
     def start(self) -> Call[None]:
         """Starts the processes, and returns at once, or when the nodes of gateways have told their addresses."""
@@ -116,16 +128,26 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
     def _sample(self, process: int, call: Call[list[TurnRequest]]) -> None:
         """Lets the engines sample turns, and asks for further ones."""
         self._asked.remove(process)
+        turns: list[Turn[_Source]] = []
         for turn in call.results[0]:
             last = self._engine_of.get(turn.conversation)
             engine = None if last is None else self._engines.index(last)
-            self._engines.sample(turn.request, partial(self._answer, process, turn), engine=engine)
+            source = _Source(process=process, turn=turn)
+            turns.append(Turn(request=turn.request, tokens=turn.tokens, engine=engine, source=source))
+        self._engines.sample(turns)
         self._ask(process)
 
-    def _answer(self, process: int, turn: TurnRequest, call: ChunkCall[list[SampleInfo], RolloutChunk]) -> None:
-        self._engine_of[turn.conversation] = call.processes[0]
-        self._running[process] = dict.fromkeys(self._running[process], True)
-        self.call_at(process, EnvironmentProcess.answer, turn.number, call.chunks)
+    def _answer(self, answers: Sequence[tuple[Turn[_Source], TurnAnswer]], engine: Process[RolloutEngine]) -> None:
+        """Hands turns to the processes that asked for them."""
+        by_process: dict[int, list[TurnAnswer]] = {}
+        for turn, answer in answers:
+            source = turn.source
+            self._engine_of[source.turn.conversation] = engine
+            numbered = replace(answer, number=source.turn.number)
+            by_process.setdefault(source.process, []).append(numbered)
+        for process, turns in by_process.items():
+            self._running[process] = dict.fromkeys(self._running[process], True)
+            self.call_at(process, EnvironmentProcess.answer, turns)
 
 
 def conversation_failures(samples: Sequence[SampleInfo]) -> dict[str, str]:

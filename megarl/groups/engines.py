@@ -8,7 +8,7 @@ import operator
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -33,7 +33,7 @@ from megarl.models import model_spec, vocab_size
 from megarl.remote import RemoteMethod
 from megarl.rollout.engine import EngineOptions, PickRequest, RolloutEngine, TruncateRequest
 from megarl.rollout.replay import RecordingEngine, ReplayingEngine
-from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
+from megarl.types import Pickled, RolloutChunk, SampleInfo, SampleRequest, TurnAnswer, WorkItem
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -45,13 +45,50 @@ Finished = Callable[[ChunkCall[list[SampleInfo], RolloutChunk]], None]
 """Gets the call that generated an item when it is finished."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Turn[S]:
+    """A turn of a conversation to sample.
+
+    Args:
+        tokens: of the prompt, and those that may be sampled.
+        engine: has the beginning of the prompt in its cache.
+        source: who asks for the turn; comes back with the answer.
+    """
+
+    request: Pickled[SampleRequest]
+    tokens: int
+    engine: int | None
+    source: S
+
+    responses = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Item:
+    """An item of work that waits for an engine, or is being generated."""
+
+    item: WorkItem
+    tokens: int
+    done: Finished
+
+    @property
+    def responses(self) -> int:
+        return len(self.item.requests)
+
+    @property
+    def engine(self) -> None:
+        return None
+
+
 class RolloutGroup(WorkerGroup[RolloutEngine]):
     """vLLM engines, each on `rollout.tp` devices.
 
-    Items of work wait here in the order in which they were asked for. Of the engines that have room and are not held,
-    the one with the fewest tokens in flight takes the next one: those of prompts, and those that may be sampled. Where
-    engines may be replaced, one that dies or exceeds its time limit is started again, and others answer what it was
-    asked; it takes part again after a sync.
+    Items of work and turns of conversations wait here in the order in which they were asked for. Of the engines that
+    have room and are not held, the one with the fewest tokens in flight takes the next one: those of prompts, and those
+    that may be sampled. A turn goes to the engine that has its beginning, unless that is overloaded. An engine gets the
+    turns that are ready at the same time in one call, and returns those that are finished in another; requests and
+    answers pass this process unread. Where engines may be replaced, one that dies or exceeds its time limit is started
+    again, and others answer what it was asked; it takes part again after a sync.
 
     Args:
         model_dir: Hugging Face directory of the model.
@@ -91,7 +128,11 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self.restore: Callable[[], None] | None = None
         """Gives the engines weights when all of them were replaced; None ends the run."""
         self._numbers = itertools.count()
-        self._waiting: list[tuple[int, WorkItem, Finished]] = []  # a heap
+        self._waiting: list[tuple[int, _Item | Turn[Any]]] = []  # a heap
+        self._turns: list[dict[int, Turn[Any]]] = [{} for _ in range(rollout.engines)]  # being sampled
+        self._listening: set[int] = set()  # engines that are asked for sampled turns
+        self.turns_answered: Callable[[Sequence[tuple[Turn[Any], TurnAnswer]], Process[RolloutEngine]], None]
+        """Called with sampled turns and the process that sampled them."""
         self._room = [0] * rollout.engines
         self._starting: dict[int, Call[int]] = {}  # of replaced engines, until they have weights
         # responses, and tokens
@@ -125,24 +166,23 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         items = work_items(requests, chunks)
         pending = PendingRollouts(items=items, engines=self)
         for item in items:
-            self._push(item, partial(operator.setitem, pending.answers, item.chunk))
+            done = partial(operator.setitem, pending.answers, item.chunk)
+            self._push(_Item(item=item, tokens=self._tokens_of(item), done=done))
         self._assign()
         return pending
 
-    def sample(self, request: SampleRequest, done: Finished, *, engine: int | None = None) -> None:
-        """Generates one response, the row of chunk 0 of the call that `done` gets; returns at once.
-
-        The engine that has the prompt's beginning in its cache, `engine`, takes the request unless it is overloaded.
-        """
-        self._push(WorkItem(chunk=0, requests=(request,), engine=engine), done)
+    def sample(self, turns: Sequence[Turn[Any]]) -> None:
+        """Samples turns, which `turns_answered` gets; returns at once."""
+        for turn in turns:
+            self._push(turn)
         self._assign()
 
     def index(self, process: Process[RolloutEngine]) -> int | None:
         """Returns the number of an engine; None if it was replaced."""
         return self.processes.index(process) if process in self.processes else None
 
-    def _push(self, item: WorkItem, done: Finished) -> None:
-        heapq.heappush(self._waiting, (next(self._numbers), item, done))
+    def _push(self, work: _Item | Turn[Any]) -> None:
+        heapq.heappush(self._waiting, (next(self._numbers), work))
 
     @property
     def monitor(self) -> CallMonitor:
@@ -256,47 +296,88 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         return self.submit(RolloutEngine.close, [()] * len(started), processes=[self.processes[e] for e in started])
 
     def _assign(self) -> None:
-        """Gives waiting items to engines with room."""
+        """Gives waiting items and turns to engines with room."""
+        turns: dict[int, list[tuple[int, Pickled[SampleRequest]]]] = {}
         while self._waiting:
             able = set(range(len(self.processes))) - self._held
             free = [engine for engine in sorted(able) if self._in_progress[engine] < self._room[engine]]
             if not free:
-                return
-            number, item, done = heapq.heappop(self._waiting)
-            tokens = self._tokens_of(item)
+                break
+            number, work = heapq.heappop(self._waiting)
             in_flight = self._in_flight
             engine = min(free, key=lambda index: in_flight[index])
-            if item.engine in free and in_flight[item.engine] <= _OVERLOAD * (in_flight[engine] + tokens):
-                engine = item.engine
-            self._count(engine, len(item.requests), tokens)
-            call = self.call_one(engine, RolloutEngine.generate, item, [item.chunk])
-            call.then = partial(self._finish, engine, self.processes[engine], item, done, call)
-            if self._replacements:
-                call.lost = partial(self._lose, engine, self.processes[engine], (number, item, done))
+            if work.engine in free and in_flight[work.engine] <= _OVERLOAD * (in_flight[engine] + work.tokens):
+                engine = work.engine
+            self._count(engine, work.responses, work.tokens)
+            if isinstance(work, Turn):
+                self._turns[engine][number] = work
+                turns.setdefault(engine, []).append((number, work.request))
+            else:
+                self._generate(engine, number, work)
+        for engine, requests in turns.items():
+            self._watch(engine, self.call_at(engine, RolloutEngine.sample_turns, requests))
+            self._listen(engine)
+
+    def _generate(self, engine: int, number: int, work: _Item) -> None:
+        """Lets an engine generate an item."""
+        process = self.processes[engine]
+        call = self.call_one(engine, RolloutEngine.generate, work.item, [work.item.chunk])
+        call.then = partial(self._finish, engine, process, work, call)
+        if self._replacements:
+            call.lost = partial(self._lose, engine, process, (number, work))
 
     def _finish(
         self,
         engine: int,
         process: Process[RolloutEngine],
-        item: WorkItem,
-        done: Finished,
+        work: _Item,
         call: ChunkCall[list[SampleInfo], RolloutChunk],
     ) -> None:
         if self.processes[engine] is process:
-            self._count(engine, -len(item.requests), -self._tokens_of(item))
+            self._count(engine, -work.responses, -work.tokens)
             self._tokens[engine] += sum(sample.response_tokens for sample in call.results[0])
-        done(call)
+        work.done(call)
         self._assign()
+
+    def _listen(self, engine: int) -> None:
+        """Waits for the next answers of an engine that samples turns, unless it does already."""
+        if engine in self._listening or not self._turns[engine]:
+            return
+        self._listening.add(engine)
+        call: Call[Any] = self.call_at(engine, RolloutEngine.sampled_turns)
+        call.then = partial(self._take, engine, self.processes[engine], call)
+        self._watch(engine, call)
+
+    def _take(self, engine: int, process: Process[RolloutEngine], call: Call[list[TurnAnswer]]) -> None:
+        """Hands on the turns that an engine has sampled; those of a replaced one are sampled again."""
+        if self.processes[engine] is not process:
+            return
+        self._listening.discard(engine)
+        answers: list[tuple[Turn[Any], TurnAnswer]] = []
+        for answer in call.results[0]:
+            turn = self._turns[engine].pop(answer.number)
+            self._count(engine, -1, -turn.tokens)
+            self._tokens[engine] += answer.tokens
+            answers.append((turn, answer))
+        self.turns_answered(answers, process)
+        self._listen(engine)
+        self._assign()
+
+    def _watch(self, engine: int, call: Call[Any]) -> None:
+        """Replaces the engine where it dies or hangs in a call."""
+        if self._replacements:
+            call.lost = partial(self._lose, engine, self.processes[engine], None)
 
     def _lose(
         self,
         engine: int,
         process: Process[RolloutEngine],
-        asked: tuple[int, WorkItem, Finished],
+        lost: tuple[int, _Item] | None,
         cause: str,
     ) -> None:
-        """Lets other engines answer an item of a lost engine, which is replaced."""
-        heapq.heappush(self._waiting, asked)
+        """Replaces a lost engine, and lets others answer an item of its, and its turns."""
+        if lost is not None:
+            heapq.heappush(self._waiting, lost)
         self.replace(engine, process, cause)
         self._assign()
 
@@ -314,6 +395,10 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self.replaced.append(cause)
         self._count(engine, -self._in_progress[engine], -self._in_flight[engine])
         self._room[engine] = 0
+        for number, turn in self._turns[engine].items():
+            heapq.heappush(self._waiting, (number, turn))
+        self._turns[engine] = {}
+        self._listening.discard(engine)
         self._session.end(process)
         self.processes[engine] = self._launch(engine)
         self._starting[engine] = call = self.call_at(engine, RolloutEngine.start)

@@ -29,8 +29,9 @@ from megarl.rollout.completions import (
 from megarl.rollout.engine_memory import cache_bytes
 from megarl.rollout.engine_state import EngineState
 from megarl.rollout.requests import Requests, generation_params, scoring_params, stop_token_ids
+from megarl.rollout.turns import Turns
 from megarl.rollout.vllm_environment import importing_vllm, scratch_directory, set_vllm_environment, temporary_files_in
-from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
+from megarl.types import Pickled, Ragged, RolloutChunk, SampleInfo, SampleRequest, TurnAnswer, VersionSpan, WorkItem
 from megarl.weights.hf_files import read_config
 from megarl.weights.shard_map import ShardMap
 
@@ -102,6 +103,7 @@ class RolloutEngine:
         self._llm: LLMEngine | None = None
         self._requests: Requests | None = None
         self._pending: set[PendingChunk] = set()
+        self._turns = Turns(lambda item: self._generate(item).chunk)
         vocab = self._spec.dims.vocab
         if options.vocab_size > vocab:
             raise ValueError(f"vocab_size is {options.vocab_size}; the model has {vocab} ids: lower it")
@@ -234,6 +236,16 @@ class RolloutEngine:
         """
         return self._generate(item).chunk
 
+    @remote(phase="rollout")
+    def sample_turns(self, requests: Sequence[tuple[int, Pickled[SampleRequest]]]) -> None:
+        """Starts turns of conversations, each with a number; raises ValueError as `generate` does."""
+        self._turns.start(requests)
+
+    @remote(phase="rollout")
+    def sampled_turns(self) -> Future[list[TurnAnswer]]:
+        """Returns the turns that are finished, as soon as there are any; none for a heartbeat."""
+        return self._turns.next()
+
     def _generate(self, item: WorkItem) -> PendingChunk:
         version = self._state.usable_version()
         for request in item.requests:
@@ -264,6 +276,7 @@ class RolloutEngine:
                 self._requests.abort()
                 for pending in list(self._pending):
                     pending.chunk.set_exception(error)
+        self._turns.step()
         return bool(self._requests) and not self._state.mixed
 
     @remote(phase="rollout")

@@ -19,12 +19,12 @@ from megarl.config.schema import EnvironmentSettings
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.chat import TemplateRenderer
 from megarl.environments.chat_session import ChatSession, TurnLimits
-from megarl.environments.conversation import Conversation, SampledTurn
+from megarl.environments.conversation import Conversation
 from megarl.environments.environment import EnvironmentTask
 from megarl.environments.gateway import Gateway, make_gateway
 from megarl.environments.gateway_request import GatewayPlace, Sampling
 from megarl.environments.gateway_session import GatewaySession
-from megarl.types import Prompt, SampleRequest, VersionSpan
+from megarl.types import Prompt, SampledTurn, SampleRequest, VersionSpan
 
 TEMPLATE = """\
 {% if tools %}<s>tools

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from megarl.environments.chat import TemplateRenderer
 from megarl.environments.chat_session import ChatSession, TurnLimits
-from megarl.environments.conversation import Conversation, SampledTurn
+from megarl.environments.conversation import Conversation
 from megarl.environments.environment import Action, FailedEnvironmentError, Observation
 from megarl.environments.environment_child import Reply
 from megarl.environments.environment_process import EnvironmentProcess
-from megarl.types import Prompt, SampleRequest
+from megarl.types import Prompt, SampledTurn, SampleRequest
 from tests.environments.families import FAMILIES, end_ids, tokenizer
 from tests.unit_profile import fewer
 

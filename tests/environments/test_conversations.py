@@ -18,11 +18,21 @@ from examples.sort_letters.checkpoint import write_checkpoint
 from megarl.config.schema import EnvironmentSettings
 from megarl.environments import environment_process
 from megarl.environments.chat_session import ChatSession, TurnLimits
-from megarl.environments.conversation import Conversation, SampledTurn
+from megarl.environments.conversation import Conversation
 from megarl.environments.environment import Action
 from megarl.environments.environment_process import EnvironmentProcess, TurnRequest
 from megarl.rollout.completions import Response, pack_chunk
-from megarl.types import Prompt, RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
+from megarl.types import (
+    Pickled,
+    Prompt,
+    RolloutChunk,
+    SampledTurn,
+    SampleInfo,
+    SampleRequest,
+    TurnAnswer,
+    VersionSpan,
+    WorkItem,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -100,7 +110,8 @@ def held(
             waiting += process.next_turns().result(timeout=30)
             if waiting:
                 turn = waiting.pop(chance.randrange(len(waiting)))
-                process.answer(turn.number, {0: engine.answer(turn.request)})
+                sampled = SampledTurn.of(engine.answer(turn.request.value()))
+                process.answer([TurnAnswer(number=turn.number, tokens=0, turn=Pickled.of(sampled))])
         chunks, infos = done.result(timeout=0)
     finally:
         process.close()

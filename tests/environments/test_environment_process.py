@@ -27,7 +27,17 @@ from megarl.environments.environment_child import EnvironmentHost
 from megarl.environments.environment_process import EnvironmentProcess
 from megarl.errors import RunError
 from megarl.texts import escape_output
-from megarl.types import ConversationOutcome, Prompt, Ragged, RolloutChunk, SampleInfo, SampleRequest, WorkItem
+from megarl.types import (
+    ConversationOutcome,
+    Pickled,
+    Prompt,
+    RolloutChunk,
+    SampledTurn,
+    SampleInfo,
+    SampleRequest,
+    TurnAnswer,
+    WorkItem,
+)
 from tests.data.encoded_texts import encoded_lengths
 from tests.environments.gateways import gateway_tokenizer
 
@@ -110,15 +120,9 @@ def converse(ways: Sequence[str | None], **settings: Any) -> tuple[RolloutChunk,
         held = process.generate(WorkItem(chunk=0, requests=requests))
         while not held.done():
             for asked in process.next_turns().result(timeout=30):
-                chunk = RolloutChunk(
-                    sample_ids=(asked.request.sample_id,),
-                    prompt_ids=Ragged.from_rows([asked.request.prompt.token_ids], np.int32),
-                    response_ids=Ragged.from_rows([turn], np.int32),
-                    rollout_logprobs=Ragged.from_rows([np.zeros(len(turn))], np.float32),
-                    finished=np.array([True]),
-                    versions=((),),
-                )
-                process.answer(asked.number, {0: chunk})
+                zeros = np.zeros(len(turn), np.float32)
+                sampled = SampledTurn(token_ids=tuple(turn), logprobs=zeros, finished=True, versions=())
+                process.answer([TurnAnswer(number=asked.number, tokens=len(turn), turn=Pickled.of(sampled))])
         chunks, infos = held.result()
     finally:
         process.close()

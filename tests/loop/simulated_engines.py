@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from megarl.data.stream import stable_hash
 from megarl.groups.engines import RolloutGroup
 from megarl.resharding import SyncStats
 from megarl.rollout.completions import Response, pack_chunk, select_rows
-from megarl.types import SampleRequest, VersionSpan, WorkItem
+from megarl.types import Pickled, SampledTurn, SampleRequest, TurnAnswer, VersionSpan, WorkItem
 from tests.cluster.fakes import OPTIONS
 from tests.loop.simulated_sync import Meeting, call_of
 from tests.loop.simulated_time import SimulatedTime
@@ -70,6 +71,8 @@ class Engines(RolloutGroup):
         """Items that engines took while others were held."""
         self.recorded: dict[str, Response] = {}
         """The last response to each request, by its sample id."""
+        self._polls: dict[Any, Call[Any]] = {}
+        self._sampled: dict[Any, list[TurnAnswer]] = {}
         self._mixed: set[Any] = set()
         self._calls: list[Call[Any]] = []
         self._meetings: dict[Any, tuple[Meeting, int]] = {}
@@ -112,9 +115,17 @@ class Engines(RolloutGroup):
         return call
 
     def call_at(self, process: int, method: Any, *args: Any, **_: Any) -> Call[Any]:
-        """Starts an engine, connects it or gives it weights."""
+        """Starts an engine, connects it, gives it weights, or samples turns."""
         mine = self.processes[process]
         call = call_of(self.monitor, mine, method.name)
+        if method.name in ("sample_turns", "sampled_turns"):
+            self._follow(call, ROLLOUT_LIMIT)
+            if method.name == "sample_turns":
+                self._sample_turns(process, call, *args)
+            else:
+                self._polls[mine] = call
+                self._hand_out(mine)
+            return call
         self._follow(call, 2 * self._start_s if method.name == "start" else SYNC_LIMIT)
         if method.name == "start":
             self._clock.after(self._start_s * self._chance.uniform(0.5, 1), lambda: self._answer(call, 3))
@@ -143,6 +154,44 @@ class Engines(RolloutGroup):
 
         self._clock.after(self._chance.random(), come)
         return call
+
+    def _sample_turns(self, process: int, call: Call[Any], requests: Sequence[tuple[int, Any]]) -> None:
+        """Each turn arrives with its last token."""
+        mine = self.processes[process]
+        assert mine in self.versions, "an engine without weights"
+        assert mine not in self._mixed, "an engine with half of its weights"
+        self.begun_in_syncs += any(self.processes[engine] in self.versions for engine in self._held)
+        for number, pickled in requests:
+            request = pickled.value()
+            response = self._begin(mine, stable_hash(request.seed, "tokens") % 7 + 1)
+            self._clock.after(response.seconds, partial(self._end_turn, process, mine, number, request, response))
+        self._clock.after(0.01 * self._chance.random(), lambda: self._answer(call, None))
+
+    def _end_turn(self, process: int, mine: Any, number: int, request: SampleRequest, response: Running) -> None:
+        if mine in self.ills:
+            return
+        if mine in self._mixed:  # it continues after a sync
+            self._clock.after(1.0, partial(self._end_turn, process, mine, number, request, response))
+            return
+        del self.running[response]
+        answered = answer(request, response, process)
+        self.recorded[request.sample_id] = answered
+        turn = SampledTurn.of(pack_chunk(0, [answered])[1])
+        found = TurnAnswer(number=number, tokens=len(turn.token_ids), turn=Pickled.of(turn))
+        self._sampled.setdefault(mine, []).append(found)
+        self._hand_out(mine)
+
+    def _hand_out(self, mine: Any) -> None:
+        """Answers the process's call for turns a little later, with all that there are then."""
+
+        def give() -> None:
+            call = self._polls.get(mine)
+            if call is not None and self._sampled.get(mine):
+                del self._polls[mine]
+                self._answer(call, self._sampled.pop(mine))
+
+        if mine in self._polls and self._sampled.get(mine):
+            self._clock.after(self._chance.choice([0.0, 0.1]) * self._chance.random(), give)
 
     def limit(self, call: Call[Any], seconds: float = SYNC_LIMIT) -> None:
         """Acts like the monitor on an overdue call."""

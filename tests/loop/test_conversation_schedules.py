@@ -11,7 +11,8 @@ import pytest
 from megarl.cluster import ray_api
 from megarl.cluster.calls import Condition
 from megarl.errors import RunError
-from megarl.types import Prompt, SampleRequest
+from megarl.groups.engines import Turn
+from megarl.types import Pickled, Prompt, SampleRequest
 from tests.loop.simulated_conversations import Conversations
 from tests.loop.simulated_engines import Engines
 from tests.loop.simulated_time import SimulatedTime
@@ -154,16 +155,15 @@ def test_the_time_limit_begins_again_with_each_turn() -> None:
 def test_a_turn_goes_to_the_engine_with_its_prefix_unless_that_has_too_many_tokens() -> None:
     engines = Engines(SimulatedTime(), random.Random(0), engines=3, mode="exact", losses=0, start_s=0.0)
     engines.versions = dict.fromkeys(engines.processes, 0)
+    engines.turns_answered = lambda _answers, _process: None
     engines._open(dict.fromkeys(range(3), 99))
 
     def taken_by(prompt: int, engine: int | None = None) -> int:
         before = list(engines._in_progress)
         ids = tuple(range(prompt))
-        engines.sample(
-            SampleRequest(sample_id="1/a/0/turn-0", prompt=Prompt(prompt_id="a", token_ids=ids), seed=0),
-            lambda _: None,
-            engine=engine,
-        )
+        request = SampleRequest(sample_id="1/a/0/turn-0", prompt=Prompt(prompt_id="a", token_ids=ids), seed=0)
+        turn = Turn(request=Pickled.of(request), tokens=prompt + 7, engine=engine, source=None)
+        engines.sample([turn])
         return next(index for index in range(3) if engines._in_progress[index] > before[index])
 
     assert [taken_by(93), taken_by(33), taken_by(33), taken_by(33)] == [0, 1, 2, 1], "100, 80 and 40 tokens"

@@ -12,7 +12,7 @@ from typing import Any
 from megarl.config.schema import Rollout
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.requests import generation_params
-from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
+from megarl.types import Pickled, RolloutChunk, SampledTurn, SampleInfo, SampleRequest, WorkItem
 from tests.leftovers import open_shared_memory
 
 
@@ -28,6 +28,26 @@ def generate(
         answers += [engine.generate(item) for item in itertools.islice(waiting, room)]
     infos = [info for answer in answers for info in answer.result()[1]]
     return infos, [answer.result()[0][index] for index, answer in enumerate(answers)]
+
+
+def sample_turns(engine: RolloutEngine, requests: Sequence[SampleRequest]) -> list[list[tuple[int, SampledTurn]]]:
+    """Samples the responses to requests as turns, numbered from 100; returns those of each call for answers."""
+    engine.sample_turns([(number, Pickled.of(request)) for number, request in enumerate(requests, 100)])
+    answers: list[list[tuple[int, SampledTurn]]] = []
+    while sum(map(len, answers)) < len(requests):
+        waiting = engine.sampled_turns()
+        while not waiting.done():
+            engine.step()
+        answers.append([(answer.number, answer.turn.value()) for answer in waiting.result()])
+    return answers
+
+
+def beats(engine: RolloutEngine) -> bool:
+    """Whether a call for sampled turns returns without any after a heartbeat."""
+    waiting = engine.sampled_turns()
+    engine._turns._since -= 60.0
+    engine.step()
+    return waiting.result(timeout=0) == []
 
 
 def generate_with(engine: RolloutEngine, rollout: Rollout, requests: Sequence[SampleRequest]) -> RolloutChunk:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from megarl.data.prompts import greedy_requests
 from megarl.models import model_spec
 from megarl.resharding import ConnectRequest, SyncSpec
-from megarl.types import Prompt, SampleRequest, VersionSpan
+from megarl.types import Prompt, SampledTurn, SampleRequest, VersionSpan
 from megarl.weights.hf_files import HFDirectory, read_config
 from megarl.weights.planner import Holder, plan
 from megarl.weights.topology import Place
@@ -73,6 +73,27 @@ def test_the_comparison_detects_a_missing_cache_reset(
     engine.apply(in_process.use_salts)
     assert not np.array_equal(stale.chunk.rollout_logprobs.values, fresh["qwen2_later"].chunk.rollout_logprobs.values)
     assert_close(stale.raw, fresh["qwen2_later"].raw, 0.0, "scoring reads no cache")
+
+
+def test_turns_are_the_responses_to_the_same_requests_and_come_as_they_end(
+    engine: EngineProcess, models: Mapping[str, Path]
+) -> None:
+    resync(engine, models["qwen2"])
+    chunk = ask(engine).chunk
+    answers = engine.apply(in_process.sample_turns, requests())
+    turns = dict(sorted(turn for batch in answers for turn in batch))
+    assert list(turns) == [100, 101, 102, 103, 104, 105]
+    for row, turn in enumerate(turns.values()):
+        expected = SampledTurn.of(chunk, row)
+        assert (turn.token_ids, turn.finished, turn.versions) == (
+            expected.token_ids,
+            expected.finished,
+            expected.versions,
+        )
+        np.testing.assert_array_equal(turn.logprobs, expected.logprobs)
+    lengths = [[len(turn.token_ids) for _, turn in batch] for batch in answers]
+    assert len(lengths) == len({length for batch in lengths for length in batch}), "those of a length end together"
+    assert engine.apply(in_process.beats), "without an answer, a call returns after a while"
 
 
 def test_an_engine_receives_its_shard_once(engine: EngineProcess, models: Mapping[str, Path]) -> None:
