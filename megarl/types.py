@@ -186,7 +186,7 @@ class RolloutChunk:
         versions: N tuples of spans that cover the sampled tokens in order.
         loss_mask: N rows of bool, by id of the response, whether it was sampled; None where all were.
         rewards: [N] float32 by the environment, NaN of a conversation that failed.
-        turns, turn_rewards: N rows of int32 and float32: the sampled tokens up to the end of each turn, and its reward.
+        turns, turn_rewards: N rows of int32 and float64: the sampled tokens up to the end of each turn, and its reward.
     """
 
     sample_ids: tuple[str, ...]

@@ -81,13 +81,6 @@ class Conversation:
     def turns(self) -> int:
         return sum(len(branch.turns) for branch in self.branches)
 
-    def rewards_from(self, number: int) -> list[float]:
-        """Returns the rewards of the turns of a branch, the last one with those of all later branches."""
-        own = list(self.branches[number].rewards)
-        later = self.branches[number + 1 :]
-        own[-1:] = [own[-1] + sum(reward for branch in later for reward in branch.rewards)] if own else []
-        return own
-
     def drop_unanswered(self, filler: int) -> None:
         """Removes what no turn follows; a conversation without any turn has failed, and gets a prompt of one id."""
         for branch in self.branches:

@@ -293,8 +293,6 @@ def task_of(prompt: Prompt, tokenizer: Tokenizer) -> EnvironmentTask:
 def pack_conversations(conversations: Sequence[Conversation], filler: int) -> tuple[RolloutChunk, list[str]]:
     """Returns the chunk of some conversations, a row per branch, and the prompt id of each row.
 
-    The last turn of a branch also has the rewards of later branches, for which it has prepared.
-
     Args:
         filler: the prompt of one that failed before its first turn.
     """
@@ -312,6 +310,6 @@ def pack_conversations(conversations: Sequence[Conversation], filler: int) -> tu
         loss_mask=Ragged.from_rows((branch.loss_mask for branch in branches), np.bool_),
         rewards=np.array([own.reward for own, _, _ in rows], dtype=np.float32),
         turns=Ragged.from_rows((branch.turns for branch in branches), np.int32),
-        turn_rewards=Ragged.from_rows((own.rewards_from(number) for own, number, _ in rows), np.float32),
+        turn_rewards=Ragged.from_rows((branch.rewards for branch in branches), np.float64),
     )
     return chunk, [own.request.prompt.prompt_id for own, _, _ in rows]

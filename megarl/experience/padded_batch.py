@@ -162,17 +162,28 @@ def by_chunk(values: Tensor, mask: Tensor, chunks: Mapping[int, RolloutChunk]) -
 
 
 def _turn_rewards(chunks: Mapping[int, RolloutChunk], mask: Tensor, factor: float | None) -> Tensor | None:
-    """[B, R], the rewards of turns, times the factor."""
+    """[B, R], the rewards of turns, times the factor.
+
+    The last turn of a branch also gets the rewards of later branches of its conversation, for which it has prepared.
+    """
     if factor is None:
         return None
     placed = torch.zeros(mask.shape)
-    row = 0
+    first = 0
     for chunk in chunks.values():
         assert chunk.turns is not None
         assert chunk.turn_rewards is not None
-        for ends, rewards in zip(chunk.turns, chunk.turn_rewards, strict=True):
-            placed[row, torch.from_numpy(ends.astype(np.int64)) - 1] = factor * torch.from_numpy(rewards.copy())
-            row += 1
+        later: dict[str, float] = {}
+        for row in reversed(range(len(chunk.sample_ids))):
+            conversation = conversation_of(chunk.sample_ids[row])
+            rewards = chunk.turn_rewards[row].copy()
+            total = rewards.sum() + later.get(conversation, 0.0)
+            if len(rewards):
+                rewards[-1] += later.get(conversation, 0.0)
+            later[conversation] = total
+            ends = torch.from_numpy(chunk.turns[row].astype(np.int64))
+            placed[first + row, ends - 1] = factor * torch.from_numpy(rewards.astype(np.float32))
+        first += len(chunk.sample_ids)
     return placed
 
 

@@ -14,10 +14,11 @@ from megarl.algos.metrics import clustered_mean, pass_rate
 from megarl.cluster.calls import Routine
 from megarl.config import SamplingConfig
 from megarl.config.schema import Evaluation
+from megarl.data.branches import Branches
 from megarl.data.prompts import sample_requests
 from megarl.groups.trainers import RemoteRole
 from megarl.loop.sampler import RolloutParts, conversation_metrics
-from megarl.loop.scoring import REWARD_MODEL, Branches, ScoresByReward, Values, group_numbers, unscored_metrics
+from megarl.loop.scoring import REWARD_MODEL, ScoresByReward, Values, group_numbers, unscored_metrics
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.datasets import PromptSets
 from megarl.run.results import EvaluationResult, no_columns, prompt_scores, shown_samples
@@ -86,10 +87,8 @@ class Evaluator:
         scoring = yield from self._scorer.score(rollouts, self._prompts, self._evaluation.functions)
         yield scoring
         scores = scoring.wait()
-        branches = Branches.of(rollouts.samples)
-        whole = branches.whole(rollouts.samples)
-        of_whole = {name: scores[name][branches.last] for name in scores}
-        metrics = held_out_metrics(of_whole, whole, self._evaluation)
+        whole = Branches.of(rollouts.samples).whole(rollouts.samples)
+        metrics = held_out_metrics(scores, whole, self._evaluation)
         total = scores.get(REWARD_MODEL, next(iter(scores.values())))
         tokenizer = self._tokenizer
         count = self._tracking.samples
@@ -98,7 +97,7 @@ class Evaluator:
             step=step,
             metrics={f"{prefix}/{name}": value for name, value in metrics.items()},
             samples=shown_samples(rollouts, self._prompts, total, scores, tokenizer, count, columns=columns),
-            prompts=prompt_scores(whole, of_whole),
+            prompts=prompt_scores(whole, scores),
         )
 
 

@@ -26,15 +26,19 @@ import numpy as np
 from megarl.cluster.calls import Condition, Routine, Task, WorkerError
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config import RolloutTrainingConfig
+from megarl.data.branches import Branches
 from megarl.data.packing import sample_infos
 from megarl.groups.colocation import Colocation
 from megarl.groups.engines import RolloutGroup
 from megarl.groups.rollouts import Rollouts
 from megarl.loop.sampler import Sampled, Sampler
-from megarl.loop.scoring import Branches, Scoring
+from megarl.loop.scoring import Scoring
 from megarl.rollout.completions import load_chunks, save_chunks
 from megarl.rollout.requests import sampling_settings
 from megarl.types import ConversationOutcome, RolloutChunk
+
+_FORMAT = 2
+"""Of saved rollouts: their scores are those of conversations, and the rewards of turns are raw."""
 
 
 class RolloutBuffer:
@@ -175,17 +179,19 @@ class RolloutBuffer:
         steps = {step: _save(each, directory / f"step-{step}") for step, each in sampled.items()}
         if not steps:
             return dict(self._sampler.state())
-        return {**self._sampler.state(), "sampled": steps, "sampling": sampling_settings(self._rollout)}
+        sampling = sampling_settings(self._rollout)
+        return {**self._sampler.state(), "sampled": steps, "sampling": sampling, "format": _FORMAT}
 
     def load(self, state: Mapping[str, Any], directory: Path) -> None:
         """Loads `state()`; raises ValueError if the prompts have changed.
 
-        Samples that have become too old for the configuration, or too few, or are of another distribution, are
-        generated again.
+        Samples that have become too old for the configuration, or too few, or are of another distribution or format,
+        are generated again.
         """
-        self._sampler.load({name: value for name, value in state.items() if name not in ("sampled", "sampling")})
+        others = ("sampled", "sampling", "format")
+        self._sampler.load({name: value for name, value in state.items() if name not in others})
         for step, saved in state.get("sampled", {}).items():
-            if state.get("sampling") != sampling_settings(self._rollout):
+            if state.get("sampling") != sampling_settings(self._rollout) or state.get("format") != _FORMAT:
                 continue
             prompts = [self._sampler.prompt(prompt_id) for prompt_id in saved["prompts"]]
             rollouts, scoring = _load(saved["samples"], directory / f"step-{step}.npz")

@@ -18,6 +18,7 @@ from megarl.cluster.session import Session
 from megarl.config import RolloutTrainingConfig
 from megarl.config.schema import TruncateAt
 from megarl.config.schema.cluster_sections import shared_devices
+from megarl.data.branches import Branches
 from megarl.groups.colocation import Colocation
 from megarl.groups.conversations import conversation_failures
 from megarl.groups.engines import launch_engines
@@ -28,7 +29,7 @@ from megarl.loop.logprob_check import LogprobCheck
 from megarl.loop.pass_meter import PassMeter
 from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.sampler import RolloutParts, Sampled, Sampler, sample_metrics
-from megarl.loop.scoring import Branches, ScoresByReward, Values, reward_weights, shuffled_order
+from megarl.loop.scoring import ScoresByReward, Values, reward_weights, shuffled_order
 from megarl.loop.skipped_steps import SkippedBatches, write_rollouts
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.datasets import PromptSets
@@ -138,7 +139,7 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         """Returns the result of a step; `timings` include the sync's metrics.
 
         Args:
-            scores: the totals, [N].
+            scores: the totals, [C].
             advantages: of whole responses, [N].
             columns: values of tokens.
         """

@@ -16,6 +16,7 @@ from megarl.cluster.calls import Routine, together
 from megarl.cluster.session import Session
 from megarl.config import RolloutTrainingConfig, SamplingConfig
 from megarl.config.schema import TruncateAt
+from megarl.data.branches import Branches
 from megarl.data.prompts import greedy_requests, sample_requests
 from megarl.data.stream import Stream, StreamState
 from megarl.groups.colocation import Colocation
@@ -26,7 +27,7 @@ from megarl.groups.rollouts import PendingRollouts, Rollouts
 from megarl.groups.scorers import launch_scorers
 from megarl.groups.trainers import Service, Trainers
 from megarl.loop.forward_passes import Forwards
-from megarl.loop.scoring import Branches, SampleFilter, Scorer, Scoring
+from megarl.loop.scoring import SampleFilter, Scorer, Scoring
 from megarl.types import Prompt, SampleInfo
 
 
@@ -253,8 +254,11 @@ class Sampler:
         others = sorted(set(range(len(prompts))) - set(kept))
         chosen = sorted([*kept, *others][:wanted])
         rollouts = Rollouts.joined([each.rollouts for each in rounds])
-        draws = Branches.of(rollouts.samples).conversation // size
-        rows = [int(row) for draw in chosen for row in np.flatnonzero(draws == draw)]
+        conversations = [draw * size + index for draw in chosen for index in range(size)]
+        branches = Branches.of(rollouts.samples)
+        rows: list[int] = []
+        for conversation in conversations:
+            rows += branches.rows(conversation)
         if len(rows) < len(rollouts.samples):
             picked = self._engines.pick(rollouts, [rollouts.samples[row] for row in rows], self._chunks)
             yield picked
@@ -265,7 +269,7 @@ class Sampler:
             "filter/groups_kept": len(kept) / len(prompts),
             "filter/filled": max(wanted - len(kept), 0),
         }
-        return [prompts[draw] for draw in chosen], rollouts, _select_scores(rounds, rows), metrics
+        return [prompts[draw] for draw in chosen], rollouts, _select_scores(rounds, conversations, rows), metrics
 
     def _rounds(self, dynamic: DynamicSampling, step: int) -> Routine[tuple[list[Sampled], list[int]]]:
         """Samples rounds until enough draws pass; returns the rounds, and the indices of these draws in all rounds."""
@@ -282,17 +286,17 @@ class Sampler:
                 scoring = yield from self._score(rollouts, prompts)
             yield scoring
             rounds.append(Sampled(prompts=prompts, rollouts=rollouts, scoring=scoring))
-            keeps = dynamic.keep(scoring.wait(), scoring.samples)[Branches.of(scoring.samples).last]
-            keeps = keeps[:: self._samples_per_prompt]
+            whole = Branches.of(scoring.samples).whole(scoring.samples)
+            keeps = dynamic.keep(scoring.wait(), whole)[:: self._samples_per_prompt]
             kept += (len(drawn) + np.flatnonzero(keeps)).tolist()
             drawn += prompts
         return rounds, kept
 
 
-def _select_scores(rounds: Sequence[Sampled], rows: Sequence[int]) -> Scoring:
-    """Returns the scores of some rows of all rounds."""
+def _select_scores(rounds: Sequence[Sampled], conversations: Sequence[int], rows: Sequence[int]) -> Scoring:
+    """Returns the scores of some conversations of all rounds, whose samples are `rows`."""
     joined = Scoring.joined([each.scoring for each in rounds])
-    scores = {name: values[rows] for name, values in joined.wait().items()}
+    scores = {name: values[conversations] for name, values in joined.wait().items()}
     seconds = joined.seconds()
     return Scoring(samples=[joined.samples[row] for row in rows], wait=lambda: scores, seconds=lambda: seconds)
 

@@ -1,13 +1,13 @@
 """Scores of a step's samples: gathered from all rewards, totalled, and compared within prompts.
 
 Shape legend: n samples of a chunk; N samples of a step, in the order of `Rollouts.samples`, which is that of their
-chunks and rows; B samples of a rank or a micro-batch; R tokens of the longest response. A score takes five forms from
-the reward to the loss:
+chunks and rows; C conversations of a step, which are its samples where none has branches; B samples of a rank or a
+micro-batch; R tokens of the longest response. A score takes five forms from the reward to the loss:
 
 1. [n] float32 by chunk and reward: from `rewards.scorer` in a scoring process, or from the reward model's ranks.
-2. [N] on the driver: `gather_rows` concatenates the chunks, `total_scores` adds, clips and shapes the scores of all
-   rewards, and `score_batch` compares the samples of a prompt. Each of the actor's ranks gets its rows of the
-   resulting `SampleScores`.
+2. [C] on the driver: `gather_rows` concatenates the chunks, `total_scores` adds, clips and shapes the scores of all
+   rewards, and `score_batch` compares the conversations of a prompt. The resulting `SampleScores` are [N], each sample
+   with the numbers of its conversation; each of the actor's ranks gets its rows of them.
 3. [B, R] on the actor's ranks: `experience.build` computes token rewards and advantages.
 4. Flat, one value per response token: the columns of an `ExperienceChunk`.
 5. [B, R] in the loss of a micro-batch.
@@ -33,6 +33,7 @@ from megarl.cluster.calls import Call, Routine, gather_by_chunk
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config import SamplingConfig
 from megarl.config.schema import Algo, EnvironmentSettings, Reward, RewardFunction, Scores, Selection, TruncateAt
+from megarl.data.branches import Branches
 from megarl.data.schedule import inference_schedule
 from megarl.data.stream import stable_hash
 from megarl.experience.records import SampleScores, TokenRewardScale
@@ -55,10 +56,10 @@ ENVIRONMENT = "environment"
 """Names of the reward model and the environment among the rewards; reward functions have their labels."""
 
 ScoresByReward = Mapping[str, Values]
-"""[N] unweighted scores by the name of the reward; those of the reward model are normalised."""
+"""[C] unweighted scores by the name of the reward; those of the reward model are normalized."""
 
 SampleFilter = Callable[[ScoresByReward, Sequence[SampleInfo]], npt.NDArray[np.bool_]]
-"""Returns for each sample whether its prompt is kept, [N] bool."""
+"""Returns for each conversation whether its prompt is kept, [C] bool."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,80 +171,48 @@ class Scorer:
         calls = [*calls, *rules, *([] if model is None else [model])]
         return Scoring(
             samples=rollouts.samples,
-            wait=lambda: self._gather(model, rules, branches) | self._of_environment(rollouts),
+            wait=lambda: self._gather(model, rules, branches) | self._environment_rewards(rollouts, branches),
             seconds=lambda: max((call.longest() for call in calls), default=0.0),
             calls=calls,
             model=model,
             dense=None if dense is None else dense.chunks,
         )
 
-    def _of_environment(self, rollouts: Rollouts) -> dict[str, Values]:
+    def _environment_rewards(self, rollouts: Rollouts, branches: Branches) -> dict[str, Values]:
         """Returns the rewards of the environment, which came with the rollouts."""
         if self._config.environment is None:
             return {}
-        return {ENVIRONMENT: np.array([sample.reward for sample in rollouts.samples], dtype=np.float32)}
+        last: list[int] = branches.last.tolist()
+        rewards = [rollouts.samples[row].reward for row in last]
+        return {ENVIRONMENT: np.array(rewards, dtype=np.float32)}
 
     def _gather(
         self, model: Call[dict[int, Values] | None] | None, rules: Sequence[Call[ScoredRows]], branches: Branches
     ) -> dict[str, Values]:
-        """Waits for the scores of the reward model and of scoring processes; a branch has those of the last one."""
+        """Waits for the scores of the reward model, those of the last branches, and of scoring processes."""
         scores: dict[str, Values] = {}
         if model is not None:
-            raw = gather_rows(gather_by_chunk(model))[branches.last][branches.conversation]
+            raw = gather_rows(gather_by_chunk(model))[branches.last]
             scores[REWARD_MODEL] = self._scale.apply(torch.as_tensor(np.where(np.isfinite(raw), raw, np.nan))).numpy()
         for columns in (self.rules.gather(call) for call in rules if self.rules is not None):
             for name in next(iter(columns.values())):
-                column = gather_rows({chunk: of_chunk[name] for chunk, of_chunk in columns.items()})
-                scores[name] = column[branches.conversation]
+                scores[name] = gather_rows({chunk: of_chunk[name] for chunk, of_chunk in columns.items()})
         return scores
 
 
-@dataclass(frozen=True, kw_only=True)
-class Branches:
-    """Which samples belong together; without branches, each sample is a conversation of its own.
-
-    Args:
-        conversation: [N], the number of each sample's conversation, in their order.
-        last: [C], the last sample of each conversation.
-    """
-
-    conversation: npt.NDArray[np.int64]
-    last: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(cls, samples: Sequence[SampleInfo]) -> Branches:
-        numbers: dict[str, int] = {}
-        conversation = [numbers.setdefault(sample.conversation, len(numbers)) for sample in samples]
-        last = {number: index for index, number in enumerate(conversation)}
-        return cls(conversation=np.array(conversation, np.int64), last=np.array(list(last.values()), np.int64))
-
-    def rows(self, conversation: int) -> list[int]:
-        """Returns the samples of a conversation."""
-        return np.flatnonzero(self.conversation == conversation).tolist()
-
-    def whole(self, samples: Sequence[SampleInfo]) -> list[SampleInfo]:
-        """Returns the last sample of each conversation, with the first one's prompt and the sampled tokens of all."""
-        prompts = dict[int, int]()
-        tokens = [0] * len(self.last)
-        for number, sample in zip(self.conversation.tolist(), samples, strict=True):
-            prompts.setdefault(number, sample.prompt_tokens)
-            tokens[number] += sample.response_tokens
-        last: list[int] = self.last.tolist()
-        return [
-            replace(samples[row], prompt_tokens=prompts[number], response_tokens=tokens[number])
-            for number, row in enumerate(last)
-        ]
-
-
 def gather_rows(columns: Mapping[int, Values]) -> Values:
-    """Concatenates the columns of all chunks, in the order of the chunks: [N] float32."""
+    """Concatenates the columns of all chunks, in the order of the chunks."""
     return np.concatenate([columns[chunk] for chunk in sorted(columns)], dtype=np.float32)
 
 
 def total_scores(
     scores: ScoresByReward, samples: Sequence[SampleInfo], weights: Mapping[str, float], shaping: Scores
 ) -> Values:
-    """Returns the weighted sum of all rewards, clipped and shaped, [N]; NaN where a reward has no score."""
+    """Returns the weighted sum of all rewards, clipped and shaped, [C]; NaN where a reward has no score.
+
+    Args:
+        samples: [C].
+    """
     total = sum((weights[name] * values for name, values in scores.items()), np.zeros(len(samples)))
     shaped = torch.as_tensor(np.asarray(total, dtype=np.float32))
     scored = shaped.isfinite()
@@ -295,7 +264,7 @@ class ScoredBatch:
     """The scores of a step, with metrics of the scores.
 
     Args:
-        totals: [N], with the rewards of all turns.
+        totals: [C], with the rewards of all turns.
         selected: indices of the samples to train on, in the order of `algo.select`; None where all are.
     """
 
@@ -337,7 +306,7 @@ def score_batch(
     """
     branches = Branches.of(samples)
     whole = branches.whole(scoring.samples)
-    by_reward = {name: values[branches.last] for name, values in scoring.wait().items()}
+    by_reward = scoring.wait()
     scores = totals = total_scores(by_reward, whole, weights, algo.scores)
     if algo.of_tokens and ENVIRONMENT in weights:  # its rewards are placed at the ends of turns
         scores = total_scores(by_reward, whole, {**weights, ENVIRONMENT: 0.0}, algo.scores)
@@ -375,8 +344,8 @@ def score_batch(
             sequence_advantages=sequence_advantages,
             actor_mask=(finished if masks_unfinished else np.ones_like(finished))[branches.conversation],
         ),
-        totals=totals[branches.conversation],
-        scores_by_reward={name: values[branches.conversation] for name, values in by_reward.items()},
+        totals=totals,
+        scores_by_reward=by_reward,
         metrics={**score_metrics(by_reward), **_group_metrics(totals, groups[branches.last])},
     )
 
@@ -391,7 +360,7 @@ def with_selection(
         samples_per_prompt: neighbors that answer the same draw of a prompt.
     """
     branches = Branches.of(samples)
-    totals = batch.totals[branches.last]
+    totals = batch.totals
     conversations = select_samples(totals, branches.whole(samples), selection, samples_per_prompt)
     metrics = {"select/samples": len(conversations), **known_means({"select/score": totals[conversations]})}
     selected: list[int] = []
@@ -406,8 +375,8 @@ def select_samples(
     """Returns the indices of the samples to train on.
 
     Args:
-        scores: [N]; samples without a score are not selected.
-        samples: [N], adjacent for each draw.
+        scores: [C]; those without one are not selected.
+        samples: [C], adjacent for each draw.
     """
     discarded = ~np.isfinite(scores)
     if selection.discard_unfinished:
@@ -420,17 +389,19 @@ def select_samples(
 
 
 def sample_filter(weights: Mapping[str, float], algo: Algo) -> SampleFilter:
-    """Returns the algorithm's filter, applied to the scored samples of each prompt; it drops prompts without any."""
+    """Returns the algorithm's filter for conversations, [C]; it drops prompts without a scored one."""
     assert algo.filter is not None
     passes = bound(FILTERS, algo.filter.name, algo.filter.options)
 
     def keep(scores: ScoresByReward, samples: Sequence[SampleInfo]) -> npt.NDArray[np.bool_]:
         totals = total_scores(scores, samples, weights, algo.scores)
         groups = group_numbers(samples)
-        last = Branches.of(samples).last
-        scored = last[np.isfinite(totals[last])]
-        members = [torch.as_tensor(totals[scored[groups[scored] == group]]) for group in range(groups.max() + 1)]
-        return np.array([len(of_prompt) > 0 and bool(passes(of_prompt)) for of_prompt in members])[groups]
+        scored = np.isfinite(totals)
+        kept: list[bool] = []
+        for group in range(groups.max() + 1):
+            members = totals[scored & (groups == group)]
+            kept.append(len(members) > 0 and bool(passes(torch.as_tensor(members))))
+        return np.array(kept)[groups]
 
     return keep
 
@@ -454,7 +425,8 @@ def _group_metrics(scores: Values, groups: npt.NDArray[np.int64]) -> dict[str, f
 def _greedy_scores(
     greedy: Scoring, samples: Sequence[SampleInfo], weights: Mapping[str, float], shaping: Scores
 ) -> torch.Tensor:
-    """Returns the score of the greedy response to each sample's prompt, [N]."""
-    totals = total_scores(greedy.wait(), greedy.samples, weights, shaping)
-    of_prompt = {sample.prompt_id: total for sample, total in zip(greedy.samples, totals, strict=True)}
-    return torch.tensor([of_prompt[sample.prompt_id] for sample in samples])
+    """Returns the score of the greedy response to the prompt of each of some samples."""
+    greedy_samples = Branches.of(greedy.samples).whole(greedy.samples)
+    totals = total_scores(greedy.wait(), greedy_samples, weights, shaping)
+    by_prompt = {sample.prompt_id: total for sample, total in zip(greedy_samples, totals, strict=True)}
+    return torch.tensor([by_prompt[sample.prompt_id] for sample in samples])

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from megarl.data.branches import Branches
 from megarl.data.stream import stable_hash
 from megarl.data.tokenizer import Tokenizer
 from megarl.groups.rollouts import Rollouts
@@ -97,11 +98,13 @@ def shown_samples(
 
     Args:
         prompts: by prompt id.
-        scores, advantages: [N].
-        by_reward: [N] each.
+        scores: [C], of conversations.
+        by_reward: [C] each.
+        advantages: [N].
         columns: beside the engines' log-probabilities; None does not keep values of tokens.
     """
     pieces: dict[int, str] = {}
+    conversations = Branches.of(rollouts.samples).conversation
 
     def text(ids: npt.NDArray[np.int32]) -> str | tuple[int, ...]:
         return tuple(ids.tolist()) if tokenizer is None else tokenizer.decode(ids.tolist())
@@ -110,6 +113,7 @@ def shown_samples(
     most = len(rollouts.samples) if count == "all" else count
     for index in _of_some_prompts([sample.prompt_id for sample in rollouts.samples], most):
         sample = rollouts.samples[index]
+        conversation = conversations[index]
         chunk = rollouts.chunks[sample.chunk]
         prompt_ids = chunk.prompt_ids[sample.row]
         response_ids = chunk.response_ids[sample.row]
@@ -126,8 +130,8 @@ def shown_samples(
                 response_tokens=sample.response_tokens,
                 versions=tuple(dict.fromkeys(span.version for span in chunk.versions[sample.row])),
                 finished=sample.finished,
-                score=float(scores[index]),
-                scores={name: float(values[index]) for name, values in by_reward.items()},
+                score=float(scores[conversation]),
+                scores={name: float(values[conversation]) for name, values in by_reward.items()},
                 advantage=None if advantages is None else float(advantages[index]),
                 tokens=None if columns is None else _tokens(chunk, sample, columns(sample.chunk), tokenizer, pieces),
                 turns=None if sample.outcome is None else _turns(chunk, sample, tokenizer),
@@ -155,22 +159,14 @@ def _turns(chunk: RolloutChunk, sample: SampleInfo, tokenizer: Tokenizer | None)
         turns.append(ShownTurn(sampled=reward is not None, text=text, tokens=len(piece), reward=reward))
         place = stop
 
+    assert chunk.turn_rewards is not None
     starts = [0, *chunk.turns[sample.row].tolist()]
-    for first, end, reward in zip(starts, starts[1:], _own_rewards(chunk, sample), strict=False):
+    rewards = [float(f"{reward:.6g}") for reward in chunk.turn_rewards[sample.row].tolist()]
+    for first, end, reward in zip(starts, starts[1:], rewards, strict=False):
         if end > first and sampled[first] > place:
             add(int(sampled[first]), None)
         add(int(sampled[end - 1]) + 1 if end > first else place, reward)
     return turns
-
-
-def _own_rewards(chunk: RolloutChunk, sample: SampleInfo) -> list[float]:
-    """Returns the rewards of a branch's turns; in the chunk, the last one has those of later branches, too."""
-    assert chunk.turn_rewards is not None
-    rewards = chunk.turn_rewards[sample.row].tolist()
-    later = sample.row + 1
-    if rewards and any(name.startswith(f"{sample.conversation}#") for name in chunk.sample_ids[later : later + 1]):
-        rewards[-1] -= float(chunk.turn_rewards[later].sum())
-    return [float(f"{reward:.6g}") for reward in rewards]
 
 
 def _text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:

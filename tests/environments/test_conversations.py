@@ -219,8 +219,8 @@ def test_a_template_that_rewrites_earlier_turns_begins_branches(tmp_path: Path) 
         own = [chunk.turn_rewards[first + branch] for branch in range(3)]
         total = chunk.rewards[first]
         assert chunk.rewards[first : first + 3].tolist() == [total] * 3
-        assert own[0].sum() == pytest.approx(total), "an earlier branch has prepared for the rewards of later ones"
-        assert own[0].sum() > own[1].sum() > own[2].sum() > 0
+        assert sum(rewards.sum() for rewards in own) == pytest.approx(total)
+        assert all(rewards.any() for rewards in own), "each branch has its own rewards"
 
 
 def test_a_prompt_that_leaves_no_room_is_a_failure(tokenizer: Path) -> None:

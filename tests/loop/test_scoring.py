@@ -14,10 +14,10 @@ import pytest
 from megarl.algos.reward_shaping import ScoreScale
 from megarl.cluster.calls import Task
 from megarl.config.schema import Algo, Reward, RewardFunction, Scores
+from megarl.data.branches import Branches
 from megarl.experience.records import TokenRewardScale
 from megarl.loop.sampler import conversation_metrics, sample_metrics
 from megarl.loop.scoring import (
-    Branches,
     ScoredBatch,
     Scorer,
     Scoring,
@@ -324,17 +324,16 @@ def test_branches_count_as_one_sample() -> None:
         )
 
     for algo in ({"advantage": "grpo"}, {"advantage": "opo"}, {"advantage": "rloo", "scores": {"missing_end": "mask"}}):
-        expected, found = scored(whole, scores, algo), scored(branched, scores[of], algo)
+        expected, found = scored(whole, scores, algo), scored(branched, scores, algo)
         assert expected.samples.sequence_advantages is not None
         assert found.samples.sequence_advantages is not None
         assert found.samples.sequence_advantages.tolist() == expected.samples.sequence_advantages[of].tolist()
         assert found.samples.actor_mask.tolist() == expected.samples.actor_mask[of].tolist()
-        assert found.totals.tolist() == expected.totals[of].tolist()
+        assert found.totals.tolist() == expected.totals.tolist()
         assert found.metrics == expected.metrics
     assert sample_metrics(branched, 9) == sample_metrics(whole, 9)
     keep = sample_filter(reward_weights(Reward()), Algo.model_validate({"filter": "nonzero_std"}))
-    of_equal = np.float32([1, 1, 3, 5])
-    assert keep({"reward_model": of_equal[of]}, branched).tolist() == [False] * 3 + [True] * 4
+    assert keep({"reward_model": np.float32([1, 1, 3, 5])}, whole).tolist() == [False, False, True, True]
 
 
 def test_conversations_report_their_turns_failures_and_the_metrics_of_their_environment() -> None:

@@ -94,7 +94,7 @@ def test_the_rewards_of_turns_are_at_their_last_tokens() -> None:
     ends = [[sorted({1, len(row) // 2 + 1, len(row)}) for row in chunk.rollout_logprobs] for chunk in CHUNKS]
     given = [[[0.5 * end - 1 for end in row] for row in rows] for rows in ends]
     of_turns = [
-        replace(chunk, turns=Ragged.from_rows(ends[i], np.int32), turn_rewards=Ragged.from_rows(given[i], np.float32))
+        replace(chunk, turns=Ragged.from_rows(ends[i], np.int32), turn_rewards=Ragged.from_rows(given[i], np.float64))
         for i, chunk in enumerate(CHUNKS)
     ]
     algo = {"normalise": {"advantages": "none"}, "advantage": {"name": "gae", "gamma": 0.9, "lam": 0.8}}
@@ -272,7 +272,7 @@ def test_the_branches_of_a_conversation_are_one_response(turns: bool) -> None:
     scores = {i: own[[1, 1, 2]] for i, own in SCORES.items()}
     if turns:
         ends = [[[len(row)] for row in chunk.rollout_logprobs] for chunk in CHUNKS]
-        told = Ragged.from_rows([[3.0], [1.0], [0.0]], np.float32)
+        told = Ragged.from_rows([[2.0], [1.0], [0.0]], np.float64)
         talks = [
             replace(talk, turns=Ragged.from_rows(own, np.int32), turn_rewards=told)
             for talk, own in zip(talks, ends, strict=True)

@@ -1,0 +1,48 @@
+"""Which samples of a step belong to the same conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from megarl.types import SampleInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branches:
+    """Which samples belong together; without branches, each sample is a conversation of its own.
+
+    Args:
+        conversation: [N], the number of each sample's conversation, in their order.
+        last: [C], the last sample of each conversation.
+    """
+
+    conversation: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, samples: Sequence[SampleInfo]) -> Branches:
+        numbers: dict[str, int] = {}
+        conversation = [numbers.setdefault(sample.conversation, len(numbers)) for sample in samples]
+        last = {number: index for index, number in enumerate(conversation)}
+        return cls(conversation=np.array(conversation, np.int64), last=np.array(list(last.values()), np.int64))
+
+    def rows(self, conversation: int) -> list[int]:
+        """Returns the samples of a conversation."""
+        return np.flatnonzero(self.conversation == conversation).tolist()
+
+    def whole(self, samples: Sequence[SampleInfo]) -> list[SampleInfo]:
+        """Returns the last sample of each conversation, with the first one's prompt and the sampled tokens of all."""
+        prompts = dict[int, int]()
+        tokens = [0] * len(self.last)
+        for number, sample in zip(self.conversation.tolist(), samples, strict=True):
+            prompts.setdefault(number, sample.prompt_tokens)
+            tokens[number] += sample.response_tokens
+        last: list[int] = self.last.tolist()
+        return [
+            replace(samples[row], prompt_tokens=prompts[number], response_tokens=tokens[number])
+            for number, row in enumerate(last)
+        ]
