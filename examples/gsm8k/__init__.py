@@ -1,0 +1,1 @@
+"""GRPO on the word problems of GSM8K."""
