@@ -59,7 +59,7 @@ help:
 	@echo 'test   lint, types and all tests that need no GPU'
 	@echo 'matrix every layout of the debug run on one recorded batch, every recipe, and every family in live engines, about 20 minutes'
 	@echo 'chaos  100 runs with a fault at a random time: a killed, stopped or starved process, a preemption, a damaged file, a full disk; TRIALS=10 is fewer'
-	@echo 'lint   lint, format check and types'
+	@echo 'lint   lint, format check, density and types'
 	@echo 'bench  run the benchmarks that take minutes: $(BENCHMARKS); the others by hand: python -m benchmarks.NAME --help'
 	@echo 'docs   write the field reference, and the pages of algorithms and of the keys of other systems'
 	@echo 'docs-site  make a site of docs/ with a search, in site/; MkDocs is installed into $(DOCS)'
@@ -150,6 +150,7 @@ lint: style
 style: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python tools/density.py
 
 unit: setup
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --no-loadscope-reorder --hypothesis-profile=unit \

@@ -31,7 +31,7 @@ class Generator(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Source:
+class _TurnSource:
     """The turn that a process waits for."""
 
     process: int
@@ -128,16 +128,16 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
     def _sample(self, process: int, call: Call[list[TurnRequest]]) -> None:
         """Lets the engines sample turns, and asks for further ones."""
         self._asked.remove(process)
-        turns: list[Turn[_Source]] = []
+        turns: list[Turn[_TurnSource]] = []
         for turn in call.results[0]:
             last = self._engine_of.get(turn.conversation)
             engine = None if last is None else self._engines.index(last)
-            source = _Source(process=process, turn=turn)
+            source = _TurnSource(process=process, turn=turn)
             turns.append(Turn(request=turn.request, tokens=turn.tokens, engine=engine, source=source))
         self._engines.sample(turns)
         self._ask(process)
 
-    def _answer(self, answers: Sequence[tuple[Turn[_Source], TurnAnswer]], engine: Process[RolloutEngine]) -> None:
+    def _answer(self, answers: Sequence[tuple[Turn[_TurnSource], TurnAnswer]], engine: Process[RolloutEngine]) -> None:
         """Hands turns to the processes that asked for them."""
         by_process: dict[int, list[TurnAnswer]] = {}
         for turn, answer in answers:
