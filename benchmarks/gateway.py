@@ -21,11 +21,11 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from megarl.environments.chat import TemplateRenderer
-from megarl.environments.chat_session import TurnLimits
+from megarl.conversations.chat import TemplateRenderer
+from megarl.conversations.chat_session import TurnLimits
 from megarl.types import SampledTurn, SampleRequest, VersionSpan
-from tests.environments.families import FAMILIES, end_ids, tokenizer
-from tests.environments.gateways import GatewayTest, GatewayWorld, gateway_tokenizer, gateway_world
+from tests.conversations.families import FAMILIES, end_ids, tokenizer
+from tests.conversations.gateways import GatewayTest, GatewayWorld, gateway_tokenizer, gateway_world
 
 QUESTION = "a question of some words; " * 8
 ANSWER = "an answer of some words. " * 8

@@ -24,6 +24,7 @@ LAYERS = (
     {"cluster", "data"},
     {"rewards"},
     {"environments"},
+    {"conversations"},
     {"experience"},
     {"resharding"},
     {"megatron", "rollout"},

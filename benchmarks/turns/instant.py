@@ -7,9 +7,9 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 from megarl.config.schema import EnvironmentSettings
-from megarl.environments.chat_session import TurnLimits
-from megarl.environments.conversation import Branch, Conversation
-from megarl.environments.environment_process import EnvironmentProcess
+from megarl.conversations.chat_session import TurnLimits
+from megarl.conversations.conversation import Branch, Conversation
+from megarl.conversations.environment_process import EnvironmentProcess
 from megarl.remote import remote
 from megarl.rollout.completions import Response, pack_chunk
 from megarl.rollout.turns import Turns

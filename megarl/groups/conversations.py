@@ -13,9 +13,9 @@ from megarl.cluster.calls import Call, ChunkCall, Process
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import SamplingConfig
-from megarl.environments.chat_session import TurnLimits
-from megarl.environments.environment_process import EnvironmentProcess, TurnRequest
-from megarl.environments.gateway_request import GatewayPlace, Sampling
+from megarl.conversations.chat_session import TurnLimits
+from megarl.conversations.environment_process import EnvironmentProcess, TurnRequest
+from megarl.conversations.gateway.gateway_request import GatewayPlace, Sampling
 from megarl.groups.engines import RolloutGroup, Turn
 from megarl.groups.rollouts import PendingRollouts, work_items
 from megarl.rollout.engine import RolloutEngine

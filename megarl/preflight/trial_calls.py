@@ -13,11 +13,11 @@ import numpy as np
 
 from megarl.config import ConfigError, Problem, RunConfig, SamplingConfig
 from megarl.config.schema import EnvironmentSettings, Reward, RewardFunction
+from megarl.conversations.environment_calls import EnvironmentChildren
+from megarl.conversations.environment_process import task_of
+from megarl.conversations.family_renderer import find_renderer
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments.environment import FailedEnvironmentError
-from megarl.environments.environment_calls import EnvironmentChildren
-from megarl.environments.environment_process import task_of
-from megarl.environments.family_renderer import find_renderer
 from megarl.environments.python_program import FIX, bubblewrap
 from megarl.errors import RunError
 from megarl.preflight.datasets import PromptSets, Sets

@@ -55,7 +55,7 @@ CONVERSATIONS = {
             *TWO,
             "run.steps=3",
             "data={prompts: null, tasks: 24, prompts_per_step: 4, samples_per_prompt: 4}",
-            "environment={name: 'tests.environments.worlds:Letters', args: {turns: 4}, time_limit: 5}",
+            "environment={name: 'tests.conversations.worlds:Letters', args: {turns: 4}, time_limit: 5}",
             "rollout.max_new_tokens=6",
             "reward.functions=[{name: soft_overlong, args: {max_tokens: 6, buffer_tokens: 6}}]",
             f"rollout.stop_token_ids={[*range(3, 50)]}",

@@ -29,7 +29,7 @@ checkpoint: {{every: 1, keep: {steps}}}
 model: {{path: {directory}/model}}
 data: {{tasks: 5, prompts_per_step: 3, samples_per_prompt: 4}}
 evaluation: {{tasks: 3, samples_per_prompt: 2, pass_at: [1, 2]}}
-environment: {{name: "tests.environments.worlds:Letters", args: {{turns: 3}}, processes: 2}}
+environment: {{name: "tests.conversations.worlds:Letters", args: {{turns: 3}}, processes: 2}}
 reward:
   functions: [{{name: "tests.e2e.test_environments:written", args: {{file: {directory}/trained.jsonl}}}}]
   judge_model:

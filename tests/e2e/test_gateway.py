@@ -10,10 +10,10 @@ import pytest
 
 from examples.gateway.prepare import prepare
 from examples.sort_letters.checkpoint import CHARACTERS
+from tests.conversations.gateways import TEMPLATE, call_text
 from tests.e2e.clients import CLIENTS
 from tests.e2e.runs import ROOT, finish, lines, started
 from tests.e2e.test_environments import check_turns
-from tests.environments.gateways import TEMPLATE, call_text
 from tests.needs import lacking
 
 pytestmark = [pytest.mark.e2e]

@@ -41,7 +41,7 @@ def write_run(directory: Path, environment: dict[str, Any]) -> Path:
 
 
 def test_an_environment_fails_and_measures_in_halves_of_characters(tmp_path: Path) -> None:
-    config = write_run(tmp_path, {"name": "tests.environments.worlds:Faulty"})
+    config = write_run(tmp_path, {"name": "tests.conversations.worlds:Faulty"})
     with started(["train", str(config)], writes_model=True) as run:
         finished = finish(*run)
     assert finished.status == 0, finished.errors

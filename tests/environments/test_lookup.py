@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from examples.lookup.prepare import prepare
+from megarl.conversations.chat_session import TurnLimits
 from megarl.data.prompts import task_prompts
 from megarl.data.tokenizer import load_tokenizer
-from megarl.environments.chat_session import TurnLimits
 from megarl.files import read_lines
 from megarl.rollout.completions import Response, pack_chunk
 from megarl.types import RolloutChunk, SampleRequest, VersionSpan
-from tests.environments.test_conversations import Engine, held
+from tests.conversations.test_conversations import Engine, held
 
 pytestmark = pytest.mark.process
 

@@ -13,16 +13,16 @@ from typing import Any
 from megarl.cluster.calls import Call, ChunkCall
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config.schema import EnvironmentSettings
-from megarl.environments.chat import TemplateRenderer
-from megarl.environments.chat_session import TurnLimits
+from megarl.conversations.chat import TemplateRenderer
+from megarl.conversations.chat_session import TurnLimits
+from megarl.conversations.environment_calls import LostEnvironmentError
+from megarl.conversations.environment_child import Reply
+from megarl.conversations.environment_process import EnvironmentProcess
 from megarl.environments.environment import FailedEnvironmentError, Observation
-from megarl.environments.environment_calls import LostEnvironmentError
-from megarl.environments.environment_child import Reply
-from megarl.environments.environment_process import EnvironmentProcess
 from megarl.groups.conversations import ConversationGroup
 from megarl.groups.engines import RolloutGroup
 from megarl.types import WorkItem
-from tests.environments.test_environment_process import Characters
+from tests.conversations.test_environment_process import Characters
 from tests.loop.simulated_time import SimulatedTime
 
 PROCESSES, CONCURRENCY, LAST = 2, 5, 1e4

@@ -122,8 +122,12 @@ def test_an_environment_begins_a_conversation() -> None:
 @pytest.mark.parametrize(
     ("environment", "overrides", "rule"),
     [
-        ("tests.environments.worlds:Nobody", (), "a class of the module that is derived from"),
-        ("tests.environments.worlds:Letters", ("environment.args={turns: 3, size: 2}",), "unexpected keyword argument"),
+        ("tests.conversations.worlds:Nobody", (), "a class of the module that is derived from"),
+        (
+            "tests.conversations.worlds:Letters",
+            ("environment.args={turns: 3, size: 2}",),
+            "unexpected keyword argument",
+        ),
         ("guess_number", ("rollout.max_model_len=28", "rollout.max_new_tokens=16"), "leaves no room for a turn"),
         ("user_turns", ("reward.functions=[{name: length}]",), "the row has no column 'user_turns'; it has: index"),
     ],

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from megarl.config import load
+from megarl.conversations.conversation import Branch, Conversation
+from megarl.conversations.environment_process import pack_conversations
 from megarl.data.packing import sample_infos
-from megarl.environments.conversation import Branch, Conversation
-from megarl.environments.environment_process import pack_conversations
 from megarl.files import read_lines
 from megarl.groups.rollouts import Rollouts
 from megarl.run.paths import RunPaths

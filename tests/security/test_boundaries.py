@@ -46,7 +46,7 @@ PICKLES = re.compile(r"\b(pickle\.(loads?|Unpickler)|torch\.load|np\.load)\b")
 READERS = {
     "convert/inspecting.py": "weights_only=not allow_pickle",
     "convert/stored.py": "class _ArchiveUnpickler(pickle.Unpickler)",
-    "environments/environment_calls.py": '"megarl.environments.environment_child", children.settings',
+    "conversations/environment_calls.py": '"megarl.conversations.environment_child", children.settings',
     "megatron/state.py": "weights_only=True",
     "rollout/completions.py": "np.load(path) as",
     "rollout/replay.py": "np.load(path) as",

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from megarl.environments.chat_session import ChatSession, SessionTurn
+from megarl.conversations.chat_session import ChatSession, SessionTurn
+from megarl.conversations.gateway.gateway_request import GatewayAnswer, GatewayError, TurnAsk
 from megarl.environments.environment import EnvironmentTask, FailedEnvironmentError
-from megarl.environments.gateway_request import GatewayAnswer, GatewayError, TurnAsk
 from megarl.rewards.child_process import end_with_parent, how_ended
 
 _LONGEST_TASK = 100_000

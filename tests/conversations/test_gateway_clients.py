@@ -13,7 +13,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.environments.gateways import GatewayTest, call_text, gateway_tokenizer, gateway_world
+from tests.conversations.gateways import GatewayTest, call_text, gateway_tokenizer, gateway_world
 from tests.needs import lacking
 
 pytestmark = pytest.mark.process  # OpenAI's client asks uname for the machine

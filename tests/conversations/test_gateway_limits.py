@@ -17,10 +17,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from megarl.environments import gateway as gateway_module
-from megarl.environments.chat_session import TurnLimits
+from megarl.conversations.chat_session import TurnLimits
+from megarl.conversations.gateway import gateway as gateway_module
+from tests.conversations.gateways import GatewayTest, GatewayWorld, gateway_tokenizer, gateway_world
 from tests.data.encoded_texts import encoded_lengths
-from tests.environments.gateways import GatewayTest, GatewayWorld, gateway_tokenizer, gateway_world
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -229,7 +229,7 @@ def test_a_request_that_is_not_http_is_no_news(
 SERVER = """
 import asyncio, os, resource, sys
 from pathlib import Path
-from tests.environments.gateways import gateway_world
+from tests.conversations.gateways import gateway_world
 
 async def run(tokenizer, directory):
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))

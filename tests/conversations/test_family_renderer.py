@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from megarl.conversations.chat import TemplateRenderer
+from megarl.conversations.family_renderer import FamilyRenderer, find_renderer
 from megarl.data.tokenizer import Tokenizer
-from megarl.environments.chat import TemplateRenderer
 from megarl.environments.environment import ToolCall
-from megarl.environments.family_renderer import FamilyRenderer, find_renderer
-from tests.environments.families import end_ids, tokenizer
-from tests.environments.test_chat import ASKED, CALL, RESULT, TOOL, rendered
+from tests.conversations.families import end_ids, tokenizer
+from tests.conversations.test_chat import ASKED, CALL, RESULT, TOOL, rendered
 from tests.needs import lacking
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Literal, Protocol
 
+from megarl.conversations.tool_calls import Schemas, find_reader
 from megarl.data.tokenizer import Message, Tokenizer
 from megarl.environments.environment import Action, ToolCall
-from megarl.environments.tool_calls import Schemas, find_reader
 
 
 class ChatRenderer(Protocol):

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from megarl.config.schema import EnvironmentSettings
-from megarl.environments import environment_calls, environment_process
+from megarl.conversations import environment_calls, environment_process
+from megarl.conversations.environment_calls import EnvironmentChildren, LostEnvironmentError
 from megarl.environments.environment import EnvironmentTask
-from megarl.environments.environment_calls import EnvironmentChildren, LostEnvironmentError
-from tests.environments.test_environment_process import Characters, converse, outcomes
+from tests.conversations.test_environment_process import Characters, converse, outcomes
 from tests.leftovers import comes_true
 from tests.rewards.test_process import alive
 
@@ -34,7 +34,7 @@ def test_messages_are_large_and_a_child_that_reads_none_stops_nothing_else(monke
     monkeypatch.setattr(environment_calls, "_GRACE_S", 0.5)
 
     async def talk() -> tuple[list[Any], float, int]:
-        children = EnvironmentChildren(EnvironmentSettings(name="tests.environments.worlds:Echo", time_limit=20))
+        children = EnvironmentChildren(EnvironmentSettings(name="tests.conversations.worlds:Echo", time_limit=20))
         await children.start()
         async with children.place() as child:
             said = await asyncio.gather(*(child.call(n, "reset", task({"says": str(n) * LARGE}), 0) for n in range(3)))

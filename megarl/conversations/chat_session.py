@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from megarl.conversations.chat import ChatRenderer
+from megarl.conversations.conversation import Branch, Conversation
 from megarl.data.stream import stable_hash
 from megarl.data.tokenizer import Message, TextTooLongError
-from megarl.environments.chat import ChatRenderer
-from megarl.environments.conversation import Branch, Conversation
 from megarl.environments.environment import Action
 from megarl.types import Prompt, SampledTurn, SampleRequest
 

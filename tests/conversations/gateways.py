@@ -16,14 +16,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.config.schema import EnvironmentSettings
+from megarl.conversations.chat import TemplateRenderer
+from megarl.conversations.chat_session import ChatSession, TurnLimits
+from megarl.conversations.conversation import Conversation
+from megarl.conversations.gateway.gateway import Gateway, make_gateway
+from megarl.conversations.gateway.gateway_request import GatewayPlace, Sampling
+from megarl.conversations.gateway.gateway_session import GatewaySession
 from megarl.data.tokenizer import load_tokenizer
-from megarl.environments.chat import TemplateRenderer
-from megarl.environments.chat_session import ChatSession, TurnLimits
-from megarl.environments.conversation import Conversation
 from megarl.environments.environment import EnvironmentTask
-from megarl.environments.gateway import Gateway, make_gateway
-from megarl.environments.gateway_request import GatewayPlace, Sampling
-from megarl.environments.gateway_session import GatewaySession
 from megarl.types import Prompt, SampledTurn, SampleRequest, VersionSpan
 
 TEMPLATE = """\

@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any, Final
 
 from megarl.config.schema import EnvironmentSettings
+from megarl.conversations.environment_child import CallFailure, EnvironmentCall, Method, Reply
 from megarl.environments.environment import FailedEnvironmentError
-from megarl.environments.environment_child import CallFailure, EnvironmentCall, Method, Reply
 from megarl.rewards.child_process import ChildProcess
 
 _GRACE_S = 10.0
@@ -104,7 +104,7 @@ class EnvironmentChild:
         self._children = children
         self._limit_s = children.settings.time_limit
         self._process = ChildProcess(
-            "megarl.environments.environment_child", children.settings, "environments", children.memory
+            "megarl.conversations.environment_child", children.settings, "environments", children.memory
         )
         self.shared = shared
         self.conversations = 0

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from megarl.environments import tool_calls
+from megarl.conversations import tool_calls
+from megarl.conversations.tool_calls import read_bare_json, read_json_blocks, read_xml_blocks
 from megarl.environments.environment import ToolCall
-from megarl.environments.tool_calls import read_bare_json, read_json_blocks, read_xml_blocks
-from tests.environments import families
+from tests.conversations import families
 
 TYPES: dict[str, Any] = {
     "text": {"type": "string"},

@@ -7,10 +7,10 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, Final, Literal
 
+from megarl.conversations.chat import ChatRenderer, TemplateRenderer
+from megarl.conversations.tool_calls import Schemas
 from megarl.data.tokenizer import Message, Tokenizer
-from megarl.environments.chat import ChatRenderer, TemplateRenderer
 from megarl.environments.environment import Action, ToolCall
-from megarl.environments.tool_calls import Schemas
 
 
 def find_renderer(

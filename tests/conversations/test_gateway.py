@@ -14,12 +14,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from megarl.environments.chat_session import TurnLimits
+from megarl.conversations.chat_session import TurnLimits
+from megarl.conversations.gateway.gateway_request import GatewayError, TurnAsk
+from megarl.conversations.gateway.gateway_session import Answered
 from megarl.environments.environment import FailedEnvironmentError
-from megarl.environments.gateway_request import GatewayError, TurnAsk
-from megarl.environments.gateway_session import Answered
 from megarl.errors import RunError
-from tests.environments.gateways import (
+from tests.conversations.gateways import (
     GatewayTest,
     GatewayWorld,
     call_text,

@@ -24,11 +24,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from megarl import plugins
 from megarl.config.schema import EnvironmentSettings
-from megarl.data.tokenizer import Tokenizer
-from megarl.environments.chat_session import ChatSession
-from megarl.environments.environment import EnvironmentTask
-from megarl.environments.gateway_anthropic import read_messages, stream_message, write_message
-from megarl.environments.gateway_openai import (
+from megarl.conversations.chat_session import ChatSession
+from megarl.conversations.gateway.gateway_anthropic import read_messages, stream_message, write_message
+from megarl.conversations.gateway.gateway_openai import (
     read_chat,
     read_completion,
     stream_chat,
@@ -36,9 +34,17 @@ from megarl.environments.gateway_openai import (
     write_chat,
     write_completion,
 )
-from megarl.environments.gateway_request import GatewayError, GatewayPlace, GatewayReply, RequestFields, TurnAsk
-from megarl.environments.gateway_responses import read_response, stream_response, write_response
-from megarl.environments.gateway_session import GatewaySession, run_harness
+from megarl.conversations.gateway.gateway_request import (
+    GatewayError,
+    GatewayPlace,
+    GatewayReply,
+    RequestFields,
+    TurnAsk,
+)
+from megarl.conversations.gateway.gateway_responses import read_response, stream_response, write_response
+from megarl.conversations.gateway.gateway_session import GatewaySession, run_harness
+from megarl.data.tokenizer import Tokenizer
+from megarl.environments.environment import EnvironmentTask
 from megarl.errors import RunError
 
 _NO_SESSION = "the key is not that of a session that is in progress under this address"

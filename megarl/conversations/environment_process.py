@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.config.schema import EnvironmentSettings
+from megarl.conversations.chat import ChatRenderer
+from megarl.conversations.chat_session import ChatSession, TurnLimits
+from megarl.conversations.conversation import Conversation
+from megarl.conversations.environment_calls import EnvironmentChild, EnvironmentChildren, LostEnvironmentError
+from megarl.conversations.environment_child import Reply
+from megarl.conversations.family_renderer import find_renderer
+from megarl.conversations.gateway.gateway_request import GatewayPlace
 from megarl.data.packing import sample_infos
 from megarl.data.tokenizer import Message, Tokenizer, load_tokenizer
-from megarl.environments.chat import ChatRenderer
-from megarl.environments.chat_session import ChatSession, TurnLimits
-from megarl.environments.conversation import Conversation
 from megarl.environments.environment import EnvironmentTask, FailedEnvironmentError
-from megarl.environments.environment_calls import EnvironmentChild, EnvironmentChildren, LostEnvironmentError
-from megarl.environments.environment_child import Reply
-from megarl.environments.family_renderer import find_renderer
-from megarl.environments.gateway_request import GatewayPlace
 from megarl.errors import RunError
 from megarl.remote import remote
 from megarl.texts import short_reason
@@ -42,7 +42,7 @@ from megarl.types import (
 )
 
 if TYPE_CHECKING:
-    from megarl.environments.gateway import Gateway
+    from megarl.conversations.gateway.gateway import Gateway
 
 _HEARTBEAT_S = 5.0
 """A call for turns returns after this time, also without any."""
@@ -126,7 +126,7 @@ class EnvironmentProcess:
         if self._place is None:
             asyncio.run_coroutine_threadsafe(self._children.start(), self._loop).result()
             return
-        from megarl.environments.gateway import make_gateway
+        from megarl.conversations.gateway.gateway import make_gateway
 
         self._gateway = make_gateway(self._settings, self._place, self._tokenizer)
         asyncio.run_coroutine_threadsafe(self._gateway.start(host), self._loop).result()

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.environments.chat import TemplateRenderer
-from megarl.environments.chat_session import ChatSession, TurnLimits
-from megarl.environments.conversation import Conversation
+from megarl.conversations.chat import TemplateRenderer
+from megarl.conversations.chat_session import ChatSession, TurnLimits
+from megarl.conversations.conversation import Conversation
+from megarl.conversations.environment_child import Reply
+from megarl.conversations.environment_process import EnvironmentProcess
 from megarl.environments.environment import Action, FailedEnvironmentError, Observation
-from megarl.environments.environment_child import Reply
-from megarl.environments.environment_process import EnvironmentProcess
 from megarl.types import Prompt, SampledTurn, SampleRequest
-from tests.environments.families import FAMILIES, end_ids, tokenizer
+from tests.conversations.families import FAMILIES, end_ids, tokenizer
 from tests.unit_profile import fewer
 
 History = Literal["template", "sampled"]

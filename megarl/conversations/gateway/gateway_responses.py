@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megarl.data.tokenizer import Message
-from megarl.environments.gateway_request import (
+from megarl.conversations.gateway.gateway_request import (
     GatewayError,
     GatewayReply,
     RequestFields,
@@ -19,6 +18,7 @@ from megarl.environments.gateway_request import (
     tool_call,
     whole_chat,
 )
+from megarl.data.tokenizer import Message
 
 _NEUTRAL = {
     "tool_choice": ("auto",),

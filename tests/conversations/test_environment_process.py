@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 
 from megarl.config.schema import EnvironmentSettings
+from megarl.conversations import environment_calls, environment_process
+from megarl.conversations.chat_session import TurnLimits
+from megarl.conversations.environment_calls import EnvironmentChild, EnvironmentChildren
+from megarl.conversations.environment_child import EnvironmentHost
+from megarl.conversations.environment_process import EnvironmentProcess
 from megarl.data.tokenizer import load_tokenizer
-from megarl.environments import environment_calls, environment_process
 from megarl.environments.builtin import load_environment
-from megarl.environments.chat_session import TurnLimits
 from megarl.environments.environment import EnvironmentTask, FailedEnvironmentError
-from megarl.environments.environment_calls import EnvironmentChild, EnvironmentChildren
-from megarl.environments.environment_child import EnvironmentHost
-from megarl.environments.environment_process import EnvironmentProcess
 from megarl.errors import RunError
 from megarl.texts import escape_output
 from megarl.types import (
@@ -38,8 +38,8 @@ from megarl.types import (
     TurnAnswer,
     WorkItem,
 )
+from tests.conversations.gateways import gateway_tokenizer
 from tests.data.encoded_texts import encoded_lengths
-from tests.environments.gateways import gateway_tokenizer
 
 LIMITS = TurnLimits(context=64, turn=8, turns=4)
 ANSWER = "abc"
@@ -108,7 +108,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[ThreadChild]:
 def converse(ways: Sequence[str | None], **settings: Any) -> tuple[RolloutChunk, list[SampleInfo]]:
     """Holds a conversation per way to fail, in which every turn is `ANSWER` and the end token."""
     turn = [*map(ord, ANSWER), 0]
-    named = EnvironmentSettings(name="tests.environments.worlds:Faulty", **settings)
+    named = EnvironmentSettings(name="tests.conversations.worlds:Faulty", **settings)
     process = EnvironmentProcess(named, "", {}, LIMITS)
     process.start()
     fields: list[Mapping[str, Any]] = [{"way": way} for way in ways]
@@ -242,7 +242,7 @@ def test_the_cause_of_a_crash_is_found_among_many(children: list[ThreadChild]) -
 
 def test_processes_that_take_no_further_conversations_are_few(children: list[ThreadChild]) -> None:
     async def live() -> int:
-        own = EnvironmentChildren(EnvironmentSettings(name="tests.environments.worlds:Faulty", time_limit=0.01))
+        own = EnvironmentChildren(EnvironmentSettings(name="tests.conversations.worlds:Faulty", time_limit=0.01))
         await own.start()
         async with AsyncExitStack() as held:
             for number in range(12):
@@ -260,7 +260,7 @@ def test_a_process_that_cannot_start_is_forgotten(children: list[ThreadChild], m
         raise OSError("too many open files")
 
     async def live() -> None:
-        own = EnvironmentChildren(EnvironmentSettings(name="tests.environments.worlds:Faulty"))
+        own = EnvironmentChildren(EnvironmentSettings(name="tests.conversations.worlds:Faulty"))
         monkeypatch.setattr(ThreadChild, "start", fail)
         groups = [EnvironmentChild(own, shared=False) for _ in range(12)]
         for child in [None, *groups, None]:
@@ -278,7 +278,7 @@ def test_a_process_that_cannot_start_is_forgotten(children: list[ThreadChild], m
     ("name", "args", "rule"),
     [
         ("tests.environments.nowhere:Letters", {}, "No module named"),
-        ("tests.environments.worlds:Letters", {"size": 3}, "unexpected keyword argument 'size'"),
+        ("tests.conversations.worlds:Letters", {"size": 3}, "unexpected keyword argument 'size'"),
     ],
 )
 def test_a_class_that_cannot_be_made_is_an_error_at_the_start(
@@ -293,7 +293,7 @@ def test_a_class_that_cannot_be_made_is_an_error_at_the_start(
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("tests.environments.worlds:Nothing", "a class of the module that is derived from"),
+        ("tests.conversations.worlds:Nothing", "a class of the module that is derived from"),
         ("tool", "one of guess_number, openenv, reasoning_gym, tools, user_turns"),
     ],
 )

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from megarl.conversations.chat_session import SessionTurn
 from megarl.data.tokenizer import Message
-from megarl.environments.chat_session import SessionTurn
 from megarl.environments.environment import ToolCall
 
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")

@@ -16,11 +16,11 @@ import pytest
 
 from examples.sort_letters.checkpoint import write_checkpoint
 from megarl.config.schema import EnvironmentSettings
-from megarl.environments import environment_process
-from megarl.environments.chat_session import ChatSession, TurnLimits
-from megarl.environments.conversation import Conversation
+from megarl.conversations import environment_process
+from megarl.conversations.chat_session import ChatSession, TurnLimits
+from megarl.conversations.conversation import Conversation
+from megarl.conversations.environment_process import EnvironmentProcess, TurnRequest
 from megarl.environments.environment import Action
-from megarl.environments.environment_process import EnvironmentProcess, TurnRequest
 from megarl.rollout.completions import Response, pack_chunk
 from megarl.types import (
     Pickled,
@@ -165,7 +165,7 @@ def assert_exact(chunk: RolloutChunk, infos: Sequence[SampleInfo], engine: Engin
 def test_rows_are_turns_as_they_were_sampled(tokenizer: Path, name: str, prompts: Sequence[Prompt]) -> None:
     engine = Engine(cut=0.2)
     limits = TurnLimits(context=120, turn=10, turns=9)
-    chunk, infos = held(tokenizer, engine, {"name": f"tests.environments.worlds:{name}"}, prompts, limits)
+    chunk, infos = held(tokenizer, engine, {"name": f"tests.conversations.worlds:{name}"}, prompts, limits)
     assert [info.prompt_id for info in infos] == [prompt.prompt_id for prompt in prompts]
     assert assert_exact(chunk, infos, engine) > len(prompts)
     assert chunk.rewards is not None
@@ -185,7 +185,7 @@ def limits_of(infos: Sequence[SampleInfo]) -> set[str | None]:
 def test_a_conversation_ends_where_no_room_is_left(tokenizer: Path) -> None:
     engine = Engine()
     limits = TurnLimits(context=40, turn=10, turns=99)
-    settings = {"name": "tests.environments.worlds:Letters", "args": {"turns": 99}}
+    settings = {"name": "tests.conversations.worlds:Letters", "args": {"turns": 99}}
     chunk, infos = held(tokenizer, engine, settings, TASKS, limits)
     assert_exact(chunk, infos, engine)
     assert not chunk.finished.any()
@@ -196,7 +196,7 @@ def test_a_conversation_ends_where_no_room_is_left(tokenizer: Path) -> None:
 
 def test_turns_are_limited(tokenizer: Path) -> None:
     engine = Engine()
-    settings = {"name": "tests.environments.worlds:Letters", "args": {"turns": 99}}
+    settings = {"name": "tests.conversations.worlds:Letters", "args": {"turns": 99}}
     chunk, infos = held(tokenizer, engine, settings, TASKS, TurnLimits(context=200, turn=10, turns=2))
     assert_exact(chunk, infos, engine)
     assert chunk.turns is not None
@@ -207,7 +207,7 @@ def test_turns_are_limited(tokenizer: Path) -> None:
 
 def test_a_template_that_rewrites_earlier_turns_begins_branches(tmp_path: Path) -> None:
     engine = Engine()
-    settings = {"name": "tests.environments.worlds:Chat", "args": {"turns": 3}}
+    settings = {"name": "tests.conversations.worlds:Chat", "args": {"turns": 3}}
     limits = TurnLimits(context=200, turn=10, turns=9)
     chunk, infos = held(checkpoint(tmp_path, COUNTING), engine, settings, CHATS, limits)
     assert_exact(chunk, infos, engine)
@@ -224,7 +224,7 @@ def test_a_template_that_rewrites_earlier_turns_begins_branches(tmp_path: Path) 
 
 
 def test_a_prompt_that_leaves_no_room_is_a_failure(tokenizer: Path) -> None:
-    settings = {"name": "tests.environments.worlds:Letters"}
+    settings = {"name": "tests.conversations.worlds:Letters"}
     chunk, infos = held(tokenizer, Engine(), settings, TASKS, TurnLimits(context=4, turn=10, turns=9))
     assert chunk.rewards is not None
     assert np.isnan(chunk.rewards).all()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.environments.environment import FailedEnvironmentError
-from tests.environments.gateways import GatewayTest, call_text, gateway_tokenizer, gateway_world
+from tests.conversations.gateways import GatewayTest, call_text, gateway_tokenizer, gateway_world
 from tests.needs import lacking
 
 pytestmark = pytest.mark.process
