@@ -50,11 +50,12 @@ READERS = {
     "megatron/state.py": "weights_only=True",
     "rollout/completions.py": "np.load(path) as",
     "rollout/replay.py": "np.load(path) as",
+    "types.py": "class Pickled[T]",
     "weights/dcp_metadata.py": "class _MetadataUnpickler(pickle.Unpickler)",
 }
 """The files that read pickles or what may hold them, and why nothing in them runs: the two unpicklers, and torch's
-with weights_only, know the classes of tensors alone, numpy loads no pickle by default, and the calls of environments
-are answered by the run's own child, with the user's code."""
+with weights_only, know the classes of tensors alone, numpy loads no pickle by default, the calls of environments are
+answered by the run's own child, with the user's code, and `Pickled` moves between the processes of a run, as Ray's."""
 
 
 def test_no_code_is_loaded_without_a_flag() -> None:
