@@ -115,8 +115,9 @@ def _submit(
 ) -> int:
     """Submits the tasks, and follows them unless detached."""
     options = [name for name in executor.SBATCH_FLAGS if getattr(executor, name, None) is not None]
-    lines = [f"#SBATCH --{name.replace('_', '-')}" for name in (*options, *(executor.additional_parameters or ()))]
-    for name in set(os.environ) - set(sbatch_environment("\n".join(lines))):
+    options += executor.additional_parameters or ()
+    kept = sbatch_environment([name.replace("_", "-") for name in options])
+    for name in set(os.environ) - set(kept):
         del os.environ[name]
     tunnel = executor.tunnel
     try:
