@@ -16,7 +16,6 @@ from megarl.launch.planning import PlannedJob, RefusedError, plan
 from megarl.launch.profile import found_profile
 from megarl.launch.render import BatchJob, render
 from megarl.launch.request import LaunchRequest, unwritable
-from megarl.run.status.jobs import record_submission
 
 _CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")  # the others belong to a job
 _SBATCH_VARIABLES = {
@@ -87,7 +86,6 @@ def _submit(request: LaunchRequest, jobs: Sequence[BatchJob]) -> int:
             typer.echo(f"{what}: {job.script}\n{_origin(request)}{before * bool(numbers)}", err=True)
             return 1
         numbers.append(answers[-1])
-        record_submission(job.directory, answers[-1])
         typer.echo("\n".join(_summary(job, numbers)))
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -182,21 +181,17 @@ def test_a_refusal_by_sbatch_is_reported_with_the_script(login: Login) -> None:
 def test_the_job_id_is_read_from_the_answer_of_sbatch(login: Login, answer: str, job: str | None) -> None:
     (login.tools / "sbatch").write_text(f"#!/bin/sh\necho '{answer}'\n")
     result = login.launch(login.config("first"))
-    noted = login.home / "first" / "slurm" / "submitted.json"
     if job is None:
-        assert (result.exit_code, result.stdout, noted.exists()) == (1, "", False)
+        assert (result.exit_code, result.stdout) == (1, "")
         assert result.stderr.startswith("sbatch has answered without the number of a job: ")
     else:
         assert result.stdout.startswith(f"job {job}: ")
-        assert json.loads(noted.read_text()) == {"job": job}
 
 
 def test_a_queued_job_has_a_status(login: Login) -> None:
     assert login.launch(login.config("first")).exit_code == 0
     found = read_status(login.home / "first")
-    assert found.state.name == "waiting"
-    assert found.submitted is not None
-    assert found.submitted.job == "101"
+    assert (found.state.name, found.job_logs) == ("waiting", str(login.home / "first" / "slurm"))
 
 
 def test_an_unwritable_directory_is_reported_like_every_mistake(login: Login) -> None:
