@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from megarl.collector import importing
 from megarl.convert.cli import app as convert
 from megarl.errors import UsageError
+from megarl.gc import importing
 from megarl.launch.cli import app as launchers
 from megarl.plan.cli import ConfigCommand
 from megarl.plan.cli import app as plans
