@@ -1,4 +1,4 @@
-"""Experiment scripts for NeMo-Run: ``python -m launchers.ppo``, ``launchers.pipeline`` and ``launchers.sweep``."""
+"""Experiment scripts for NeMo-Run: ``python -m launchers.ppo`` and ``python -m launchers.pipeline``."""
 
 import sys
 import warnings

@@ -17,8 +17,8 @@ from megarl.launch.render import BatchJob, templates
 _END = "END OF THE CONFIGURATION"
 
 
-def slurm(job: BatchJob, config: RunConfig, *, title: str, anyway: bool = False) -> run.SlurmExecutor:
-    """Returns the executor of a cluster; `anyway` lets the job start after a failed one."""
+def slurm(job: BatchJob, config: RunConfig, *, title: str) -> run.SlurmExecutor:
+    """Returns the executor of a cluster."""
     profile = job.profile
     place = profile.nemo_run.tunnel
     tunnel = run.LocalTunnel(job_dir="")
@@ -41,7 +41,7 @@ def slurm(job: BatchJob, config: RunConfig, *, title: str, anyway: bool = False)
         srun_args=list(job.srun),
         # Not env_vars: NeMo-Run writes their names in capitals and their values without quotes.
         setup_lines=render("setup.sh.j2", job=job, config=as_yaml(config), end=_END),
-        dependency_type="afterany" if anyway else "afterok",
+        dependency_type="afterok",
         job_name_prefix=f"{title}.",
         tunnel=tunnel,
         packager=run.Packager(),

@@ -1,4 +1,4 @@
-"""Shows an experiment of NeMo-Run, or runs and follows it to its end."""
+"""Shows an experiment of NeMo-Run, or runs it to its end."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import os
 import shlex
 import signal
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,22 +24,8 @@ from megarl.launch.submit import sbatch_environment
 # A connection is lost, or cannot be made. NeMo-Run's tunnel ends the process where it cannot log in
 # (nemo_run/core/tunnel/client.py, SSHTunnel._authenticate).
 _LOST = (OSError, EOFError, paramiko.SSHException, ThreadException, SystemExit)
-_Tunnel = run.SSHTunnel | run.LocalTunnel
-_PENDING = "PENDING"
-_COMPLETED = "COMPLETED"
-_NOT_ENDED = {
-    *(_PENDING, "RUNNING", "SUSPENDED", "REQUEUED", "RESIZING"),
-    *("COMPLETING", "CONFIGURING", "SIGNALING", "STAGE_OUT", "STOPPED"),
-}
-# many users share the accounting: it is asked less and less often
-_FIRST_PAUSE_S = 2.0
-_LAST_PAUSE_S = 30.0
-_LIMIT_S = 120.0
+_SUCCEEDED = "SUCCEEDED"
 _PRIVATE = 0o077  # the umask for NeMo-Run's files, which contain the profile's env and setup
-
-
-class AccountingError(RuntimeError):
-    """Slurm's accounting does not answer, or cannot be reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +60,13 @@ def start(title: str, tasks: Sequence[ExperimentTask], *, detach: bool) -> int:
     experiment = run.Experiment(title, log_level="WARN")
     executor = tasks[0].executor
     if isinstance(executor, run.SlurmExecutor):
-        return _submit(experiment, executor, tasks, detach=detach)
-    with _interruptible(experiment), experiment:  # its exit waits for the tasks
-        _add(experiment, tasks)
-        experiment.run(tail_logs=True)
-    states = {job.id: job.state.name for job in experiment.jobs}
-    # torchx may end before it has shown what a task printed last (torchx/schedulers/local_scheduler.py, LogIterator).
-    outputs = {job.id: next(Path(job.executor.job_dir).rglob("combined.log"), None) for job in experiment.jobs}
-    return _report(tasks, states, succeeded="SUCCEEDED", outputs=outputs)
+        if not _submit(experiment, executor, tasks, detach=detach):
+            return 1
+        if detach:
+            return 0
+    else:
+        _run_here(experiment, tasks)
+    return _report(experiment, tasks)
 
 
 def _add(experiment: run.Experiment, tasks: Sequence[ExperimentTask]) -> None:
@@ -92,16 +76,8 @@ def _add(experiment: run.Experiment, tasks: Sequence[ExperimentTask]) -> None:
 
 
 @contextmanager
-def _interruptible(experiment: run.Experiment) -> Iterator[None]:
-    """Cancels the local tasks at SIGINT or SIGTERM; NeMo-Run only waits (run/experiment.py, _wait_for_jobs)."""
-
-    def end(number: int, _: FrameType | None) -> NoReturn:
-        for ignored in before:
-            signal.signal(ignored, signal.SIG_IGN)
-        for job in experiment.jobs:
-            experiment.cancel(job.id)
-        raise SystemExit(128 + number)
-
+def _handling(end: Callable[[int, FrameType | None], NoReturn]) -> Iterator[None]:
+    """Calls `end` at SIGINT and SIGTERM; NeMo-Run only waits (run/experiment.py, _wait_for_jobs)."""
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -110,20 +86,43 @@ def _interruptible(experiment: run.Experiment) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _run_here(experiment: run.Experiment, tasks: Sequence[ExperimentTask]) -> None:
+    """Runs the tasks on this machine; SIGINT and SIGTERM cancel them."""
+
+    def cancel(number: int, _: FrameType | None) -> NoReturn:
+        for ignored in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(ignored, signal.SIG_IGN)
+        for job in experiment.jobs:
+            experiment.cancel(job.id)
+        raise SystemExit(128 + number)
+
+    with _handling(cancel), experiment:  # its exit waits for the tasks
+        _add(experiment, tasks)
+        experiment.run(tail_logs=True)
+
+
+def _leave(number: int, _: FrameType | None) -> NoReturn:
+    """Ends this process without the jobs; threads of NeMo-Run that wait for them would keep it."""
+    print("the jobs continue; nemo experiment status and cancel show and end them", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(128 + number)
+
+
 def _submit(
     experiment: run.Experiment, executor: run.SlurmExecutor, tasks: Sequence[ExperimentTask], *, detach: bool
-) -> int:
-    """Submits the tasks, and follows them unless detached."""
+) -> bool:
+    """Submits the tasks and, unless detached, waits for them; returns whether all were submitted."""
     options = [name for name in executor.SBATCH_FLAGS if getattr(executor, name, None) is not None]
-    lines = [f"#SBATCH --{name.replace('_', '-')}" for name in (*options, *(executor.additional_parameters or ()))]
-    for name in set(os.environ) - set(sbatch_environment("\n".join(lines))):
+    options += executor.additional_parameters or ()
+    kept = sbatch_environment([name.replace("_", "-") for name in options])
+    for name in set(os.environ) - set(kept):
         del os.environ[name]
     tunnel = executor.tunnel
     try:
-        with experiment:
+        with _handling(_leave), experiment:  # its exit waits for the tasks
             _add(experiment, tasks)
             experiment.console.quiet = True  # a refusal is printed once, below
-            experiment.run(detach=True)
+            experiment.run(detach=detach, tail_logs=not detach)
             experiment.console.quiet = False
     except UnexpectedExit as error:
         message = f"refused: {error.result.command}\n{error.result.stderr.strip()}"
@@ -131,100 +130,30 @@ def _submit(
         place = f"{tunnel.user}@{tunnel.host}" if isinstance(tunnel, run.SSHTunnel) else "this machine"
         message = f"submitting from {place} failed: {_cause(error)}"
     else:
-        return 0 if detach else _wait(experiment, experiment.jobs[0].executor.tunnel, tasks)
+        return True
     print(message, file=sys.stderr)
-    if numbers := _numbers(experiment).values():
+    numbers = [parse_app_handle(job.handle).app_id for job in experiment.jobs if job.handle]
+    if numbers:
         print(f"submitted before it: {', '.join(numbers)}; to cancel: scancel {' '.join(numbers)}", file=sys.stderr)
-    return 1
+    return False
 
 
-def _numbers(experiment: run.Experiment) -> dict[str, str]:
-    """Returns the numbers of the submitted jobs by task."""
-    return {job.id: parse_app_handle(job.handle).app_id for job in experiment.jobs if job.handle}
-
-
-def _wait(experiment: run.Experiment, tunnel: _Tunnel, tasks: Sequence[ExperimentTask]) -> int:
-    """Follows the jobs of a cluster to their ends; an interrupt does not cancel them."""
-    numbers = _numbers(experiment)
-    try:
-        known = follow(tunnel, numbers)
-    except KeyboardInterrupt:
-        print("the jobs continue; the commands above show and cancel them", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except AccountingError as error:
-        jobs = ",".join(numbers.values())
-        directories = shlex.join(task.run_dir for task in tasks)
-        print(f"{error}\nthe jobs continue without this script: {jobs}", file=sys.stderr)
-        shown = f"squeue --jobs {jobs} and megarl status {directories} show them"
-        print(f"{shown}; where Slurm has no accounting, submit with --detach", file=sys.stderr)
-        return 1
-    return _report(tasks, known, succeeded=_COMPLETED)
-
-
-def _report(
-    tasks: Sequence[ExperimentTask],
-    states: Mapping[str, str],
-    *,
-    succeeded: str,
-    outputs: Mapping[str, Path | None] | None = None,
-) -> int:
+def _report(experiment: run.Experiment, tasks: Sequence[ExperimentTask]) -> int:
     """Prints which tasks have not succeeded, and where to look; returns the exit code."""
-    outputs = outputs or {}
-    failed = [task for task in tasks if states.get(task.name) != succeeded]
+    jobs = {job.id: job for job in experiment.jobs}
+    failed = [task for task in tasks if jobs[task.name].state.name != _SUCCEEDED]
     for task in failed:
         remote = isinstance(task.executor, run.SlurmExecutor) and isinstance(task.executor.tunnel, run.SSHTunnel)
-        started = remote or os.path.exists(task.run_dir)
-        where = f"see megarl status {shlex.quote(task.run_dir)}" if started else "its run has not started"
-        if not started and outputs.get(task.name):
-            where += f"; see {outputs[task.name]}"
-        print(f"{task.name}: {states.get(task.name)}; {where}", file=sys.stderr)
+        where = "its run has not started"
+        if remote or os.path.exists(task.run_dir):
+            where = f"see megarl status {shlex.quote(task.run_dir)}"
+        else:
+            # torchx may end before it has shown what a task printed last (schedulers/local_scheduler.py, LogIterator).
+            output = next(Path(jobs[task.name].executor.job_dir).rglob("combined.log"), None)
+            if output is not None:
+                where += f"; see {output}"
+        print(f"{task.name}: {jobs[task.name].state.name}; {where}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def follow(
-    tunnel: _Tunnel, numbers: Mapping[str, str], *, pause_s: float = _FIRST_PAUSE_S, limit_s: float = _LIMIT_S
-) -> dict[str, str]:
-    """Prints changes of the jobs' states until all have ended; returns the last states, or raises AccountingError.
-
-    NeMo-Run 0.11 would cancel a job whose accounting fails for a minute, and give up on one that the accounting has not
-    noted after ten seconds (run/torchx_backend/launcher.py, wait_and_exit).
-    """
-    known: dict[str, str] = {}
-    silent_since: float | None = None
-    while True:
-        try:
-            found = job_states(tunnel, numbers)
-            silent_since = None
-        except AccountingError as error:
-            found = known
-            if silent_since is None:
-                silent_since = time.monotonic()
-                print(f"{error}; trying again", file=sys.stderr)
-            elif time.monotonic() - silent_since > limit_s:
-                raise
-        for task, state in found.items():
-            if known.get(task) != state:
-                print(f"{time.strftime('%H:%M:%S')} {task}: {state}", flush=True)
-        known = found
-        if known and _NOT_ENDED.isdisjoint(known.values()):
-            return known
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 1.1, _LAST_PAUSE_S)
-
-
-def job_states(tunnel: _Tunnel, numbers: Mapping[str, str]) -> dict[str, str]:
-    """Returns each job's state by task: pending if the accounting does not know it. Raises AccountingError."""
-    command = f"sacct -X -n -P -o JobIDRaw,State -j {','.join(numbers.values())}"
-    try:
-        done = tunnel.run(command, hide=True, warn=True, in_stream=False)
-    except _LOST as error:
-        raise AccountingError(f"Slurm's accounting cannot be reached: {_cause(error)}") from error
-    if done.failed:
-        said = " ".join(done.stderr.split()) or f"exit code {done.exited}"
-        raise AccountingError(f"Slurm's accounting does not answer: sacct: {said}")
-    rows = (line.partition("|") for line in done.stdout.splitlines())
-    found = {number: state.split()[0] for number, _, state in rows if state.strip()}  # CANCELLED of "CANCELLED by 0"
-    return {task: found.get(number, _PENDING) for task, number in numbers.items()}
 
 
 def _cause(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from nemo_run.config import get_nemorun_home
 
 from launchers import executors
 from launchers.experiment import ExperimentTask, show, start
-from megarl.config import ConfigError, Problem, RunConfig
+from megarl.config import ConfigError, Problem
 from megarl.config.problems import shown
 from megarl.launch.checker import write_error
 from megarl.launch.cli import Account, GPUsPerNode, Nodes, Partition, ProfileOption, Python, Time
@@ -76,9 +76,7 @@ def run_script(main: Callable[..., None]) -> None:
     app()
 
 
-def _request(
-    options: ScriptOptions, arguments: Sequence[str], sweep: Sequence[str] = (), parallel: int | None = None
-) -> LaunchRequest:
+def _request(options: ScriptOptions, arguments: Sequence[str]) -> LaunchRequest:
     configs, overrides = split_arguments(arguments)
     runtime = options.python and {"python": options.python}
     settings = {"time": options.time, "partition": options.partition, "account": options.account, "runtime": runtime}
@@ -90,8 +88,6 @@ def _request(
         nodes=options.nodes,
         gpus_per_node=options.gpus_per_node,
         job_name=options.name,
-        sweeps=tuple(sweep),
-        parallel=parallel,
         dry_run=options.dry_run,
         mode=LaunchMode.LOCAL if options.executor == "local" else LaunchMode.TUNNEL,
     )
@@ -138,34 +134,23 @@ def _contradictions(request: LaunchRequest, chain: bool, detach: bool) -> Iterat
 
 
 def _tasks(planned: Sequence[PlannedJob], request: LaunchRequest, title: str) -> Iterator[ExperimentTask]:
-    """Yields the runs of a chain, each after the previous one, or of a sweep, `parallel` at the same time."""
-    sweep = bool(request.sweeps)
-    local = request.mode is LaunchMode.LOCAL
-    parallel = (request.parallel or (1 if local else None)) if sweep else 1
-    names: list[str] = []
-    for index, job, config in _runs(planned):
-        after = () if parallel is None or len(names) < parallel else (names[-parallel],)
-        before = sum(name.partition("-")[0] == config.stage for name in names)
-        stage = f"{config.stage}-{before + 1}" if before else config.stage
-        name = f"cell-{index}" if sweep else stage
-        names.append(name)
-        if local:
-            text = executors.local_script(job, config, name=name, after=() if sweep else after)
+    """Yields the runs, each after the previous one."""
+    stages: list[str] = []
+    after: tuple[str, ...] = ()
+    for each in planned:
+        job = each.job
+        config = each.config
+        stages.append(config.stage)
+        count = stages.count(config.stage)
+        name = config.stage if count == 1 else f"{config.stage}-{count}"
+        if request.mode is LaunchMode.LOCAL:
+            text = executors.local_script(job, config, name=name, after=after)
             executor = run.LocalExecutor(env_vars=dict(job.profile.env))
         else:
             text = executors.render("task.sh.j2", job=job)
-            executor = executors.slurm(job, config, title=title, anyway=sweep)
+            executor = executors.slurm(job, config, title=title)
         yield ExperimentTask(name=name, script=text, executor=executor, after=after, run_dir=str(job.run_dir))
-
-
-def _runs(planned: Sequence[PlannedJob]) -> Iterator[tuple[int, BatchJob, RunConfig]]:
-    """Yields each unfinished run: its index in the sweep, its job and its configuration."""
-    for job, configs in ((each.job, each.configs) for each in planned):
-        directories = [job.run_dir / cell for cell in job.cells] or [job.run_dir]
-        for index, directory in enumerate(directories):
-            if index not in job.finished:
-                own = replace(job, run_dir=directory, configs=(job.configs[index],), cells=(), finished=frozenset())
-                yield index, own, configs[index]
+        after = (name,)
 
 
 def _nemo_run_problems(job: BatchJob, tasks: Sequence[ExperimentTask], *, local: bool) -> Iterator[Problem]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from megarl.collector import importing
 from megarl.convert.cli import app as convert
 from megarl.errors import UsageError
+from megarl.gc import importing
 from megarl.launch.cli import app as launchers
 from megarl.plan.cli import ConfigCommand
 from megarl.plan.cli import app as plans
@@ -120,7 +120,9 @@ def evaluate(config_path: ConfigPath, overrides: Overrides = None) -> None:
 def status(
     run_dirs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN_DIR...", show_default=False, help="Directories of runs, or of sweeps."),
+        typer.Argument(
+            metavar="RUN_DIR...", show_default=False, help="Directories of runs, or the directories above them."
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, an object a line a run.")] = False,
 ) -> None:
@@ -135,7 +137,9 @@ def status(
 def view(
     run_dirs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN_DIR...", show_default=False, help="Directories of runs, or of sweeps."),
+        typer.Argument(
+            metavar="RUN_DIR...", show_default=False, help="Directories of runs, or the directories above them."
+        ),
     ],
     port: Annotated[int, typer.Option(help="Port on this machine; 0 is a free one.")] = 0,
     export_to: Annotated[

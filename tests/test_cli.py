@@ -60,7 +60,7 @@ def test_help_is_complete_on_a_narrow_terminal(path: tuple[str, ...]) -> None:
     assert "…" not in helped(app, *path)
 
 
-@pytest.mark.parametrize("script", ["ppo", "pipeline", "sweep"])
+@pytest.mark.parametrize("script", ["ppo", "pipeline"])
 def test_help_of_launch_is_complete_on_a_narrow_terminal(script: str) -> None:
     pytest.importorskip("nemo_run")
     launcher = typer.Typer(add_completion=False)

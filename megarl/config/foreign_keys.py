@@ -14,15 +14,9 @@ from pydantic import BaseModel
 
 from megarl.config.schema.schema_walk import choices, fields, type_of, within
 
-SYSTEMS: Final = {
-    "trl": "TRL",
-    "verl": "verl",
-    "nemo_rl": "NeMo-RL",
-    "prime_rl": "prime-rl",
-    "openrlhf": "OpenRLHF",
-}
+SYSTEMS: Final = {"trl": "TRL", "verl": "verl", "nemo_rl": "NeMo-RL"}
 _PAGE = "docs/from-trl-verl.md"
-_ALTERNATIVES = 3
+_ALTERNATIVES = 2
 """Rows that a key may stand for; the end of a key that more have says nothing."""
 _SHOWN = 6
 """Keys of a section of another system that a problem names."""
@@ -33,7 +27,7 @@ class ForeignKey:
     """Keys of other systems with one meaning; see foreign_keys.yaml.
 
     Args:
-        keys: by system, and with the key `others`.
+        keys: by system.
     """
 
     ours: tuple[str, ...]
@@ -45,7 +39,8 @@ class ForeignKey:
         here = [path for path in self.ours if has_path(schema, path)] or list(self.ours)
         if not here:
             return f"remove it: {self.remark or 'there is nothing like it yet'}"
-        return f"it is {' or '.join(here)}" + (f" ({self.remark})" if self.remark else "")
+        remark = f" ({self.remark})" if self.remark else ""
+        return f"use {' or '.join(here)}{remark}"
 
 
 @functools.cache
@@ -75,19 +70,26 @@ def _find(path: str, *, sure: bool) -> list[ForeignKey]:
     """Returns the rows with a key that ends like a path, by the longest common end, whole keys first."""
     parts = path.split(".")
     found = dict[tuple[int, bool], list[ForeignKey]]()
-    for row in (row for rows in foreign_keys().values() for row in rows):
-        keys = [key.split(".") for keys in row.keys.values() for key in keys]
-        best = max((end, end == len(key)) for key in keys for end in [_common_end(parts, key)])
-        found.setdefault(best, []).append(row)
-    end, whole = best = max(found)
-    many = len(found[best]) > _ALTERNATIVES
-    return [] if end == 0 or many or (sure and end == 1 and not whole) else found[best]
+    for row in itertools.chain.from_iterable(foreign_keys().values()):
+        ends = [_common_end(parts, key.split(".")) for key in itertools.chain.from_iterable(row.keys.values())]
+        found.setdefault(max(ends), []).append(row)
+    best = max(found)
+    end, whole = best
+    if end == 0 or len(found[best]) > _ALTERNATIVES:
+        return []
+    if sure and end == 1 and not whole:
+        return []
+    return found[best]
 
 
-def _common_end(path: list[str], key: list[str]) -> int:
-    """Returns how many of the last parts are equal."""
-    pairs = zip(reversed(path), reversed(key), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+def _common_end(path: list[str], key: list[str]) -> tuple[int, bool]:
+    """Returns how many of the last parts are equal, and whether these are the whole key."""
+    count = 0
+    for part, theirs in zip(reversed(path), reversed(key), strict=False):
+        if part != theirs:
+            break
+        count += 1
+    return count, count == len(key)
 
 
 def _leaves(path: str, value: object) -> Iterator[str]:
@@ -119,5 +121,5 @@ def has_path(schema: Any, path: str) -> bool:
 
 
 def _row(row: Mapping[str, str]) -> ForeignKey:
-    keys = {system: tuple(row[system].split()) for system in (*SYSTEMS, "others") if system in row}
+    keys = {system: tuple(row[system].split()) for system in SYSTEMS if system in row}
     return ForeignKey(ours=tuple(row["ours"].split()), remark=row.get("remark", ""), keys=keys)

@@ -10,11 +10,11 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from megarl.config.default_devices import asleep_where_shared, on_one_device
 from megarl.config.inheritance import SHORT_STAGES, expanded, merged
-from megarl.config.one_device import asleep_where_shared, on_one_device
 from megarl.config.problems import ConfigError, Problem, shown, without_pending, without_secrets
 from megarl.config.rules import broken_rules
-from megarl.config.schema import STAGES, RunConfig, stage_class
+from megarl.config.schema import STAGES, RunConfig, raw_stage_class
 from megarl.config.schema.base import parse_devices
 from megarl.config.schema.schema_walk import keys
 from megarl.config.schema_problems import schema_problems
@@ -111,14 +111,13 @@ def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
 
     Rules between fields are checked if the sections that they read are valid.
     """
-    stage = raw.get("stage")
-    if not isinstance(stage, str) or stage not in STAGES:
+    schema = raw_stage_class(raw)
+    if schema is None:
         short = f"or {', '.join(SHORT_STAGES)}, short for ppo with their settings"
         rule = f"one of {', '.join(STAGES)}"
         fix = f"add the stage of the run, such as stage: ppo, {short}"
-        value = shown(stage) if "stage" in raw else "(missing)"
+        value = shown(raw["stage"]) if "stage" in raw else "(missing)"
         return None, [Problem("stage", value, rule, fix)]
-    schema = stage_class(stage)
     found: list[Problem] = []
     try:
         config = schema.model_validate(raw)
@@ -129,7 +128,7 @@ def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
         config = schema.model_validate(raw) if len(sections) == len(schema.model_fields) else None
     else:
         sections = {name: getattr(config, name) for name in schema.model_fields}
-    return config, [*found, *broken_rules(stage, sections)]
+    return config, [*found, *broken_rules(raw["stage"], sections)]
 
 
 def _same(one: Problem, other: Problem) -> bool:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Final
+from typing import Any
 
 from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig, load, parse_devices
 from megarl.config.problems import without_pending
@@ -22,14 +22,12 @@ from megarl.preflight.models import without_weights
 from megarl.run.paths import RunPaths, read_config
 
 _EARLY_S = 60  # Slurm may send its signal this much early (sbatch's manual, --signal)
-_NAMES_NOTHING: Final[Any] = {"run": {"dir", "seed"}, "actor": {"optimizer"}, "critic": {"optimizer"}}
-"""Parts of a configuration on which no check of models, data and functions depends."""
 
 
 class Checker:
     """Checks that a configuration can run, and fits the request and the cluster.
 
-    Runs with the same models and data share one check of them; remote jobs, which see other files, have none.
+    The files of a configuration are read once, however often it is checked; those of a remote job are not read.
     """
 
     def __init__(self, request: LaunchRequest, profile: Profile) -> None:
@@ -49,7 +47,7 @@ class Checker:
 
     def _preflight(self, config: RunConfig) -> ConfigError | None:
         """Returns the problems of the models, data and functions that the configuration names."""
-        key = config.model_dump_json(by_alias=True, exclude=_NAMES_NOTHING)
+        key = config.model_dump_json(by_alias=True)
         if key not in self._checked:
             try:
                 check(config, bare=self.request.dry_run)
@@ -63,18 +61,13 @@ class Checker:
         for field, path in {} if self.remote else without_weights(config).items():
             yield f"{field}: {path} has a config.json and no weights yet; a dry run does not need them, the job does"
 
-    def finished(self, config: RunConfig) -> list[Problem]:
-        """Returns the problem that the run is finished, if it is."""
-        return [] if self.remote else list(is_not_finished(config, chain=len(self.request.configs) > 1))
-
     def _misfits(self, config: RunConfig) -> Iterator[Problem]:
-        if not self.request.sweeps:  # a sweep leaves its finished cells out
-            yield from self.finished(config)
-        yield from _devices_fit(config, self.request)
         run_dir = Path(config.run.dir)
-        written = run_dir.parent if self.request.sweeps else run_dir
-        if not self.remote and (error := write_error(written)):
-            yield unwritable(written, error)
+        if not self.remote:
+            yield from is_not_finished(config, chain=len(self.request.configs) > 1)
+        yield from _devices_fit(config, self.request)
+        if not self.remote and (error := write_error(run_dir)):
+            yield unwritable(run_dir, error)
         yield from _paths_are_plain(run_dir, self.profile, self.workdir)
         yield from _paths_are_mounted(config, self.profile, self.workdir)
 

@@ -32,7 +32,6 @@ app = typer.Typer(
 _job = partial(typer.Option, rich_help_panel="The job")
 _count = partial(_job, metavar="N", min=1)
 _runtime = partial(typer.Option, rich_help_panel="Where megarl is installed")
-_several = partial(typer.Option, rich_help_panel="Several runs")
 _PROFILE = "The cluster's profile, instead of ~/.config/megarl/cluster.yaml. Options of the command line override it."
 _CONFIGS = "YAML file of the run, and settings to override. Several files are a chain of jobs."
 _GRACE = "Seconds before the time limit at which the run is told to save (up to 60 s earlier); 0 disables this."
@@ -40,12 +39,10 @@ _REQUEUE = "Start the job again when its run has saved and left, is preempted, o
 _GPUS = "How GPUs are requested: gpus-per-node, gres or none."
 _MOUNTS = "Directories to mount besides the working directory and run.dir; repeatable."
 _PYTHON = "Interpreter that has megarl: without a container this one, in a container python."
-_SWEEP = "One run for each value, in directories below run.dir; repeatable: one run for each combination."
 _RUNTIME = "bare, the nodes' own file system; or pyxis, apptainer."
 _FURTHER = "Further option, as "
 _IMAGE = "Image; for Pyxis unless another runtime is given."
 _START_LIMIT = "Seconds for the nodes to find each other, and again to start Ray."
-SWEEP = _several(metavar="KEY.PATH=VALUE,...", help=_SWEEP)
 _ARGUMENT = typer.Argument(metavar="CONFIG|KEY.PATH=VALUE", show_default=False, help=_CONFIGS)
 
 Text = str | None
@@ -93,8 +90,6 @@ def slurm(
     container: Annotated[Text, _runtime(metavar="IMAGE", help=_IMAGE)] = None,
     mounts: Annotated[Texts, _runtime(metavar="DIR[:INSIDE],...", help=_MOUNTS)] = None,
     python: Python = None,
-    sweep: Annotated[Texts, SWEEP] = None,
-    parallel: Annotated[int | None, _several(metavar="N", min=1, help="Runs of a sweep at the same time.")] = None,
 ) -> None:
     """Submit CONFIG as a Slurm job, which starts Ray on its nodes and the run on top.
 
@@ -116,9 +111,7 @@ def slurm(
     of_profile = {name: value for name, value in given.items() if name in Profile.model_fields}
     of_profile |= {"env": _variables(env or ()), "runtime": _given(of_runtime)}
     of_request = {name: value for name, value in given.items() if name in LaunchRequest.__dataclass_fields__}
-    request = LaunchRequest(
-        **of_request, configs=configs, overrides=overrides, settings=_given(of_profile), sweeps=tuple(sweep or ())
-    )
+    request = LaunchRequest(**of_request, configs=configs, overrides=overrides, settings=_given(of_profile))
     raise typer.Exit(launch(request))
 
 

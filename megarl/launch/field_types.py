@@ -12,16 +12,13 @@ from typing import Annotated, Any
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
-_OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
-_TIME = re.compile(r"(\d+-\d+|\d+)(:[0-5]?\d){0,2}")
 _MOUNT = re.compile(r"/[^\s,:]*(:/[^\s,:]*(:[^\s,:/]+)?)?")
-_PARTITIONS = (r"[^\s,]+(,[^\s,]+)*", "a name without spaces, or several with commas between")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CLEARING = ("-e", "--cleanenv", "-c", "--contain", "-C", "--containall")
 
 _OWN_OPTIONS = Path(__file__).parent / "templates" / "own_options.yaml"
 OWN_OPTIONS: Mapping[str, Mapping[str, str]] = yaml.safe_load(_OWN_OPTIONS.read_text(encoding="utf-8"))
-"""Options of sbatch and srun that the profile's lists refuse, and what to do instead."""
+"""Options that MegaRL itself gives to sbatch and srun, and what to do instead."""
 
 
 def _refuse(why: Callable[[Any], str | None]) -> AfterValidator:
@@ -40,17 +37,17 @@ def _matching(pattern: str, rule: str) -> AfterValidator:
 
 
 def _without(own: Mapping[str, str]) -> AfterValidator:
-    """Refuses options that are not in one piece, and those of the table, abbreviated too."""
-
-    def wrong(option: str) -> str | None:
-        if _OPTION.fullmatch(option) is None:
-            return f"{option} (not in one piece, as --name=value)"
-        meant = sorted(name for name in own if name.startswith(option.partition("=")[0]))
-        return f"{option} ({own[meant[0]]})" if meant else None
+    """Refuses short options, and those that MegaRL gives itself."""
 
     def why(options: Sequence[str]) -> str | None:
-        found = [text for text in map(wrong, options) if text]
-        return f"be without {', '.join(found)}" if found else None
+        refused: list[str] = []
+        for option in options:
+            name = option.partition("=")[0]
+            if not name.startswith("--"):
+                refused.append(f"{option} (write it as --name=value)")
+            elif name in own:
+                refused.append(f"{option} ({own[name]})")
+        return f"be without {', '.join(refused)}" if refused else None
 
     return _refuse(why)
 
@@ -83,9 +80,11 @@ def _clears_environment(options: Sequence[str]) -> str | None:
 
 
 def _bad_time(text: str) -> str | None:
-    if text.upper() in ("UNLIMITED", "INFINITE") or _TIME.fullmatch(text):
-        return None
-    return "be a time limit of Slurm: minutes, HH:MM:SS or D-HH:MM:SS"
+    try:
+        seconds_of(text)
+    except ValueError:
+        return "be a time limit of Slurm: minutes, HH:MM:SS or D-HH:MM:SS"
+    return None
 
 
 def _number_as_text(value: object) -> object:
@@ -97,9 +96,7 @@ _HOME = "be a path in full: ~ is not read as a home directory there"
 InFull = Annotated[Line, _refuse(lambda text: _HOME if text.startswith("~") else None)]
 TimeLimit = Annotated[str, _refuse(_bad_time)]
 VariableName = Annotated[str, _refuse(_bad_variable)]
-Partitions = Annotated[Line, _matching(*_PARTITIONS)]
-_MEMORY = (r"(?i)\d+([KMGT]B?)?", "a number of megabytes, or with a unit, as 500G")
-Memory = Annotated[Line, BeforeValidator(_number_as_text), _matching(*_MEMORY)]
+Memory = Annotated[Line, BeforeValidator(_number_as_text)]
 Interface = Annotated[Line, _matching(r"[^\s,/]{1,15}", "the name of one interface, as ib0")]
 Value = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$"), BeforeValidator(_number_as_text)]
 Lines = Annotated[tuple[Line, ...], Field(strict=False)]
@@ -111,12 +108,17 @@ SrunOptions = Annotated[Lines, _without(OWN_OPTIONS["srun"])]
 
 
 def seconds_of(time: str) -> float:
-    """Returns a time limit in seconds: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED."""
-    if rule := _bad_time(time):
-        raise ValueError(f"should {rule}")
+    """Returns a time limit in seconds: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED.
+
+    Raises:
+        ValueError: the text is none of these.
+    """
     if time.upper() in ("UNLIMITED", "INFINITE"):
         return math.inf
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
+    if len(parts) > len(units):
+        raise ValueError(f"{time} has more parts than days, hours, minutes and seconds")
+    whole_days = int(days) if dash else 0
+    return whole_days * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))

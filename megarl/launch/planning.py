@@ -17,8 +17,15 @@ from megarl.config.schema import Model
 from megarl.launch.checker import Checker, load_checked, profile_problems
 from megarl.launch.profile import Profile, found_profile, load_profile
 from megarl.launch.render import BatchJob
-from megarl.launch.request import JOB_RAY, LaunchMode, LaunchRequest, as_option, names_other_ray, submitted_as
-from megarl.launch.sweep_cells import Cell, load_cells, read_sweeps, run_directory
+from megarl.launch.request import (
+    JOB_RAY,
+    LaunchMode,
+    LaunchRequest,
+    as_option,
+    names_other_ray,
+    run_directory,
+    submitted_as,
+)
 
 
 class RefusedError(ValueError):
@@ -27,10 +34,10 @@ class RefusedError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedJob:
-    """A job, the configurations of its runs, and remarks for the user."""
+    """A job, the configuration of its run, and remarks for the user."""
 
     job: BatchJob
-    configs: tuple[RunConfig, ...]
+    config: RunConfig
     remarks: tuple[str, ...] = ()
 
 
@@ -47,16 +54,10 @@ def plan(request: LaunchRequest) -> list[PlannedJob]:
     errors: list[ConfigError] = []
     profile = _collect(errors, partial(_profile, request))
     checker = Checker(request, profile or Profile())
-    cells, wrong = read_sweeps(request.sweeps)
-    wrong = [*request.contradictions(), *_sbatch_missing(request, checker), *wrong]
+    wrong = [*request.malformed(), *_sbatch_missing(request, checker)]
     if wrong:
         errors.append(ConfigError(wrong, "command line"))
-    planned: list[PlannedJob] = []
-    if not request.sweeps:
-        planned = _chain(request, checker, errors)
-    elif cells:
-        for path in request.configs:
-            planned += _sweep(path, cells, request, checker, errors)
+    planned = _chain(request, checker, errors)
     if errors:
         raise RefusedError("\n".join(map(str, errors)))
     return planned
@@ -105,20 +106,18 @@ def _chain(request: LaunchRequest, checker: Checker, errors: list[ConfigError]) 
         for run_dir in run_dirs:
             if run_dir in owners:
                 rule = f"a directory of its own; {owners[run_dir]} has this one too"
-                errors.append(_wrong_run_dir(path, str(run_dir), rule, "set it in the files, not for all"))
+                fix = "set it in the files, not for all"
+                problem = Problem(field="run.dir", value=str(run_dir), rule=rule, fix=fix)
+                errors.append(ConfigError([problem], str(path)))
             owners[run_dir] = path
         run = _collect(errors, partial(_load_chained, path, overrides, runs, checker, refused))
         if run is None:
             refused += run_dirs
             continue
         earlier = tuple(checker.workdir / before.config.run.dir for before in runs)
-        planned.append(_job([run.config], run.config.run.dir, request, checker, earlier=earlier))
+        planned.append(_job(run.config, request, checker, earlier))
         runs.append(run)
     return planned
-
-
-def _wrong_run_dir(path: Path, run_dir: str, rule: str, fix: str) -> ConfigError:
-    return ConfigError([Problem(field="run.dir", value=run_dir, rule=rule, fix=fix)], str(path))
 
 
 def _load_chained(
@@ -150,26 +149,6 @@ def _stand_in(model: Any, earlier: Sequence[ChainedRun]) -> list[str]:
     return []
 
 
-def _sweep(
-    path: Path, cells: Sequence[Cell], request: LaunchRequest, checker: Checker, errors: list[ConfigError]
-) -> list[PlannedJob]:
-    """Returns a job array of the unfinished cells of a configuration, or nothing if a cell has a problem."""
-    if (overrides := _collect(errors, partial(_overrides, path, request))) is None:
-        return []
-    base = run_directory(path, overrides) or ""  # the check of each cell reports a missing one
-    configs, wrong = load_cells(path, overrides, base, cells, checker)
-    errors += wrong
-    if wrong:
-        return []
-    finished = [cell for cell, config in zip(cells, configs, strict=True) if checker.finished(config)]
-    if len(finished) == len(cells):
-        rule = f"a sweep with something left to do; all of its runs, {len(cells)}, are finished"
-        fix = "choose another run.dir, or raise run.steps or run.epochs to continue them"
-        errors.append(_wrong_run_dir(path, base, rule, fix))
-        return []
-    return [_job(configs, base, request, checker, cells=cells, finished=finished)]
-
-
 def _overrides(path: Path, request: LaunchRequest) -> list[str]:
     """Returns the request's overrides and those of the job."""
     sizes = {"nodes": request.nodes, "devices_per_node": request.gpus_per_node}
@@ -180,30 +159,15 @@ def _overrides(path: Path, request: LaunchRequest) -> list[str]:
     return given if request.mode is LaunchMode.LOCAL else [*given, JOB_RAY]
 
 
-def _job(
-    configs: Sequence[RunConfig],
-    run_dir: str,
-    request: LaunchRequest,
-    checker: Checker,
-    *,
-    cells: Sequence[Cell] = (),
-    finished: Sequence[Cell] = (),
-    earlier: tuple[Path, ...] = (),
-) -> PlannedJob:
-    config = configs[0]
-    count = len(cells) - len(finished)
-    runs = f"{count} run{'s' * (count > 1)} of {config.stage} below {run_dir}"
-    title = runs if cells else f"{config.stage} in {run_dir}"
+def _job(config: RunConfig, request: LaunchRequest, checker: Checker, earlier: tuple[Path, ...]) -> PlannedJob:
+    run_dir = checker.workdir / config.run.dir
     job = BatchJob(
-        title=" ".join(title.split()),
-        name=request.job_name or (checker.workdir / run_dir).name,
+        title=" ".join(f"{config.stage} in {config.run.dir}".split()),
+        name=request.job_name or run_dir.name,
         command="train" if isinstance(config, TrainingConfig) else "eval",
         workdir=checker.workdir,
-        run_dir=checker.workdir / run_dir,
-        configs=tuple(checker.workdir / submitted_as(config) for config in configs),
-        cells=tuple(cell.name for cell in cells),
-        finished=frozenset(cell.index for cell in finished),
-        parallel=request.parallel,
+        run_dir=run_dir,
+        config=checker.workdir / submitted_as(config),
         nodes=config.cluster.nodes,
         partition=checker.profile.partition,
         gpus=config.cluster.devices_per_node if config.cluster.device == "cuda" else 0,
@@ -211,6 +175,4 @@ def _job(
         earlier=earlier,
         profile=checker.profile,
     )
-    remarks = [f"{cell} is finished: left out" for cell in finished]
-    remarks += dict.fromkeys(remark for each in configs for remark in checker.unchecked(each))
-    return PlannedJob(job=job, configs=tuple(configs), remarks=tuple(remarks))
+    return PlannedJob(job=job, config=config, remarks=tuple(checker.unchecked(config)))

@@ -86,7 +86,7 @@ class NemoRun(Section):
 class Profile(Section):
     """Settings of all jobs on a cluster."""
 
-    partition: types.Partitions | None = None
+    partition: types.Line | None = None
     """Partition, or several separated by commas; null is the cluster's default."""
     account: types.Line | None = None
     """Account to charge; null is the user's default."""

@@ -24,11 +24,7 @@ class BatchJob:
 
     Args:
         command: ``train`` or ``eval``.
-        run_dir: the run's directory, or the parent of a sweep's.
-        configs: files of the resolved configurations, one per cell of a sweep.
-        cells: names of a sweep's run directories below run_dir; empty for a single run.
-        finished: indices of cells that get no task.
-        parallel: runs of a sweep at the same time; None sets no limit.
+        config: file of the resolved configuration.
         dependent: whether the job waits for another one.
         earlier: directories of earlier runs of a chain, which it may read.
         partition: None for the cluster's default.
@@ -40,10 +36,7 @@ class BatchJob:
     command: str
     workdir: Path
     run_dir: Path
-    configs: tuple[Path, ...]
-    cells: tuple[str, ...] = ()
-    finished: frozenset[int] = frozenset()
-    parallel: int | None = None
+    config: Path
     nodes: int
     partition: str | None
     gpus: int
@@ -76,22 +69,8 @@ class BatchJob:
         return self.directory / "job.sbatch"
 
     @property
-    def config(self) -> Path:
-        (config,) = self.configs
-        return config
-
-    @property
     def output(self) -> str:
-        return f"{self.directory}/".replace("%", "%%") + ("%A_%a.out" if self.cells else "%j.out")
-
-    @property
-    def array(self) -> str:
-        """The indices of a sweep's unfinished cells for sbatch, as ``0,2-4%2``."""
-        left = [index for index in range(len(self.cells)) if index not in self.finished]
-        starts = [index for index in left if index - 1 not in left]
-        ends = [index for index in left if index + 1 not in left]
-        ranges = (str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
-        return ",".join(ranges) + ("" if self.parallel is None else f"%{self.parallel}")
+        return f"{self.directory}/".replace("%", "%%") + "%j.out"
 
     @property
     def python(self) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.config import RunConfig, as_yaml
 from megarl.config.inheritance import merged
-from megarl.config.problems import KEY, Problem, shown
+from megarl.config.problems import KEY, Problem
 
 _RUNTIME_OPTIONS = {"name": "--runtime", "image": "--container", "mounts": "--mounts", "python": "--python"}
 OPTIONS: Mapping[str, str] = {f"runtime.{name}": option for name, option in _RUNTIME_OPTIONS.items()}
@@ -37,8 +37,6 @@ class LaunchRequest:
         configs: one, or the runs of a chain in their order.
         settings: fields of the profile that the command line sets.
         dependency: of the first job, as sbatch takes it.
-        sweeps: ``key.path=value,value``; every combination is a run.
-        parallel: runs of a sweep at the same time.
     """
 
     configs: tuple[Path, ...]
@@ -49,29 +47,17 @@ class LaunchRequest:
     gpus_per_node: int | None = None
     job_name: str | None = None
     dependency: str | None = None
-    sweeps: tuple[str, ...] = ()
-    parallel: int | None = None
     dry_run: bool = False
     mode: LaunchMode = LaunchMode.SBATCH
 
-    def contradictions(self) -> Iterator[Problem]:
-        """Finds options that exclude each other, are without effect or malformed."""
-        chain = len(self.configs) > 1
-        sweep = bool(self.sweeps)
-        alone = "submit it by itself, with --dependency for what it follows"
-        unswept = self.parallel is not None and not sweep
-        no_sweep = "has an effect on a sweep alone"
-        rules = [
-            (not self.configs, "CONFIG", "(missing)", "at least one configuration", "name the YAML file of the run"),
-            (chain and sweep, "--sweep", shown(" ".join(self.sweeps)), "not of several configurations", alone),
-            (unswept, "--parallel", self.parallel, no_sweep, "remove it, or give --sweep"),
-        ]
+    def malformed(self) -> Iterator[Problem]:
+        """Finds missing configurations and options that are no line of text."""
+        if not self.configs:
+            rule = "at least one configuration"
+            yield Problem(field="CONFIG", value="(missing)", rule=rule, fix="name the YAML file of the run")
         for name, text in (("--job-name", self.job_name), ("--dependency", self.dependency)):
-            wrong = text is not None and (not text.strip() or not text.isprintable())
-            rules.append((wrong, name, repr(text), "a line of text", "correct it"))
-        for wrong, field, given, rule, fix in rules:
-            if wrong:
-                yield Problem(field=field, value=str(given), rule=rule, fix=fix)
+            if text is not None and (not text.strip() or not text.isprintable()):
+                yield Problem(field=name, value=repr(text), rule="a line of text", fix="correct it")
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
@@ -99,6 +85,13 @@ def submitted_as(config: RunConfig) -> Path:
 def unwritable(run_dir: object, error: OSError, what: str = "") -> Problem:
     rule = f"can be written ({what}{error.strerror})"
     return Problem(field="run.dir", value=str(run_dir), rule=rule, fix="choose another run.dir")
+
+
+def run_directory(path: Path, overrides: Sequence[str]) -> str | None:
+    """Returns run.dir of a configuration that may be invalid. Raises ConfigError if the file cannot be read."""
+    run = merged(path, overrides)[0].get("run")
+    named = run.get("dir") if isinstance(run, Mapping) else None
+    return named if isinstance(named, str) else None
 
 
 def names_other_ray(path: Path, overrides: Sequence[str]) -> Iterator[Problem]:

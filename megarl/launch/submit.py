@@ -16,7 +16,6 @@ from megarl.launch.planning import PlannedJob, RefusedError, plan
 from megarl.launch.profile import found_profile
 from megarl.launch.render import BatchJob, render
 from megarl.launch.request import LaunchRequest, unwritable
-from megarl.run.status.jobs import record_submission
 
 _CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")  # the others belong to a job
 _SBATCH_VARIABLES = {
@@ -44,12 +43,10 @@ def launch(request: LaunchRequest) -> int:
 
 
 def _write(planned: PlannedJob) -> None:
-    """Writes the script and the resolved configurations, so that later edits do not change the job."""
+    """Writes the script and the resolved configuration, so that later edits do not change the job."""
     try:
-        for config, file in zip(planned.configs, planned.job.configs, strict=True):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            save(config, file)
         planned.job.directory.mkdir(parents=True, exist_ok=True)
+        save(planned.config, planned.job.config)
         write_durably(planned.job.script, render(planned.job), mode=0o700)  # a profile may hold secrets
     except OSError as error:
         problem = unwritable(planned.job.run_dir, error, f"{error.filename}: ")
@@ -78,7 +75,8 @@ def _submit(request: LaunchRequest, jobs: Sequence[BatchJob]) -> int:
     numbers: list[str] = []
     for job in jobs:
         command = _command(request, job, numbers[-1] if numbers else None)
-        env = sbatch_environment(job.script.read_text(encoding="utf-8"))
+        options = script_options(job.script.read_text(encoding="utf-8"))
+        env = sbatch_environment(options)
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         typer.echo(f"{done.stderr.strip()}\n" * bool(done.stderr.strip()), err=True, nl=False)
         answers: list[str] = _JOB_ID.findall(done.stdout)
@@ -88,9 +86,6 @@ def _submit(request: LaunchRequest, jobs: Sequence[BatchJob]) -> int:
             typer.echo(f"{what}: {job.script}\n{_origin(request)}{before * bool(numbers)}", err=True)
             return 1
         numbers.append(answers[-1])
-        for index, file in enumerate(job.configs):
-            if index not in job.finished:
-                record_submission(file.parent, f"{answers[-1]}_{index}" if job.cells else answers[-1])
         typer.echo("\n".join(_summary(job, numbers)))
     return 0
 
@@ -101,9 +96,18 @@ def _command(request: LaunchRequest, job: BatchJob, before: str | None) -> list[
     return ["sbatch", "--parsable", *waits, os.fspath(job.script)]
 
 
-def sbatch_environment(script: str) -> dict[str, str]:
-    """Returns this process's environment without variables of another job, and of sbatch that override the script."""
-    options: list[str] = re.findall(r'^#SBATCH "?--([a-z-]+)', script, re.MULTILINE)
+def script_options(script: str) -> list[str]:
+    """Returns the names of the options on a script's #SBATCH lines, without dashes and values."""
+    lines = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    return [line.strip('"').removeprefix("--").partition("=")[0] for line in lines]
+
+
+def sbatch_environment(options: Sequence[str]) -> dict[str, str]:
+    """Returns this process's environment without variables of another job, and of sbatch that override `options`.
+
+    Args:
+        options: names of sbatch's options, without dashes.
+    """
     overriding = {f"SBATCH_{_SBATCH_VARIABLES.get(name, name).upper().replace('-', '_')}" for name in options}
     return {
         name: value
@@ -115,13 +119,11 @@ def sbatch_environment(script: str) -> dict[str, str]:
 def _summary(job: BatchJob, numbers: Sequence[str]) -> Iterator[str]:
     *before, number = numbers
     after = f", after {before[-1]}" if before else ""
-    below, each = (job.run_dir / "CELL", "JOB") if job.cells else (job.run_dir, number)
-    output = job.directory / (f"{number}_INDEX.out" if job.cells else f"{number}.out")
-    followed = f"{quote(str(job.directory))}/{number}_*.out" if job.cells else quote(str(output))
-    nodes = job.nodes
-    yield f"job {number}: {job.title}, {nodes} node{'s' * (nodes > 1)}{after}"
+    output = job.directory / f"{number}.out"
+    nodes = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
+    yield f"job {number}: {job.title}, {nodes}{after}"
     yield f"  script  {job.script}"
     yield f"  output  {output}"
-    yield f"  logs    {below / 'slurm'}/{each}-0"
-    yield f"  follow  squeue --job {number}; tail -F {followed}; megarl status {quote(str(job.run_dir))}"
+    yield f"  logs    {job.directory}/{number}-0"
+    yield f"  follow  squeue --job {number}; tail -F {quote(str(output))}; megarl status {quote(str(job.run_dir))}"
     yield f"  cancel  scancel {number}"

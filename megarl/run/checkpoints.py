@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, Protocol, get_args
+from typing import Any, Final, get_args
 
 from megarl.errors import RunError
 from megarl.files import FileRecord, read_json, read_lines, sync, write_durably
@@ -267,52 +267,33 @@ class Checkpoints:
         return self.directory / f".step-{step}.staged"
 
 
-class BestSettings(Protocol):
-    """The metric by which the best checkpoint is chosen; `mode` is "max" or "min"."""
-
-    @property
-    def metric(self) -> str: ...
-
-    @property
-    def mode(self) -> str: ...
-
-
-class KeepSettings(Protocol):
-    """Which checkpoints stay, as in the section `checkpoint` of the configuration."""
-
-    @property
-    def keep(self) -> int: ...
-
-    @property
-    def keep_every(self) -> int | None: ...
-
-    @property
-    def best(self) -> BestSettings | None: ...
-
-
-def reasons_to_keep(settings: KeepSettings, steps: Sequence[int], evaluations: Path) -> dict[int, tuple[str, ...]]:
+def reasons_to_keep(
+    steps: Sequence[int], evaluations: Path, *, keep: int, keep_every: int | None, best: tuple[str, str] | None
+) -> dict[int, tuple[str, ...]]:
     """Returns why each checkpoint stays; those without a reason are missing.
 
     Args:
-        steps: with a checkpoint, in order.
-        evaluations: the run's file of them.
+        steps: steps with a checkpoint, in order.
+        evaluations: the run's file of evaluations.
+        keep: number of the newest ones that stay.
+        keep_every: multiples of this number of steps stay.
+        best: metric of the evaluations by which one more stays, and "max" or "min".
     """
-    values = best_values(settings.best, evaluations)
-    reasons: dict[int, list[str]] = {step: ["newest"] for step in steps[-settings.keep :]}
+    reasons: dict[int, list[str]] = {step: ["newest"] for step in steps[-keep:]}
     for step in steps:
-        if settings.keep_every is not None and step % settings.keep_every == 0:
-            reasons.setdefault(step, []).append(f"multiple of {settings.keep_every}")
-    evaluated = [step for step in steps if step in values]
-    if settings.best is not None and evaluated:
-        best = (max if settings.best.mode == "max" else min)(evaluated, key=values.__getitem__)  # the first of equals
-        reasons.setdefault(best, []).append("best")
+        if keep_every is not None and step % keep_every == 0:
+            reasons.setdefault(step, []).append(f"multiple of {keep_every}")
+    if best is not None:
+        metric, mode = best
+        values: dict[int, float] = {}
+        for line in read_lines(evaluations):
+            if line["step"] in steps and line.get(metric) is not None:
+                values[line["step"]] = line[metric]
+        if values:
+            choose = max if mode == "max" else min
+            first = choose(sorted(values), key=values.__getitem__)  # the first of equals
+            reasons.setdefault(first, []).append("best")
     return {step: tuple(found) for step, found in reasons.items()}
-
-
-def best_values(best: BestSettings | None, evaluations: Path) -> dict[int, float]:
-    """Returns the values by which checkpoints are compared, by step, as far as they are numbers."""
-    found = {} if best is None else {line["step"]: line.get(best.metric) for line in read_lines(evaluations)}
-    return {step: value for step, value in found.items() if value is not None}
 
 
 @contextmanager

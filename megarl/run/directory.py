@@ -7,7 +7,6 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,8 +82,17 @@ class RunDirectory(RunPaths):
             if path.exists():
                 sync(path)
         state = {**state, FROZEN: self._frozen} if self._frozen else state
-        kept = partial(reasons_to_keep, self._settings, evaluations=self.evaluations)
-        self.checkpoints.commit(step, files, state, kept)
+        self.checkpoints.commit(step, files, state, self._reasons_to_keep)
+
+    def _reasons_to_keep(self, steps: Sequence[int]) -> Mapping[int, Sequence[str]]:
+        best = self._settings.best
+        return reasons_to_keep(
+            steps,
+            self.evaluations,
+            keep=self._settings.keep,
+            keep_every=self._settings.keep_every,
+            best=None if best is None else (best.metric, best.mode),
+        )
 
     def close(self) -> None:
         """Removes an unfinished checkpoint and releases the lock."""

@@ -37,11 +37,11 @@ def test_every_suggested_field_exists_in_a_stage() -> None:
 
 
 def test_every_system_has_many_keys_without_duplicates() -> None:
-    for system in (*SYSTEMS, "others"):
+    for system in SYSTEMS:
         keys = Counter(key for row in ROWS for key in row.keys.get(system, ()))
         assert not [key for key, count in keys.items() if count > 1], system
-        assert system == "others" or len(keys) >= 30, (system, len(keys))
-    assert len(ROWS) >= 120
+        assert len(keys) >= 30, (system, len(keys))
+    assert len(ROWS) == 60
 
 
 def test_trls_keys_are_fields_of_its_configurations() -> None:
@@ -61,25 +61,20 @@ def test_trls_keys_are_fields_of_its_configurations() -> None:
         ("data.train_batch_size=8", "data.prompts_per_step"),
         ("actor.ppo_mini_batch_size=4", "algo.mini_batches (a size there, a count here"),
         ("rollout.gpu_memory_utilization=0.5", "rollout.gpu_memory_fraction"),
-        ("algo.clip_range=0.2", "algo.policy_loss.clip"),
         ("algo.policy_loss.epsilon_high=0.28", "algo.policy_loss.clip_high"),
         ("algo.beta=0.1", "algo.kl.coef"),
         ("algo.kl_coef=0.1", "algo.kl.coef"),
-        ("vf_coef=0.1", "algo.value_loss.scale (half of vf_coef"),
-        ("vllm_server_host=localhost", "a run starts its own engines"),
         ("algo.adv_estimator=grpo", "algo.advantage"),
         ("num_train_epochs=1", "run.epochs"),
         ("trainer.total_epochs=1", "run.epochs"),
         ("actor.learning_rate=1e-6", "actor.optimizer.lr"),
         ("groups.train.roles.actor.context_parallel_size=2", "nothing like it yet"),
-        ("lora={r: 8}", "lora.r: remove it"),
-        ("max_turns=3", "environment.max_turns"),
+        ("model.lora_rank=8", "nothing like it yet"),
         ("use_vllm=true", "remove it: vLLM is the only engine"),
         ("bf16=true", "dtype of its config.json"),
         ("rollout.multi_turn.tool_config_path=tools.yaml", "docs/environments.md"),
-        ("resharding.gate=null", "resharding.logprob_check"),
         ("gradient_checkpointing=true", "recompute"),
-        ("actor_rollout_ref={rollout: {n: 4}, actor: {clip_ratio: 0.2}}", "rollout.n: it is data.samples_per_prompt"),
+        ("actor_rollout_ref={rollout: {n: 4}, actor: {clip_ratio: 0.2}}", "rollout.n: use data.samples_per_prompt"),
         # the configuration's own keys in other places, and slips, are answered as they are without the table
         ("temperature=1.0", "did you mean rollout.temperature or"),
         ("actor.lr=1e-6", "did you mean actor.optimizer.lr?"),

@@ -151,9 +151,7 @@ def test_its_status_is_finished(debug_run: DebugRun) -> None:
     assert attempt.time < written[0] < written[1] < written[2] < attempt.end.time
     assert found.progress.pace is not None
     assert found.progress.pace.seconds_per_step == pytest.approx((written[2] - written[0]) / 2)
-    assert found.saved is not None
-    assert (found.saved.step, found.saved.writing, found.saved.again) == (3, None, 0)
-    assert found.evaluation == {}
+    assert ([saved.step for saved in found.checkpoints][-1], found.unfinished) == (3, None)
     assert not found.troubles
 
 

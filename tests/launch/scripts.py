@@ -27,10 +27,9 @@ def job(profile: Mapping[str, Any], **changes: Any) -> BatchJob:
         "gpus": 8,
     }
     made = {**usual, **changes}
-    directories = [made["run_dir"] / cell for cell in made.get("cells", [""])]
-    configs = tuple(directory / "slurm" / "config-0123abcd.yaml" for directory in directories)
+    config = made["run_dir"] / "slurm" / "config-0123abcd.yaml"
     whole = {"runtime": {"python": "/home/me/venv/bin/python"}, **_CLUSTER, **profile}
-    return BatchJob(**made, configs=configs, profile=Profile.model_validate(whole))
+    return BatchJob(**made, config=config, profile=Profile.model_validate(whole))
 
 
 JOBS: Mapping[str, BatchJob] = {
@@ -92,7 +91,6 @@ JOBS: Mapping[str, BatchJob] = {
         dependent=True,
         earlier=(Path("/home/me/work/runs/first"),),
     ),
-    "array": job({}, title="2 runs of ppo below runs/first", cells=("cell-0-lr-1e-6", "cell-1-lr-2e-6"), parallel=1),
 }
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def commands(page: str) -> list[str]:
     """Commands of megarl in the page's blocks of shell, as one line each."""
     whole = PAGES[page].replace("\\\n", " ")
     return [
-        line.partition(" #")[0] for line in re.findall(r"^    (?:ray job .* )?(megarl .*)$", whole, flags=re.MULTILINE)
+        line.partition(" #")[0] for line in re.findall(r"^ {4,}(?:ray job .* )?(megarl .*)$", whole, flags=re.MULTILINE)
     ]
 
 

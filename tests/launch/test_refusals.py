@@ -16,11 +16,6 @@ CONTAINER = ["--runtime=pyxis", "--container=image"]
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--sweep", "nothing"], ["--sweep = nothing", "a key and values in YAML"]),
-        (["--sweep", "run.dir=a,b"], ["not of run.dir"]),
-        (["--sweep", "run.seed=1", "--sweep", "run.seed=2"], ["run.seed is given twice"]),
-        (["--sweep", "run.seed=1,2,1"], ["cell 2 (run.seed=1)", "this is cell 0 (run.seed=1) again"]),
-        (["--parallel", "2"], ["--parallel = 2", "has an effect on a sweep alone"]),
         (["--gpus-per-node", "4"], ["--gpus-per-node = 4", "virtual ones of the CPU"]),
         (["--nodes", "3"], ["cluster.nodes = 3", "1, 2 (from 0) has none", "set --nodes 1"]),
         (["cluster.address=10.0.0.1:6379"], ["cluster.address = 10.0.0.1:6379", "starts a Ray of its own"]),
@@ -31,14 +26,12 @@ CONTAINER = ["--runtime=pyxis", "--container=image"]
         ([*CONTAINER, "run.dir=/tmp/a,b"], ["run.dir = /tmp/a,b", "pyxis can mount"]),
         (["run.dir=/tmp/a\\b"], ["run.dir = ", "without backslashes"]),
         (["--time", "soon"], ["--time = soon", "a time limit of Slurm"]),
-        (["--mem", "lots"], ["--mem = lots", "with a unit, as 500G"]),
         (["--setup", "if true; then"], ["--setup = ", "syntax error"]),
-        (["--sbatch=--test-only"], ["--sbatch = ['--test-only']", "give --dry-run"]),
         (["--time", "1"], ["command line: 1 problem\n  --time = 1", "grace, 60 s", "raise time, or lower grace"]),
         (["--time", "2"], ["--time = 2", "the 60 s by which Slurm may be early"]),
         (["--gpu-type=h100", "--gpu-request=none"], ["--gpu-type = h100", "where GPUs are asked for"]),
         (["--sbatch=--nodes=4"], ["--sbatch = ['--nodes=4']", "give --nodes on the command line"]),
-        (["--sbatch=-p x"], ["-p x (not in one piece"]),
+        (["--sbatch=-p x"], ["-p x (write it as --name=value)"]),
         (["--srun=--export=NONE"], ["--srun = ", "all variables of the job are passed on"]),
         (["--env", "1A=2"], ["--env = 1A", "letters, digits and underscores"]),
         (["--job-name", "a\nb"], ["--job-name = 'a\\nb'"]),
@@ -50,7 +43,6 @@ CONTAINER = ["--runtime=pyxis", "--container=image"]
         (["--profile", "nowhere.yaml"], ["profile = nowhere.yaml", "No such file"]),
         (["--profile=~/c.yaml"], ["profile = ~/c.yaml", "~ is not read as a home directory"]),
         (["run.dir=/proc/none"], ["run.dir = /proc/none", "can be written (No such file or directory)"]),
-        (["run.dir=/proc/none", "--sweep=run.seed=1,2"], ["1 problem\n  run.dir = /proc/none"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else None,
 )
@@ -106,14 +98,14 @@ def test_all_mistakes_are_reported_together(login: Login) -> None:
     profile = login.home / "cluster.yaml"
     profile.write_text("partion: x\nruntime: docker\n")
     files = [login.config("one"), login.config("two", stage="sft")]
-    told = login.refused(*files, "--profile", str(profile), "--sweep=run.seed=1,2", "--qos", "", "run.steps=0")
+    told = login.refused(*files, "--profile", str(profile), "--job-name=\n", "--qos", "", "run.steps=0")
     headings = [line for line in told.splitlines() if not line.startswith(" ")]
     assert headings == [f"{profile}: 3 problems", "command line: 1 problem", *headings[2:]]
     assert [field for field in told.splitlines() if field.startswith("  ") and " = " in field][:4] == [
         "  --qos = ",
         "  runtime = docker",
         "  partion = x",
-        "  --sweep = run.seed=1,2",
+        "  --job-name = '\\n'",
     ]
     assert "did you mean partition?" in told
     assert "choose one of them; it is: Where megarl is installed" in told
@@ -127,45 +119,11 @@ def test_two_runs_of_a_chain_need_two_directories(login: Login) -> None:
     assert f"a directory of its own; {files[0]} has this one too" in told
 
 
-def test_a_mistake_in_one_cell_names_that_cell(login: Login) -> None:
-    told = login.refused(login.config("many"), "--sweep=actor.optimizer.lr=1e-5,-1", "--sweep=run.seed=1,2")
-    assert [line.partition(".yaml, ")[2] for line in told.splitlines() if not line.startswith(" ")][::2] == [
-        "cell 2 (actor.optimizer.lr=-1 run.seed=1): 1 problem",
-        "cell 3 (actor.optimizer.lr=-1 run.seed=2): 1 problem",
-    ]
-
-
-def test_a_mistake_in_all_cells_is_reported_once(login: Login) -> None:
-    told = login.refused(login.config("many"), "algo.ppo_epochs=0", "--sweep=run.seed=1,2,-3")
-    assert told.count("algo.ppo_epochs = 0") == 1
-    assert "cell 2 (run.seed=-3): 1 problem" in told
-
-
-def test_data_shared_by_cells_is_read_once(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.launch import checker
-
-    read = []
-    monkeypatch.setattr(checker, "check", lambda config, **_: read.append(config))
-    sweep = ["--sweep=actor.optimizer.lr=1e-5,2e-5", "--sweep=run.seed=1,2", "--sweep=rollout.temperature=0.9,1.0"]
-    assert login.launch(login.config("many"), *sweep).exit_code == 0
-    assert len(read) == 2
-
-
 @pytest.mark.parametrize(("stage", "steps", "said"), [("ppo", 3, "has taken its 3 steps"), ("eval", 0, "evaluation")])
 def test_finished_runs_are_not_resubmitted(login: Login, stage: str, steps: int, said: str) -> None:
     file = login.config("done", stage=stage)
     finish(login.home / "done", stage=stage, steps=steps)
     assert said in login.refused(file)
-
-
-def test_a_sweep_whose_cells_are_all_finished_has_nothing_to_do(login: Login) -> None:
-    sweep = [login.config("many"), "--sweep=run.seed=1,2"]
-    for cell in ("cell-0-seed-1", "cell-1-seed-2"):
-        finish(login.home / "many" / cell)
-    told = login.refused(*sweep)
-    assert f"run.dir = {login.home / 'many'}" in told
-    assert "all of its runs, 2, are finished" in told
-    assert login.launch(*sweep, "run.steps=4").exit_code == 0
 
 
 def test_a_finished_run_with_more_steps_is_submitted(login: Login) -> None:

@@ -68,21 +68,11 @@ def test_golden_files_are_of_consistent_jobs(name: str) -> None:
     within = made.run_dir.is_relative_to(made.workdir)
     directory = made.run_dir.relative_to(made.workdir) if within else made.run_dir
     stage = "eval" if made.command == "eval" else "ppo"
-    titles = {f"{stage} in {directory}", f"{len(made.cells)} runs of {stage} below {directory}"}
-    assert made.title in titles
+    assert made.title == f"{stage} in {directory}"
     assert made.name == made.run_dir.name
-    assert all(file.is_relative_to(made.run_dir) for file in made.configs)
+    assert made.config.is_relative_to(made.run_dir)
     assert made.partition == made.profile.partition
     assert bool(made.earlier) == made.dependent
-
-
-@pytest.mark.parametrize(
-    ("finished", "array"), [((), "0-4"), ((0,), "1-4"), ((1, 3), "0,2,4"), ((0, 3, 4), "1-2"), ((0, 1, 2, 3), "4")]
-)
-def test_an_array_has_the_remaining_indices(finished: tuple[int, ...], array: str) -> None:
-    names = tuple(f"cell-{index}" for index in range(5))
-    assert job({}, cells=names, finished=frozenset(finished)).array == array
-    assert job({}, cells=names, finished=frozenset(finished), parallel=2).array == f"{array}%2"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -209,13 +199,6 @@ def test_setup_may_read_unset_variables(tmp_path: Path) -> None:
     assert (rc, recorded[0][2]["SEEN"]) == (0, "<>")
 
 
-def test_the_array_index_selects_the_run(tmp_path: Path) -> None:
-    script = render(job({"runtime": {"python": "python"}}, cells=("cell-0-a", f"cell-1-{NASTY}"), run_dir=Path("/r d")))
-    for index, name in (("0", "cell-0-a"), ("1", f"cell-1-{NASTY}")):
-        rc, recorded = executed(script, tmp_path, SLURM_ARRAY_TASK_ID=index)
-        assert (rc, recorded[-1][1][-1]) == (0, f"/r d/{name}/slurm/config-0123abcd.yaml")
-
-
 def contained(tmp_path: Path, runtime: dict[str, Any], **changes: Any) -> tuple[list[str], list[Any]]:
     """The arguments of srun and of the container's program."""
     profile = {"runtime": {"mounts": ["/data", "/models:/m"], **runtime}, "env": {"GIVEN": NASTY, "OTHER": "1"}}
@@ -260,6 +243,20 @@ def test_the_plain_script_forwards_its_arguments(tmp_path: Path) -> None:
     assert rc == 0
     assert recorded[-1][1] == [
         "-m", "megarl.launch.node", "train", "a b.yaml", f"run.dir={NASTY}", "cluster.nodes=3",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_the_documented_job_array_runs_every_combination(tmp_path: Path, index: int) -> None:
+    page = (REPOSITORY / "docs" / "slurm.md").read_text(encoding="utf-8").partition("## Many runs")[2]
+    (lines,) = re.findall(r"^```bash\n(.*?)^```", page.partition("\n## ")[0], flags=re.MULTILINE | re.DOTALL)
+    before, srun, _ = SCRIPTS[-1].read_text(encoding="utf-8").partition("srun --ntasks-per-node=1")
+    assert srun
+    _, recorded = executed(before + lines, tmp_path, "mine.yaml", SLURM_ARRAY_TASK_ID=str(index))
+    rate = ("1e-6", "2e-6")[index // 2]
+    assert recorded[-1][1][2:] == [
+        "train", "mine.yaml", f"actor.optimizer.lr={rate}", f"run.seed={index % 2}", f"run.dir=runs/sweep/{index}",
+        "cluster.nodes=3",
     ]  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,16 +80,6 @@ def test_later_submissions_do_not_change_a_queued_run(login: Login, options: Seq
     assert first.name == f"config-{hashlib.sha256(before.encode()).hexdigest()[:8]}.yaml"
 
 
-def test_a_sweep_does_not_change_a_queued_one(login: Login) -> None:
-    sweep = [login.config("many"), "--sweep", "run.seed=3,4"]
-    assert login.launch(*sweep).exit_code == 0
-    first = {file: file.read_text() for file in login.home.glob("many/cell-*/slurm/config-*.yaml")}
-    assert login.launch(*sweep, "run.steps=6").exit_code == 0
-    both = {file: file.read_text() for file in login.home.glob("many/cell-*/slurm/config-*.yaml")}
-    assert (len(first), len(both)) == (2, 4)
-    assert first.items() < both.items()
-
-
 def test_a_dry_run_shows_the_script_and_submits_nothing(login: Login) -> None:
     (login.tools / "sbatch").unlink()
     (login.home / ".config/megarl").mkdir(parents=True)
@@ -112,9 +101,8 @@ def test_a_dry_run_needs_no_weights(login: Login) -> None:
     write_checkpoint(model, seed=0)
     (model / "model.safetensors").unlink()
     file = login.config("first", f"model: {{path: {model}, random: null, vocab_size: null}}\n", stage="sft")
-    run = [file, "--sweep=run.seed=1,2"]
-    assert f"model.path = {model}\n" in login.refused(*run)
-    result = login.launch(*run, "--dry-run")
+    assert f"model.path = {model}\n" in login.refused(file)
+    result = login.launch(file, "--dry-run")
     assert result.exit_code == 0, result.stderr
     assert result.stderr.count(f"model.path: {model} has a config.json and no weights yet; ") == 1
 
@@ -150,64 +138,6 @@ def test_each_run_of_a_chain_depends_on_the_previous_one(login: Login) -> None:
     assert all("--kill-on-invalid-dep=yes" in directives(Path(script)) for script in scripts)
     assert "job 103: ppo in" in result.stdout
     assert "1 node, after 102" in result.stdout
-
-
-def test_a_sweep_is_one_array_with_a_configuration_per_cell(login: Login) -> None:
-    sweep = ["--sweep", "actor.optimizer.lr=1e-4,2e-4", "--sweep", "run.seed=3,4", "--parallel=2"]
-    result = login.launch(login.config("many"), *sweep)
-    assert result.exit_code == 0
-    assert len(login.submitted) == 1
-    base = login.home / "many"
-    assert "--array=0-3%2" in directives(base / "slurm" / "job.sbatch")
-    assert f"--output={base}/slurm/%A_%a.out" in directives(base / "slurm" / "job.sbatch")
-    cells, files = {}, []
-    for file in base.glob("cell-*/slurm/config-*.yaml"):
-        config = load(file)
-        assert isinstance(config, PPOConfig)
-        assert config.run.dir == str(file.parents[1])
-        files.append(str(file))
-        cells[file.parents[1].name] = (config.actor.optimizer.lr, config.run.seed)
-    assert cells == {
-        "cell-0-lr-1e-4-seed-3": (1e-4, 3),
-        "cell-1-lr-1e-4-seed-4": (1e-4, 4),
-        "cell-2-lr-2e-4-seed-3": (2e-4, 3),
-        "cell-3-lr-2e-4-seed-4": (2e-4, 4),
-    }
-    assert f"output  {base}/slurm/101_INDEX.out" in result.stdout
-    assert f"tail -F {base}/slurm/101_*.out; " in result.stdout
-    for index, name in enumerate(sorted(cells)):
-        noted = json.loads((base / name / "slurm" / "submitted.json").read_text())
-        assert noted == {"job": f"101_{index}"}
-    listed = [line.strip() for line in (base / "slurm" / "job.sbatch").read_text().splitlines()]
-    assert [line for line in listed if line.startswith(f"{base}/cell-")] == sorted(files)
-
-
-def test_an_interrupted_sweep_continues_with_the_unfinished_cells(login: Login) -> None:
-    sweep = [login.config("many"), "--sweep", "run.seed=3,4,5,6,7,8", "--parallel=2"]
-    base = login.home / "many"
-    script = base / "slurm" / "job.sbatch"
-    assert login.launch(*sweep).exit_code == 0
-    before = script.read_text().partition("configs=(")[2]
-    for cell in ("cell-0-seed-3", "cell-2-seed-5"):
-        (base / cell / "summary.json").write_text('{"stage": "ppo", "steps": 3}')
-    result = login.launch(*sweep)
-    assert result.exit_code == 0
-    assert result.stderr.splitlines() == [
-        "cell 0 (run.seed=3) is finished: left out",
-        "cell 2 (run.seed=5) is finished: left out",
-    ]
-    assert "--array=1,3-5%2" in directives(script)
-    assert script.read_text().partition("configs=(")[2] == before
-    noted = [json.loads(file.read_text())["job"] for file in sorted(base.glob("cell-*/slurm/submitted.json"))]
-    assert noted == ["101_0", "102_1", "101_2", "102_3", "102_4", "102_5"]
-    assert "# MegaRL: 4 runs of ppo below" in script.read_text()
-
-
-def test_a_sweep_of_one_cell_is_one_run(login: Login) -> None:
-    assert login.launch(login.config("many"), "--sweep", "run.seed=3").exit_code == 0
-    script = login.home / "many" / "slurm" / "job.sbatch"
-    assert "# MegaRL: 1 run of ppo below" in script.read_text()
-    assert "--array=0" in directives(script)
 
 
 def test_the_dry_run_of_a_chain_shows_placeholders_for_job_ids(login: Login) -> None:
@@ -251,21 +181,17 @@ def test_a_refusal_by_sbatch_is_reported_with_the_script(login: Login) -> None:
 def test_the_job_id_is_read_from_the_answer_of_sbatch(login: Login, answer: str, job: str | None) -> None:
     (login.tools / "sbatch").write_text(f"#!/bin/sh\necho '{answer}'\n")
     result = login.launch(login.config("first"))
-    noted = login.home / "first" / "slurm" / "submitted.json"
     if job is None:
-        assert (result.exit_code, result.stdout, noted.exists()) == (1, "", False)
+        assert (result.exit_code, result.stdout) == (1, "")
         assert result.stderr.startswith("sbatch has answered without the number of a job: ")
     else:
         assert result.stdout.startswith(f"job {job}: ")
-        assert json.loads(noted.read_text()) == {"job": job}
 
 
 def test_a_queued_job_has_a_status(login: Login) -> None:
     assert login.launch(login.config("first")).exit_code == 0
     found = read_status(login.home / "first")
-    assert found.state.name == "waiting"
-    assert found.submitted is not None
-    assert found.submitted.job == "101"
+    assert (found.state.name, found.job_logs) == ("waiting", str(login.home / "first" / "slurm"))
 
 
 def test_an_unwritable_directory_is_reported_like_every_mistake(login: Login) -> None:

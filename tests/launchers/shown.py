@@ -73,7 +73,7 @@ class Shown:
 
 SHOWN: Mapping[str, Shown] = {
     "pyxis": Shown(profile=_PYXIS + _ALL, call=(*SFT, "cluster.device=cuda")),
-    "bare": Shown(profile=_BARE, call=("sweep", *SFT[1:], "--sweep=run.seed=1,2,3", "--parallel=2")),
+    "bare": Shown(profile=_BARE, call=PIPELINE),
     "apptainer": Shown(profile=_APPTAINER, call=(*SFT, "cluster.device=cuda")),
     "ssh": Shown(profile=_SSH, call=PIPELINE),
 }

@@ -64,15 +64,6 @@ def test_stages_after_a_failed_one_do_not_start(here: User) -> None:
     assert "reward_model is not started: sft has not succeeded" in Path(told[1]).read_text(encoding="utf-8")
 
 
-def test_sweep_runs_are_independent(here: User) -> None:
-    here.let("sft", fail=True)
-    done = here.call("sweep", STAGES[0], "--sweep", "run.seed=1,2", "--python", str(here.stand_in))
-    assert done.returncode == 1
-    runs = [yaml.safe_load(call["config"])["run"] for call in here.calls]
-    assert [run["seed"] for run in runs] == [1, 2]
-    assert [Path(run["dir"]).name for run in runs] == ["cell-0-seed-1", "cell-1-seed-2"]
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_the_run_cleanly(here: User, number: signal.Signals) -> None:
     trace = Trace()

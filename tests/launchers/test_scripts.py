@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launchers import sweep
+from launchers import pipeline
 from megarl.launch.profile import SSH, Profile
 from tests.debian import program
-from tests.launch.slurm_command import finish
 from tests.launchers.scripts import ROOT, torch_free, user
 from tests.launchers.shown import GOLDEN, PIPELINE, SFT, SHOWN
 from tests.needs import lacking
@@ -61,7 +60,7 @@ def test_the_secret_is_made_where_shell_tracing_is_off(file: Path) -> None:
 
 def test_the_page_documents_every_option_and_a_valid_profile() -> None:
     page = (ROOT / "docs" / "nemo_run.md").read_text(encoding="utf-8")
-    names = set(inspect.signature(sweep.main).parameters) - {"arguments"}
+    names = set(inspect.signature(pipeline.main).parameters) - {"arguments"}
     assert len(names) > 8
     assert not [name for name in names if f"--{name.replace('_', '-')}" not in page]
     (profile,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
@@ -135,21 +134,3 @@ def test_an_interpreter_without_torch_and_names_that_nemo_run_changes_are_refuse
     assert f"NEMORUN_HOME = '{account / 'home'}'" in said
     assert re.search(rf"sft = \S*{run_dir}", said)
     assert "nowhere /nemo_run" in said
-
-
-def test_finished_cells_of_a_sweep_get_no_task(tmp_path: Path) -> None:
-    for index in (0, 2):
-        finish(tmp_path / "runs" / f"cell-{index}-seed-{index + 1}", stage="sft", steps=2)
-    sweep = (SFT[1], f"run.dir={tmp_path / 'runs'}", "run.steps=2", "--sweep=run.seed=1,2,3,4", "--dry-run")
-    done = user(tmp_path).call("sweep", *sweep)
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stderr.splitlines() if line.startswith("cell")] == [
-        "cell 0 (run.seed=1) is finished: left out",
-        "cell 2 (run.seed=3) is finished: left out",
-    ]
-    shown = re.findall(r"^# ---- (\S+?)/", done.stdout, re.MULTILINE)
-    assert shown == ["cell-1", "cell-3"]
-    assert [name for name in ("cell-1-seed-2", "cell-3-seed-4") if f"{tmp_path}/runs/{name}" in done.stdout] == [
-        "cell-1-seed-2",
-        "cell-3-seed-4",
-    ]

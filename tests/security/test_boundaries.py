@@ -183,7 +183,7 @@ def shown(run: MadeRun) -> Iterator[str]:
         yield result.output
 
 
-@pytest.mark.parametrize("name", [*OPENED, "summary.json", "trace.json", ".lock", "slurm/submitted.json"])
+@pytest.mark.parametrize("name", [*OPENED, "summary.json", "trace.json", ".lock"])
 def test_pipes_and_devices_in_the_directory_of_a_run_are_not_read(tmp_path: Path, name: str) -> None:
     run = viewed_run(tmp_path / "run")
     file = run.path / name

@@ -8,26 +8,18 @@ import pytest
 
 from megarl.run.attempts import read_attempts
 from tests.random_models import place_random_model
-from tests.slurm.jobs import LIMIT_S, ROOT, SFT, Launcher, Run
+from tests.slurm.jobs import ROOT, SFT, Launcher, Run
 
 pytestmark = [pytest.mark.process, pytest.mark.e2e]
 
 TWO_STEPS = (*SFT, "run.steps=2")
 
 
-def test_a_sweep_is_a_job_array_whose_jobs_share_their_nodes(launcher: Launcher, tmp_path: Path) -> None:
-    for index in range(2):
-        place_random_model(ROOT / SFT[0], f"run.dir={tmp_path / 'sweep' / f'cell-{index}-seed-{index + 1}'}")
-    (job,) = launcher.launch(*TWO_STEPS, f"run.dir={tmp_path / 'sweep'}", "--sweep=run.seed=1,2")
-    told = launcher.slurm.wait(job, "COMPLETED", limit_s=LIMIT_S)
-    tasks = {int(one["ArrayTaskId"]): (int(one["JobId"]), one["ExitCode"]) for one in told}
-    assert sorted(tasks) == [0, 1]
+def test_two_jobs_share_their_nodes(launcher: Launcher, tmp_path: Path) -> None:
+    runs = [launcher.run(tmp_path / f"seed-{seed}", *TWO_STEPS, f"run.seed={seed}") for seed in (1, 2)]
     losses, starts, ends, addresses = [], [], [], set[str]()
-    for index, (number, code) in tasks.items():
-        directory = tmp_path / "sweep" / f"cell-{index}-seed-{index + 1}"
-        run = Run(slurm=launcher.slurm, job=number, directory=directory)
-        assert code == "0:0"
-        assert (tmp_path / "sweep" / "slurm" / f"{job}_{index}.out").exists()
+    for run in runs:
+        assert run.wait("COMPLETED") == "0:0"
         losses.append([step["sft/loss"] for step in run.steps])
         starts.append(run.stages["agent started"])
         ends.append(run.stages["driver ended"])

@@ -5,15 +5,14 @@ from __future__ import annotations
 from megarl.config.foreign_keys import SYSTEMS, ForeignKey, foreign_keys
 
 _INTRODUCTION = """\
-# From TRL, verl and others
+# From TRL, verl and NeMo-RL
 
-What the keys of other systems are here. `megarl plan` and `megarl train` say the same of a key that they do not
-know, with or without the section in which it stands there: `num_generations`, `rollout.n` and
+What the 60 most pasted keys of other systems are here. `megarl plan` and `megarl train` say the same of a key that
+they do not know, with or without the section in which it stands there: `num_generations`, `rollout.n` and
 `actor_rollout_ref.rollout.n` are all answered with `data.samples_per_prompt`.
 
 The keys are those of TRL 1.16 (`GRPOConfig`, `RLOOConfig`, `SFTConfig`, `RewardConfig`, `ModelConfig` and
-`ScriptArguments`, with transformers 5), verl 0.9.1, NeMo-RL 0.6, prime-rl 0.4 and OpenRLHF 0.11. TRL has had no PPO
-since 1.13; the keys of its `PPOConfig` are answered, but not listed. In the last column, *there* is the other system
+`ScriptArguments`, with transformers 5), verl 0.9.1 and NeMo-RL 0.6. In the last column, *there* is the other system
 and *here* is MegaRL. Rows without a field here say why; *not there yet* is something that MegaRL does not have.
 
 A number that differs from TRL's with everything else equal: the row of the padding token in the embedding is trained
@@ -34,7 +33,7 @@ def markdown() -> str:
 
 def _table(rows: tuple[ForeignKey, ...]) -> str:
     heading = ["here", "there", "remark"]
-    lines = [heading, ["---"] * len(heading), *(_cells(row) for row in rows if row.keys.keys() & SYSTEMS.keys())]
+    lines = [heading, ["---"] * len(heading), *map(_cells, rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

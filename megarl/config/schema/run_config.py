@@ -320,6 +320,14 @@ def stage_class(stage: str) -> type[RunConfig]:
     return resolve_name(STAGES[stage])
 
 
+def raw_stage_class(raw: Mapping[str, Any]) -> type[RunConfig] | None:
+    """Returns the configuration class of the stage that unchecked fields name; None if it is missing or unknown."""
+    stage = raw.get("stage")
+    if isinstance(stage, str) and stage in STAGES:
+        return stage_class(stage)
+    return None
+
+
 def trains(stage: str) -> bool:
     return issubclass(stage_class(stage), TrainingConfig)
 

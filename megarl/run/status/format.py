@@ -10,7 +10,9 @@ _DAY = 86400
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration in two units at most."""
+    """Returns a duration in two units at most, with a fraction below ten seconds."""
+    if 0 < seconds < 9.95 and seconds != round(seconds):
+        return f"{seconds:.2g} s"
     whole = max(0, round(seconds))
     if whole < 2 * _MINUTE:
         return f"{whole} s"
@@ -21,13 +23,9 @@ def duration(seconds: float) -> str:
     return f"{whole // _DAY} d {whole % _DAY // _HOUR} h"
 
 
-def step_duration(seconds: float) -> str:
-    """Returns a duration, with fractions below ten seconds."""
-    return f"{seconds:.2g} s" if seconds < 10 else duration(seconds)
-
-
-def rate(per_hour: float) -> str:
-    """Returns a rate with three digits, or all digits before the point."""
+def rate(seconds_per_step: float) -> str:
+    """Returns the steps per hour with three digits, or all digits before the point."""
+    per_hour = _HOUR / seconds_per_step
     return f"{per_hour:,.0f}" if per_hour >= 100 else f"{per_hour:.3g}"
 
 
@@ -40,4 +38,4 @@ def clock(when: float, now: float) -> str:
 
 def ago(when: float, now: float) -> str:
     """Returns the time since `when`; at least 0 s, as clocks of other machines may be ahead."""
-    return f"{duration(now - when)} ago"
+    return f"{duration(round(now - when))} ago"

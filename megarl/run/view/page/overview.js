@@ -1,6 +1,6 @@
 // The runs: state, progress, verdict and findings; and their attempts and the rows that were left out.
 
-const TONE = { finished: "good", profiled: "good", running: "good", preempted: "warn", interrupted: "warn", waiting: "warn", unknown: "warn" };
+const TONE = { finished: "good", profiled: "good", running: "good", preempted: "warn", interrupted: "warn", waiting: "warn" };
 
 function drawRuns() {
   document.getElementById("runs").replaceChildren(el("div", { class: "panel" }, state.runs.map(drawRun)));
@@ -14,20 +14,19 @@ function drawRun(run, index) {
     progress.steps || progress.step ? `step ${progress.step}${progress.steps ? ` of ${progress.steps}` : ""}` : null,
     pace ? `${seconds(pace.seconds_per_step)} a step` : null,
     run.left ? `${run.left} left` : null,
-    run.state.name !== "finished" && run.saved?.step ? `checkpoint at step ${run.saved.step}` : null,
+    run.state.name !== "finished" && run.checkpoints.length ? `checkpoint at step ${run.checkpoints.at(-1).step}` : null,
   ];
   const lasting = run.findings.filter((finding) => finding.last === null), past = run.findings.filter((finding) => finding.last !== null);
   return el("div", { class: "run" },
     el("button", { class: "swatch", type: "button", style: { color: color(index) }, "aria-pressed": String(!hidden), title: hidden ? "Show in curves" : "Hide from curves",
       "aria-label": `${run.name} in curves`, onclick: () => { hidden ? state.hidden.delete(index) : state.hidden.add(index); drawRuns(); redraw(); } }),
     el("div", { class: "title" }, el("b", {}, run.name), run.stage ? el("span", { class: "chip" }, run.stage) : null,
-      el("span", { class: `chip ${TONE[run.state.name] || "bad"}`, title: run.state.because }, run.state.name)),
+      el("span", { class: `chip ${TONE[run.state.name] || "bad"}` }, run.state.name)),
     el("div", { class: "facts number" }, facts.filter(Boolean).join(" · ")),
     el("div", { class: "progress", role: "progressbar", "aria-valuenow": progress.step, "aria-valuemin": 0, "aria-valuemax": progress.steps || progress.step, "aria-label": "Steps" },
       el("i", { style: { width: `${100 * part}%`, color: color(index) } })),
     run.verdict ? el("div", { class: "more" }, verdict(run.verdict)) : null,
     run.state.message ? el("div", { class: "more bad" }, run.state.message) : null,
-    run.overdue ? el("div", { class: "more bad" }, `No step for ${seconds(run.overdue)}: does it hang?`) : null,
     run.troubles.filter((text) => text.startsWith("printed")).map((text) => el("div", { class: "more muted" }, text)),
     lasting.length ? el("ul", { class: "more findings" }, lasting.map(drawFinding)) : null,
     past.length ? el("details", { class: "more" }, el("summary", { class: "muted" }, `${past.length} ${past.length === 1 ? "finding" : "findings"} of the health checks that ${past.length === 1 ? "is" : "are"} over`),

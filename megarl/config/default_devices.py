@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megarl.config.schema.base import parse_devices, raw_section
-from megarl.config.schema.run_config import STAGES, stage_class, trains
+from megarl.config.schema.run_config import TrainingConfig, raw_stage_class
 
 _DEVICES: Final = Path("/dev")
 _DEVICE_FIELDS: Final = ("nodes", "devices_per_node", "device", "address")
@@ -57,13 +57,13 @@ def asleep_where_shared(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _roles(raw: Mapping[str, Any]) -> Sequence[str]:
     """Returns the roles that the configuration needs; none of an unknown stage, which is refused later."""
-    stage = raw.get("stage")
-    return stage_class(stage).default_roles(raw) if isinstance(stage, str) and stage in STAGES else ()
+    schema = raw_stage_class(raw)
+    return () if schema is None else schema.default_roles(raw)
 
 
 def _trains(raw: Mapping[str, Any]) -> bool:
-    stage = raw.get("stage")
-    return isinstance(stage, str) and stage in STAGES and trains(stage)
+    schema = raw_stage_class(raw)
+    return schema is not None and issubclass(schema, TrainingConfig)
 
 
 def _has_gpu() -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.config import ConfigError, load, one_device
+from megarl.config import ConfigError, default_devices, load
 from megarl.stages.ppo.config import PPOConfig
 from tests.config.debug import DEBUG, OWN_DEVICE, debug
 
@@ -49,7 +49,7 @@ def test_a_coefficient_of_0_turns_the_penalty_of_a_recipe_off(model: Path) -> No
 def test_the_trainer_and_the_engine_share_the_cpu_where_there_is_no_gpu(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(one_device, "_has_gpu", lambda: False)
+    monkeypatch.setattr(default_devices, "_has_gpu", lambda: False)
     config = loaded(model)
     assert (config.cluster.device, config.cluster.nodes, config.cluster.devices_per_node) == ("cpu", 1, 1)
     assert {name: (group.devices, set(group.roles)) for name, group in config.groups.items()} == {
@@ -59,7 +59,7 @@ def test_the_trainer_and_the_engine_share_the_cpu_where_there_is_no_gpu(
 
 
 def test_the_trainer_and_the_engine_alternate_on_a_gpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_device, "_has_gpu", lambda: True)
+    monkeypatch.setattr(default_devices, "_has_gpu", lambda: True)
     config = loaded(model, "algo.kl={in: reward, estimator: k1, coef: 0}")
     assert config.cluster.device == "cuda"
     assert set(config.groups["train"].roles) == {"actor"}
@@ -77,7 +77,7 @@ def test_engines_sleep_where_they_share_gpus_with_groups() -> None:
 
 
 def test_roles_are_derived_from_the_configuration(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_device, "_has_gpu", lambda: False)
+    monkeypatch.setattr(default_devices, "_has_gpu", lambda: False)
     critic = {"optimizer": {"lr": 1e-5}}
     config = loaded(model, critic=critic, algo={"advantage": "gae"}, reward={"path": str(model)})
     assert set(config.groups["train"].roles) == {"actor", "critic", "reference", "reward"}
@@ -103,8 +103,8 @@ def test_a_hidden_gpu_is_not_used(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     if present:
         (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(one_device, "_DEVICES", tmp_path)
-    assert one_device._has_gpu() == found
+    monkeypatch.setattr(default_devices, "_DEVICES", tmp_path)
+    assert default_devices._has_gpu() == found
 
 
 def test_an_unknown_recipe_suggests_the_nearest(model: Path) -> None:
