@@ -127,7 +127,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, an object a line a run.")] = False,
 ) -> None:
     """Show the state of runs: steps, pace, last error, checkpoints, logs. Reads only their directories."""
-    from megarl.run.status.show import show_status
+    from megarl.dashboard.status.show import show_status
 
     with _reading():
         show_status(run_dirs, as_json=as_json)
@@ -148,12 +148,12 @@ def view(
     ] = None,
 ) -> None:
     """Show runs on a page: curves, samples, held-out answers, timeline, settings; live while they train."""
+    from megarl.dashboard.status.reading import find_runs
+    from megarl.dashboard.view.page_export import export
+    from megarl.dashboard.view.page_server import PageServer
+    from megarl.dashboard.view.run_view import open_runs
+    from megarl.dashboard.view.sample_index import export_samples
     from megarl.files import format_bytes
-    from megarl.run.status.reading import find_runs
-    from megarl.run.view.page_export import export
-    from megarl.run.view.page_server import PageServer
-    from megarl.run.view.run_view import open_runs
-    from megarl.run.view.sample_index import export_samples
 
     with _reading():
         runs = [run for directory in run_dirs for run in find_runs(directory)]
@@ -182,7 +182,7 @@ def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN [STEP STEP] | RUN RUN", help="Runs, or steps of a run.")],
 ) -> None:
     """Compare two evaluations prompt by prompt: a run's first and last, those after two steps, or two runs' last."""
-    from megarl.run.compare import compare as compare_runs
+    from megarl.dashboard.compare import compare as compare_runs
 
     with _reading():
         compare_runs(runs)

@@ -33,7 +33,7 @@ LAYERS = (
     {"preflight"},
     {"loop"},
     {"stages"},
-    {"convert", "doctor", "init", "plan"},
+    {"convert", "dashboard", "doctor", "init", "plan"},
     {"launch"},
     {"cli"},
     {"__main__"},

@@ -8,14 +8,13 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
 from megarl.files import format_bytes, sync, write_errors
-from megarl.run.compare import flat
 
 Metrics = Mapping[str, float]
 
@@ -302,3 +301,12 @@ def _kept(file: Path, make: Callable[[], str]) -> str:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(make(), encoding="utf-8")
     return file.read_text(encoding="utf-8")
+
+
+def flat(fields: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the fields of a configuration with their paths, such as `algo.kl.coef`."""
+    if isinstance(fields, Mapping) and fields:
+        for name, value in fields.items():
+            yield from flat(value, f"{path}.{name}" if path else str(name))
+    else:
+        yield path, fields

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megarl.config import load
-from megarl.run.status.reading import read_status
+from megarl.dashboard.status.reading import read_status
 from tests.e2e.conftest import DebugRun
 from tests.e2e.runs import DEBUG, PARTS, SECRETS, lines, train
 

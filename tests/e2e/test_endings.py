@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.run.status.reading import read_status
+from megarl.dashboard.status.reading import read_status
 from tests.e2e.runs import DEBUG, finish, lines, started
 from tests.security.listeners import assert_closed
 

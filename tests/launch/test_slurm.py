@@ -12,7 +12,7 @@ import yaml
 
 from examples.sort_letters.checkpoint import write_checkpoint
 from megarl.config import load
-from megarl.run.status.reading import read_status
+from megarl.dashboard.status.reading import read_status
 from megarl.stages.ppo.config import PPOConfig
 from tests.config.debug import DEBUG
 from tests.launch.slurm_command import Login

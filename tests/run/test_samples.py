@@ -15,13 +15,13 @@ import pytest
 from megarl.config import load
 from megarl.conversations.conversation import Branch, Conversation
 from megarl.conversations.environment_process import pack_conversations
+from megarl.dashboard.view.sample_index import SampleIndex
 from megarl.data.packing import sample_infos
 from megarl.files import read_lines
 from megarl.groups.rollouts import Rollouts
 from megarl.run.paths import RunPaths
 from megarl.run.report import EvaluationReporter
 from megarl.run.results import ShownSample, prompt_scores, shown_samples
-from megarl.run.view.sample_index import SampleIndex
 from megarl.types import Prompt, Ragged, RolloutChunk, SampledTurn, SampleInfo, SampleRequest, VersionSpan
 from tests.loop.test_model_directory import DEBUG
 

@@ -21,6 +21,8 @@ from typer.testing import CliRunner
 from megarl.cli import app
 from megarl.config import ConfigError, TrainingConfig, load, save
 from megarl.config.problems import MASK, without_secrets
+from megarl.dashboard.view.page_server import PageServer
+from megarl.dashboard.view.run_view import RunView
 from megarl.data.tokenizer import load_tokenizer
 from megarl.groups.conversations import conversation_failures
 from megarl.plan.run_plan import print_plan
@@ -29,15 +31,13 @@ from megarl.run.checkpoints import BrokenCheckpointError, Checkpoints
 from megarl.run.directory import RunDirectory
 from megarl.run.paths import read_config
 from megarl.run.resume import compare_configs
-from megarl.run.view.page_server import PageServer
-from megarl.run.view.run_view import RunView
 from megarl.types import ConversationOutcome, SampleInfo
 from megarl.weights.hf_files import CheckpointError, read_weight_map
 from tests.checkpoint.staging import write_roles
 from tests.config.debug import DEBUG
+from tests.dashboard.status.directories import MadeRun
+from tests.dashboard.view.viewed_run import add_lines, viewed_run
 from tests.data.rows import chatml_tokenizer
-from tests.run.status.directories import MadeRun
-from tests.run.view.viewed_run import add_lines, viewed_run
 from tests.security.hostile import HangError, confined
 
 ROOT = Path(__file__).parents[2]

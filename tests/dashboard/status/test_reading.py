@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.run.status.progress import Pace, measure_pace
-from megarl.run.status.reading import RunStatus, StatusError, find_runs, read_status
-from tests.run.status.directories import NOW, MadeRun
+from megarl.dashboard.status.progress import Pace, measure_pace
+from megarl.dashboard.status.reading import RunStatus, StatusError, find_runs, read_status
+from tests.dashboard.status.directories import NOW, MadeRun
 
 
 @pytest.fixture

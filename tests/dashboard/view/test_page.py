@@ -15,11 +15,11 @@ import pytest
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.run.view.page_export import _outer_first, _thinned, export, key
-from megarl.run.view.page_server import PageServer
-from megarl.run.view.run_view import RunView
-from tests.run.status.directories import MadeRun
-from tests.run.view.viewed_run import SCRIPT, add_lines, sample, viewed_run
+from megarl.dashboard.view.page_export import _outer_first, _thinned, export, key
+from megarl.dashboard.view.page_server import PageServer
+from megarl.dashboard.view.run_view import RunView
+from tests.dashboard.status.directories import MadeRun
+from tests.dashboard.view.viewed_run import SCRIPT, add_lines, sample, viewed_run
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_the_exported_page_contains_the_answers(view: RunView, tmp_path: Path) -
 def test_with_too_many_samples_only_some_steps_are_exported(
     view: RunView, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.run.view.page_export._SAMPLES_BYTES", 2 * 3 * 3000)
+    monkeypatch.setattr("megarl.dashboard.view.page_export._SAMPLES_BYTES", 2 * 3 * 3000)
     steps = prompts_by_step(exported(view, tmp_path / "page.html"))
     assert {1, 20} <= steps.keys()
     assert len(steps) < 20
@@ -124,7 +124,7 @@ def test_with_too_many_samples_only_some_steps_are_exported(
 def test_of_a_last_step_that_is_too_large_there_are_some_prompts(
     view: RunView, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr("megarl.run.view.page_export._SAMPLES_BYTES", 2 * size)
+    monkeypatch.setattr("megarl.dashboard.view.page_export._SAMPLES_BYTES", 2 * size)
     answers = exported(view, tmp_path / "page.html")
     assert prompts_by_step(answers) == {20: ["p1"]}
     assert len(answers["group?kind=train&prompt=p1&run=0&step=20"]) == 2

@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 from urllib.parse import parse_qsl
 
+from megarl.dashboard.view.page_export import page_text
+from megarl.dashboard.view.run_view import RunView
 from megarl.run.sinks import as_json
-from megarl.run.view.page_export import page_text
-from megarl.run.view.run_view import RunView
 
 _HOST: Final = "127.0.0.1"
 _NAMES: Final = (_HOST, "localhost")

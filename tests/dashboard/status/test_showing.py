@@ -16,10 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.run.status import show
-from megarl.run.status.reading import StateName, read_status
+from megarl.dashboard.status import show
+from megarl.dashboard.status.reading import StateName, read_status
 from tests.config.debug import REPOSITORY
-from tests.run.status.directories import NOW, MadeRun
+from tests.dashboard.status.directories import NOW, MadeRun
 
 PAGE = (REPOSITORY / "docs" / "status.md").read_text(encoding="utf-8")
 

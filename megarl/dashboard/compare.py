@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.text import Text
 from megarl.errors import UsageError
 from megarl.files import read_lines
 from megarl.run.paths import RunPaths, read_config
+from megarl.run.sinks import flat
 from megarl.texts import printable
 
 _SHOWN = 10
@@ -104,15 +105,6 @@ def _print_settings(first: ComparedEvaluation, second: ComparedEvaluation, conso
     if table.rows:
         console.print(table)
         console.print()
-
-
-def flat(fields: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the fields of a configuration with their paths, such as `algo.kl.coef`."""
-    if isinstance(fields, Mapping) and fields:
-        for name, value in fields.items():
-            yield from flat(value, f"{path}.{name}" if path else str(name))
-    else:
-        yield path, fields
 
 
 def _print_metrics(first: ComparedEvaluation, second: ComparedEvaluation, console: Console) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
+from megarl.dashboard.status.reading import StatusError
 from megarl.files import LineFollower, read_lines_at, write_errors
 from megarl.run.paths import RunPaths
-from megarl.run.status.reading import StatusError
 
 _TITLE = 120
 """Characters of a prompt that are kept."""

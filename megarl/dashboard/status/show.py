@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from megarl.dashboard.status.format import ago, clock, duration, rate
+from megarl.dashboard.status.reading import RunStatus, StatusError, find_runs, read_status
 from megarl.files import format_bytes
 from megarl.run.display import COLUMNS, short
-from megarl.run.status.format import ago, clock, duration, rate
-from megarl.run.status.reading import RunStatus, StatusError, find_runs, read_status
 from megarl.texts import counted, printable
 
 _WIDTH = 12

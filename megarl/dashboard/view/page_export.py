@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from megarl.dashboard.view.run_view import RunView
 from megarl.files import write_durably
 from megarl.run.sinks import as_json
-from megarl.run.view.run_view import RunView
 
 _PARTS: Final = Path(__file__).with_name("page")
 _SCRIPTS: Final = (

@@ -12,16 +12,16 @@ from pydantic import BaseModel, ValidationError
 
 from megarl.config.inheritance import RECIPES, merged, recipes
 from megarl.config.schema import stage_class
+from megarl.dashboard.status.format import duration
+from megarl.dashboard.status.reading import read_status
+from megarl.dashboard.view.metric_table import MetricTable
+from megarl.dashboard.view.sample_index import HeldOutPrompts, SampleIndex
+from megarl.dashboard.view.timeline import Timeline
 from megarl.files import read_lines
-from megarl.run.compare import flat
 from megarl.run.display import COLUMNS
 from megarl.run.health import health_limits, shown_limits
 from megarl.run.paths import RunPaths, read_config
-from megarl.run.status.format import duration
-from megarl.run.status.reading import read_status
-from megarl.run.view.metric_table import MetricTable
-from megarl.run.view.sample_index import HeldOutPrompts, SampleIndex
-from megarl.run.view.timeline import Timeline
+from megarl.run.sinks import flat
 
 Query = Mapping[str, str]
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from megarl.dashboard.status.reading import RunState, read_status
 from megarl.run.directory import RunDirectory
 from megarl.run.paths import is_locked
-from megarl.run.status.reading import RunState, read_status
 from tests.config.debug import debug
-from tests.run.status.directories import MINUTE, NOW, MadeRun
+from tests.dashboard.status.directories import MINUTE, NOW, MadeRun
 
 
 @pytest.fixture

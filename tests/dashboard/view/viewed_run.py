@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.run.status.directories import MadeRun
+from tests.dashboard.status.directories import MadeRun
 
 SCRIPT = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 TURNED = "a\u202eb\u0007c"

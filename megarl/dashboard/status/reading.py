@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megarl.dashboard.status.progress import Progress, find_warnings, measure_pace
 from megarl.errors import UsageError
 from megarl.files import read_lines
 from megarl.run.attempts import Attempt, read_attempts
@@ -19,7 +20,6 @@ from megarl.run.checkpoints import Checkpoints, reasons_to_keep
 from megarl.run.health import WINDOW, health_limits
 from megarl.run.paths import RunPaths, is_locked, read_config
 from megarl.run.sinks import WRITTEN
-from megarl.run.status.progress import Progress, find_warnings, measure_pace
 
 StateName = Literal[
     "finished", "profiled", "running", "preempted", "interrupted", "failed", "killed", "silent", "waiting"

@@ -8,14 +8,14 @@ from threading import Thread
 
 import pytest
 
-from megarl.run.view.page_export import export
-from megarl.run.view.page_server import PageServer
-from megarl.run.view.run_view import RunView
+from megarl.dashboard.view.page_export import export
+from megarl.dashboard.view.page_server import PageServer
+from megarl.dashboard.view.run_view import RunView
+from tests.dashboard.status.directories import MadeRun
+from tests.dashboard.view.chromium import PROGRAM, Chromium
+from tests.dashboard.view.viewed_run import SCRIPT, add_lines, conversations, sample, step_samples, viewed_run
 from tests.debian import program
 from tests.needs import lacking
-from tests.run.status.directories import MadeRun
-from tests.run.view.chromium import PROGRAM, Chromium
-from tests.run.view.viewed_run import SCRIPT, add_lines, conversations, sample, step_samples, viewed_run
 
 pytestmark = pytest.mark.process
 
@@ -235,7 +235,7 @@ def test_a_function_called_accuracy_is_drawn_once(page: Chromium, tmp_path: Path
 
 
 def test_an_export_tells_what_it_lacks(page: Chromium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.run.view.page_export._SAMPLES_BYTES", 2 * 1100)
+    monkeypatch.setattr("megarl.dashboard.view.page_export._SAMPLES_BYTES", 2 * 1100)
     export([RunView(viewed_run(tmp_path / "run").path, "run")], tmp_path / "page.html")
     page.open((tmp_path / "page.html").as_uri() + "#samples")
     page.until("document.querySelector('#view .toolbar')?.textContent.includes('2 of 80 samples')")

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from megarl.config import as_yaml, load
+from megarl.dashboard.view.run_view import RunView, open_runs
 from megarl.files import truncate_lines
-from megarl.run.view.run_view import RunView, open_runs
-from tests.loop.test_model_directory import DEBUG
-from tests.run.status.directories import NOW, MadeRun
-from tests.run.view.viewed_run import (
+from tests.dashboard.status.directories import NOW, MadeRun
+from tests.dashboard.view.viewed_run import (
     SCRIPT,
     add_lines,
     conversations,
@@ -23,6 +22,7 @@ from tests.run.view.viewed_run import (
     trace_lines,
     viewed_run,
 )
+from tests.loop.test_model_directory import DEBUG
 
 
 @pytest.fixture
