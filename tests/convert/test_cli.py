@@ -68,10 +68,10 @@ def test_inspect_describes_a_checkpoint(hf: Path, ckpt: Path) -> None:
         "shape": [4, 80, 24],
         "dtype": "float32",
         "nbytes": 4 * 80 * 24 * 4,
-        "grid": [4, 1, 1],
+        "chunks": 4,
     }
     code, said = convert("inspect", ckpt)
-    assert (code, "in 4 x 1 x 1 chunks" in said) == (0, True)
+    assert (code, "[4, 80, 24]  chunks: 4" in said) == (0, True)
 
 
 def test_pickled_objects_are_loaded_only_on_request(ckpt: Path) -> None:
@@ -104,7 +104,7 @@ USER_ERRORS: dict[str, tuple[list[str], str]] = {
     ),
     "too little memory": (
         ["import", "--hf", "{tmp}/hf", "--out", "{tmp}/x", "--memory-budget", "20MiB"],
-        "--memory-budget 20.0 MiB is too little: Python, torch and the plan alone take",
+        "--memory-budget 20.0 MiB is too small: Python and torch take",
     ),
     "a dtype": (
         ["import", "--hf", "{tmp}/hf", "--out", "{tmp}/x", "--dtype", "int8"],

@@ -74,7 +74,7 @@ def test_inspect_describes_a_run(run: Path) -> None:
     assert (held["kind"], held["step"], held["role"]) == ("megarl", 4, "actor")
     assert held["tensors"]["weight.model.norm.weight"]["dtype"] == "bfloat16"
     assert held["dtypes"].keys() == {"bfloat16", "float32"}
-    assert "role actor" in render(held)
+    assert "role: actor" in render(held)
     assert inspect(run / "checkpoints/step-4/critic")["role"] == "critic"
 
 
