@@ -128,8 +128,7 @@ class PartialOutput:
         manifest["files"] = finished
         remaining = [file for file in files if file.path not in finished]
         workers = resources.workers(remaining)
-        for path in self.directory.rglob(f".*{_UNFINISHED}"):
-            path.unlink()
+        self._remove_unfinished(finished)
         _check_space(self.root, sum(file.assembly.nbytes for file in remaining))
         for file in files:
             (self.directory / file.path).parent.mkdir(parents=True, exist_ok=True)
@@ -169,6 +168,11 @@ class PartialOutput:
                 "repeat that one, choose another --out, or remove the directory"
             )
         return {name: ends for name, ends in files.items() if _has_size(self.directory / name, ends[-1])}
+
+    def _remove_unfinished(self, finished: Mapping[str, list[int]]) -> None:
+        for path in self.directory.rglob("*"):
+            if path.is_file() and str(path.relative_to(self.directory)) not in finished:
+                path.unlink()
 
     def _save(self, manifest: Mapping[str, Any]) -> None:
         write_durably(self.root / _MANIFEST, json.dumps(manifest))
