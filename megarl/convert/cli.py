@@ -26,25 +26,15 @@ DtypeName = Literal["float64", "float32", "float16", "bfloat16"]
 RoleName = Literal["actor", "critic", "reference", "reward"]
 """As of megarl.types, whose records would load numpy for every command."""
 HF = Annotated[Path, typer.Option("--hf", help="Hugging Face directory: config.json and weights.")]
-Template = Annotated[
-    Path | None,
-    typer.Option("--hf", help="Directory with the model's config.json and tokenizer, where CHECKPOINT has none."),
-]
-From = Annotated[
-    Path,
-    typer.Option("--checkpoint", help="Megatron-LM's save directory, or the directory of a run; or one checkpoint."),
-]
+Template = Annotated[Path | None, typer.Option("--hf", help="Model's directory, where the checkpoint names none.")]
+From = Annotated[Path, typer.Option("--checkpoint", help="Save directory of Megatron-LM, run, or one checkpoint.")]
 Out = Annotated[Path, typer.Option("--out", help="Directory to make; it appears when it is complete.")]
 Role = Annotated[RoleName | None, typer.Option("--role", help="Role of a run; its actor by default.")]
 Step = Annotated[int | None, typer.Option("--step", min=0, help="Which checkpoint; the latest by default.")]
 Dtype = Annotated[DtypeName | None, typer.Option("--dtype", help="Cast the weights; they keep their own by default.")]
 Budget = Annotated[str, typer.Option("--memory-budget", help="Memory of all processes together, such as 4GiB.")]
-Processes = Annotated[
-    int, typer.Option("--processes", min=1, help="Number of worker processes, as far as the memory budget allows.")
-]
-AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Read pickle files, which could run code: trust them first.")
-]
+Processes = Annotated[int, typer.Option("--processes", min=1, help="Most worker processes; memory may allow fewer.")]
+AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Read pickle files, which could run code.")]
 MaxFileSize = Annotated[str, typer.Option("--max-file-size", help="Size of an output file, such as 5GB.")]
 
 
@@ -139,13 +129,12 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     role: Role = None,
     step: Step = None,
-    allow_pickle: AllowPickle = False,
 ) -> None:
-    """Say what a checkpoint holds: sizes, dtypes, the layout that wrote it, its version."""
+    """Print the tensors of a checkpoint, with their shapes, dtypes and sizes."""
     with _exit_codes():
         from megarl.convert import inspecting
 
-        found = inspecting.inspect(checkpoint, role=role, step=step, allow_pickle=allow_pickle)
+        found = inspecting.inspect(checkpoint, role=role, step=step)
         typer.echo(json.dumps(found, indent=1) if as_json else inspecting.render(found))
 
 

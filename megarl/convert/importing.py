@@ -66,10 +66,10 @@ def import_checkpoint(
         whole = _with_dtypes(_global_map(spec), tensors, dtype)
         boxes = _stored_boxes(whole)
         chunks = {name: TensorInfo(box.shape, whole.params[key].dtype) for name, (key, box) in boxes.items()}
-        copies = [
-            Copy(shard.name, shard.region, shard.param, shard.box, chunks[shard.param].dtype, shard.transposed)
-            for shard in shards_within(whole, boxes)
-        ]
+        copies: list[Copy] = []
+        for part in shards_within(whole, boxes):
+            target_dtype = chunks[part.param].dtype
+            copies.append(Copy(part.name, part.region, part.param, part.box, target_dtype, part.transposed))
         files: list[OutputFile] = []
         for number, assembly in enumerate(assemble(group_tensors(chunks, max_file_bytes), copies, stored)):
             files.append(OutputFile(path=f"{RELEASE}/__{number}_0.distcp", assembly=assembly, header=None))

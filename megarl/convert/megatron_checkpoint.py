@@ -85,10 +85,10 @@ class MegatronCheckpoint:
 
     def assemble(self, groups: Iterable[Mapping[str, TensorInfo]]) -> list[Assembly]:
         """Returns an assembly for each group of canonical tensors, which may have other dtypes."""
-        copies = [
-            Copy(shard.param, shard.box, shard.name, shard.region, self.tensors[shard.name].dtype, shard.transposed)
-            for shard in self.shards
-        ]
+        copies: list[Copy] = []
+        for shard in self.shards:
+            dtype = self.tensors[shard.name].dtype
+            copies.append(Copy(shard.param, shard.box, shard.name, shard.region, dtype, shard.transposed))
         return assemble(groups, copies, self.stored)
 
 
@@ -128,10 +128,10 @@ def _stacked(index: DCPIndex) -> DCPIndex:
     of TransformerBlock, SequentialMLP and MLP, megatron-core 0.19.2).
     """
     places = {key: _StackPlace.of(key) for key in index.tensors}
-    counts: dict[tuple[str, int], int] = {}
+    counts: Counter[tuple[str, int]] = Counter()
     for place in places.values():
         for axis, at in enumerate(place.at):
-            counts[place.key, axis] = max(counts.get((place.key, axis), 0), at + 1)
+            counts[place.key, axis] = max(counts[place.key, axis], at + 1)
     tensors: dict[str, TensorInfo] = {}
     problems: list[str] = []
     for key, place in places.items():

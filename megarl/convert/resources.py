@@ -17,8 +17,8 @@ import torch
 from megarl.errors import RunError, UsageError
 from megarl.files import format_bytes
 
-_LATER_BYTES = 32 << 20
-"""Memory of a process for code that it imports later, and for what the allocator keeps."""
+_LATER_BYTES = 64 << 20
+"""Memory of a process for code that it imports later, temporary values, and what the allocator keeps."""
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 

@@ -20,7 +20,7 @@ from megarl.types import RoleName
 from megarl.weights.export import group_tensors
 
 _GROUP_BYTES = 256 << 20
-_STRIP = 1 << 20
+_STRIP = 1 << 16
 """Elements whose differences are computed at a time."""
 
 
@@ -45,10 +45,7 @@ def compare(
     spec = read_spec(hf)
     head = found.head(spec.head)
     if (head == "lm") != (spec.head == "lm"):
-        kinds = ["a language model", "a model with scores"]
-        if spec.head != "lm":
-            kinds.reverse()
-        raise UsageError(f"{hf} is {kinds[0]}, the {found.role} {kinds[1]}; choose another --role")
+        raise UsageError(f"{hf} has the head {spec.head!r}, the {found.role} {head!r}; choose another --role")
     original = open_hf(hf, spec.manifest(head), allow_pickle=allow_pickle)
     found.verify()
     converted = MegatronCheckpoint.open(found, spec, head)

@@ -44,17 +44,16 @@ ROOT = Path(__file__).parents[2]
 CODE = re.compile(r"trust_remote_code *= *True|allow_pickle *= *True|weights_only *= *False|yaml\.(unsafe_)?load\(")
 PICKLES = re.compile(r"\b(pickle\.(loads?|Unpickler)|torch\.load|np\.load)\b")
 READERS = {
-    "convert/inspecting.py": "weights_only=not allow_pickle",
-    "convert/stored.py": "class _ArchiveUnpickler(pickle.Unpickler)",
+    "convert/stored.py": "weights_only=True",
     "environments/environment_calls.py": '"megarl.environments.environment_child", children.settings',
     "megatron/state.py": "weights_only=True",
     "rollout/completions.py": "np.load(path) as",
     "rollout/replay.py": "np.load(path) as",
     "weights/dcp_metadata.py": "class _MetadataUnpickler(pickle.Unpickler)",
 }
-"""The files that read pickles or what may hold them, and why nothing in them runs: the two unpicklers, and torch's
-with weights_only, know the classes of tensors alone, numpy loads no pickle by default, and the calls of environments
-are answered by the run's own child, with the user's code."""
+"""The files that read pickles or what may hold them, and why nothing in them runs: the unpickler of metadata, and
+torch's with weights_only, know the classes of tensors alone, numpy loads no pickle by default, and the calls of
+environments are answered by the run's own child, with the user's code."""
 
 
 def test_no_code_is_loaded_without_a_flag() -> None:
