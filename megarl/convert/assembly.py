@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from operator import sub
@@ -21,12 +21,12 @@ class Assembly:
 
     Args:
         tensors: tensors in the order in which they are written; what no copy fills is zero.
-        copies: copies into them, by the name of the source.
+        copies: copies into them.
         sources: stored tensors that are read.
     """
 
     tensors: Mapping[str, TensorInfo]
-    copies: Mapping[str, list[Copy]]
+    copies: Sequence[Copy]
     sources: Mapping[str, Stored]
 
     @property
@@ -44,8 +44,8 @@ class Assembly:
         tensors: dict[str, torch.Tensor] = {}
         for name, info in self.tensors.items():
             tensors[name] = torch.zeros(info.shape, dtype=getattr(torch, info.dtype))
-        for name, copies in self.copies.items():
-            source = self.sources[name]
+        for name, source in self.sources.items():
+            copies = [copy for copy in self.copies if copy.source == name]
             first = min(copy.source_box.start[0] for copy in copies)
             stop = max(copy.source_box.stop[0] for copy in copies)
             rows = source.read_rows(first, stop)
@@ -70,12 +70,11 @@ def assemble(
         copies_into[copy.target].append(copy)
     assemblies: list[Assembly] = []
     for tensors in groups:
-        by_source: dict[str, list[Copy]] = defaultdict(list)
+        filling: list[Copy] = []
         for name in tensors:
-            for copy in copies_into[name]:
-                by_source[copy.source].append(copy)
-        sources = {name: stored[name] for name in by_source}
-        assemblies.append(Assembly(tensors=tensors, copies=dict(by_source), sources=sources))
+            filling += copies_into[name]
+        sources = {copy.source: stored[copy.source] for copy in filling}
+        assemblies.append(Assembly(tensors=tensors, copies=filling, sources=sources))
     return assemblies
 
 

@@ -53,7 +53,7 @@ class ArchivedTensor:
     def read_rows(self, first: int, stop: int) -> torch.Tensor:
         """Reads the tensor and returns rows of it; raises CheckpointError for another tensor or object."""
         with _named_errors(self.path, f" at byte {self.offset}"), open(self.path, "rb") as file:
-            view = _create_file_view(file, self.offset, self.nbytes)
+            view: Any = _create_file_view(file, self.offset, self.nbytes)
             found: object = torch.load(view, map_location="cpu", weights_only=True)
         if isinstance(found, torch.Tensor) and info_of(found).dtype == self.info.dtype:
             leading = len(self.info.shape) - found.dim()

@@ -186,7 +186,7 @@ def test_unsupported_dtypes_are_listed_once(tmp_path: Path) -> None:
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/.file.partial").symlink_to("/dev/full")
-    assembly = Assembly(tensors={"a": TensorInfo((1 << 18,), "float32")}, copies={}, sources={})
+    assembly = Assembly(tensors={"a": TensorInfo((1 << 18,), "float32")}, copies=(), sources={})
     for header in (None, b"head"):
         with pytest.raises(OSError, match=r"No space left on device \(1.0 MiB needed, .* free\): .*out/.file.partial"):
             OutputFile(path="file", assembly=assembly, header=header).write(tmp_path / "out")
