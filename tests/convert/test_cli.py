@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -176,3 +179,14 @@ def test_damaged_directories_are_reported(
     found, said = convert("import", "--hf", hf, "--out", tmp_path / "out")
     assert (found, message in said) == (code, True), said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("command", [["-m", "tools.checkpoint_convert"], ["tools/checkpoint_convert"]], ids=str)
+def test_the_tool_is_the_same_command(command: list[str], tmp_path: Path) -> None:
+    arguments = [sys.executable, *command, "inspect", str(tmp_path)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        arguments, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True
+    )
+    assert (done.returncode, "has no checkpoint: neither" in done.stderr) == (2, True), done.stderr
