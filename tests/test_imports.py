@@ -77,8 +77,8 @@ TORCH_FREE = (
     "init",
     "launch.node.__main__",
     "run.resume",
-    "run.status.show",
-    "run.view.page_server",
+    "dashboard.status.show",
+    "dashboard.view.page_server",
     "rollout.engine",  # what torch caches, it reads from the environment that an engine sets
     "weights.shard_map",
     "weights.planner",

@@ -1,6 +1,5 @@
 """Checkpoints between Hugging Face's layout, Megatron-LM's, and the run directories of MegaRL.
 
-Functions of this package raise UsageError where a conversion cannot be done as asked, CheckpointError (of a run:
-BrokenCheckpointError) where files are missing, damaged or not the model's, and PlanError where elements of the model
-are in no file.
+Functions of this package raise UsageError where a conversion cannot be done as asked, and CheckpointError (of a run:
+BrokenCheckpointError) where files are missing, damaged or not the model's.
 """

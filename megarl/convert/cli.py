@@ -21,29 +21,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_BUDGET = "16GiB"
 DtypeName = Literal["float64", "float32", "float16", "bfloat16"]
 RoleName = Literal["actor", "critic", "reference", "reward"]
 """As of megarl.types, whose records would load numpy for every command."""
 HF = Annotated[Path, typer.Option("--hf", help="Hugging Face directory: config.json and weights.")]
-Template = Annotated[
-    Path | None,
-    typer.Option("--hf", help="Directory with the model's config.json and tokenizer, where CHECKPOINT has none."),
-]
-From = Annotated[
-    Path,
-    typer.Option("--checkpoint", help="Megatron-LM's save directory, or the directory of a run; or one checkpoint."),
-]
+Template = Annotated[Path | None, typer.Option("--hf", help="Model's directory, where the checkpoint names none.")]
+From = Annotated[Path, typer.Option("--checkpoint", help="Save directory of Megatron-LM, run, or one checkpoint.")]
 Out = Annotated[Path, typer.Option("--out", help="Directory to make; it appears when it is complete.")]
-Role = Annotated[RoleName | None, typer.Option("--role", help="Of a run; its actor by default.")]
+Role = Annotated[RoleName | None, typer.Option("--role", help="Role of a run; its actor by default.")]
 Step = Annotated[int | None, typer.Option("--step", min=0, help="Which checkpoint; the latest by default.")]
 Dtype = Annotated[DtypeName | None, typer.Option("--dtype", help="Cast the weights; they keep their own by default.")]
-Budget = Annotated[str, typer.Option("--memory-budget", help="Of all processes together, as 512MiB or 4GiB.")]
-Processes = Annotated[int, typer.Option("--processes", min=1, help="That read and write at the same time.")]
-AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Read pickle files, which could run code: trust them first.")
-]
-MaxFileSize = Annotated[str, typer.Option("--max-file-size", help="Of a safetensors file, as 5GB.")]
-Logits = Annotated[bool, typer.Option("--logits", help="Compare the logits of transformers and Megatron too.")]
+Budget = Annotated[str, typer.Option("--memory-budget", help="Memory of all processes together, such as 4GiB.")]
+Processes = Annotated[int, typer.Option("--processes", min=1, help="Most worker processes; memory may allow fewer.")]
+AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Read pickle files, which could run code.")]
+MaxFileSize = Annotated[str, typer.Option("--max-file-size", help="Size of an output file, such as 5GB.")]
 
 
 @app.command("import")
@@ -51,16 +43,24 @@ def import_(
     hf: HF,
     out: Out,
     dtype: Dtype = None,
-    memory_budget: Budget = "4GiB",
+    max_file_size: MaxFileSize = "1GiB",
+    memory_budget: Budget = _BUDGET,
     processes: Processes = 1,
     allow_pickle: AllowPickle = False,
 ) -> None:
     """Make a Megatron checkpoint, which any layout loads, of a Hugging Face directory."""
     with _exit_codes():
         from megarl.convert.importing import import_checkpoint
+        from megarl.convert.resources import parse_bytes
 
-        resources = _resources(memory_budget, processes)
-        import_checkpoint(hf, out, resources=resources, dtype=dtype, allow_pickle=allow_pickle)
+        import_checkpoint(
+            hf,
+            out,
+            resources=_resources(memory_budget, processes),
+            dtype=dtype,
+            allow_pickle=allow_pickle,
+            max_file_bytes=parse_bytes("--max-file-size", max_file_size),
+        )
     typer.echo(f"{out} is complete")
 
 
@@ -73,7 +73,7 @@ def export(
     step: Step = None,
     dtype: Dtype = None,
     max_file_size: MaxFileSize = "5GB",
-    memory_budget: Budget = "4GiB",
+    memory_budget: Budget = _BUDGET,
     processes: Processes = 1,
 ) -> None:
     """Make a Hugging Face directory of a checkpoint, Megatron-LM's or a run's."""
@@ -101,14 +101,13 @@ def verify(
     role: Role = None,
     step: Step = None,
     dtype: Dtype = None,
-    logits: Logits = False,
-    memory_budget: Budget = "4GiB",
+    memory_budget: Budget = _BUDGET,
     processes: Processes = 1,
     allow_pickle: AllowPickle = False,
 ) -> None:
     """Compare a checkpoint with a Hugging Face directory, bit for bit; exit with 1 and a list where they differ."""
     with _exit_codes():
-        from megarl.convert.verifying import compare, compare_logits
+        from megarl.convert.verifying import compare
 
         count, different = compare(
             hf,
@@ -122,26 +121,20 @@ def verify(
         if different:
             _stop("\n  ".join([f"{len(different)} of {count} tensors differ:", *different]), exit_code=1)
         typer.echo(f"{count} tensors are equal, bit for bit")
-        if logits:
-            agree, report = compare_logits(hf, checkpoint, role=role, step=step)
-            if not agree:
-                _stop(report, exit_code=1)
-            typer.echo(report)
 
 
 @app.command("inspect")
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="As of --checkpoint of export.")],
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="See --checkpoint of export.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     role: Role = None,
     step: Step = None,
-    allow_pickle: AllowPickle = False,
 ) -> None:
-    """Say what a checkpoint holds: sizes, dtypes, the layout that wrote it, its version."""
+    """Print the tensors of a checkpoint, with their shapes, dtypes and sizes."""
     with _exit_codes():
         from megarl.convert import inspecting
 
-        found = inspecting.inspect(checkpoint, role=role, step=step, allow_pickle=allow_pickle)
+        found = inspecting.inspect(checkpoint, role=role, step=step)
         typer.echo(json.dumps(found, indent=1) if as_json else inspecting.render(found))
 
 
@@ -150,13 +143,12 @@ def _exit_codes() -> Iterator[None]:
     """Ends the command with an error's own message: exit code 2 for the user's mistakes, 1 for anything else."""
     from megarl.errors import RunError, UsageError
     from megarl.weights.hf_files import CheckpointError
-    from megarl.weights.source_index import PlanError
 
     try:
         yield
     except UsageError as error:
         _stop(str(error), exit_code=2)
-    except (CheckpointError, PlanError, RunError) as error:
+    except (CheckpointError, RunError) as error:
         _stop(str(error), exit_code=1)
     except OSError as error:
         _stop(f"{error.filename or 'a file'}: {error.strerror}", exit_code=1)

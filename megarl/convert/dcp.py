@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megarl.convert.stored import SavedTensor
+from megarl.convert.stored import ArchivedTensor
 from megarl.files import write_errors
 from megarl.weights.dcp_metadata import METADATA, read_metadata
 from megarl.weights.hf_files import CheckpointError
@@ -32,7 +33,7 @@ class FileRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorChunk:
-    """A box of a tensor, stored as an archive of ``torch.save`` with a tensor, maybe without leading axes of 1."""
+    """A box of a tensor, stored as a file of ``torch.save`` within a file, maybe without leading axes of 1."""
 
     key: str
     box: Box
@@ -50,10 +51,9 @@ class DCPIndex:
     @classmethod
     def read(cls, directory: Path) -> DCPIndex:
         """Reads ``.metadata``; raises CheckpointError with every file that is missing, damaged or too short."""
+        content = read_metadata(directory)
         try:
-            index = _parse(read_metadata(directory))
-        except CheckpointError:
-            raise
+            index = _parse(content)
         except Exception as error:  # a damaged pickle has anything
             raise CheckpointError(f"{directory} cannot be read", [f"{METADATA} is corrupted: {error!r}"]) from None
         problems = _problems(directory, index)
@@ -64,10 +64,10 @@ class DCPIndex:
     def write(self, path: Path) -> None:
         """Writes the file that torch and Megatron read."""
         entries: dict[str, Any] = {}
+        places: dict[MetadataIndex, Any] = {}
         for key, info in self.tensors.items():
             properties = metadata.TensorProperties(dtype=getattr(torch, info.dtype))
             entries[key] = TensorStorageMetadata(properties=properties, size=torch.Size(info.shape), chunks=[])
-        places: dict[MetadataIndex, Any] = {}
         for chunk in self.chunks:
             chunks = entries[chunk.key].chunks
             places[MetadataIndex(chunk.key, chunk.box.start, len(chunks))] = filesystem._StorageInfo(*chunk.place)
@@ -80,10 +80,10 @@ class DCPIndex:
         with write_errors(path):
             path.write_bytes(pickle.dumps(content))
 
-    def stored(self, directory: Path, chunk: TensorChunk) -> SavedTensor:
+    def stored(self, directory: Path, chunk: TensorChunk) -> ArchivedTensor:
         info = TensorInfo(chunk.box.shape, self.tensors[chunk.key].dtype)
         place = chunk.place
-        return SavedTensor(path=directory / place.file, offset=place.offset, nbytes=place.nbytes, info=info)
+        return ArchivedTensor(path=directory / place.file, offset=place.offset, nbytes=place.nbytes, info=info)
 
 
 def _parse(content: Metadata) -> DCPIndex:
@@ -109,9 +109,9 @@ def _parse(content: Metadata) -> DCPIndex:
 def _problems(directory: Path, index: DCPIndex) -> list[str]:
     """Returns the problems of the files, and boxes outside of their tensors."""
     problems: list[str] = []
-    needed: dict[str, int] = {}
+    needed: Counter[str] = Counter()
     for place in (*(chunk.place for chunk in index.chunks), *index.objects.values()):
-        needed[place.file] = max(needed.get(place.file, 0), place.offset + place.nbytes)
+        needed[place.file] = max(needed[place.file], place.offset + place.nbytes)
     for name, nbytes in sorted(needed.items()):
         path = directory / name
         if Path(name).name != name:
@@ -121,6 +121,7 @@ def _problems(directory: Path, index: DCPIndex) -> list[str]:
         elif path.stat().st_size < nbytes:
             problems.append(f"{name} is truncated: it has {path.stat().st_size} of {nbytes} bytes")
     for chunk in index.chunks:
-        if not Box.whole(index.tensors[chunk.key].shape).contains(chunk.box):
-            problems.append(f"{METADATA} puts {chunk.key}{chunk.box} outside of {index.tensors[chunk.key]}")
+        info = index.tensors[chunk.key]
+        if not Box.whole(info.shape).contains(chunk.box):
+            problems.append(f"{METADATA} puts {chunk.key}{chunk.box} outside of {info}")
     return problems

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import groupby
-from operator import mul
 from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError, load
-from megarl.convert.blocks import Block, group_blocks, plan_blocks, sources_of
 from megarl.convert.find_checkpoint import HF_FILES, FoundCheckpoint, find_checkpoint
 from megarl.convert.hf_source import read_spec
 from megarl.convert.megatron_checkpoint import MegatronCheckpoint
+from megarl.convert.output import OutputFile, PartialOutput
 from megarl.convert.resources import Resources
-from megarl.convert.stored import row_major
-from megarl.convert.write_task import Staging, WriteTask, task_bytes
 from megarl.errors import UsageError
 from megarl.models import ModelSpec, model_spec
 from megarl.types import RoleName
 from megarl.weights.export import MAX_FILE_BYTES, SafetensorsFile, copy_side_files, lay_out, write_index, write_json
-from megarl.weights.shard_map import ITEM_BYTES, ShardMap, TensorInfo
+from megarl.weights.shard_map import TensorInfo
 
 _HF_CONFIG = "config.json"
 
@@ -37,41 +33,34 @@ def export_checkpoint(
     step: int | None = None,
     dtype: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
-    max_task_bytes: int | None = None,
 ) -> None:
     """Writes a Hugging Face directory with the weights of a checkpoint; continues an interrupted export.
 
     Args:
         checkpoint, role, step: see ``find_checkpoint``.
-        out: appears when it is complete.
+        out: Hugging Face directory; it appears when it is complete.
         template: an HF directory of the model, where the checkpoint does not name one; its tokenizer is copied.
-        dtype: of all weights; that of the checkpoint by default.
+        dtype: dtype of all weights; that of the checkpoint by default.
         max_file_bytes: a file is closed before it would exceed this.
-        max_task_bytes: bytes that are written and recorded together; chosen by the size by default.
     """
     found = find_checkpoint(checkpoint, role=role, step=step)
     spec, side_directories = _model_of(found, template)
     head = found.head(spec.head)
-    with Staging(out) as staging:
+    with PartialOutput(out) as output:
         found.verify()
         source = MegatronCheckpoint.open(found, spec, head)
         tensors = {name: replace(info, dtype=dtype or info.dtype) for name, info in source.tensors.items()}
-        files = lay_out(tensors, max_file_bytes)
-        nbytes = sum(info.nbytes for info in tensors.values())
-        block_bytes = resources.block_bytes(len(tensors), nbytes)
-        staging.write(
-            f"export {checkpoint.name}",
-            _tasks(source, tensors, files, block_bytes, max_task_bytes or task_bytes(nbytes)),
-            inputs={item.path for item in source.stored.values()},
-            prepare=lambda output: _create(files, output),
-            resources=resources,
-            scratch_bytes=block_bytes,
-        )
-        write_index(staging.output, files)
+        layouts = lay_out(tensors, max_file_bytes)
+        files: list[OutputFile] = []
+        for layout, assembly in zip(layouts, source.assemble(map(_in_file_order, layouts)), strict=True):
+            files.append(OutputFile(path=layout.name, assembly=assembly, header=layout.header))
+        inputs = {tensor.path for tensor in source.stored.values()}
+        output.write(f"export {checkpoint.name}", files, inputs=inputs, resources=resources)
+        write_index(output.directory, layouts)
         for directory in side_directories:
-            copy_side_files(directory, staging.output)
-        write_json(staging.output / _HF_CONFIG, replace(spec, dtype=_main_dtype(tensors)).hf_config(head))
-        staging.publish()
+            copy_side_files(directory, output.directory)
+        write_json(output.directory / _HF_CONFIG, replace(spec, dtype=_main_dtype(tensors)).hf_config(head))
+        output.publish()
 
 
 def _model_of(found: FoundCheckpoint, template: Path | None) -> tuple[ModelSpec, tuple[Path, ...]]:
@@ -98,36 +87,9 @@ def _model_of(found: FoundCheckpoint, template: Path | None) -> tuple[ModelSpec,
     return spec, tuple(Path(directory) for directory in directories if directory is not None)
 
 
-def _tasks(
-    source: MegatronCheckpoint,
-    tensors: Mapping[str, TensorInfo],
-    files: Sequence[SafetensorsFile],
-    block_bytes: int,
-    max_task_bytes: int,
-) -> list[WriteTask]:
-    """Returns tasks that each write a contiguous part of a file."""
-    file_of = {name: file for file in files for name in file.tensors}
-
-    def place(block: Block) -> tuple[str, int]:
-        """Returns the file of a block, and its first byte there."""
-        file = file_of[block.target]
-        info = tensors[block.target]
-        first = sum(map(mul, block.box.start, row_major(info.shape)))
-        return file.name, file.offsets[block.target] + first * ITEM_BYTES[info.dtype]
-
-    in_order = sorted(plan_blocks(source.map, ShardMap.identity(tensors), block_bytes), key=place)
-    tasks: list[WriteTask] = []
-    for file, blocks in groupby(in_order, key=lambda block: file_of[block.target].name):
-        for group in group_blocks(blocks, max_task_bytes):
-            sources = sources_of(group, source.stored)
-            start = place(group[0])[1]
-            tasks.append(WriteTask(file=file, start=start, archived=False, blocks=group, sources=sources))
-    return tasks
-
-
-def _create(files: Sequence[SafetensorsFile], output: Path) -> None:
-    for file in files:
-        file.create(output)
+def _in_file_order(layout: SafetensorsFile) -> dict[str, TensorInfo]:
+    names = sorted(layout.offsets, key=layout.offsets.__getitem__)
+    return {name: layout.tensors[name] for name in names}
 
 
 def _main_dtype(tensors: Mapping[str, TensorInfo]) -> str:

@@ -28,10 +28,10 @@ class FoundCheckpoint:
     """A directory of sharded tensors, with ``.metadata``.
 
     Args:
-        kind: the program that wrote it.
+        kind: program that wrote it.
         root: Megatron-LM's save directory, or a run.
-        step: training steps before it; None for a release.
-        role: of a run.
+        step: number of training steps before it; None for a release.
+        role: role of a run.
     """
 
     kind: Literal["megatron", "megarl"]
@@ -56,68 +56,71 @@ def find_checkpoint(path: Path, *, role: RoleName | None = None, step: int | Non
     Args:
         path: Megatron-LM's save directory or one iteration in it; or a run of MegaRL, one checkpoint of it, or a role's
             directory in that.
-        role: of a run's checkpoint; the actor, or the only one, by default.
-        step: the latest by default.
+        role: role of a run's checkpoint; the actor, or the only one, by default.
+        step: step of the checkpoint; the latest by default.
     """
     path = Path(os.path.abspath(path))  # its name and parent tell what it is; links stay where they are
-    if (path / METADATA).is_file():
-        _refuse(path, role=role, step=step)
-        if (path.parent / MANIFEST).is_file():
-            return _in_run(path.parent, path.name)
-        match = _ITERATION.fullmatch(path.name)
-        return FoundCheckpoint(kind="megatron", directory=path, root=path.parent, step=int(match[1]) if match else None)
-    if (path / MANIFEST).is_file():
-        _refuse(path, step=step)
-        return _in_run(path, role)
     if (path / CHECKPOINTS).is_dir():
-        return _in_run(_run_step(path, step), role)
+        return _in_run(_step_directory(path, step), role)
     if (path / TRACKER).is_file() or _iterations(path):
         _refuse(path, role=role)
         return _in_megatron(path, step)
-    raise UsageError(
-        f"{path} has no checkpoint: neither Megatron-LM's ({TRACKER} or {METADATA}) nor a run's ({CHECKPOINTS}); "
-        "choose another one"
-    )
+    _refuse(path, step=step)
+    if (path / MANIFEST).is_file():
+        return _in_run(path, role)
+    _refuse(path, role=role)
+    if not (path / METADATA).is_file():
+        raise UsageError(
+            f"{path} has no checkpoint: neither Megatron-LM's ({TRACKER} or {METADATA}) nor a run's ({CHECKPOINTS}); "
+            "choose another one"
+        )
+    if (path.parent / MANIFEST).is_file():
+        return _in_run(path.parent, path.name)
+    match = _ITERATION.fullmatch(path.name)
+    return FoundCheckpoint(kind="megatron", directory=path, root=path.parent, step=int(match[1]) if match else None)
 
 
-def _run_step(run: Path, step: int | None) -> Path:
+def _step_directory(run: Path, step: int | None) -> Path:
     steps = Checkpoints(run / CHECKPOINTS, keep=1).steps()
-    if not steps or (step is not None and step not in steps):
-        found = f"there are {', '.join(map(str, steps))}" if steps else "there is none yet"
-        raise UsageError(f"{run} has no checkpoint{'' if step is None else f' of step {step}'}; {found}")
-    return run / CHECKPOINTS / f"step-{steps[-1] if step is None else step}"
+    if not steps:
+        raise UsageError(f"{run} has no checkpoint yet; choose another one")
+    if step is None:
+        step = steps[-1]
+    if step not in steps:
+        raise UsageError(f"{run} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
+    return run / CHECKPOINTS / f"step-{step}"
 
 
 def _in_run(directory: Path, role: str | None) -> FoundCheckpoint:
     manifest = CheckpointManifest.read(directory)
     roles: list[RoleName] = [name for name in get_args(RoleName) if name in manifest.roles]
-    chosen = role or ("actor" if "actor" in roles or len(roles) != 1 else roles[0])
+    if role is None:
+        role = roles[0] if len(roles) == 1 else "actor"
     for name in roles:
-        if name == chosen:
+        if name == role:
             root = directory.parent.parent
             return FoundCheckpoint(kind="megarl", directory=directory / name, root=root, step=manifest.step, role=name)
-    raise UsageError(f"{directory} has no {chosen}; choose --role {' or '.join(roles)}")
+    raise UsageError(f"{directory} has no {role}; choose --role {' or '.join(roles)}")
 
 
 def _in_megatron(root: Path, step: int | None) -> FoundCheckpoint:
-    steps = ", ".join(map(str, _iterations(root)))
-    latest = (root / TRACKER).read_text().strip() if (root / TRACKER).is_file() else None
-    if step is None and latest is None:
-        raise UsageError(f"{root} has no {TRACKER}; choose one with --step: {steps}")
-    if step is None and latest != RELEASE:
-        if latest is None or not latest.isdecimal():
-            raise UsageError(f"{root / TRACKER} says {latest!r}, which is no iteration; choose one with --step")
-        step = int(latest)
+    choice = f"choose one with --step: {', '.join(map(str, _iterations(root)))}"
+    if step is None:
+        if not (root / TRACKER).is_file():
+            raise UsageError(f"{root} has no {TRACKER}; {choice}")
+        latest = (root / TRACKER).read_text().strip()
+        if latest != RELEASE and not latest.isdecimal():
+            raise UsageError(f"{root / TRACKER} says {latest!r}, which is no iteration; {choice}")
+        step = None if latest == RELEASE else int(latest)
     directory = root / (RELEASE if step is None else f"iter_{step:07d}")
     if not (directory / METADATA).is_file():
-        others = f"; choose one with --step: {steps}" if steps else ""
-        raise UsageError(f"{directory} is not a checkpoint of Megatron's torch_dist format{others}")
+        raise UsageError(f"{directory} is not a checkpoint of Megatron's torch_dist format; {choice}")
     return FoundCheckpoint(kind="megatron", directory=directory, root=root, step=step)
 
 
 def _iterations(root: Path) -> list[int]:
-    names = [path.name for path in root.iterdir()] if root.is_dir() else []
-    return sorted(int(match[1]) for match in map(_ITERATION.fullmatch, names) if match)
+    matches = [_ITERATION.fullmatch(path.name) for path in root.glob("iter_*")]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def _refuse(path: Path, *, role: str | None = None, step: int | None = None) -> None:

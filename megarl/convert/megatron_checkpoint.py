@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from megarl.convert.blocks import stored_map
+from megarl.convert.assembly import Assembly, assemble, shards_within
 from megarl.convert.dcp import DCPIndex, TensorChunk
 from megarl.convert.find_checkpoint import FoundCheckpoint
 from megarl.convert.stored import Stored
 from megarl.models import ModelSpec
 from megarl.types import HeadName
 from megarl.weights.hf_files import CheckpointError, misfits
-from megarl.weights.shard_map import Box, Manifest, ShardMap, TensorInfo
+from megarl.weights.plan import Copy
+from megarl.weights.shard_map import Box, Manifest, Shard, ShardMap, TensorInfo
 
 _WEIGHT = "weight."
 """Prefix of the keys of a role's weights, in a run's checkpoint."""
@@ -39,14 +43,14 @@ class MegatronCheckpoint:
     """The weights of a checkpoint.
 
     Args:
-        map: of the stored chunks, each a parameter.
-        stored: by the same names.
         tensors: the model's canonical tensors, with their dtypes in the checkpoint.
+        stored: stored chunks by name.
+        shards: what the chunks hold of the tensors.
     """
 
-    map: ShardMap
-    stored: Mapping[str, Stored]
     tensors: Mapping[str, TensorInfo]
+    stored: Mapping[str, Stored]
+    shards: Sequence[Shard]
 
     @classmethod
     def open(cls, found: FoundCheckpoint, spec: ModelSpec, head: HeadName) -> MegatronCheckpoint:
@@ -54,29 +58,60 @@ class MegatronCheckpoint:
         index = DCPIndex.read(found.directory)
         if found.kind == "megatron":
             index = _stacked(index)
-        maps = [_role_map(spec, head)] if found.kind == "megarl" else _megatron_maps(index, spec, head)
-        whole = min(maps, key=lambda known: sum(key not in index.tensors for key in known.params))
-        ignored = (*_TRAINING, *(key for known in maps for key in known.params))
-        problems = misfits(index.tensors, Manifest(tensors=whole.params, ignored=ignored))
+            maps = _megatron_maps(index, spec, head)
+        else:
+            maps = [_role_map(spec, head)]
+        whole = min(maps, key=lambda known: len(known.params.keys() - index.tensors.keys()))
+        ignored = [*_TRAINING]
+        for known in maps:
+            ignored += known.params
+        problems = misfits(index.tensors, Manifest(tensors=whole.params, ignored=tuple(ignored)))
         if problems:
             raise CheckpointError(f"{found.directory} does not fit the {spec.family.model_type} model", problems)
-        whole = replace(whole, params={key: index.tensors[key] for key in whole.params})  # its dtypes
-        chunks = {f"{chunk.key}{chunk.box}": chunk for chunk in index.chunks if chunk.key in whole.params}
-        dtypes = {shard.name: whole.params[shard.param].dtype for shard in whole.shards}
-        return cls(
-            map=stored_map(whole, {name: (chunk.key, chunk.box) for name, chunk in chunks.items()}),
-            stored={name: index.stored(found.directory, chunk) for name, chunk in chunks.items()},
-            tensors={name: replace(info, dtype=dtypes[name]) for name, info in spec.canonical(head).items()},
-        )
+        stored: dict[str, Stored] = {}
+        boxes: dict[str, tuple[str, Box]] = {}
+        for chunk in index.chunks:
+            if chunk.key in whole.params:
+                name = f"{chunk.key}{chunk.box}"
+                stored[name] = index.stored(found.directory, chunk)
+                boxes[name] = (chunk.key, chunk.box)
+        tensors: dict[str, TensorInfo] = {}
+        canonical = spec.canonical(head)
+        for shard in whole.shards:
+            tensors[shard.name] = replace(canonical[shard.name], dtype=index.tensors[shard.param].dtype)
+        shards = list(shards_within(whole, boxes))
+        _check_coverage(found.directory, tensors, shards)
+        return cls(tensors={name: tensors[name] for name in canonical}, stored=stored, shards=shards)
+
+    def assemble(self, groups: Iterable[Mapping[str, TensorInfo]]) -> list[Assembly]:
+        """Returns an assembly for each group of canonical tensors, which may have other dtypes."""
+        copies: list[Copy] = []
+        for shard in self.shards:
+            dtype = self.tensors[shard.name].dtype
+            copies.append(Copy(shard.param, shard.box, shard.name, shard.region, dtype, shard.transposed))
+        return assemble(groups, copies, self.stored)
+
+
+def _check_coverage(directory: Path, tensors: Mapping[str, TensorInfo], shards: Sequence[Shard]) -> None:
+    """Raises CheckpointError for tensors of which elements are in no chunk."""
+    found: Counter[str] = Counter()
+    for shard in shards:
+        found[shard.name] += shard.region.size
+    problems: list[str] = []
+    for name, info in tensors.items():
+        size = math.prod(info.shape)
+        if found[name] != size:
+            problems.append(f"{found[name]} of {size} elements of {name} are there")
+    if problems:
+        raise CheckpointError(f"{directory} is broken", problems)
 
 
 def _role_map(spec: ModelSpec, head: HeadName) -> ShardMap:
     """Returns the map of a run's checkpoint, which has whole canonical tensors."""
     named = ShardMap.identity(spec.canonical(head))
-    return ShardMap(
-        params={_WEIGHT + name: info for name, info in named.params.items()},
-        shards=tuple(shard._replace(param=_WEIGHT + shard.param) for shard in named.shards),
-    )
+    params = {_WEIGHT + name: info for name, info in named.params.items()}
+    shards = [shard._replace(param=_WEIGHT + shard.param) for shard in named.shards]
+    return ShardMap(params=params, shards=tuple(shards))
 
 
 def _megatron_maps(index: DCPIndex, spec: ModelSpec, head: HeadName) -> list[ShardMap]:
@@ -93,10 +128,10 @@ def _stacked(index: DCPIndex) -> DCPIndex:
     of TransformerBlock, SequentialMLP and MLP, megatron-core 0.19.2).
     """
     places = {key: _StackPlace.of(key) for key in index.tensors}
-    counts: dict[tuple[str, int], int] = {}
+    counts: Counter[tuple[str, int]] = Counter()
     for place in places.values():
         for axis, at in enumerate(place.at):
-            counts[place.key, axis] = max(counts.get((place.key, axis), 0), at + 1)
+            counts[place.key, axis] = max(counts[place.key, axis], at + 1)
     tensors: dict[str, TensorInfo] = {}
     problems: list[str] = []
     for key, place in places.items():

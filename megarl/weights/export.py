@@ -176,18 +176,24 @@ class Export:
 
 def lay_out(tensors: Mapping[str, TensorInfo], max_file_bytes: int = MAX_FILE_BYTES) -> list[SafetensorsFile]:
     """Returns the files of a directory: tensors in order, split where a file would exceed ``max_file_bytes``."""
-    groups: list[dict[str, TensorInfo]] = [{}]
-    filled = 0
-    for name, info in tensors.items():
-        if groups[-1] and filled + info.nbytes > max_file_bytes:
-            groups.append({})
-            filled = 0
-        groups[-1][name] = info
-        filled += info.nbytes
+    groups = group_tensors(tensors, max_file_bytes)
     if len(groups) == 1:
         return [_layout(SINGLE_FILE, groups[0])]
     names = (f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1))
     return [_layout(name, group) for name, group in zip(names, groups, strict=True)]
+
+
+def group_tensors(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[dict[str, TensorInfo]]:
+    """Groups tensors in their order; a group is closed before it would exceed ``max_bytes``."""
+    groups: list[dict[str, TensorInfo]] = [{}]
+    filled = 0
+    for name, info in tensors.items():
+        if groups[-1] and filled + info.nbytes > max_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = info
+        filled += info.nbytes
+    return groups
 
 
 def write_index(directory: Path, files: Sequence[SafetensorsFile]) -> None:

@@ -1,4 +1,4 @@
-"""A program: a conversion that kills itself after some parts: ``python -m tests.convert.killed``."""
+"""A program: a conversion that is killed while it writes a file: ``python -m tests.convert.killed``."""
 
 from __future__ import annotations
 
@@ -9,25 +9,32 @@ from pathlib import Path
 
 from megarl.convert.exporting import export_checkpoint
 from megarl.convert.importing import import_checkpoint
+from megarl.convert.output import OutputFile
 from megarl.convert.resources import Resources
-from megarl.convert.write_task import Staging
 
 RESOURCES = Resources(memory=4 << 30, processes=1)
-PART_BYTES = 4 << 10
+FILE_BYTES = 4 << 10
 
 
-def main(kind: str, source: str, out: str, parts: int) -> None:
-    """Kills the process when it has recorded ``parts`` parts and has begun another file."""
-    record, count = Staging.record, iter(range(parts))
+def main(kind: str, source: str, out: str, files: int) -> None:
+    """Kills the process when it has finished ``files`` files and has written a part of the next one."""
+    write = OutputFile.write
+    begun: list[str] = []
 
-    def last_record(staging: Staging, done: object) -> None:
-        if next(count, None) is None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        record(staging, done)  # type: ignore[arg-type]
+    def write_or_die(file: OutputFile, directory: Path) -> list[int]:
+        begun.append(file.path)
+        if len(begun) > files:
+            os.fsync = _cut_and_die
+        return write(file, directory)
 
-    Staging.record = last_record  # type: ignore[method-assign]
+    OutputFile.write = write_or_die  # type: ignore[method-assign]
     convert = import_checkpoint if kind == "import" else export_checkpoint
-    convert(Path(source), Path(out), resources=RESOURCES, max_task_bytes=PART_BYTES)
+    convert(Path(source), Path(out), resources=RESOURCES, max_file_bytes=FILE_BYTES)
+
+
+def _cut_and_die(descriptor: int) -> None:
+    os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,43 @@
 """A program that measures the memory of a conversion: ``python -m tests.convert.remembering KIND SOURCE OUT``.
 
-Prints the budget, which is ``BUDGET_BYTES`` beyond what Python and its libraries take, and the peak of resident memory.
+Prints the budget, which is the least that is accepted, and the peak of resident memory.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from megarl.convert.exporting import export_checkpoint
 from megarl.convert.importing import import_checkpoint
-from megarl.convert.resources import Resources, resident_bytes
+from megarl.convert.resources import _LATER_BYTES, Resources, resident_bytes
 from megarl.convert.verifying import compare
 
-BUDGET_BYTES = 28 << 20
+FILE_BYTES = 16 << 20
 
 
 def main(kind: str, source: str, out: str) -> None:
+    budgets: list[int] = []
+
+    def least(_: Resources, tasks: Sequence[Any]) -> int:
+        budgets.append(resident_bytes() + _LATER_BYTES + max(task.memory for task in tasks))
+        return 1
+
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-    budget = resident_bytes() + BUDGET_BYTES
-    work = {"import": import_checkpoint, "export": export_checkpoint, "verify": compare}[kind]
-    work(Path(source), Path(out), resources=Resources(memory=budget, processes=1))
+    resources = Resources(memory=1, processes=1)
+    with patch.object(Resources, "workers", least):
+        if kind == "import":
+            import_checkpoint(Path(source), Path(out), resources=resources, max_file_bytes=FILE_BYTES)
+        elif kind == "export":
+            export_checkpoint(Path(source), Path(out), resources=resources, max_file_bytes=FILE_BYTES)
+        else:
+            compare(Path(source), Path(out), resources=resources)
     (peak,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    print(json.dumps([budget, int(peak.split()[1]) << 10]))
+    print(json.dumps([*budgets, int(peak.split()[1]) << 10]))
 
 
 if __name__ == "__main__":

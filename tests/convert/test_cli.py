@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
-from argparse import Namespace
+import subprocess
+import sys
 from collections.abc import Callable
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -63,25 +64,15 @@ def test_inspect_describes_a_checkpoint(hf: Path, ckpt: Path) -> None:
     held = json.loads(said)
     assert code == 0
     nbytes = sum(tensor.nbytes for tensor in read_directory(hf).values())
-    assert (held["kind"], held["step"], held["version"], held["nbytes"]) == ("megatron", None, 3.0, nbytes)
+    assert (held["kind"], held["step"], held["nbytes"]) == ("megatron", None, nbytes)
     assert held["tensors"]["decoder.layers.mlp.linear_fc1.weight"] == {
         "shape": [4, 80, 24],
         "dtype": "float32",
         "nbytes": 4 * 80 * 24 * 4,
-        "grid": [4, 1, 1],
+        "chunks": 4,
     }
     code, said = convert("inspect", ckpt)
-    assert (code, "in 4 x 1 x 1 chunks" in said) == (0, True)
-
-
-def test_pickled_objects_are_loaded_only_on_request(ckpt: Path) -> None:
-    arguments = Namespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=4, params_dtype=torch.bfloat16)
-    torch.save({"args": arguments, "checkpoint_version": 3.0}, ckpt / "release/common.pt")
-    assert json.loads(convert("inspect", ckpt, "--json")[1])["layout"] == {"tp": 2, "pp": 4}
-    arguments.dataset = Fraction(1, 3)  # which nobody declares safe to load, as megatron-core does for paths
-    torch.save({"args": arguments, "checkpoint_version": 3.0}, ckpt / "release/common.pt")
-    assert "--allow-pickle loads it" in json.loads(convert("inspect", ckpt, "--json")[1])["layout"]
-    assert json.loads(convert("inspect", ckpt, "--json", "--allow-pickle")[1])["layout"] == {"tp": 2, "pp": 4}
+    assert (code, "[4, 80, 24]  chunks: 4" in said) == (0, True)
 
 
 def test_pickled_weights_need_trust(hf: Path, tmp_path: Path) -> None:
@@ -104,7 +95,7 @@ USER_ERRORS: dict[str, tuple[list[str], str]] = {
     ),
     "too little memory": (
         ["import", "--hf", "{tmp}/hf", "--out", "{tmp}/x", "--memory-budget", "20MiB"],
-        "--memory-budget 20.0 MiB is too little: Python, torch and the plan alone take",
+        "--memory-budget 20.0 MiB is too small: Python and torch take",
     ),
     "a dtype": (
         ["import", "--hf", "{tmp}/hf", "--out", "{tmp}/x", "--dtype", "int8"],
@@ -188,3 +179,14 @@ def test_damaged_directories_are_reported(
     found, said = convert("import", "--hf", hf, "--out", tmp_path / "out")
     assert (found, message in said) == (code, True), said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("command", [["-m", "tools.checkpoint_convert"], ["tools/checkpoint_convert"]], ids=str)
+def test_the_tool_is_the_same_command(command: list[str], tmp_path: Path) -> None:
+    arguments = [sys.executable, *command, "inspect", str(tmp_path)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        arguments, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True
+    )
+    assert (done.returncode, "has no checkpoint: neither" in done.stderr) == (2, True), done.stderr

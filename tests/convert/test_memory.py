@@ -1,27 +1,27 @@
-"""Memory stays within the budget for models that are much larger."""
+"""Memory stays within the budget."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from megarl.convert.resources import Resources, parse_bytes, resident_bytes
+from megarl.convert.resources import _LATER_BYTES, Resources, parse_bytes
 from megarl.errors import UsageError
 from tests.convert.directories import assert_equal, make_directory, read_directory
-from tests.convert.remembering import BUDGET_BYTES
 from tests.weights import models
 
 
 @pytest.mark.process
-def test_a_model_larger_than_the_budget_is_converted_within_it(tmp_path: Path) -> None:
-    tensors = make_directory(tmp_path / "hf", models.llama_config(vocab_size=150_001, hidden_size=100))
-    assert sum(tensor.nbytes for tensor in tensors.values()) > 4 * BUDGET_BYTES
+def test_the_least_budget_is_enough(tmp_path: Path) -> None:
+    config = models.llama_config(vocab_size=150_001, hidden_size=100)
+    tensors = make_directory(tmp_path / "hf", config)
     other = {name: tensor + 1 for name, tensor in tensors.items()}  # every element differs, which takes the most
-    make_directory(tmp_path / "other", models.llama_config(vocab_size=150_001, hidden_size=100), tensors=other)
+    make_directory(tmp_path / "other", config, tensors=other)
     for kind, source, out in (("import", "hf", "ckpt"), ("export", "ckpt", "out"), ("verify", "other", "ckpt")):
         command = [sys.executable, "-m", "tests.convert.remembering", kind, str(tmp_path / source), str(tmp_path / out)]
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240)
@@ -43,26 +43,19 @@ def test_invalid_sizes_are_refused(text: str) -> None:
         parse_bytes("--memory-budget", text)
 
 
-def test_processes_share_the_budget() -> None:
-    alone = Resources(memory=resident_bytes() + (58 << 20), processes=1).block_bytes(1, 1 << 20)
-    shared = Resources(memory=5 * resident_bytes() + (90 << 20), processes=4).block_bytes(1, 1 << 20)
-    assert 9 << 20 <= alone <= 10 << 20
-    assert 2 << 20 <= shared <= 3 << 20
-    with pytest.raises(UsageError, match=r"give at least .*iB, or fewer --processes"):
-        Resources(memory=resident_bytes() + (58 << 20), processes=4).block_bytes(1, 1 << 20)
+@dataclass(frozen=True)
+class Task:
+    memory: int
 
 
-def test_the_budget_includes_the_plan_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured: 17 thousand blocks took 25 MiB, a thousand 5 MiB; each may take 5 KiB."""
-    monkeypatch.setattr(
-        "megarl.convert.resources.resident_bytes", lambda: 0
-    )  # more and more here, and sizes are rounded
-    small, large = (
-        Resources(memory=308 << 20, processes=1).block_bytes(100, nbytes) for nbytes in (1 << 30, 800 << 30)
-    )
-    assert 59 << 20 <= small <= 60 << 20
-    count = (800 << 30) / large
-    assert 290 << 20 <= 5 * large + count * (5 << 10) <= 300 << 20
-    with pytest.raises(UsageError, match=r"give at least (\d+\.\d) MiB") as caught:
-        Resources(memory=200 << 20, processes=1).block_bytes(100, 800 << 30)
-    assert 280 << 20 <= parse_bytes("", str(caught.value).split("give at least ")[1]) <= 300 << 20
+def test_processes_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them counts Python with its libraries and the largest task, and this process Python alone."""
+    monkeypatch.setattr("megarl.convert.resources.resident_bytes", lambda: (100 << 20) - _LATER_BYTES)
+    tasks = [Task(memory=memory << 20) for memory in (200, 50, 50, 50, 50)]
+    found = [Resources(memory=memory << 20, processes=4).workers(tasks) for memory in (300, 699, 700, 1000, 1300, 5000)]
+    assert found == [1, 1, 2, 3, 4, 4]
+    assert Resources(memory=5000 << 20, processes=4).workers(tasks[:2]) == 2
+    with pytest.raises(
+        UsageError, match=r"299\.0 MiB is too small: .* 100\.0 MiB, .* 200\.0 MiB; give at least 303\.0"
+    ):
+        Resources(memory=299 << 20, processes=4).workers(tasks)

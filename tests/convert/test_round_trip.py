@@ -11,7 +11,7 @@ import torch
 
 from megarl.convert.exporting import export_checkpoint
 from megarl.convert.importing import import_checkpoint
-from megarl.convert.resources import Resources, resident_bytes
+from megarl.convert.resources import Resources
 from megarl.convert.verifying import compare
 from megarl.errors import UsageError
 from megarl.models import model_spec
@@ -51,13 +51,15 @@ def test_every_family_round_trips(family: str, files: int, tmp_path: Path) -> No
 
 
 @pytest.mark.process
-def test_small_blocks_and_several_processes_round_trip(tmp_path: Path) -> None:
+def test_several_files_and_processes_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are cut by rows, and read back from those cuts into others; two processes share the work."""
+    monkeypatch.setattr("megarl.convert.importing._CHUNK_BYTES", 1 << 20)
     tensors = make_directory(tmp_path / "hf", models.gpt2_config(vocab_size=70_001, n_embd=64, n_layer=2))
-    tight = Resources(memory=resident_bytes() * 3 + (40 << 20), processes=2)
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=tight, max_task_bytes=1 << 20)
+    two = Resources(memory=8 << 30, processes=2)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=two, max_file_bytes=1 << 20)
     assert len(list((tmp_path / "ckpt/release").glob("*.distcp"))) > 10
-    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES, max_task_bytes=3 << 20)
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=two, max_file_bytes=3 << 20)
+    assert compare(tmp_path / "out", tmp_path / "ckpt", resources=two) == (len(tensors), [])
     assert_equal(read_directory(tmp_path / "out"), tensors)
 
 

@@ -65,7 +65,7 @@ def test_an_exported_critic_has_its_head(run: Path, tmp_path: Path) -> None:
     expected["score.weight"] = torch.linspace(-1, 1, 32).view(1, 32).bfloat16()
     assert_equal(found, expected)
     assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == ["Qwen2ForSequenceClassification"]
-    with pytest.raises(UsageError, match="a model with scores, the actor a language model; choose another --role"):
+    with pytest.raises(UsageError, match="has the head 'score', the actor 'lm'; choose another --role"):
         compare(tmp_path / "out", run, resources=RESOURCES)
 
 
@@ -74,7 +74,7 @@ def test_inspect_describes_a_run(run: Path) -> None:
     assert (held["kind"], held["step"], held["role"]) == ("megarl", 4, "actor")
     assert held["tensors"]["weight.model.norm.weight"]["dtype"] == "bfloat16"
     assert held["dtypes"].keys() == {"bfloat16", "float32"}
-    assert "role actor" in render(held)
+    assert "role: actor" in render(held)
     assert inspect(run / "checkpoints/step-4/critic")["role"] == "critic"
 
 

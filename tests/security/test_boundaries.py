@@ -44,8 +44,7 @@ ROOT = Path(__file__).parents[2]
 CODE = re.compile(r"trust_remote_code *= *True|allow_pickle *= *True|weights_only *= *False|yaml\.(unsafe_)?load\(")
 PICKLES = re.compile(r"\b(pickle\.(loads?|Unpickler)|torch\.load|np\.load)\b")
 READERS = {
-    "convert/inspecting.py": "weights_only=not allow_pickle",
-    "convert/stored.py": "class _ArchiveUnpickler(pickle.Unpickler)",
+    "convert/stored.py": "weights_only=True",
     "conversations/environment_calls.py": '"megarl.conversations.environment_child", children.settings',
     "megatron/state.py": "weights_only=True",
     "rollout/completions.py": "np.load(path) as",
@@ -53,9 +52,10 @@ READERS = {
     "types.py": "class Pickled[T]",
     "weights/dcp_metadata.py": "class _MetadataUnpickler(pickle.Unpickler)",
 }
-"""The files that read pickles or what may hold them, and why nothing in them runs: the two unpicklers, and torch's
-with weights_only, know the classes of tensors alone, numpy loads no pickle by default, the calls of environments are
-answered by the run's own child, with the user's code, and `Pickled` moves between the processes of a run, as Ray's."""
+"""The files that read pickles or what may hold them, and why nothing in them runs: the unpickler of metadata, and
+torch's with weights_only, know the classes of tensors alone, numpy loads no pickle by default, the calls of
+environments are answered by the run's own child, with the user's code, and `Pickled` moves between the processes of a
+run, as what Ray moves."""
 
 
 def test_no_code_is_loaded_without_a_flag() -> None:

@@ -3,4 +3,4 @@
 from megarl.convert.cli import app
 
 if __name__ == "__main__":
-    app(prog_name="python -m tools.checkpoint_convert")
+    app(prog_name="checkpoint_convert")

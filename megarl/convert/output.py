@@ -1,0 +1,211 @@
+"""The output of a conversion: whole files, each written aside and renamed, in a directory that gets its name last."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from megarl.convert.assembly import Assembly
+from megarl.convert.resources import Resources, run_tasks
+from megarl.convert.stored import as_bytes
+from megarl.errors import UsageError
+from megarl.files import format_bytes, read_json, sync, write_durably, write_errors
+from megarl.weights.hf_files import CheckpointError
+
+_MANIFEST = "manifest.json"
+_UNFINISHED = ".partial"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputFile:
+    """A file of the output, which one process makes.
+
+    Args:
+        path: path relative to the output.
+        assembly: tensors of the file.
+        header: bytes before the bare elements of a safetensors file; None: each tensor becomes a file of ``torch.save``
+            within the file.
+    """
+
+    path: str
+    assembly: Assembly
+    header: bytes | None
+
+    @property
+    def memory(self) -> int:
+        return self.assembly.memory
+
+    def write(self, directory: Path) -> list[int]:
+        """Writes the file durably under a temporary name and renames it.
+
+        Returns the bytes before the first tensor, and at the end of each.
+        """
+        path = directory / self.path
+        unfinished = path.with_name(f".{path.name}{_UNFINISHED}")
+        tensors = self.assembly.read()
+        with write_errors(unfinished, self.assembly.nbytes), open(unfinished, "wb") as file:
+            file.write(self.header or b"")
+            ends = [file.tell()]
+            for name in self.assembly.tensors:
+                values = tensors.pop(name)
+                if self.header is None:
+                    torch.save(values, file)
+                else:
+                    file.write(as_bytes(values))
+                ends.append(file.tell())
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.rename(path)
+        sync(path.parent)
+        return ends
+
+
+class PartialOutput:
+    """The directory of an unfinished output, ``.NAME.partial`` beside it::
+
+        manifest.json   settings, inputs and finished files
+        output/         gets the output's name
+        lock            held by the running conversion
+
+    A conversion with the same settings and inputs keeps the finished files. One that ends before the manifest is
+    written leaves nothing. The target must not exist.
+    """
+
+    def __init__(self, target: Path) -> None:
+        if os.path.lexists(target):  # a link to nothing too, which no directory can replace
+            raise UsageError(f"{target} exists; choose another --out, or remove it")
+        self.target = target
+        self.root = target.with_name(f".{target.name}{_UNFINISHED}")
+        self.directory = self.root / "output"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.root / "lock", "w")  # noqa: SIM115 (held until close)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(self._lock.fileno()).st_nlink == 0:  # of one that has just ended, and removed it
+                raise BlockingIOError
+        except BlockingIOError:
+            raise UsageError(f"{target} is being written by another process; wait for it") from None
+        except OSError as error:
+            raise UsageError(f"{target} cannot be written: {error.strerror}; choose another --out") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not (self.root / _MANIFEST).is_file():
+            shutil.rmtree(self.root, ignore_errors=True)
+        self._lock.close()
+
+    def write(
+        self, title: str, files: Sequence[OutputFile], *, inputs: Iterable[Path], resources: Resources
+    ) -> Mapping[str, list[int]]:
+        """Writes the files that are not there yet; returns what ``OutputFile.write`` does, by the paths of all files.
+
+        Args:
+            title: name of the conversion, for its progress on standard error.
+            inputs: files that are read.
+
+        Raises:
+            CheckpointError: a source cannot be read, or has changed meanwhile.
+            UsageError: the unfinished output has other settings or inputs, the memory is too small, or a value does
+                not fit.
+            RunError, OSError: a worker was killed, or a write failed; finished files are kept.
+        """
+        manifest: dict[str, Any] = {"inputs": _fingerprint(inputs), "settings": _plan_digest(files)}
+        finished = self._finished(manifest)
+        manifest["files"] = finished
+        remaining = [file for file in files if file.path not in finished]
+        workers = resources.workers(remaining)
+        self._remove_unfinished(finished)
+        _check_space(self.root, sum(file.assembly.nbytes for file in remaining))
+        for file in files:
+            (self.directory / file.path).parent.mkdir(parents=True, exist_ok=True)
+        self._save(manifest)
+        _say(f"{title}: {len(finished)} of {len(files)} files are finished; working processes: {workers}")
+        for file, ends in run_tasks(remaining, partial(OutputFile.write, directory=self.directory), workers):
+            finished[file.path] = ends
+            self._save(manifest)
+            _say(f"{title}: {len(finished)} of {len(files)} files; wrote {file.path}, {format_bytes(ends[-1])}")
+        if _fingerprint(inputs) != manifest["inputs"]:
+            (self.root / _MANIFEST).unlink()
+            raise CheckpointError(f"{title}: files that it reads have changed meanwhile; run it again")
+        return finished
+
+    def publish(self) -> None:
+        """Makes the output durable and gives it its name."""
+        for path in (*self.directory.rglob("*"), self.directory):
+            sync(path)
+        self.directory.rename(self.target)
+        sync(self.target.parent)
+        shutil.rmtree(self.root)
+
+    def _finished(self, manifest: Mapping[str, Any]) -> dict[str, list[int]]:
+        """Returns the files that are finished; raises UsageError where they are of another conversion."""
+        path = self.root / _MANIFEST
+        if not path.is_file():
+            return {}
+        try:
+            found: Mapping[str, Any] = read_json(path)
+            files: dict[str, list[int]] = found["files"]
+            other = [key for key in manifest if found[key] != manifest[key]]
+        except (ValueError, TypeError, KeyError):
+            raise UsageError(f"{path} is damaged; remove {self.root} to begin anew") from None
+        if other:
+            raise UsageError(
+                f"{self.root} holds an unfinished conversion with other {' and '.join(other)}; "
+                "repeat that one, choose another --out, or remove the directory"
+            )
+        return {name: ends for name, ends in files.items() if _has_size(self.directory / name, ends[-1])}
+
+    def _remove_unfinished(self, finished: Mapping[str, list[int]]) -> None:
+        for path in self.directory.rglob("*"):
+            if path.is_file() and str(path.relative_to(self.directory)) not in finished:
+                path.unlink()
+
+    def _save(self, manifest: Mapping[str, Any]) -> None:
+        write_durably(self.root / _MANIFEST, json.dumps(manifest))
+
+
+def _plan_digest(files: Sequence[OutputFile]) -> str:
+    """Returns a digest of everything that the bytes of the files depend on besides the inputs."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(repr((file.path, file.header, file.assembly.tensors, file.assembly.copies)).encode())
+    return digest.hexdigest()
+
+
+def _fingerprint(inputs: Iterable[Path]) -> dict[str, list[int]]:
+    """Returns size and time of change (nanoseconds) of each file, by its resolved path."""
+    files: dict[str, list[int]] = {}
+    for path in sorted(set(inputs)):
+        stat = path.stat()
+        files[str(path.resolve())] = [stat.st_size, stat.st_mtime_ns]
+    return files
+
+
+def _has_size(path: Path, nbytes: int) -> bool:
+    return path.is_file() and path.stat().st_size == nbytes
+
+
+def _check_space(directory: Path, nbytes: int) -> None:
+    """Raises OSError where the disk has less space than the remaining files need."""
+    free = shutil.disk_usage(directory).free
+    if nbytes > free:
+        reason = f"{os.strerror(errno.ENOSPC)} ({format_bytes(nbytes)} needed, {format_bytes(free)} free)"
+        raise OSError(errno.ENOSPC, reason, str(directory))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
