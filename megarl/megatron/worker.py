@@ -298,8 +298,7 @@ class MegatronWorker:
 
     def _disconnect(self, link: int) -> None:
         if link in self._senders:
-            connection, sender = self._senders.pop(link)
-            sender.release()  # an aborted sync leaves its memory allocated
+            connection, _ = self._senders.pop(link)
             connection.close()
 
     def _loss_spec(self, name: RoleName) -> LossSpec:

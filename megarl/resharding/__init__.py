@@ -1,10 +1,11 @@
 """Moves weights between running processes by a plan, as plain tensors, without Megatron or vLLM."""
 
+from megarl.resharding.connection import connect
 from megarl.resharding.receiver import Receiver
 from megarl.resharding.sender import Sender
 from megarl.resharding.spec import ConnectRequest, SyncSpec
 from megarl.resharding.sync_barrier import BarrierWatch, SyncError, SyncStats, serve_store
-from megarl.resharding.wire import Connection, connect
+from megarl.resharding.transfers.transfer import Connection, WeightTransfer
 
 __all__ = [
     "BarrierWatch",
@@ -15,6 +16,7 @@ __all__ = [
     "SyncError",
     "SyncSpec",
     "SyncStats",
+    "WeightTransfer",
     "connect",
     "serve_store",
 ]

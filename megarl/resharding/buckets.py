@@ -51,7 +51,7 @@ def bucket_views(memory: torch.Tensor, buffer: RecvBufferPlan, index: int) -> di
         info = buffer.params[name]
         shape = info.shape if bucket.box is None else bucket.box.shape
         nbytes = info.nbytes if bucket.box is None else bucket.nbytes
-        views[name] = memory[offset : offset + nbytes].view(_dtype(info.dtype)).view(shape)
+        views[name] = memory[offset : offset + nbytes].view(getattr(torch, info.dtype)).view(shape)
         offset += nbytes
     return views
 
@@ -71,22 +71,12 @@ def frames_bytes(messages: Iterable[Message]) -> int:
     return sum(aligned(message.nbytes) for message in messages)
 
 
-def split_frames(buffer: torch.Tensor, messages: Sequence[Message]) -> list[torch.Tensor]:
-    """Splits a flat uint8 buffer into one view per message."""
-    frames: list[torch.Tensor] = []
-    offset = 0
-    for message in messages:
-        frames.append(buffer[offset : offset + message.nbytes])
-        offset += aligned(message.nbytes)
-    return frames
-
-
 def payload(message: Message, frame: torch.Tensor) -> list[torch.Tensor]:
     """Returns each copy's part of a frame, in the target's dtype and extents."""
     parts: list[torch.Tensor] = []
     offset = 0
     for copy in message.copies:
-        parts.append(frame[offset : offset + copy.nbytes].view(_dtype(copy.dtype)).view(copy.target_box.shape))
+        parts.append(frame[offset : offset + copy.nbytes].view(getattr(torch, copy.dtype)).view(copy.target_box.shape))
         offset += copy.nbytes
     return parts
 
@@ -161,7 +151,7 @@ def unpack(message: Message, frame: torch.Tensor, targets: Sequence[torch.Tensor
 def _slabs(values: torch.Tensor, item_bytes: int = 0) -> Iterator[torch.Tensor]:
     """Cuts a tensor, in row-major order, into parts of at most a slab."""
     nbytes = values.numel() * (item_bytes or values.element_size())
-    limit = _slab_bytes(values.device)
+    limit = _SLAB_BYTES if values.device.type == "cpu" else _DEVICE_SLAB_BYTES
     axis = next((i for i, extent in enumerate(values.shape) if extent > 1), None)
     if nbytes <= limit or axis is None:
         yield values
@@ -172,14 +162,6 @@ def _slabs(values: torch.Tensor, item_bytes: int = 0) -> Iterator[torch.Tensor]:
             yield part
         else:
             yield from _slabs(part, item_bytes)
-
-
-def _slab_bytes(device: torch.device) -> int:
-    return _SLAB_BYTES if device.type == "cpu" else _DEVICE_SLAB_BYTES
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
 
 
 def named(message: Message) -> str:

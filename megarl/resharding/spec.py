@@ -6,12 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megarl.weights.plan import Bucket, ReceiverPlan, SenderPlan, TransferPlan
+from megarl.weights.plan import Bucket, Message, ReceiverPlan, SenderPlan, TransferPlan
 from megarl.weights.shard_map import TensorInfo
 from megarl.weights.topology import Place
 
 Device = Literal["cpu", "cuda"]
-TransportName = Literal["auto", "gloo", "shared_memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +29,10 @@ class RecvBufferPlan:
     params: Mapping[str, TensorInfo]
     buckets: tuple[Bucket, ...]
 
+    def writer(self, message: Message) -> int:
+        """Returns the rank that writes a message to the buffer."""
+        return self.owner if message.sender in self.via_network else message.sender
+
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSpec:
@@ -42,6 +45,7 @@ class SyncSpec:
         staging_bytes: of the plan's largest bucket.
         senders, receivers, recv_buffers: by rank.
         wire: ranks that send or receive frames.
+        transport: the configuration's choice, or the class of the frames' way as module:Class.
         verify: messages carry checksums.
         timeout_s: of a wait for other ranks.
     """
@@ -56,6 +60,7 @@ class SyncSpec:
     receivers: Mapping[int, ReceiverPlan]
     recv_buffers: Mapping[int, RecvBufferPlan]
     wire: tuple[int, ...]
+    transport: str = "auto"
     verify: bool = True
     timeout_s: float = 300.0
 
@@ -69,7 +74,7 @@ class SyncSpec:
         port: int,
         places: Sequence[Place],
         device: Device = "cpu",
-        transport: TransportName = "auto",
+        transport: str = "auto",
         verify: bool = True,
         timeout_s: float = 300.0,
     ) -> SyncSpec:
@@ -77,8 +82,9 @@ class SyncSpec:
 
         Args:
             places: by rank, the trainers' first.
-            transport: of messages on CPUs. ``auto`` is shared memory within a node and Gloo between nodes, which
-                ``shared_memory`` refuses. CUDA allows ``auto`` only.
+            transport: way of messages. On CPUs, ``auto`` is shared memory within a node and Gloo between nodes, which
+                ``shared_memory`` refuses; on CUDA, it is CUDA IPC and NCCL, and ``gloo`` and ``shared_memory`` are
+                refused. A class of the user brings all messages.
 
         Raises:
             ValueError: the transport does not reach, or the places are impossible; all problems are listed.
@@ -95,6 +101,7 @@ class SyncSpec:
             receivers=plan.receivers,
             recv_buffers=recv_buffers,
             wire=wire_ranks(recv_buffers),
+            transport=transport,
             verify=verify,
             timeout_s=timeout_s,
         )
@@ -107,16 +114,28 @@ class SyncSpec:
         recv_buffers = {r: buffer for r, buffer in self.recv_buffers.items() if r in reached or r in receivers}
         return replace(self, senders=senders, receivers=receivers, recv_buffers=recv_buffers)
 
+    def owned(self, rank: int) -> list[int]:
+        """Returns the receivers whose buffers a rank owns."""
+        return [receiver for receiver in self.receivers if self.recv_buffers[receiver].owner == rank]
+
+    def written(self, rank: int) -> set[int]:
+        """Returns the receivers whose buffers a rank writes in place, or reads as their receiver."""
+        messages = self.sender(rank).messages
+        written = {m.receiver for m in messages if rank not in self.recv_buffers[m.receiver].via_network}
+        return written | (self.receivers.keys() & {rank})
+
+    def network_messages(self, receiver: int) -> list[list[Message]]:
+        """Returns the messages to a receiver that its buffer's owner gets over the network, by bucket."""
+        senders = self.recv_buffers[receiver].via_network
+        return [[m for m in bucket if m.sender in senders] for bucket in self.receivers[receiver].messages]
+
     def wire_peers(self, rank: int) -> list[int]:
         """Returns the ranks with which a rank exchanges frames."""
         return sorted({*self.network_receivers(rank), *self.network_senders(rank)})
 
     def peers(self, rank: int) -> list[int]:
         """Returns the ranks with which a rank exchanges control messages."""
-        peers = set(self.wire_peers(rank))
-        for message in self.sender(rank).messages:
-            if rank not in self.recv_buffers[message.receiver].via_network:
-                peers.add(message.receiver)
+        peers = {*self.wire_peers(rank), *self.written(rank)}
         for receiver, part in self.receivers.items():
             buffer = self.recv_buffers[receiver]
             if receiver == rank:
@@ -161,7 +180,7 @@ def wire_ranks(recv_buffers: Mapping[int, RecvBufferPlan]) -> tuple[int, ...]:
 
 
 def plan_recv_buffers(
-    plan: TransferPlan, places: Sequence[Place], *, device: Device, transport: TransportName
+    plan: TransferPlan, places: Sequence[Place], *, device: Device, transport: str
 ) -> dict[int, RecvBufferPlan]:
     """Decides the route of every message; see ``SyncSpec.of``."""
     problems = _problems(plan, places, device, transport)
@@ -170,21 +189,20 @@ def plan_recv_buffers(
     trainers = {place.device: rank for rank, place in enumerate(places) if rank not in plan.receivers}
     recv_buffers: dict[int, RecvBufferPlan] = {}
     for rank, part in plan.receivers.items():
-        owner = trainers.get(places[rank].device, rank) if device == "cuda" else rank
-        shared = device == "cpu" and transport != "gloo"
-        framed = frozenset(s for s in senders_of(part) if s != owner and not (shared and _near(places, s, rank)))
+        owner = trainers.get(places[rank].device, rank) if device == "cuda" and transport == "auto" else rank
+        shared = device == "cpu" and transport in ("auto", "shared_memory")
+        near = {s for s in senders_of(part) if shared and places[s].node == places[rank].node}
+        framed = frozenset(senders_of(part)) - near - {owner}
         recv_buffers[rank] = RecvBufferPlan(
             owner=owner, via_network=framed, depth=1 if framed else 2, params=part.params, buckets=part.buckets
         )
     return recv_buffers
 
 
-def _problems(
-    plan: TransferPlan, places: Sequence[Place], kind_of_device: Device, transport: TransportName
-) -> list[str]:
+def _problems(plan: TransferPlan, places: Sequence[Place], kind_of_device: Device, transport: str) -> list[str]:
     problems: list[str] = []
     if kind_of_device == "cuda":
-        if transport != "auto":
+        if transport in ("gloo", "shared_memory"):
             problems.append(f"transport {transport} is for CPUs; on CUDA it must be auto")
         for kind, ranks in (("trainers", set(range(len(places))) - set(plan.receivers)), ("engines", plan.receivers)):
             on_device: dict[int | None, list[int]] = {}
@@ -204,13 +222,9 @@ def _problems(
             f"on node {places[rank].node}; set it to auto or gloo"
             for rank, part in plan.receivers.items()
             for sender in senders_of(part)
-            if not _near(places, sender, rank)
+            if places[sender].node != places[rank].node
         ]
     return problems
-
-
-def _near(places: Sequence[Place], one: int, other: int) -> bool:
-    return places[one].node == places[other].node
 
 
 def senders_of(part: ReceiverPlan) -> list[int]:

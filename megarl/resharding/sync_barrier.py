@@ -24,6 +24,10 @@ class SyncError(RunError):
     """A sync was aborted, on all ranks with the same message: rank, tensor and reason."""
 
 
+class PeerError(RuntimeError):
+    """A transfer failed; the message names the rank."""
+
+
 @dataclass(kw_only=True)
 class SyncStats:
     """One rank's statistics of one sync.
@@ -156,14 +160,12 @@ class BarrierWatch:
         self._store = PrefixStore(name, store)
         self._size = size
         self._syncs = 0
-
-    @property
-    def _places(self) -> Sequence[str]:
-        return sync_places(self._syncs) if self._syncs else CONNECTING
+        self._places: Sequence[str] = CONNECTING
 
     def begin(self) -> None:
         """Turns to the next sync."""
         self._syncs += 1
+        self._places = sync_places(self._syncs)
 
     def absent(self) -> list[int]:
         """Returns the ranks that have not begun the sync, or the connection before the first one."""

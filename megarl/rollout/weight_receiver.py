@@ -257,8 +257,7 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
 
     def shutdown(self) -> None:
         """Ends the connection, if there is one."""
-        if self._connection is not None and self._receiver is not None:
-            self._receiver.release()
+        if self._connection is not None:
             self._connection.close()
         self._connection = self._receiver = None
 

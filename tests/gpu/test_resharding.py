@@ -18,9 +18,9 @@ from megarl.resharding.buckets import (
     row_sums,
     unpack,
 )
-from megarl.resharding.memory import DeviceRecvBuffer, PeerMappings
 from megarl.resharding.spec import plan_recv_buffers
 from megarl.resharding.sync_barrier import SyncStats
+from megarl.resharding.transfers.cuda import DeviceMapping, DeviceRecvBuffer
 from megarl.weights.topology import Place
 from tests.resharding import jobs
 from tests.resharding.ways import check_colocated
@@ -63,12 +63,12 @@ def test_copies_and_checksums_equal_the_cpus(cuda: str, dtype: str) -> None:
 
 def _double(handles: list[str], pipe: Connection) -> None:
     """Another process on the device, as a trainer is to an engine."""
-    mappings = PeerMappings(torch.device("cuda"))
-    for receiver, handle in enumerate(handles):
-        mappings.open(receiver, handle)
-        mappings[receiver].mul_(2)
+    mappings = [DeviceMapping(handle, torch.device("cuda")) for handle in handles]
+    for mapping in mappings:
+        mapping.memory.mul_(2)
     torch.cuda.synchronize()
-    mappings.end_sync()
+    for mapping in mappings:
+        mapping.close()
     pipe.send("done")
 
 
@@ -87,9 +87,6 @@ def test_another_process_writes_to_receive_buffers(cuda: str) -> None:
     process.join()
     for value, (buffer, nbytes) in enumerate(zip(buffers, sizes, strict=True), 21):
         assert bool((buffer.memory == 2 * value).all())
-        buffer.release()
-        assert buffer.memory.numel() == 0
-        buffer.prepare()
         assert buffer.memory.numel() == nbytes
         buffer.release()
 

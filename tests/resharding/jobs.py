@@ -17,7 +17,9 @@ import torch.distributed as dist
 from megarl.models import ModelSpec, model_spec
 from megarl.resharding import Connection, Receiver, Sender, SyncError, SyncSpec, SyncStats, connect
 from megarl.resharding.buckets import bucket_views, recv_views
-from megarl.resharding.transport import PeerError, Transfer, Transport
+from megarl.resharding.sync_barrier import PeerError
+from megarl.resharding.transfers.gloo import GlooTransfer as Transfer
+from megarl.resharding.transfers.transfer import Transport
 from megarl.types import Layout
 from megarl.weights.plan import TransferPlan
 from megarl.weights.planner import Holder, plan

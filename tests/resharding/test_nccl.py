@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from megarl.resharding.transport import NcclTransport, Transfer
+from megarl.resharding.transfers.cuda import NcclTransfer as Transfer
+from megarl.resharding.transfers.cuda import NcclTransport
 
 WAIT_S = 60.0
 

@@ -15,7 +15,7 @@ from megarl.models import model_spec
 from megarl.resharding import Connection, ConnectRequest, Sender, SyncError, SyncSpec, SyncStats, connect, serve_store
 from megarl.resharding.buckets import bucket_views
 from megarl.resharding.holders import plan_sync
-from megarl.resharding.transport import Transfer, Transport
+from megarl.resharding.transfers.gloo import GlooTransfer, GlooTransport
 from megarl.types import Layout
 from megarl.weights.hf_files import read_config
 from megarl.weights.shard_map import ShardMap
@@ -104,13 +104,13 @@ class Trainer:
 class _Corrupting:
     """The transport of rank 0's ready messages: before that of one bucket is sent, the bucket is changed."""
 
-    inner: Transport
+    inner: GlooTransport
     connection: Connection
     receiver: int
     bucket: int
     ready_messages: int = field(default=0)
 
-    def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
+    def send(self, peer: int, tag: int, buffer: torch.Tensor) -> GlooTransfer:
         if peer == self.receiver:
             if self.ready_messages == self.bucket:
                 plan = self.connection.spec.recv_buffers[self.receiver]

@@ -1,0 +1,163 @@
+"""The connection of one rank of a sync with the others, and its control messages."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  (public by its documentation)
+
+from megarl.plugins import resolve_class
+from megarl.resharding.buckets import bucket_views, named, recv_views
+from megarl.resharding.spec import SyncSpec
+from megarl.resharding.sync_barrier import CONNECTING, PeerError, SyncBarrier, open_store
+from megarl.resharding.transfers.frames import Frames
+from megarl.resharding.transfers.gloo import GlooTransfer, GlooTransport
+from megarl.resharding.transfers.shared_memory import SharedMemory
+from megarl.resharding.transfers.transfer import Connection, WeightTransfer
+from megarl.weights.plan import Message, ReceiverPlan
+
+
+def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Connection:
+    """Connects a rank with all others; raises SyncError if one is missing, has another plan, or no network."""
+    store = open_store(spec.host, spec.port, spec.name)
+    barrier = SyncBarrier(store, rank, spec.world_size, spec.timeout_s)
+    start, done = CONNECTING
+    barrier.meet(start, {"plan": spec.fingerprint, "verify": f"{spec.verify}"})
+    barrier.ahead = done
+    with ExitStack() as opened:  # until all ranks are connected
+        try:
+            members = range(spec.world_size)
+            control = GlooTransport(PrefixStore("control", store), members, rank, spec.peers(rank), spec.timeout_s)
+            connection = Connection(
+                spec=spec, rank=rank, device=torch.device(device), store=store, barrier=barrier, control=control
+            )
+            opened.callback(connection.abort)
+            connection.ways[False] = SharedMemory(connection)
+            if rank in spec.wire:
+                network: type[WeightTransfer] = Frames
+                if ":" in spec.transport:
+                    network = resolve_class(spec.transport, WeightTransfer)
+                connection.ways[True] = network(connection)
+            for way in connection.ways.values():
+                way.connect()
+        except Exception as error:  # of any kind: the others must not wait for this rank
+            barrier.abort(done, f"could not connect: {error}")
+        barrier.meet(done)
+        opened.pop_all()
+    return connection
+
+
+class MessageReady(NamedTuple):
+    """The control message that a message was delivered; ``checksum`` is 0 without verification."""
+
+    version: int
+    bucket: int
+    nbytes: int
+    checksum: int
+
+
+class Outbox:
+    """Control messages that are sent without waiting for their arrival."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._under_way: list[tuple[GlooTransfer, str]] = []
+
+    def send(self, peer: int, tag: int, numbers: Sequence[int], what: str) -> None:
+        """Sends numbers about ``what``, after pending work on the device."""
+        self._connection.settle()
+        self._under_way.append((self._connection.control.send(peer, tag, torch.tensor(numbers)), what))
+
+    def drain(self) -> None:
+        """Waits until all have arrived; raises PeerError if a peer is gone."""
+        for transfer, what in self._under_way:
+            try:
+                transfer.wait()
+            except PeerError as error:
+                raise PeerError(f"the message about {what} was not received: {error}") from error
+        self._under_way.clear()
+
+
+class Credits:
+    """The buckets that this rank may write, by receiver; at first, as many as the receive buffer holds."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._granted: dict[int, int] = defaultdict(int)
+
+    def wait(self, message: Message) -> None:
+        """Waits until the previous bucket in a message's memory is loaded; raises PeerError."""
+        receiver = message.receiver
+        bucket = message.bucket
+        while bucket >= max(self._connection.spec.recv_buffers[receiver].depth, self._granted[receiver] + 1):
+            number = torch.empty(1, dtype=torch.int64)
+            try:
+                self._connection.control.receive(receiver, receiver, number).wait()
+            except PeerError as error:
+                raise PeerError(f"rank {receiver} takes no {named(message)}: {error}") from error
+            self._granted[receiver] = int(number)
+
+
+class Inbox:
+    """The messages of a receive buffer for which this rank waits; a bucket arrives while the previous one is loaded.
+
+    A receiver waits for all of them; a trainer that owns the buffer of another rank, for those of the network.
+
+    Attributes:
+        messages: messages by bucket.
+    """
+
+    def __init__(self, connection: Connection, plan: ReceiverPlan) -> None:
+        network = connection.spec.network_messages(plan.rank)
+        self.messages = plan.messages if plan.rank == connection.rank else network
+        self._connection = connection
+        self._plan = plan
+        self._buffer = connection.spec.recv_buffers[plan.rank]
+        self._network = network if self._buffer.owner == connection.rank else []
+        self._pending: list[tuple[Message, torch.Tensor, GlooTransfer]] = []
+
+    def expect(self, bucket: int) -> None:
+        """Starts to receive the messages of a bucket, if there is one."""
+        if bucket < len(self._network) and self._network[bucket]:
+            self._connection.ways[True].expect(self._network[bucket])
+        self._pending = []
+        for message in self.messages[bucket] if bucket < len(self.messages) else ():
+            peer = message.sender if self._by_network(message) else self._buffer.writer(message)
+            numbers = torch.empty(4, dtype=torch.int64)
+            self._pending.append((message, numbers, self._connection.control.receive(peer, message.sender, numbers)))
+
+    def receive(self, bucket: int, version: int) -> list[tuple[Message, Sequence[torch.Tensor], MessageReady]]:
+        """Waits for the messages of a bucket, and starts to receive the next bucket's.
+
+        Raises PeerError if a message does not come or does not match the plan.
+
+        Returns:
+            Messages, with their elements and what their senders say of them.
+        """
+        arrived: list[tuple[Message, Sequence[torch.Tensor], MessageReady]] = []
+        views = bucket_views(self._connection.mapped[self._plan.rank], self._buffer, bucket)
+        for message, numbers, transfer in self._pending:
+            try:
+                transfer.wait()
+            except PeerError as error:
+                raise PeerError(f"rank {message.sender} did not deliver {named(message)}: {error}") from error
+            ready = MessageReady(*numbers.tolist())
+            if (ready.version, ready.bucket, ready.nbytes) != (version, message.bucket, message.nbytes):
+                raise PeerError(
+                    f"rank {message.sender} delivered version {ready.version}, bucket {ready.bucket}, {ready.nbytes} "
+                    f"bytes for {named(message)}; planned was version {version}, bucket {message.bucket}, "
+                    f"{message.nbytes} bytes"
+                )
+            targets = recv_views(message, self._plan.buckets[bucket], views)
+            if self._by_network(message):
+                self._connection.ways[True].receive(message, targets)
+            arrived.append((message, targets, ready))
+        self.expect(bucket + 1)
+        return arrived
+
+    def _by_network(self, message: Message) -> bool:
+        return bool(self._network) and message.sender in self._buffer.via_network

@@ -1,0 +1,215 @@
+"""CUDA: memory that processes share by CUDA IPC, and NCCL between GPUs.
+
+The allocators of torch and of vLLM's sleep return parts of larger blocks, which CUDA IPC shares as a whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]  (public by its documentation)
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    Work,
+)
+
+from megarl.resharding.sync_barrier import PeerError
+
+_POLL_S = 0.0005
+_LOOK_S = 0.1
+
+_LAZY_PEER_ACCESS = 1
+_DRIVER_BLOCK = 2 << 20
+"""CUDA allocates smaller memory in blocks of this size, and a handle shares the whole block with all that is in it."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+class _Runtime:
+    """Functions of the CUDA runtime that torch does not offer, from the library that torch has loaded."""
+
+    def __init__(self) -> None:
+        assert torch.version.cuda is not None, "called on CUDA only"
+        self._library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+        self._library.cudaGetErrorString.restype = ctypes.c_char_p
+        self._library.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(ctypes.c_void_p), _Handle, ctypes.c_uint)
+
+    def call(self, name: str, *args: Any) -> None:
+        """Calls a function; raises ValueError if it fails."""
+        code = getattr(self._library, name)(*args)
+        if code:
+            self._library.cudaGetLastError()  # otherwise torch's next call would report it
+            raise ValueError(f"{name} failed: {self._library.cudaGetErrorString(code).decode()}")
+
+
+class _Bytes:
+    """Device memory that torch wraps without a copy."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        data = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+        self.__cuda_array_interface__ = data
+
+
+class DeviceMapping:
+    """Another process's DeviceRecvBuffer on the same device; raises ValueError if it cannot be mapped."""
+
+    def __init__(self, handle: str, device: torch.device) -> None:
+        self._runtime = _Runtime()
+        self._device = device
+        text, nbytes = handle.split()
+        self._pointer = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            shared = _Handle.from_buffer_copy(bytes.fromhex(text))
+            self._runtime.call("cudaIpcOpenMemHandle", ctypes.byref(self._pointer), shared, _LAZY_PEER_ACCESS)
+        self.memory = _tensor(self._pointer, int(nbytes), device)
+
+    def close(self) -> None:
+        """Unmaps it after pending work on the device."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize(self._device)
+            self._runtime.call("cudaIpcCloseMemHandle", self._pointer)
+
+
+def _tensor(pointer: ctypes.c_void_p, nbytes: int, device: torch.device) -> torch.Tensor:
+    assert pointer.value is not None
+    tensor = torch.as_tensor(_Bytes(pointer.value, nbytes), device=device)
+    assert tensor.data_ptr() == pointer.value, f"torch has copied memory that is not on {device}"
+    return tensor
+
+
+class DeviceRecvBuffer:
+    """Memory of a CUDA device, outside every allocator's pools; raises ValueError if there is none."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        nbytes = max(1, nbytes)
+        self._device = device
+        self._runtime = _Runtime()
+        self._pointer = ctypes.c_void_p()
+        handle = _Handle()
+        whole = -(-nbytes // _DRIVER_BLOCK) * _DRIVER_BLOCK
+        torch.cuda.empty_cache()  # blocks that torch's allocator keeps are not available here
+        with torch.cuda.device(device):
+            try:
+                self._runtime.call("cudaMalloc", ctypes.byref(self._pointer), ctypes.c_size_t(whole))
+            except ValueError as error:
+                raise ValueError(f"no {nbytes} bytes for the receive buffer: {error}") from error
+            try:
+                self._runtime.call("cudaIpcGetMemHandle", ctypes.byref(handle), self._pointer)
+            except ValueError:
+                self._runtime.call("cudaFree", self._pointer)
+                raise
+        self.memory = _tensor(self._pointer, nbytes, device)
+        self.handle = f"{bytes(handle).hex()} {nbytes}"
+
+    def release(self) -> None:
+        """Frees it after pending work on the device; it is not used again."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize(self._device)
+            self._runtime.call("cudaFree", self._pointer)
+
+
+class NcclTransport:
+    """NCCL between GPUs, one rank each; see ``GlooTransport`` for the other arguments.
+
+    Each pair has a communicator per direction: transfers of one communicator queue up on a stream, so two ranks that
+    both receive before they send would deadlock. Every rank connects to its peers at once and in order, so that there
+    is no deadlock.
+
+    Args:
+        to, from_: peers to which this rank sends, and from which it receives.
+        look: called now and then while waiting, as NCCL does not notice that a peer is gone; raises if the sync was
+            aborted.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        members: Sequence[int],
+        rank: int,
+        *,
+        to: Collection[int],
+        from_: Collection[int],
+        device: torch.device,
+        timeout_s: float,
+        look: Callable[[], None],
+    ) -> None:
+        from torch.distributed import ProcessGroupNCCL
+
+        self.sent: Counter[int] = Counter()
+        self.received: Counter[int] = Counter()
+        self._index = {member: i for i, member in enumerate(members)}
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._look = look
+        options = ProcessGroupNCCL.Options()
+        # NCCL's watchdog ends the process; waits here time out earlier.
+        options._timeout = timedelta(seconds=4 * timeout_s)
+        self._groups: dict[bool, Any] = {
+            upwards: ProcessGroupNCCL(PrefixStore(name, store), self._index[rank], len(members), options)
+            for upwards, name in ((True, "up"), (False, "down"))
+        }
+        hello = torch.zeros(1, dtype=torch.uint8, device=device)
+        for peer in sorted({*to, *from_}):
+            for upwards in (True, False):
+                if upwards == (rank < peer):
+                    if peer in to:
+                        self.send(peer, 0, hello).wait()
+                elif peer in from_:
+                    self.receive(peer, 0, hello).wait()
+        self.sent.clear()
+        self.received.clear()
+
+    def send(self, peer: int, tag: int, buffer: torch.Tensor) -> NcclTransfer:
+        # Without tags, as both sides use the same order.
+        work = self._groups[self._rank < peer].send([buffer], self._index[peer], 0)
+        return NcclTransfer(work, peer, buffer, self.sent, self._timeout_s, self._look)
+
+    def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> NcclTransfer:
+        work = self._groups[peer < self._rank].recv([buffer], self._index[peer], 0)
+        return NcclTransfer(work, peer, buffer, self.received, self._timeout_s, self._look)
+
+    def abort(self) -> None:
+        for group in self._groups.values():
+            group.abort()
+        self._groups.clear()
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.shutdown()
+        self._groups.clear()
+
+
+@dataclass(frozen=True)
+class NcclTransfer:
+    work: Work
+    peer: int
+    buffer: torch.Tensor
+    counter: Counter[int]
+    timeout_s: float
+    look: Callable[[], None]
+
+    def wait(self) -> None:
+        """Returns when the buffer was sent or filled; raises PeerError, or as ``look`` does."""
+        start = looked = time.monotonic()
+        try:
+            while not self.work.is_completed():
+                now = time.monotonic()
+                if now - start > self.timeout_s:
+                    raise PeerError(f"the transfer with rank {self.peer} took more than {self.timeout_s:g} s")
+                if now - looked > _LOOK_S:
+                    self.look()
+                    looked = now
+                time.sleep(_POLL_S)
+            self.work.wait()  # orders the current stream after the transfer
+        except torch.distributed.DistError as error:
+            raise PeerError(f"the transfer with rank {self.peer} failed: {error}") from error
+        self.counter[self.peer] += self.buffer.nbytes

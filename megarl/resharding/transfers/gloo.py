@@ -1,0 +1,109 @@
+"""Gloo between CPUs: frames between nodes, and control messages everywhere."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import (
+    ProcessGroupGloo,
+    Store,  # pyright: ignore[reportPrivateImportUsage]  (public by its documentation)
+    Work,
+)
+
+from megarl.resharding.sync_barrier import PeerError
+
+_ABORT_TAG = 2**31 - 1
+
+
+class GlooTransport:
+    """Gloo over TCP, in a process group of its own; GLOO_SOCKET_IFNAME names the network interfaces.
+
+    Transfers arrive in order for each pair, direction and tag; ``sent`` and ``received`` count completed bytes by peer.
+    The constructor raises RuntimeError if the network cannot be used, or a peer is gone.
+
+    Args:
+        store: of this group only.
+        members: the ranks of the group.
+        peers: ranks to connect to, which is mutual; waits for them.
+        timeout_s: of a transfer.
+    """
+
+    def __init__(self, store: Store, members: Sequence[int], rank: int, peers: Sequence[int], timeout_s: float) -> None:
+        self.sent: Counter[int] = Counter()
+        self.received: Counter[int] = Counter()
+        self._index = {member: i for i, member in enumerate(members)}
+        group: Any = ProcessGroupGloo
+        options = group._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        options._devices = [
+            group.create_device(interface=interface, lazy_init=True) for interface in interfaces.split(",") if interface
+        ] or [group.create_default_device(lazy_init=True)]
+        self._group: Any = group(store, self._index[rank], len(members), options)
+        self._peers = peers
+        # Connects now: if a peer is gone at the first transfer, Gloo may end this process (torch 2.13).
+        hello = torch.zeros(1, dtype=torch.uint8)
+        answer = torch.empty(1, dtype=torch.uint8)
+        greetings = [self._group.send([hello], self._index[peer], 0) for peer in peers]
+        for work in (*(self._group.recv([answer], self._index[peer], 0) for peer in peers), *greetings):
+            work.wait()
+
+    @property
+    def connected(self) -> bool:
+        """False after ``abort`` or ``close``."""
+        return self._group is not None
+
+    def send(self, peer: int, tag: int, buffer: torch.Tensor) -> GlooTransfer:
+        """Starts to send a contiguous buffer, which must not change during the transfer."""
+        return GlooTransfer(lambda: self._group.send([buffer], self._index[peer], tag), peer, buffer, self.sent)
+
+    def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> GlooTransfer:
+        """Starts to fill a contiguous buffer from the peer's transfer of this tag."""
+        return GlooTransfer(lambda: self._group.recv([buffer], self._index[peer], tag), peer, buffer, self.received)
+
+    def abort(self) -> None:
+        """Breaks the connections: every transfer fails at once, here and at the peers."""
+        if self._group is None:
+            return
+        # ProcessGroupGloo.abort does nothing (torch 2.13), and destruction waits for the last work object. A wait that
+        # times out makes Gloo close all connections of the group; those to peers that are gone are closed already.
+        for peer in self._peers:
+            try:
+                nothing = [torch.empty(1, dtype=torch.uint8)]
+                self._group.recv(nothing, self._index[peer], _ABORT_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "Timed out" in str(error):
+                    break
+        self._group = None
+
+    def close(self) -> None:
+        """Ends the connection; no transfer may be pending."""
+        self._group = None
+
+
+class GlooTransfer:
+    """A transfer; one that cannot start, because the peer is gone, fails in ``wait``."""
+
+    def __init__(self, start: Callable[[], Work], peer: int, buffer: torch.Tensor, counter: Counter[int]) -> None:
+        self._peer = peer
+        self._buffer = buffer
+        self._counter = counter
+        try:
+            self._work: Work | RuntimeError = start()
+        except RuntimeError as error:
+            self._work = error
+
+    def wait(self) -> None:
+        """Returns when the buffer was sent or filled; raises PeerError."""
+        try:
+            if isinstance(self._work, RuntimeError):
+                raise self._work
+            self._work.wait()
+        except RuntimeError as error:
+            raise PeerError(f"the transfer with rank {self._peer} failed: {error}") from error
+        self._counter[self._peer] += self._buffer.nbytes
