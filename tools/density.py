@@ -13,13 +13,13 @@ from pathlib import Path
 
 ROOTS = ("megarl", "launchers", "tools")
 LIMITS = {
-    "lines": 49_000,
+    "lines": 48_000,
     "parallel assignments": 0.2,
-    "conditional expressions": 21.6,
-    "comprehensions": 33.2,
-    "classes": 12.0,
+    "conditional expressions": 21.0,
+    "comprehensions": 32.1,
+    "classes": 11.9,
     "long": 8.0,
-    "nodes": 7.1,
+    "nodes": 7.05,
 }
 
 
