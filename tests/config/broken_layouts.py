@@ -134,7 +134,8 @@ LAYOUTS: Cases = {
             ["resharding.transport=gloo", "cluster.device=cuda"],
             "resharding.transport",
             "auto where cluster.device is cuda",
-        )
+        ),
+        (["resharding.transport=tcp"], "resharding.transport", "or a class, written as package.module:Class"),
     ],
     rollout_rules.shared_memory_stays_within_a_node: [
         (

@@ -194,8 +194,11 @@ def nothing_to_show(stage: str, tracking: Tracking) -> Iterator[Problem]:
 
 
 def transports_are_for_the_cpu(cluster: Cluster, resharding: Resharding) -> Iterator[Problem]:
-    """Between GPUs the transport is not chosen."""
-    if cluster.device != "cpu" and resharding.transport != "auto":
+    """Gloo and shared memory move weights between CPUs."""
+    if resharding.transport not in ("auto", "gloo", "shared_memory") and ":" not in resharding.transport:
+        rule = "auto, gloo, shared_memory, or a class, written as package.module:Class"
+        yield Problem("resharding.transport", resharding.transport, rule, "set it to auto")
+    elif cluster.device != "cpu" and resharding.transport in ("gloo", "shared_memory"):
         rule = f"auto where cluster.device is {cluster.device}"
         yield Problem("resharding.transport", resharding.transport, rule, "set it to auto")
 

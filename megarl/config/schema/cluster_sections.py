@@ -221,8 +221,9 @@ class Resharding(Section):
     write there. Larger parameters come in parts; an engine joins the parts of those that vLLM packs."""
     verify: bool = True
     """Send a checksum with every message and check it."""
-    transport: Literal["auto", "gloo", "shared_memory"] = "auto"
-    """Transport of messages; auto takes the fastest between each two processes, the others are for device cpu."""
+    transport: str = "auto"
+    """Transport of messages; auto takes the fastest between each two processes, gloo and shared_memory are for device
+    cpu; or package.module:Class of your own."""
     logprob_check: LogprobAgreement | None = LogprobAgreement()
     """The check of log-probabilities before training; null does not check."""
 
