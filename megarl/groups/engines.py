@@ -71,13 +71,11 @@ class _Item:
     tokens: int
     done: Finished
 
+    engine = None
+
     @property
     def responses(self) -> int:
         return len(self.item.requests)
-
-    @property
-    def engine(self) -> None:
-        return None
 
 
 class RolloutGroup(WorkerGroup[RolloutEngine]):
