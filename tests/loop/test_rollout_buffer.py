@@ -309,8 +309,9 @@ def test_a_changed_staleness_applies_from_the_resume_on(tmp_path: Path, before: 
             assert max(ages(step, resumed.trained[step])) <= after
 
 
-def test_samples_of_another_distribution_are_generated_again(tmp_path: Path) -> None:
-    """Their log-probabilities are not those of the trainers, as with another temperature since the checkpoint."""
+@pytest.mark.parametrize("changed", ["sampling", "format"])
+def test_samples_of_another_distribution_or_format_are_generated_again(tmp_path: Path, changed: str) -> None:
+    """Log-probabilities of another temperature are not the trainers'; older checkpoints have scores by branch."""
     setup = Setup(staleness=2, mode="exact", engines=2, steps=STEPS, filtered=False)
     first = Simulation(setup, random.Random(0))
     first.begin()
@@ -318,8 +319,9 @@ def test_samples_of_another_distribution_are_generated_again(tmp_path: Path) -> 
     state = first.buffer.state(tmp_path)
     assert state["sampled"]
     temperature, *others = state["sampling"]
+    another = {"sampling": [temperature / 2, *others], "format": None}
     resumed = Simulation(setup, random.Random(0))
-    resumed.buffer.load({**state, "sampling": [temperature / 2, *others]}, tmp_path)
+    resumed.buffer.load({**state, changed: another[changed]}, tmp_path)
     assert "sampled" not in resumed.buffer.state(tmp_path)
     resumed.begin(1)
     for step in range(2, STEPS + 1):
