@@ -320,9 +320,12 @@ def test_samples_of_another_distribution_or_format_are_generated_again(tmp_path:
     assert state["sampled"]
     temperature, *others = state["sampling"]
     another = {"sampling": [temperature / 2, *others], "format": None}
+    kept = Simulation(setup, random.Random(0))
+    kept.buffer.load(state, tmp_path)
+    assert {str(step) for step in kept.buffer._steps} == state["sampled"].keys()
     resumed = Simulation(setup, random.Random(0))
     resumed.buffer.load({**state, changed: another[changed]}, tmp_path)
-    assert "sampled" not in resumed.buffer.state(tmp_path)
+    assert not resumed.buffer._steps
     resumed.begin(1)
     for step in range(2, STEPS + 1):
         resumed.step(step)
