@@ -12,7 +12,7 @@ import typer
 
 from megarl.convert.cli import app as convert
 from megarl.errors import UsageError
-from megarl.gc import importing
+from megarl.garbage_collection import importing
 from megarl.launch.cli import app as launchers
 from megarl.plan.cli import ConfigCommand
 from megarl.plan.cli import app as plans

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 from xdist.remote import Producer
 
-from megarl.gc import importing
+from megarl.garbage_collection import importing
 from tests.groups import GroupScheduling, group, place
 from tests.pool import RankPool
 

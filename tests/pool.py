@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megarl.gc import importing
+from megarl.garbage_collection import importing
 from tests.leftovers import track_own_resources
 
 DIED = (False, "its process died")

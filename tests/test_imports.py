@@ -16,7 +16,8 @@ PACKAGE = REPOSITORY / "megarl"
 
 # A part may import the parts of the lines above it, and itself.
 LAYERS = (
-    {"bounds", "errors", "files", "gc", "lazy_compiling", "plugins", "remote", "stacks", "texts", "types"},
+    {"bounds", "errors", "files", "garbage_collection", "lazy_compiling"},
+    {"gc", "plugins", "remote", "stacks", "texts", "types"},
     {"algos"},
     {"config"},
     {"role_specs", "weights"},

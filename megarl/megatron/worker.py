@@ -21,7 +21,7 @@ from megarl.config.schema.loss_specs import LossSpec, PolicySpec
 from megarl.experience.build import build_experience
 from megarl.experience.records import ExperienceChunk, ExperienceReport
 from megarl.files import FileRecord
-from megarl.gc import importing
+from megarl.garbage_collection import importing
 from megarl.megatron.offload import Offloader, ResidentWeights
 from megarl.megatron.platform import Platform, start_platform, start_world
 from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest, UpdateRequest

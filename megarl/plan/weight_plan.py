@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.files import format_bytes
-from megarl.gc import collector_paused
+from megarl.garbage_collection import collector_paused
 from megarl.plan.arguments import LINKS, WeightPlanRequest
 from megarl.plan.traffic import Traffic
 from megarl.resharding.holders import engine_holders, trainer_holders

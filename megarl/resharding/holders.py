@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.gc import collector_paused
+from megarl.garbage_collection import collector_paused
 from megarl.models import ModelSpec
 from megarl.types import HeadName, Layout
 from megarl.weights.plan import TransferPlan

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from megarl.gc import collections_skipped
+from megarl.garbage_collection import collections_skipped
 from megarl.models import model_spec
 from megarl.remote import remote
 from megarl.rollout.completions import (

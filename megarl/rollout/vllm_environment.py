@@ -13,7 +13,7 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
 
-from megarl.gc import importing
+from megarl.garbage_collection import importing
 from megarl.lazy_compiling import absent, compiled_at_first_call
 
 _ALWAYS = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 
-from megarl.gc import collector_paused
+from megarl.garbage_collection import collector_paused
 from megarl.weights.plan import Bucket, Copy, Message, ReceiverPlan, SenderPlan, TransferPlan
 from megarl.weights.shard_map import ITEM_BYTES, Box, ShardMap, TensorInfo
 from megarl.weights.source_index import Owners, Route, SourceIndex
