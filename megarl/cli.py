@@ -144,7 +144,7 @@ def view(
     port: Annotated[int, typer.Option(help="Port on this machine; 0 is a free one.")] = 0,
     export_to: Annotated[
         Path | None,
-        typer.Option("--export", metavar="FILE", help="Write an HTML file instead; or a .parquet file, the samples."),
+        typer.Option("--export", metavar="FILE", help="Write an HTML file instead of serving the page."),
     ] = None,
 ) -> None:
     """Show runs on a page: curves, samples, held-out answers, timeline, settings; live while they train."""
@@ -152,16 +152,13 @@ def view(
     from megarl.dashboard.view.page_export import export
     from megarl.dashboard.view.page_server import PageServer
     from megarl.dashboard.view.run_view import open_runs
-    from megarl.dashboard.view.sample_index import export_samples
     from megarl.files import format_bytes
 
     with _reading():
-        runs = [run for directory in run_dirs for run in find_runs(directory)]
+        runs: list[Path] = []
+        for directory in run_dirs:
+            runs += find_runs(directory)
         views = open_runs(runs)
-        if export_to is not None and export_to.suffix == ".parquet":
-            export_samples({view.name: run for view, run in zip(views, runs, strict=True)}, export_to)
-            typer.echo(f"wrote {export_to} (one row per sample)")
-            return
         if export_to is not None:
             export(views, export_to)
             typer.echo(f"wrote {export_to} ({format_bytes(export_to.stat().st_size)}, self-contained)")

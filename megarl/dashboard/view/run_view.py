@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
@@ -25,11 +25,11 @@ from megarl.run.sinks import flat
 
 Query = Mapping[str, str]
 
-_MOST_HITS = 200
-_MOST_LEFT_OUT = 200
+_MAX_HITS = 200
+_MAX_LEFT_OUT = 200
 _COLUMNS = 1500
-_MOST_COLUMNS = 20000
-"""Of a timeline: by default, and at most."""
+_MAX_COLUMNS = 20000
+"""Columns of a timeline: by default, and at most."""
 _REQUIRED: Final = object()
 
 
@@ -37,7 +37,7 @@ class RunView:
     """A run, followed while it trains. Its methods are called by several threads.
 
     Args:
-        name: of the run on the page.
+        name: name of the run on the page.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -50,135 +50,127 @@ class RunView:
         self._timeline = Timeline(self._run)
 
     def answer(self, question: str, query: Query) -> Any:
-        """Returns the answer to one of QUESTIONS.
+        """Returns the answer to a question.
 
         Raises:
-            ValueError, KeyError: it is none of them, or the query does not fit.
+            ValueError, KeyError: the question is unknown, or the query does not fit.
         """
         with self._lock:
-            return QUESTIONS[question](self, query)
+            match question:
+                case "overview":
+                    return self._overview()
+                case "series":
+                    return self._series(query)
+                case "prompts":
+                    self._samples.update()
+                    self._held_out.update()
+                    return self._held_out.prompts(self._samples)
+                case "timeline":
+                    return self._window(query)
+                case "settings":
+                    return read_settings(self._run)
+                case "recipes":
+                    return read_recipes()
+                case "left_out":
+                    rows = read_lines(self._run.left_out)
+                    return {"count": len(rows), "rows": rows[:_MAX_LEFT_OUT]}
+                case _:
+                    return self._answer_samples(question, query)
 
-    def _overview(self, query: Query) -> Any:
+    def _answer_samples(self, question: str, query: Query) -> Any:
+        self._samples.update()
+        match question:
+            case "steps":
+                return {kind: self._samples.steps(kind) for kind in ("train", "evaluation")}
+            case "groups":
+                return self._samples.groups(query["kind"], int(query["step"]))
+            case "group":
+                return self._samples.samples(query["kind"], int(query["step"]), query["prompt"])
+            case "search":
+                step = int(query["step"]) if query.get("step") else None
+                return self._samples.search(query["kind"], query["text"], _MAX_HITS, step)
+            case _:
+                raise KeyError(question)
+
+    def _overview(self) -> dict[str, Any]:
         self._metrics.update()
         status = read_status(self._run.path)
-        left = None if status.seconds_left is None else duration(status.seconds_left)
+        findings: list[dict[str, Any]] = []
+        for found in self._metrics.health.findings:
+            harmful = found.check.harmful
+            findings.append({"first": found.first, "last": found.last, "text": found.text, "harmful": harmful})
         return {
             **asdict(status),
             "name": self.name,
-            "left": left,
+            "left": None if status.seconds_left is None else duration(status.seconds_left),
             "generation": self._metrics.generation,
             "names": sorted(self._metrics.series),
             "last_step": max((series.steps[-1] for series in self._metrics.series.values()), default=0),
             "columns": {name: asdict(column) for name, column in COLUMNS.items() if name in status.metrics},
             "limits": shown_limits(health_limits(read_config(self._run.config))),
-            "findings": [
-                {"first": found.first, "last": found.last, "text": found.text, "harmful": found.check.harmful}
-                for found in self._metrics.health.findings
-            ],
+            "findings": findings,
         }
 
-    def _series(self, query: Query) -> Any:
+    def _series(self, query: Query) -> dict[str, Any]:
         self._metrics.update()
         names = query["names"].split(",") if query.get("names") else None
         points = self._metrics.after(int(query.get("after", "-1")), names)
         return {"generation": self._metrics.generation, "series": points}
 
-    def _steps(self, query: Query) -> Any:
-        self._samples.update()
-        return {kind: self._samples.steps(kind) for kind in ("train", "evaluation")}
-
-    def _groups(self, query: Query) -> Any:
-        self._samples.update()
-        return self._samples.groups(query["kind"], int(query["step"]))
-
-    def _group(self, query: Query) -> Any:
-        self._samples.update()
-        return self._samples.samples(query["kind"], int(query["step"]), query["prompt"])
-
-    def _search(self, query: Query) -> Any:
-        self._samples.update()
-        step = int(query["step"]) if query.get("step") else None
-        return self._samples.search(query["kind"], query["text"], _MOST_HITS, step)
-
-    def _prompts(self, query: Query) -> Any:
-        self._samples.update()
-        self._held_out.update()
-        return self._held_out.prompts(self._samples)
-
-    def _window(self, query: Query) -> Any:
+    def _window(self, query: Query) -> dict[str, Any]:
         self._timeline.update()
         start = float(query.get("start", "0"))
         end = float(query.get("end") or self._timeline.end)
-        columns = min(_MOST_COLUMNS, int(query.get("columns", _COLUMNS)))
+        columns = min(_MAX_COLUMNS, int(query.get("columns", _COLUMNS)))
         return self._timeline.window(start, end, columns)
-
-    def _settings(self, query: Query) -> Any:
-        return read_settings(self._run)
-
-    def _recipes(self, query: Query) -> Any:
-        return read_recipes()
-
-    def _left_out(self, query: Query) -> Any:
-        rows = read_lines(self._run.left_out)
-        return {"count": len(rows), "rows": rows[:_MOST_LEFT_OUT]}
-
-
-QUESTIONS: Final[Mapping[str, Callable[[RunView, Query], Any]]] = {
-    "overview": RunView._overview,
-    "series": RunView._series,
-    "steps": RunView._steps,
-    "groups": RunView._groups,
-    "group": RunView._group,
-    "search": RunView._search,
-    "prompts": RunView._prompts,
-    "timeline": RunView._window,
-    "settings": RunView._settings,
-    "recipes": RunView._recipes,
-    "left_out": RunView._left_out,
-}
 
 
 def open_runs(paths: Sequence[Path]) -> list[RunView]:
-    """Returns the views of runs, each named by as much of its path as tells it from the others."""
+    """Returns the views of runs, named by their directories; by their paths where several have the same name."""
     names = [path.resolve().name for path in paths]
-    return [
-        RunView(path, name if names.count(name) == 1 else str(path)) for path, name in zip(paths, names, strict=True)
-    ]
+    views: list[RunView] = []
+    for path, name in zip(paths, names, strict=True):
+        views.append(RunView(path, name if names.count(name) == 1 else str(path)))
+    return views
 
 
 def read_settings(run: RunPaths) -> dict[str, Any]:
-    """Returns the settings of a run by path, and the defaults of those that are others: null if there is none.
+    """Returns the settings of a run by path, and the defaults of the changed ones: null if there is none.
 
-    `own` is null for a configuration that this version does not accept. Its files need not be on this machine.
+    `changed` is null for a configuration that this version does not accept. Its files need not be on this machine.
     """
     fields = read_config(run.config)
-    settings = dict(flat(fields)) if fields else {}
+    if not fields:
+        return {"settings": {}, "changed": {}}
     try:
-        own = dict(_own(stage_class(fields["stage"]).model_validate(fields), None)) if fields else {}
+        changed = dict(_changed(stage_class(fields["stage"]).model_validate(fields), None))
     except (KeyError, ValidationError):
-        own = None
-    return {"settings": settings, "own": own}
+        changed = None
+    return {"settings": dict(flat(fields)), "changed": changed}
 
 
-def _own(section: BaseModel, base: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _changed(section: BaseModel, base: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the fields that differ from their defaults, with these; `base` has the section's, if it is of its kind."""
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
         field = f"{path}{info.alias or name}"
         if type(base) is type(section):
             default = getattr(base, name)
+        elif info.is_required():
+            default = _REQUIRED
         else:
-            default = _REQUIRED if info.is_required() else info.get_default(call_default_factory=True)
+            default = info.get_default(call_default_factory=True)
         if isinstance(value, BaseModel):
             if "name" in type(value).model_fields and getattr(default, "name", None) != getattr(value, "name", None):
                 yield f"{field}.name", getattr(default, "name", None)
-            yield from _own(value, default, f"{field}.")
+            yield from _changed(value, default, f"{field}.")
         elif isinstance(value, Mapping) and any(isinstance(entry, BaseModel) for entry in value.values()):
             for key, entry in value.items():
-                yield from _own(entry, None, f"{field}.{key}.")
-        elif default is _REQUIRED or value != default:
-            shown = None if default is _REQUIRED or isinstance(default, BaseModel) else default
-            yield field, shown if isinstance(shown, int | float | str | bool) else shown and str(shown)
+                yield from _changed(entry, None, f"{field}.{key}.")
+        elif default is _REQUIRED or isinstance(default, BaseModel):
+            yield field, None
+        elif value != default:
+            yield field, default if isinstance(default, int | float | str) else default and str(default)
 
 
 def read_recipes() -> dict[str, dict[str, Any]]:

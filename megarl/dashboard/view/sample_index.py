@@ -1,26 +1,18 @@
-"""The samples of a run: where they are in samples.jsonl, how held-out prompts were scored, and a table of all."""
+"""The samples of a run: where they are in samples.jsonl, and how held-out prompts were scored."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
 from statistics import fmean
-from typing import Any, Final
+from typing import Any
 
-from megarl.dashboard.status.reading import StatusError
-from megarl.files import LineFollower, read_lines_at, write_errors
+from megarl.files import LineFollower, read_lines_at
 from megarl.run.paths import RunPaths
 
 _TITLE = 120
 """Characters of a prompt that are kept."""
-_ROWS: Final = 2000
-"""Of a row group of a Parquet file."""
-_SECTIONS: Final = ("scores", "tokens")
-"""Fields whose entries are columns there."""
 _BRANCH = re.compile(r"#\d+$")
 """Ends the sample id of a conversation's branch but the first."""
 
@@ -38,7 +30,7 @@ class SampleGroup:
     cut_off: list[bool] = field(default_factory=list[bool])
 
     def add(self, start: int, line: Mapping[str, Any]) -> None:
-        """Adds a line of the file, which begins at `start`."""
+        """Adds the line that begins at `start`."""
         self.starts.append(start)
         tokens = line.get("response_tokens") or 0
         cut_off = not line.get("finished", True)
@@ -79,22 +71,31 @@ class SampleIndex:
 
     def steps(self, kind: str) -> list[tuple[int, int]]:
         """Returns the steps that have samples of a kind, each with their number."""
-        found = sorted((step, groups) for (of, step), groups in self._groups.items() if of == kind)
-        return [(step, sum(len(group.cut_off) for group in groups.values())) for step, groups in found]
+        found: list[tuple[int, int]] = []
+        for (group_kind, step), groups in self._groups.items():
+            if group_kind == kind:
+                found.append((step, sum(len(group.cut_off) for group in groups.values())))
+        return sorted(found)
 
     def groups(self, kind: str, step: int) -> list[dict[str, Any]]:
         """Returns the numbers of each prompt's samples in a step."""
         found = self._groups.get((kind, step), {})
-        return [self._numbers(kind, step, prompt, group) for prompt, group in found.items()]
+        return [self._numbers(kind, step, prompt) for prompt in found]
 
-    def _numbers(self, kind: str, step: int, prompt: str, group: SampleGroup) -> dict[str, Any]:
+    def _numbers(self, kind: str, step: int, prompt: str) -> dict[str, Any]:
+        group = self._groups[kind, step][prompt]
+        score = None
+        spread = None
+        if group.scores:
+            score = fmean(group.scores)
+            spread = max(group.scores) - min(group.scores)
         return {
             "step": step,
             "prompt_id": prompt,
             "title": self.titles[kind, prompt],
             "samples": len(group.cut_off),
-            "score": fmean(group.scores) if group.scores else None,
-            "spread": max(group.scores) - min(group.scores) if group.scores else None,
+            "score": score,
+            "spread": spread,
             "tokens": fmean(group.tokens),
             "cut_off": sum(group.cut_off),
         }
@@ -102,39 +103,39 @@ class SampleIndex:
     def samples(self, kind: str, step: int, prompt: str) -> list[dict[str, Any]]:
         """Returns the samples of a prompt in a step, as in the file."""
         group = self._groups.get((kind, step), {}).get(prompt)
-        return [] if group is None else read_lines_at(self._path, group.starts)
+        if group is None:
+            return []
+        return read_lines_at(self._path, group.starts)
 
-    def search(self, kind: str, text: str, most: int, step: int | None = None) -> list[dict[str, Any]]:
+    def search(self, kind: str, text: str, max_hits: int, step: int | None = None) -> list[dict[str, Any]]:
         """Returns the numbers of the groups that have a text, in any case, in the prompt or a response.
 
         Args:
-            most: groups that are returned.
-            step: None searches all.
+            step: step to search; None searches all.
         """
-        steps = [found for found, _ in self.steps(kind)] if step is None else [step]
+        steps = [step] if step is not None else [found for found, _ in self.steps(kind)]
         hits: list[dict[str, Any]] = []
-        for found, prompt, group in self._of(kind, steps):
-            if any(_has(sample, text.lower()) for sample in read_lines_at(self._path, group.starts)):
-                hits.append(self._numbers(kind, found, prompt, group))
-                if len(hits) == most:
-                    break
+        for found in steps:
+            for prompt in self._groups.get((kind, found), {}):
+                if len(hits) < max_hits and _any_has(self.samples(kind, found, prompt), text.lower()):
+                    hits.append(self._numbers(kind, found, prompt))
         return hits
-
-    def _of(self, kind: str, steps: Sequence[int]) -> Iterator[tuple[int, str, SampleGroup]]:
-        for step in steps:
-            for prompt, group in self._groups.get((kind, step), {}).items():
-                yield step, prompt, group
 
     def evaluated(self) -> dict[str, list[int]]:
         """Returns the steps after which each held-out prompt has answers here."""
         steps: dict[str, list[int]] = {}
-        for step, prompt, _ in self._of("evaluation", [step for step, _ in self.steps("evaluation")]):
-            steps.setdefault(prompt, []).append(step)
+        for step, _ in self.steps("evaluation"):
+            for prompt in self._groups["evaluation", step]:
+                steps.setdefault(prompt, []).append(step)
         return steps
 
 
-def _has(sample: Mapping[str, Any], text: str) -> bool:
-    return any(text in str(sample.get(name, "")).lower() for name in ("prompt", "response", "prompt_id"))
+def _any_has(samples: Sequence[Mapping[str, Any]], text: str) -> bool:
+    for sample in samples:
+        for name in ("prompt", "response", "prompt_id"):
+            if text in str(sample.get(name, "")).lower():
+                return True
+    return False
 
 
 class HeldOutPrompts:
@@ -157,63 +158,15 @@ class HeldOutPrompts:
 
     def prompts(self, samples: SampleIndex) -> list[dict[str, Any]]:
         """Returns the prompts that have answers to read, with their scores by reward: [step, mean] pairs."""
-        return [
-            {
-                "prompt_id": prompt,
-                "title": samples.titles["evaluation", prompt],
-                "steps": steps,
-                "scores": {name: list(of.items()) for name, of in self._scores.get(prompt, {}).items()},
-            }
-            for prompt, steps in samples.evaluated().items()
-        ]
-
-
-def export_samples(runs: Mapping[str, Path], path: Path) -> None:
-    """Writes the samples of runs into a Parquet file.
-
-    Args:
-        runs: directories by name.
-
-    Raises:
-        StatusError: there are none.
-        OSError: the file cannot be written.
-    """
-    import pyarrow as pa
-    from pyarrow.parquet import ParquetWriter
-
-    # Rewards and token values may come later in a run, so the columns are known at its end.
-    groups = [(len(rows), pa.table(_columns(rows)).schema) for rows in _groups(runs)]
-    found = [schema for _, schema in groups]
-    if not found:
-        raise StatusError(
-            f"{', '.join(map(str, runs.values()))}: no samples: tracking.samples is 0, or none is there yet"
-        )
-    schema = pa.unify_schemas(found, promote_options="permissive")
-    with write_errors(path), ParquetWriter(str(path), schema, compression="zstd") as writer:
-        for (count, _), rows in zip(groups, _groups(runs), strict=False):  # a live run has more by now
-            writer.write_table(pa.Table.from_pylist(rows[:count], schema))
-
-
-def _groups(runs: Mapping[str, Path]) -> Iterator[list[dict[str, Any]]]:
-    for name, run in runs.items():
-        rows = ({"run": name, **_row(line)} for _, line in LineFollower(RunPaths(run).samples).read())
-        while group := list(islice(rows, _ROWS)):
-            yield group
-
-
-def _row(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a sample without nesting; what has no type of its own, such as the row's other columns, is JSON."""
-    row: dict[str, Any] = {}
-    for name, value in line.items():
-        if name in _SECTIONS:
-            row |= {f"{name}/{part}": own for part, own in value.items()}
-        elif name == "versions" or value is None or isinstance(value, str | int | float):
-            row[name] = value
-        else:
-            row[name] = json.dumps(value, ensure_ascii=False)
-    return row
-
-
-def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names}
+        found: list[dict[str, Any]] = []
+        for prompt, steps in samples.evaluated().items():
+            scores = self._scores.get(prompt, {})
+            found.append(
+                {
+                    "prompt_id": prompt,
+                    "title": samples.titles["evaluation", prompt],
+                    "steps": steps,
+                    "scores": {name: list(by_step.items()) for name, by_step in scores.items()},
+                }
+            )
+        return found

@@ -10,16 +10,14 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.dashboard.view.page_export import _outer_first, _thinned, export, key
+from megarl.dashboard.view.page_export import _thinned, export, key
 from megarl.dashboard.view.page_server import PageServer
 from megarl.dashboard.view.run_view import RunView
-from tests.dashboard.status.directories import MadeRun
-from tests.dashboard.view.viewed_run import SCRIPT, add_lines, sample, viewed_run
+from tests.dashboard.view.viewed_run import SCRIPT, viewed_run
 
 
 @pytest.fixture
@@ -104,29 +102,19 @@ def test_the_exported_page_contains_the_answers(view: RunView, tmp_path: Path) -
     assert key("group", {"step": "1", "kind": "train"}) == "group?kind=train&step=1"
 
 
-def test_with_too_many_samples_only_some_steps_are_exported(
-    view: RunView, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megarl.dashboard.view.page_export._SAMPLES_BYTES", 2 * 3 * 3000)
-    steps = prompts_by_step(exported(view, tmp_path / "page.html"))
-    assert {1, 20} <= steps.keys()
-    assert len(steps) < 20
-    add_lines(tmp_path / "run" / "samples.jsonl", [sample(1, "p3", 0, 0.5, response="x" * 9000)])
-    less = prompts_by_step(exported(view, tmp_path / "page.html"))
-    assert {20, 11} <= less.keys()
-    assert 1 not in less
-    assert _outer_first(list(range(1, 10))) == [9, 1, 5, 3, 7, 2, 4, 6, 8]
-    assert _outer_first([4]) == [4]
-    assert _outer_first([]) == []
+_BOTH = ["p1", "p2"]
 
 
-@pytest.mark.parametrize("size", [1100, 10])
-def test_of_a_last_step_that_is_too_large_there_are_some_prompts(
-    view: RunView, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [(9000, {20: _BOTH, 19: _BOTH, 18: _BOTH, 17: ["p1"]}), (1100, {20: ["p1"]}), (10, {20: ["p1"]})],
+)
+def test_of_too_many_samples_those_of_the_last_steps_are_exported(
+    view: RunView, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, expected: dict[int, list[str]]
 ) -> None:
-    monkeypatch.setattr("megarl.dashboard.view.page_export._SAMPLES_BYTES", 2 * size)
+    monkeypatch.setattr("megarl.dashboard.view.page_export._SAMPLES_BYTES", 2 * nbytes)
     answers = exported(view, tmp_path / "page.html")
-    assert prompts_by_step(answers) == {20: ["p1"]}
+    assert prompts_by_step(answers) == expected
     assert len(answers["group?kind=train&prompt=p1&run=0&step=20"]) == 2
     assert prompts_by_step(answers, "evaluation")[20] == ["held"]
 
@@ -148,26 +136,3 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
     assert "run" in missing.output
     unwritable = CliRunner().invoke(app, ["view", str(run), "--export", str(tmp_path / "none" / "page.html")])
     assert unwritable.exit_code == 1
-
-
-def test_samples_are_exported_as_a_table(tmp_path: Path) -> None:
-    run, ids = viewed_run(tmp_path / "run").path, MadeRun(tmp_path / "ids").path
-    row = {**sample(1, "p", 0, 1.0), "prompt": [5, 6], "scores": {"later": 0.5}, "fields": {"answer": {"deep": [1]}}}
-    (ids / "samples.jsonl").write_text(json.dumps(row) + "\n" + '{"step": 2, "ki')
-    done = CliRunner().invoke(app, ["view", str(run), str(ids), "--export", str(tmp_path / "samples.parquet")])
-    assert done.exit_code == 0, done.output
-    table = pq.read_table(tmp_path / "samples.parquet").to_pylist()
-    written = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    for found, line in zip(table, written, strict=False):
-        assert (
-            found.items() >= {name: line[name] for name in line if name not in ("fields", "scores", "tokens")}.items()
-        )
-        assert found["scores/match"] == line["scores"]["match"]
-        assert found["tokens/ratio"] == line.get("tokens", {}).get("ratio")
-    *_, last = table
-    assert (len(table), last["run"]) == (len(written) + 1, "ids")
-    assert (last["prompt"], last["scores/later"]) == ("[5, 6]", 0.5)
-    assert json.loads(last["fields"]) == {"answer": {"deep": [1]}}
-    (ids / "samples.jsonl").unlink()
-    none = CliRunner().invoke(app, ["view", str(ids), "--export", str(tmp_path / "none.parquet")])
-    assert (none.exit_code, "no samples" in none.output) == (2, True)

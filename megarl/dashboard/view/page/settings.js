@@ -20,7 +20,7 @@ const settingsView = {
       const values = runs.map((run) => run.settings[field]), differs = base.differs(field, values);
       return { field, values, differs, from: base.value(field) };
     }).filter(({ field, differs, values }) => (this.all || differs) && (!words || `${field} ${values.map(plain).join(" ")}`.toLowerCase().includes(words)));
-    const unknown = this.against === "defaults" && runs.some(({ own }) => !own);
+    const unknown = this.against === "defaults" && runs.some(({ changed }) => !changed);
     if (!rows.length) return el("div", { class: "empty" }, words ? "No setting has this text." : unknown ? "This version of MegaRL does not accept the configuration, and does not know its defaults." : "Nothing differs.");
     return el("table", {}, el("tr", {}, el("th", {}, "Setting"), state.runs.map((run) => el("th", {}, run.name)), base.title ? el("th", {}, base.title) : null),
       rows.map(({ field, values, differs, from }) => el("tr", {}, el("td", { class: "mono field" }, field), values.map((value) => el("td", { class: "mono", style: differs && this.all ? { fontWeight: 650 } : {} }, shown(plain(value)))), base.title ? el("td", { class: "mono muted" }, from === undefined ? "" : shown(plain(from))) : null)));
@@ -29,8 +29,8 @@ const settingsView = {
   base(runs, recipes) {
     if (this.against === "runs") return { title: "", value: () => undefined, differs: (field, values) => field !== "run.dir" && new Set(values.map(plain)).size > 1 };
     if (this.against === "defaults") {
-      const own = runs.map((run) => run.own || {});
-      return { title: "Default", value: (field) => { const found = own.find((fields) => prefixed(fields, field) !== undefined); return found && (prefixed(found, field) === null ? undefined : found[field]); }, differs: (field) => own.some((fields) => prefixed(fields, field) !== undefined) };
+      const changed = runs.map((run) => run.changed || {});
+      return { title: "Default", value: (field) => { const found = changed.find((fields) => prefixed(fields, field) !== undefined); return found && (prefixed(found, field) === null ? undefined : found[field]); }, differs: (field) => changed.some((fields) => prefixed(fields, field) !== undefined) };
     }
     const recipe = recipes[this.against.slice("recipe ".length)], of = (field) => recipe[field] ?? (field.endsWith(".name") ? recipe[field.slice(0, -".name".length)] : undefined);
     return { title: this.against, value: of, differs: (field, values) => of(field) !== undefined && values.some((value) => plain(value) !== plain(of(field))) };
