@@ -55,38 +55,40 @@ def compare(arguments: Sequence[str], console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     match list(arguments):
         case [run]:
-            first = _read(run, "first")
-            second = _read(run, "last")
+            first = _read(run, 0)
+            second = _read(run, -1)
         case [run, step, other] if step.isdigit() and other.isdigit():
-            first = _read(run, int(step))
-            second = _read(run, int(other))
+            first = _read(run, step=int(step))
+            second = _read(run, step=int(other))
         case [run, other] if not other.isdigit():
-            first = _read(run, "last")
-            second = _read(other, "last")
+            first = _read(run, -1)
+            second = _read(other, -1)
         case _:
             raise CompareError("name a run, a run and two steps of it, or two runs")
     if first.run.path != second.run.path:
         _print_settings(first, second, console)
     _print_metrics(first, second, console)
-    for reward in [reward for reward in first.prompts if reward in second.prompts]:
-        _print_prompts(reward, first, second, console)
+    for reward in first.prompts:
+        if reward in second.prompts:
+            _print_prompts(reward, first, second, console)
 
 
-def _read(directory: str, step: int | str) -> ComparedEvaluation:
-    """Returns an evaluation; `step` is a number, first or last."""
+def _read(directory: str, index: int = 0, *, step: int | None = None) -> ComparedEvaluation:
+    """Returns the evaluation with an index, of all or of those after a step."""
     run = RunPaths(directory)
     lines = read_lines(run.evaluations)
     if not lines:
         raise CompareError(f"{directory}: no evaluation is there; give the run evaluation.prompts")
-    places = {"first": 0, "last": -1}
-    chosen = [lines[places[step]]] if isinstance(step, str) else [line for line in lines if line["step"] == step]
+    chosen = [line for line in lines if step in (None, line["step"])]
     if not chosen:
         steps = ", ".join(str(line["step"]) for line in lines)
         raise CompareError(f"{directory}: no evaluation after step {step}; there are those after {steps}")
-    line = chosen[0]
+    line = chosen[index]
     prompts = dict[str, dict[str, float]]()
     for row in read_lines(run.prompt_scores):
-        for reward, scores in row["scores"].items() if row["step"] == line["step"] else ():
+        if row["step"] != line["step"]:
+            continue
+        for reward, scores in row["scores"].items():
             known = [score for score in scores if score is not None]
             if known:
                 prompts.setdefault(reward, {})[row["prompt_id"]] = statistics.fmean(known)
@@ -96,12 +98,12 @@ def _read(directory: str, step: int | str) -> ComparedEvaluation:
 
 def _print_settings(first: ComparedEvaluation, second: ComparedEvaluation, console: Console) -> None:
     """Prints the fields of the configurations that differ."""
-    one, other = (dict(flat(read_config(evaluation.run.config))) for evaluation in (first, second))
+    before = dict(flat(read_config(first.run.config)))
+    after = dict(flat(read_config(second.run.config)))
     table = Table("setting", str(first.run.path), str(second.run.path), box=None)
-    for field in sorted({*one, *other}):
-        if one.get(field) != other.get(field) and field != "run.dir":
-            values = (str(fields.get(field, "-")) for fields in (one, other))
-            table.add_row(*(Text(printable(text)) for text in (field, *values)))
+    for field in sorted(before.keys() | after.keys()):
+        if before.get(field) != after.get(field) and field != "run.dir":
+            _add_row(table, field, before.get(field, "-"), after.get(field, "-"))
     if table.rows:
         console.print(table)
         console.print()
@@ -110,44 +112,40 @@ def _print_settings(first: ComparedEvaluation, second: ComparedEvaluation, conso
 def _print_metrics(first: ComparedEvaluation, second: ComparedEvaluation, console: Console) -> None:
     """Prints the metrics that both evaluations have, with half the widths of their intervals."""
     table = Table("metric", first.name, second.name, box=None)
-    for name in [name for name in first.metrics if name in second.metrics and not name.endswith("_ci95")]:
-        values = (_with_interval(evaluation.metrics, name) for evaluation in (first, second))
-        table.add_row(Text(printable(name)), *values)
+    for name in first.metrics:
+        if name in second.metrics and not name.endswith("_ci95"):
+            _add_row(table, name, _with_interval(first.metrics, name), _with_interval(second.metrics, name))
     console.print(table)
 
 
+def _add_row(table: Table, *cells: object) -> None:
+    table.add_row(*(Text(printable(str(cell))) for cell in cells))
+
+
 def _with_interval(metrics: Mapping[str, Any], name: str) -> str:
-    values = [f"{value:.4g}" for value in (metrics[name], metrics.get(f"{name}_ci95")) if value is not None]
-    return " ± ".join(values) or "-"
+    values = (metrics[name], metrics.get(f"{name}_ci95"))
+    return " ± ".join(f"{value:.4g}" for value in values if value is not None) or "-"
 
 
 def _print_prompts(reward: str, first: ComparedEvaluation, second: ComparedEvaluation, console: Console) -> None:
     """Prints how many prompts score better and worse, and those whose scores change most."""
     before = first.prompts[reward]
     after = second.prompts[reward]
-    change = {prompt: after[prompt] - before[prompt] for prompt in before if prompt in after}
+    change = {prompt: after[prompt] - before[prompt] for prompt in before.keys() & after.keys()}
     if not change:
         return
     better = sum(value > 0 for value in change.values())
     worse = sum(value < 0 for value in change.values())
     same = len(change) - better - worse
-    console.print(
-        f"\n{printable(reward)}, of {len(change)} prompts: {better} better, {worse} worse, {same} the same",
-        markup=False,
-    )
-    order = sorted(change, key=lambda prompt: change[prompt])
-    texts = _texts(first.run)
-    for title, prompts in (("better", order[::-1][:_SHOWN]), ("worse", order[:_SHOWN])):
+    counts = f"{better} better, {worse} worse, {same} the same"
+    console.print(f"\n{printable(reward)}, of {len(change)} prompts: {counts}", markup=False)
+    texts = {line["prompt_id"]: str(line["prompt"])[:_TEXT] for line in read_lines(first.run.samples)}
+    order = [prompt for prompt in before if change.get(prompt)]
+    order.sort(key=lambda prompt: change[prompt])
+    for title, prompts in (("better", order[::-1]), ("worse", order)):
         table = Table(title, "before", "after", "prompt", box=None)
-        for prompt in prompts:
-            if (change[prompt] > 0) == (title == "better") and change[prompt]:
-                named = Text(printable(prompt))
-                text = Text(printable(texts.get(prompt, "")))
-                table.add_row(named, f"{before[prompt]:.4g}", f"{after[prompt]:.4g}", text)
+        for prompt in prompts[:_SHOWN]:
+            if (change[prompt] > 0) == (title == "better"):
+                _add_row(table, prompt, f"{before[prompt]:.4g}", f"{after[prompt]:.4g}", texts.get(prompt, ""))
         if table.rows:
             console.print(table)
-
-
-def _texts(run: RunPaths) -> dict[str, str]:
-    """Returns the beginning of the prompts that the run's samples show."""
-    return {line["prompt_id"]: str(line["prompt"])[:_TEXT] for line in read_lines(run.samples)}

@@ -7,7 +7,7 @@ after one far beyond the limit, and ends after as many steps that are healthy.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Final
@@ -17,7 +17,7 @@ from megarl.texts import counted
 
 Line = Mapping[str, Any]
 Lines = Sequence[Line]
-"""The last lines of metrics.jsonl, at most WINDOW."""
+"""The last lines of metrics.jsonl, WINDOW at most."""
 
 Limits = Mapping[Any, float | None]
 """Limits of healthy values by metric, in place of the usual ones; None is none."""
@@ -28,7 +28,7 @@ _UNSCORED = "rewards/unscored"
 _SKIPPED = "/skipped"
 _SHOWN = 4
 _TRUNCATED = "environment/truncated"
-_LIMITS_OF_CONVERSATIONS: Final[Mapping[str, str]] = {
+_CONVERSATION_LIMITS: Final[Mapping[str, str]] = {
     "max_new_tokens": "rollout.max_new_tokens, a turn's limit",
     "max_model_len": "rollout.max_model_len, the limit of a whole conversation",
     "max_turns": "environment.max_turns",
@@ -42,137 +42,109 @@ class Check:
     """A rule for the last steps of a run.
 
     Args:
-        metric: that the rule is about, or a name of the rule.
-        unhealthy: whether the last of some lines is unhealthy; None if it lacks the metric.
-        rule: of an unhealthy step, in words, after the metric's value.
+        metric: metric of the rule, or a name of the rule.
         advice: what it means, and what to do.
+        limit: bound of healthy values, in place of `unhealthy`.
+        is_lower: whether the limit is the lowest healthy value, not the highest.
+        unless: whether the limit is not meant for a line.
+        factor_at_once: multiple of the limit that begins a finding in one step.
+        unhealthy: whether the last of some lines is unhealthy; None if it lacks the metric.
+        rule: description of an unhealthy step, after the metric's value.
+        describe: what is wrong with a line, in place of value and rule.
         steps: unhealthy steps in a row that begin a finding, and healthy ones that end it.
-        at_once: whether the last line begins a finding by itself.
-        limit: of healthy values, as short as in the header of a table.
-        limited: returns the check with another limit.
-        harmful: the policy may be destroyed, not only badly taught.
-        describe: says what is wrong with a line, instead of value and rule.
+        harmful: whether the policy may be destroyed, not only badly taught.
     """
 
     metric: str
-    unhealthy: Callable[[Lines], bool | None]
-    rule: str = ""
     advice: str
-    steps: int = 1
-    at_once: Callable[[Lines], bool | None] = lambda _: False
-    limit: str = ""
-    limited: Callable[[float], Check] | None = None
-    harmful: bool = False
+    limit: float | None = None
+    is_lower: bool = False
+    unless: Callable[[Line], bool] = lambda _: False
+    factor_at_once: float | None = None
+    unhealthy: Callable[[Lines], bool | None] | None = None
+    rule: str = ""
     describe: Callable[[Line], str] | None = None
+    steps: int = 1
+    harmful: bool = False
+
+    def is_unhealthy(self, lines: Lines) -> bool | None:
+        """Whether the last line is unhealthy; None if it lacks the metric."""
+        if self.unhealthy is not None:
+            return self.unhealthy(lines)
+        value = lines[-1].get(self.metric)
+        if value is None or self.limit is None or self.unless(lines[-1]):
+            return None
+        if self.is_lower:
+            return value < self.limit
+        return value > self.limit
+
+    def is_far_beyond(self, line: Line) -> bool:
+        """Whether a line begins a finding by itself."""
+        value = line.get(self.metric)
+        if value is None or self.limit is None or self.factor_at_once is None:
+            return False
+        return value > self.factor_at_once * self.limit
 
     def problem(self, line: Line) -> str:
         """Says what is wrong with an unhealthy line."""
         if self.describe is not None:
             return self.describe(line)
-        return f"{self.metric} is {short(line.get(self.metric))}, {self.rule}"
+        rule = self.rule
+        if self.limit is not None:
+            rule = f"{'below' if self.is_lower else 'above'} {self.limit:g}"
+        return f"{self.metric} is {short(line.get(self.metric))}, {rule}"
 
 
-def _values(lines: Lines, metric: str) -> list[float]:
+def metric_values(lines: Lines, metric: str) -> list[float]:
     """Returns the finite values of a metric."""
     return [line[metric] for line in lines if line.get(metric) is not None]
-
-
-def _beyond(metric: str, limit: float, *, above: bool = True) -> Callable[[Lines], bool | None]:
-    def condition(lines: Lines) -> bool | None:
-        value = lines[-1].get(metric)
-        if value is None:
-            return None
-        return value > limit if above else value < limit
-
-    return condition
-
-
-def _above(
-    metric: str,
-    limit: float,
-    advice: str,
-    *,
-    steps: int = 3,
-    at_once: float = float("inf"),
-    harmful: bool = False,
-    unless: Callable[[Line], bool] = lambda _: False,
-    describe: Callable[[Line], str] | None = None,
-) -> Check:
-    """Returns a check for values above a limit; `unless` says of a line that the limit is not meant for it.
-
-    Args:
-        at_once: how many times the limit begins a finding in one step.
-    """
-    over = _beyond(metric, limit)
-    far_over = _beyond(metric, at_once * limit)
-    return Check(
-        metric=metric,
-        unhealthy=lambda lines: None if unless(lines[-1]) else over(lines),
-        rule=f"above {limit:g}",
-        advice=advice,
-        steps=steps,
-        at_once=far_over,
-        limit=f"< {limit:g}",
-        limited=lambda other: _above(
-            metric, other, advice, steps=steps, at_once=at_once, harmful=harmful, unless=unless, describe=describe
-        ),
-        harmful=harmful,
-        describe=describe,
-    )
-
-
-def _below(metric: str, limit: float, advice: str, *, steps: int = 3, harmful: bool = False) -> Check:
-    under = _beyond(metric, limit, above=False)
-    return Check(
-        metric=metric,
-        unhealthy=under,
-        rule=f"below {limit:g}",
-        advice=advice,
-        steps=steps,
-        limit=f"> {limit:g}",
-        limited=lambda other: _below(metric, other, advice, steps=steps, harmful=harmful),
-        harmful=harmful,
-    )
 
 
 _EARLIER = 20
 _JUMP = 10.0
 
 
-def _jump(metric: str, advice: str, *, least: float = 0.0, harmful: bool = False) -> Check:
-    """Returns a check for values ten times the median of the last 20 before, of which there are 5 at least.
+_JUMPED = f"more than {_JUMP:g} times that of the steps before"
+
+
+def _jump(metric: str, *, least: float) -> Callable[[Lines], bool | None]:
+    """Returns the condition: ten times the median of the last 20 values before, of which there are 5 at least.
 
     Args:
-        least: smaller values are healthy.
+        least: bound below which values are healthy.
     """
 
     def condition(lines: Lines) -> bool | None:
+        fresh = [line for line in lines if not line.get("staleness/max")]  # older samples differ anyway
         value = lines[-1].get(metric)
-        fresh = not lines[-1].get("staleness/max")
-        if value is None or not fresh:  # older samples differ anyway
+        if value is None or lines[-1].get("staleness/max"):
             return None
-        earlier = _values([line for line in lines[:-1] if not line.get("staleness/max")], metric)[-_EARLIER:]
+        earlier = metric_values(fresh[:-1], metric)[-_EARLIER:]
         return len(earlier) >= 5 and value > max(least, _JUMP * median(earlier))
 
-    rule = f"more than {_JUMP:g} times that of the steps before"
-    return Check(metric=metric, unhealthy=condition, rule=rule, advice=advice, harmful=harmful)
+    return condition
+
+
+def _gradient_jump(role: str) -> Check:
+    metric = f"{role}/grad_norm"
+    advice = "look for instability in the next steps; lower the learning rate or clip_grad"
+    return Check(metric=metric, unhealthy=_jump(metric, least=1e-5), rule=_JUMPED, advice=advice)
 
 
 _AVERAGED = 5  # steps
 
 
 def _averages(values: Sequence[float]) -> list[float]:
-    """Returns the means of adjacent values."""
     return [fmean(values[end - _AVERAGED : end]) for end in range(_AVERAGED, len(values) + 1)]
 
 
 def _noise(values: Sequence[float]) -> float:
-    """Returns the standard deviation of a step's value around the trend: the mean absolute change by that of noise."""
+    """Returns the standard deviation of a step's value around the trend, from the mean absolute change."""
     return fmean(abs(b - a) for a, b in pairwise(values)) / 1.128
 
 
 def _score_fell(lines: Lines) -> bool | None:
-    scores = _values(lines, "objective/score")
+    scores = metric_values(lines, "objective/score")
     if lines[-1].get("objective/score") is None or len(scores) < 2 * _AVERAGED:
         return None
     averages = _averages(scores)
@@ -189,15 +161,24 @@ def _longer_for_nothing(lines: Lines) -> bool | None:
     last = last[-_GROWTH_OVER:]
     if len(last) < _GROWTH_OVER:
         return None
-    lengths, scores = (_averages(_values(last, name)) for name in ("response_length/mean", "objective/score"))
-    rose = scores[-1] - scores[0] > _noise(_values(last, "objective/score"))
+    lengths = _averages(metric_values(last, "response_length/mean"))
+    scores = _averages(metric_values(last, "objective/score"))
+    rose = scores[-1] - scores[0] > _noise(metric_values(last, "objective/score"))
     return lengths[-1] > _GROWTH * lengths[0] and not rose
 
 
+def _some_unscored(lines: Lines) -> bool | None:
+    count = lines[-1].get(_UNSCORED)
+    return None if count is None else count > 0
+
+
 def _without_score(line: Line) -> str:
-    counts = {name.removeprefix(f"{_UNSCORED}/"): count for name, count in line.items() if f"{_UNSCORED}/" in name}
-    by_reward = ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
-    return f"{line[_UNSCORED]} of {counted(line.get(_SAMPLED, 0), 'response')} have no score ({by_reward})"
+    counts: list[str] = []
+    for name, count in line.items():
+        if name.startswith(f"{_UNSCORED}/") and count:
+            counts.append(f"{name.removeprefix(f'{_UNSCORED}/')}: {count}")
+    sampled = counted(line.get(_SAMPLED, 0), "response")
+    return f"{line[_UNSCORED]} of {sampled} have no score ({', '.join(counts)})"
 
 
 def _not_finite(line: Line) -> list[str]:
@@ -206,8 +187,10 @@ def _not_finite(line: Line) -> list[str]:
 
 def shortened(names: Sequence[str]) -> str:
     """Returns the first names and the number of the others."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    text = ", ".join(names[:_SHOWN])
+    if len(names) > _SHOWN:
+        text += f" and {len(names) - _SHOWN} more"
+    return text
 
 
 def skipped_roles(line: Line) -> list[str]:
@@ -229,10 +212,10 @@ def _has_conversations(line: Line) -> bool:
     return _TRUNCATED in line
 
 
-def _limit_of_conversations(line: Line) -> str:
-    parts = {name.rpartition("/")[2]: value for name, value in line.items() if name.startswith(f"{_TRUNCATED}/")}
-    most = max(parts, key=parts.__getitem__, default="")
-    limit = _LIMITS_OF_CONVERSATIONS.get(most, "a limit of the conversation")
+def _conversation_limit(line: Line) -> str:
+    parts = [name for name in line if name.startswith(f"{_TRUNCATED}/")]
+    most = max(parts, key=lambda name: line[name], default="")
+    limit = _CONVERSATION_LIMITS.get(most.rpartition("/")[2], "a limit of the conversation")
     return f"truncated_fraction is {short(line.get('truncated_fraction'))}, mostly by {limit}"
 
 
@@ -241,7 +224,7 @@ _LEARNING_RATE = "lower actor.optimizer.lr"
 CHECKS: Final[Sequence[Check]] = (
     Check(
         metric=_UNSCORED,
-        unhealthy=_beyond(_UNSCORED, 0),
+        unhealthy=_some_unscored,
         describe=_without_score,
         advice="they train nothing; the first failure of each kind of each function is printed above",
     ),
@@ -259,71 +242,76 @@ CHECKS: Final[Sequence[Check]] = (
         advice="their losses or gradients were not finite; several in a row end the run. Lower the learning rate",
         harmful=True,
     ),
-    _above(
-        "policy/approxkl",
-        0.05,
-        f"the updates of a step move the policy too far; {_LEARNING_RATE} or algo.ppo_epochs",
-        at_once=5.0,
-        harmful=True,
+    Check(
+        metric="policy/approxkl",
+        limit=0.05,
+        factor_at_once=5.0,
         unless=_against_engines,
-    ),
-    _above(
-        "policy/clipfrac",
-        0.3,
-        f"the updates are too large for the clip range; {_LEARNING_RATE}, or the optimizer steps of a step",
+        advice=f"the updates of a step move the policy too far; {_LEARNING_RATE} or algo.ppo_epochs",
+        steps=3,
         harmful=True,
+    ),
+    Check(
+        metric="policy/clipfrac",
+        limit=0.3,
         unless=_clips_by_design,
-    ),
-    _above(
-        "objective/kl_per_token",
-        1.0,
-        f"the policy is far from the reference; {_LEARNING_RATE} or raise algo.kl.coef, and read samples.jsonl",
+        advice=f"the updates are too large for the clip range; {_LEARNING_RATE}, or the optimizer steps of a step",
+        steps=3,
         harmful=True,
     ),
-    _below(
-        "policy/entropy",
-        0.02,
-        "all responses to a prompt are alike; lower the learning rate, or raise algo.entropy_coef",
+    Check(
+        metric="objective/kl_per_token",
+        limit=1.0,
+        advice=f"the policy is far from the reference; {_LEARNING_RATE} or raise algo.kl.coef, and read samples.jsonl",
+        steps=3,
         harmful=True,
     ),
-    _above(
-        "truncated_fraction",
-        0.2,
-        "rollout.max_new_tokens is too short, or the model does not end its responses; read samples.jsonl",
+    Check(
+        metric="policy/entropy",
+        limit=0.02,
+        is_lower=True,
+        advice="all responses to a prompt are alike; lower the learning rate, or raise algo.entropy_coef",
+        steps=3,
+        harmful=True,
+    ),
+    Check(
+        metric="truncated_fraction",
+        limit=0.2,
         unless=_has_conversations,
+        advice="rollout.max_new_tokens is too short, or the model does not end its responses; read samples.jsonl",
+        steps=3,
     ),
-    _above(
-        "truncated_fraction",
-        0.2,
-        "it is too short, or the model does not end its turns or the task; read samples.jsonl",
+    Check(
+        metric="truncated_fraction",
+        limit=0.2,
         unless=lambda line: not _has_conversations(line),
-        describe=_limit_of_conversations,
+        describe=_conversation_limit,
+        advice="it is too short, or the model does not end its turns or the task; read samples.jsonl",
+        steps=3,
     ),
-    _above(
-        "group/zero_std_fraction",
-        0.8,
-        "most prompts teach nothing: all their responses have the same score; choose prompts that are neither too easy "
-        "nor too hard, or set algo.filter",
+    Check(
+        metric="group/zero_std_fraction",
+        limit=0.8,
+        advice="most prompts teach nothing: all their responses have the same score; choose prompts that are neither "
+        "too easy nor too hard, or set algo.filter",
         steps=5,
     ),
-    *(
-        _jump(
-            f"{role}/grad_norm",
-            "look for instability in the next steps; lower the learning rate or clip_grad",
-            least=1e-5,
-        )
-        for role in ("policy", "value", "sft", "reward_model")
-    ),
-    _jump(
-        "rollout/logprob_gap",
-        "trainers and engines have different weights; end the run, and report it",
-        least=1e-3,
+    _gradient_jump("policy"),
+    _gradient_jump("value"),
+    _gradient_jump("sft"),
+    _gradient_jump("reward_model"),
+    Check(
+        metric="rollout/logprob_gap",
+        unhealthy=_jump("rollout/logprob_gap", least=1e-3),
+        rule=_JUMPED,
+        advice="trainers and engines have different weights; end the run, and report it",
         harmful=True,
     ),
-    _below(
-        "value/explained_variance",
-        0.0,
-        "the critic predicts worse than a constant; raise critic.optimizer.lr, or train the critic first",
+    Check(
+        metric="value/explained_variance",
+        limit=0.0,
+        is_lower=True,
+        advice="the critic predicts worse than a constant; raise critic.optimizer.lr, or train the critic first",
         steps=10,
     ),
     Check(
@@ -351,8 +339,10 @@ def unsaved_run(steps: int) -> Check:
     """Returns a check for runs of so many steps, with a checkpoint after the last one alone, that take over an hour."""
 
     def condition(lines: Lines) -> bool | None:
-        seconds = _values(lines, "time/step")
-        return steps * median(seconds) > _UNSAVED if seconds else None
+        seconds = metric_values(lines, "time/step")
+        if not seconds:
+            return None
+        return steps * median(seconds) > _UNSAVED
 
     return Check(
         metric="checkpoint.every",
@@ -365,25 +355,35 @@ def unsaved_run(steps: int) -> Check:
 
 def limited_checks(limits: Limits) -> list[Check]:
     """Returns all checks, with other limits of some metrics, and one for each of the other metrics with a limit."""
-    known = {check.metric for check in CHECKS if check.limited is not None}
     checks: list[Check] = []
+    added = dict(limits)
     for check in CHECKS:
-        if check.limited is None or check.metric not in limits:
+        if check.limit is None or check.metric not in limits:
             checks.append(check)
-        elif (limit := limits[check.metric]) is not None:
-            checks.append(check.limited(limit))
-    own = {metric: limit for metric, limit in limits.items() if limit is not None and metric not in known}
-    return [*checks, *(_above(metric, limit, "see health.limits", harmful=True) for metric, limit in own.items())]
+            continue
+        added.pop(check.metric, None)
+        limit = limits[check.metric]
+        if limit is not None:
+            checks.append(replace(check, limit=limit))
+    for metric, limit in added.items():
+        if limit is not None:
+            checks.append(Check(metric=metric, limit=limit, advice="see health.limits", steps=3, harmful=True))
+    return checks
 
 
 def health_limits(fields: Mapping[str, Any]) -> Limits:
     """Returns the limits in the fields of a run's configuration, whose checks may be older."""
     section: Any = fields.get("health")
-    given: Any = section.get("limits") if isinstance(section, Mapping) else None
-    limits: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
-    return {name: limit for name, limit in limits.items() if limit is None or isinstance(limit, int | float)}
+    limits: Any = section.get("limits") if isinstance(section, Mapping) else None
+    if not isinstance(limits, Mapping):
+        return {}
+    return {name: limit for name, limit in limits.items() if isinstance(limit, int | float | None)}
 
 
 def shown_limits(limits: Limits) -> dict[str, str]:
-    """Returns the limits of healthy values by metric."""
-    return {check.metric: check.limit for check in limited_checks(limits) if check.limit}
+    """Returns the limits of healthy values by metric, as short as in the header of a table."""
+    shown: dict[str, str] = {}
+    for check in limited_checks(limits):
+        if check.limit is not None:
+            shown[check.metric] = f"{'>' if check.is_lower else '<'} {check.limit:g}"
+    return shown

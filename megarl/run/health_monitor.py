@@ -14,8 +14,8 @@ class HealthFinding:
     """A time in which a run was unhealthy.
 
     Args:
-        first, last: its steps; `last` is None while it lasts.
-        problem: as in its first step.
+        first, last: first and last step; `last` is None while it lasts.
+        problem: what was wrong in the first step.
     """
 
     check: Check
@@ -30,7 +30,7 @@ class HealthFinding:
 
 @dataclass(kw_only=True)
 class _Watch:
-    """A check in the course of a run: the steps in a row that were unhealthy, or healthy, and the current finding."""
+    """A check in the course of a run: unhealthy or healthy steps in a row, and the current finding."""
 
     check: Check
     bad: int = 0
@@ -52,24 +52,35 @@ class HealthMonitor:
 
     def begun(self, step: int, metrics: Collection[str]) -> HealthFinding | None:
         """Returns the first finding about one of some metrics that began with a step; None without one."""
-        found = (each for each in self.findings if each.first == step and each.check.metric in metrics)
-        return next(found, None)
+        for finding in self.findings:
+            if finding.first == step and finding.check.metric in metrics:
+                return finding
+        return None
 
     def add(self, line: Line) -> list[str]:
         """Takes the line of the next step; returns a sentence for each finding that begins or ends with it."""
         self._lines.append(line)
         lines = tuple(self._lines)
-        found = (self._apply(watch, lines) for watch in self._watches)
-        return [f"step {line['step']}: {text}" for text in found if text is not None]
+        messages: list[str] = []
+        for watch in self._watches:
+            text = self._apply(watch, lines)
+            if text is not None:
+                messages.append(f"step {line['step']}: {text}")
+        return messages
 
     def _apply(self, watch: _Watch, lines: Lines) -> str | None:
         check = watch.check
         line = lines[-1]
-        unhealthy = check.unhealthy(lines)
+        unhealthy = check.is_unhealthy(lines)
         if unhealthy is None:
             return None
-        watch.bad, watch.good = (watch.bad + 1, 0) if unhealthy else (0, watch.good + 1)
-        if watch.finding is None and (watch.bad >= check.steps or check.at_once(lines)):
+        if unhealthy:
+            watch.bad += 1
+            watch.good = 0
+        else:
+            watch.bad = 0
+            watch.good += 1
+        if watch.finding is None and (watch.bad >= check.steps or check.is_far_beyond(line)):
             watch.finding = HealthFinding(check=check, first=line["step"], problem=check.problem(line))
             self.findings.append(watch.finding)
             return watch.finding.text
@@ -82,7 +93,7 @@ class HealthMonitor:
 
 
 _QUIET = 5
-"""Healthy steps that end a finding at least, so that one which comes and goes is said once."""
+"""The fewest healthy steps that end a finding: one that comes and goes is reported once."""
 
 
 def watch(lines: Lines, *more: Check, limits: Limits | None = None) -> HealthMonitor:

@@ -130,18 +130,18 @@ def test_a_broken_run_is_found_at_its_step(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "told"),
+    ("limits", "message"),
     [
         ({"max_turns": 0.6, "max_new_tokens": 0.2}, "truncated_fraction is 0.8, mostly by environment.max_turns: "),
         ({"max_model_len": 0.8}, "truncated_fraction is 0.8, mostly by rollout.max_model_len, "),
         ({"environment": 0.8}, "truncated_fraction is 0.8, mostly by a limit of the environment: "),
     ],
 )
-def test_the_limit_that_ends_conversations_is_named(limits: Mapping[str, float], told: str) -> None:
+def test_the_limit_that_ends_conversations_is_named(limits: Mapping[str, float], message: str) -> None:
     ends = {f"environment/truncated/{limit}": part for limit, part in limits.items()}
     lines = [{**line, "truncated_fraction": 0.8, "environment/truncated": 0.8, **ends} for line in healthy()]
     (finding,) = watch(lines).findings
-    assert finding.text.startswith(told)
+    assert finding.text.startswith(message)
     assert begun([{**line, "environment/truncated": 0.1} for line in healthy()]) == []
 
 
@@ -207,9 +207,9 @@ def test_metrics_without_a_limit_may_get_one() -> None:
 def test_the_configuration_names_every_check() -> None:
     limited = set(get_args(LimitedMetric))
     assert {check.metric for check in CHECKS} <= limited | {*chain(*map(get_args, get_args(CheckedMetric)))}
-    assert {check.metric for check in CHECKS if check.limited is not None} <= limited
+    assert {check.metric for check in CHECKS if check.limit is not None} <= limited
     changed_limits = limited_checks(dict.fromkeys(limited, 1.0))
-    assert {check.metric for check in changed_limits if check.limited is not None} == limited
+    assert {check.metric for check in changed_limits if check.limit is not None} == limited
 
 
 def test_limits_that_do_not_hold_for_an_algorithm_are_not_applied() -> None:
@@ -229,19 +229,19 @@ def test_a_long_run_without_checkpoints_is_warned_once(steps: int, first: int | 
     seconds = [90.0, *[10.0] * 8, 90.0, *[10.0] * 10]
     lines = [{"step": step, "time/step": taken} for step, taken in enumerate(seconds, start=1)]
     monitor = watch([], unsaved_run(steps))
-    told = [text for line in lines for text in monitor.add(line)]
+    messages = [text for line in lines for text in monitor.add(line)]
     assert [finding.first for finding in monitor.findings] == ([] if first is None else [first])
-    assert len(told) == len(monitor.findings)
-    assert all("set checkpoint.every" in text for text in told)
+    assert len(messages) == len(monitor.findings)
+    assert all("set checkpoint.every" in text for text in messages)
 
 
 def test_every_limit_is_documented() -> None:
     rows = [line for line in METRICS_PAGE.splitlines() if line.startswith("|")]
     for check in CHECKS:
-        if check.limit:
+        if check.limit is not None:
             described = [row for row in rows if f"`{check.metric}`" in row.split("|")[1]]
             assert len(described) == 2, check.metric
-            assert all(check.limit[2:] in row for row in described), f"{check.metric}: {check.limit}"
+            assert all(f"{check.limit:g}" in row for row in described), f"{check.metric}: {check.limit}"
 
 
 def verdict(name: str, *, evaluated: bool = True) -> str:

@@ -26,14 +26,17 @@ def duration(seconds: float) -> str:
 def rate(seconds_per_step: float) -> str:
     """Returns the steps per hour with three digits, or all digits before the point."""
     per_hour = _HOUR / seconds_per_step
-    return f"{per_hour:,.0f}" if per_hour >= 100 else f"{per_hour:.3g}"
+    if per_hour >= 100:
+        return f"{per_hour:,.0f}"
+    return f"{per_hour:.3g}"
 
 
 def clock(when: float, now: float) -> str:
     """Returns the local time, with the date unless it is today's; both times in seconds since 1970."""
     then = time.localtime(when)
     today = time.localtime(now)
-    return time.strftime("%H:%M" if then[:3] == today[:3] else "%a %d %b %H:%M", then)
+    same_day = then[:3] == today[:3]
+    return time.strftime("%H:%M" if same_day else "%a %d %b %H:%M", then)
 
 
 def ago(when: float, now: float) -> str:

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from megarl.run.health import Limits, Lines, shortened
+from megarl.run.health import Limits, Lines, metric_values, shortened
 from megarl.run.health_monitor import HealthFinding, watch
 from megarl.run.sinks import WRITTEN
-
-_STEP_SECONDS = "time/step"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """The speed of the last `steps` steps, including evaluations and checkpoints; `longest` is in seconds."""
+    """The speed of the last `steps` steps, evaluations and checkpoints included; `longest` in seconds."""
 
     steps: int
     seconds_per_step: float
@@ -28,10 +26,9 @@ class Progress:
     """The steps of a run.
 
     Args:
-        step: last one; 0 before the first.
-        steps: number of the whole run; None if the configuration gives no number, as of a standalone evaluation.
-        stepped: time at which the last one was written; None before the first.
-        pace: None while unknown.
+        step: last step; 0 before the first.
+        steps: number of the run's steps; None if the configuration has none, as of a standalone evaluation.
+        stepped: time at which the last step was written; None before the first.
     """
 
     step: int
@@ -49,13 +46,13 @@ class Progress:
 
 def measure_pace(lines: Lines, starts: Sequence[float]) -> Pace | None:
     """Returns the speed of the last steps, if known; the time before the attempts' starts does not count."""
-    written = [line[WRITTEN] for line in lines if line.get(WRITTEN) is not None]
+    written = metric_values(lines, WRITTEN)
     seconds: list[float] = []
     for before, after in pairwise(written):
         if not any(before < start <= after for start in starts):
             seconds.append(after - before)
     if not seconds:  # the start of a first step is not recorded
-        seconds = [line[_STEP_SECONDS] for line in lines if line.get(_STEP_SECONDS) is not None]
+        seconds = metric_values(lines, "time/step")
     if sum(seconds) <= 0.0:
         return None
     return Pace(steps=len(seconds), seconds_per_step=sum(seconds) / len(seconds), longest=max(seconds))
@@ -71,9 +68,10 @@ def find_warnings(lines: Lines, logs: Path, limits: Limits) -> Iterator[str]:
 
 def _when(finding: HealthFinding, first: int) -> str:
     """Returns the steps of a finding; one that begins with the first line that was read may be older."""
-    if finding.last is None:
-        older = finding.check.steps > 1 and first > 1 and finding.first < first + finding.check.steps
-        return f"since step {finding.first}{' or before' if older else ''}"
     if finding.last == finding.first:
         return f"in step {finding.first}"
-    return f"in steps {finding.first} to {finding.last}"
+    if finding.last is not None:
+        return f"in steps {finding.first} to {finding.last}"
+    if finding.check.steps > 1 and first > 1 and finding.first < first + finding.check.steps:
+        return f"since step {finding.first} or before"
+    return f"since step {finding.first}"

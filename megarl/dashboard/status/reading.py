@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import socket
 import time
@@ -15,7 +14,7 @@ from typing import Any, Literal
 from megarl.dashboard.status.progress import Progress, find_warnings, measure_pace
 from megarl.errors import UsageError
 from megarl.files import read_lines
-from megarl.run.attempts import Attempt, read_attempts
+from megarl.run.attempts import Attempt, AttemptEnd, read_attempts
 from megarl.run.checkpoints import Checkpoints, reasons_to_keep
 from megarl.run.health import WINDOW, health_limits
 from megarl.run.paths import RunPaths, is_locked, read_config
@@ -40,7 +39,7 @@ def find_runs(path: Path) -> list[Path]:
         OSError: the directory cannot be read.
     """
     if not path.exists():
-        raise StatusError(f"{path}: there is no such directory; {_suggestion(path)}")
+        raise StatusError(f"{path}: there is no such directory; give the run.dir of a run")
     if not path.is_dir():
         raise StatusError(f"{path}: a file; give the directory of a run, its run.dir")
     if _is_run(path):
@@ -58,18 +57,12 @@ def _is_run(path: Path) -> bool:
     return any(os.path.exists(file) for file in files)  # False if not readable
 
 
-def _suggestion(path: Path) -> str:
-    names = os.listdir(path.parent) if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"did you mean {path.parent / near[0]}?" if near else "give the run.dir of a run"
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """The state of a run.
 
     Args:
-        message: error that ended it; empty for a run that continues or has finished.
+        message: error that ended it, if any.
         since: time of its end, seconds since 1970; None if it continues or that is unknown.
     """
 
@@ -93,13 +86,12 @@ class RunStatus:
 
     Args:
         now: time of reading.
-        stage: None if no configuration states it.
         written: time of the last write of anything.
         seconds_left: remaining seconds of a running run, if known.
         metrics: metrics of the last step.
         troubles: warnings about the last steps, a sentence each.
-        verdict: sentence on whether a finished run learned; empty if it is not known.
-        checkpoints: committed ones, in order.
+        verdict: sentence on whether a finished run learned; empty if unknown.
+        checkpoints: committed checkpoints, in order.
         unfinished: step of a checkpoint that is being written, or whose writer was killed.
         logs: directory with the output of each process.
         job_logs: directory with the logs of the Slurm job, if any.
@@ -126,10 +118,11 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
     """Reads the status of a run, in a time that does not depend on its length; raises OSError on an unreadable file.
 
     Args:
-        now: seconds since 1970; None is the present.
-        host: name of this machine; None asks the system.
+        now: seconds since 1970; None: the present.
+        host: name of this machine; None: the system's.
     """
-    now = time.time() if now is None else now
+    if now is None:
+        now = time.time()
     run = RunPaths(run_dir)
     config = read_config(run.config)
     attempts = read_attempts(run.attempts)
@@ -159,27 +152,36 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
 
 def _state(run: RunPaths, attempts: Sequence[Attempt], written: float | None, host: str, now: float) -> RunState:
     """Returns the state by the lock and the last attempt or, for a process that is not visible, by the last write."""
-    attempt = attempts[-1] if attempts else None
-    end = None if attempt is None else attempt.end
     locked = is_locked(run.lock)
     if locked:
         return RunState(name="running")
+    active = written or 0.0
+    if attempts:
+        attempt = attempts[-1]
+        end = attempt.end
+        if end is not None:
+            return _ended(end, finished=run.finished)
+        if attempt.host == host and locked is False and not run.finished:
+            message = f"process {attempt.pid} on {host} wrote no reason: it was killed, or the machine went down"
+            return RunState(name="killed", message=message, since=written)
+        active = max(active, attempt.time)
     if run.finished:
-        return RunState(name="finished", since=None if end is None else end.time)
-    if end is not None:
-        if end.reason in ("finished", "profiled"):
-            return RunState(name=end.reason, since=end.time)
-        if end.reason in ("preempted", "interrupted"):
-            return RunState(name=end.reason, message=end.message, since=end.time)
-        return RunState(name="failed", message=end.message, since=end.time)
-    if attempt is None and written is None:
+        return RunState(name="finished")
+    if not active:
         return RunState(name="waiting")
-    if attempt is not None and attempt.host == host and locked is False:
-        message = f"process {attempt.pid} on {host} wrote no reason: it was killed, or the machine went down"
-        return RunState(name="killed", message=message, since=written)
-    started = 0.0 if attempt is None else attempt.time
-    silent = now - max(started, written or 0.0) > _SILENT_S
-    return RunState(name="silent" if silent else "running")
+    if now - active > _SILENT_S:
+        return RunState(name="silent")
+    return RunState(name="running")
+
+
+def _ended(end: AttemptEnd, *, finished: bool) -> RunState:
+    if finished or end.reason == "finished":
+        return RunState(name="finished", since=end.time)
+    if end.reason == "profiled":
+        return RunState(name="profiled", since=end.time)
+    if end.reason in ("preempted", "interrupted"):
+        return RunState(name=end.reason, message=end.message, since=end.time)
+    return RunState(name="failed", message=end.message, since=end.time)
 
 
 def _progress(
@@ -187,10 +189,14 @@ def _progress(
 ) -> Progress:
     section = config.get("run")
     steps = section.get("steps") if isinstance(section, Mapping) else None
+    if not isinstance(steps, int):
+        steps = None
+    if not lines:
+        return Progress(step=0, steps=steps, stepped=None, pace=None)
     return Progress(
-        step=lines[-1]["step"] if lines else 0,
-        steps=steps if isinstance(steps, int) else None,
-        stepped=(lines[-1].get(WRITTEN) or written) if lines else None,
+        step=lines[-1]["step"],
+        steps=steps,
+        stepped=lines[-1].get(WRITTEN) or written,
         pace=measure_pace(lines, [attempt.time for attempt in attempts]),
     )
 
@@ -216,11 +222,11 @@ def _checkpoints(run: RunPaths, steps: Sequence[int], config: Mapping[str, Any])
 
 
 def _size(directory: Path) -> int:
-    """Returns the bytes of a checkpoint's files; files that the run removes meanwhile do not count."""
     total = 0
     for path in directory.rglob("*"):
-        with suppress(FileNotFoundError):
-            total += path.stat().st_size if path.is_file() else 0
+        with suppress(FileNotFoundError):  # the run may remove it meanwhile
+            if path.is_file():
+                total += path.stat().st_size
     return total
 
 

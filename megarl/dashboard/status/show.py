@@ -30,21 +30,20 @@ def show_status(run_dirs: Sequence[Path], *, as_json: bool) -> None:
         except OSError as error:
             problems.append(f"{error.filename or run_dir}: {error.strerror}")
     if as_json:
-        shown = [json.dumps(asdict(status)) for status in statuses]
+        for status in statuses:
+            print(json.dumps(asdict(status)))
     elif len(statuses) == 1:
-        shown = [printable(f"{label:{_WIDTH}}{text}") for label, text in rows(statuses[0])]
-    else:
-        shown = list(table(statuses)) if statuses else []
-    for line in shown:
-        print(line)
+        for label, text in rows(statuses[0]):
+            print(printable(f"{label:{_WIDTH}}{text}"))
+    elif statuses:
+        print("\n".join(table(statuses)))
     if problems:
         raise StatusError("\n".join(problems))
 
 
 def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
     """Yields labels and texts; an empty label continues the row above."""
-    stage = f", {status.stage}" if status.stage else ""
-    yield "run", f"{status.directory}{stage}"
+    yield "run", ", ".join(filter(None, [status.directory, status.stage]))
     yield "state", _state(status)
     for line in status.state.message.splitlines():
         yield "", line
@@ -75,7 +74,9 @@ def _state(status: RunStatus) -> str:
     text = state.name
     if state.name in ("running", "silent") and status.attempts:
         last = status.attempts[-1]
-        text += f" on {last.host}" if last.job is None else f" on {last.host} (job {last.job})"
+        text += f" on {last.host}"
+        if last.job is not None:
+            text += f" (job {last.job})"
     if status.written is not None:
         text += f", last written {ago(status.written, status.now)} ({clock(status.written, status.now)})"
     return text
@@ -99,20 +100,22 @@ def _progress(status: RunStatus) -> Iterator[tuple[str, str]]:
             end = clock(status.now + status.seconds_left, status.now)
             text += f"; {duration(round(status.seconds_left))} left, until {end}"
         yield "pace", text
-    metrics = [
-        f"{column.heading} {short(status.metrics[name])}" for name, column in COLUMNS.items() if name in status.metrics
-    ]
+    metrics: list[str] = []
+    for name, column in COLUMNS.items():
+        if name in status.metrics:
+            metrics.append(f"{column.heading} {short(status.metrics[name])}")
     if metrics:
         yield "metrics", ", ".join(metrics)
 
 
 def _end_before(status: RunStatus) -> str:
-    """Returns how the attempt before the last ended."""
     end = status.attempts[-2].end
     if end is None:
         return "killed: it wrote no reason"
-    message = f" ({end.message.splitlines()[0]})" if end.message else ""
-    return f"{end.reason} after step {end.step}{message}"
+    text = f"{end.reason} after step {end.step}"
+    if end.message:
+        text += f" ({end.message.splitlines()[0]})"
+    return text
 
 
 def table(statuses: Sequence[RunStatus]) -> Iterator[str]:
@@ -120,20 +123,25 @@ def table(statuses: Sequence[RunStatus]) -> Iterator[str]:
     cells: list[tuple[str, ...]] = [_HEADINGS]
     for status in statuses:
         cells.append(tuple(map(printable, _cells(status))))
-    widths = [max(len(row[column]) for row in cells) for column in range(len(_HEADINGS))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
-        aligned = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
-        yield "  ".join(aligned).rstrip()
+        yield "  ".join(map(str.ljust, row, widths)).rstrip()
 
 
 def _cells(status: RunStatus) -> tuple[str, ...]:
     """Returns the cells of a run's row, as in _HEADINGS."""
     progress = status.progress
     step = f"{progress.step}/{progress.steps or '?'}"
-    speed = "-" if progress.pace is None else rate(progress.pace.seconds_per_step)
-    left = "-" if status.seconds_left is None else duration(round(status.seconds_left))
-    saved = str(status.checkpoints[-1].step) if status.checkpoints else "-"
+    speed = left = saved = "-"
+    if progress.pace is not None:
+        speed = rate(progress.pace.seconds_per_step)
+    if status.seconds_left is not None:
+        left = duration(round(status.seconds_left))
+    if status.checkpoints:
+        saved = str(status.checkpoints[-1].step)
     notes: list[str] = []
     for text in (*status.state.message.splitlines()[:1], *status.troubles):
-        notes.append(text if len(text) <= _LONGEST_NOTE else f"{text[: _LONGEST_NOTE - 3]}...")
+        if len(text) > _LONGEST_NOTE:
+            text = f"{text[: _LONGEST_NOTE - 3]}..."
+        notes.append(text)
     return (status.directory, status.state.name, step, speed, left, saved, ", ".join(notes))

@@ -41,7 +41,8 @@ class MetricTable:
 
     def update(self) -> None:
         """Reads what has been written since the last call."""
-        if [lines for lines in (self._steps, self._evaluations) if lines.was_cut()]:
+        steps_cut = self._steps.was_cut()
+        if self._evaluations.was_cut() or steps_cut:
             self.generation += 1
             self._steps.rewind()
             self._evaluations.rewind()
@@ -66,11 +67,10 @@ class MetricTable:
 
     def after(self, step: int, names: Collection[str] | None = None) -> dict[str, dict[str, list[Any]]]:
         """Returns the points after a step of the named series, or of all, with seven digits."""
-        chosen = self.series if names is None else [name for name in names if name in self.series]
-        return {name: _points(self.series[name], step) for name in chosen}
-
-
-def _points(series: MetricSeries, after: int) -> dict[str, list[Any]]:
-    first = bisect_right(series.steps, after)
-    values = (None if value is None else float(f"{value:.7g}") for value in series.values[first:])
-    return {"steps": series.steps[first:], "values": list(values)}
+        found: dict[str, dict[str, list[Any]]] = {}
+        for name, series in self.series.items():
+            if names is None or name in names:
+                first = bisect_right(series.steps, step)
+                values = [None if value is None else float(f"{value:.7g}") for value in series.values[first:]]
+                found[name] = {"steps": series.steps[first:], "values": values}
+        return found

@@ -52,20 +52,19 @@ class Timeline:
                 self._row(attempt, thread, event["args"]["name"])
             elif event.get("ph") == "X":
                 start = event["ts"] / 1e6
-                name = event["name"]
-                row = self._row(attempt, -1, "step") if _STEP.fullmatch(name) else self._row(attempt, thread, "?")
-                row.spans.append((start, start + event["dur"] / 1e6, name))
-                self.end = max(self.end, row.spans[-1][1])
+                end = start + event["dur"] / 1e6
+                if _STEP.fullmatch(event["name"]):
+                    row = self._row(attempt, -1, "step")
+                else:
+                    row = self._row(attempt, thread, "?")
+                row.spans.append((start, end, event["name"]))
+                self.end = max(self.end, end)
 
     def _row(self, attempt: int, thread: int, name: str) -> TraceRow:
         return self._rows.setdefault((attempt, thread), TraceRow(attempt=attempt, name=name))
 
     def window(self, start: float, end: float, columns: int) -> dict[str, Any]:
-        """Returns the rows between two times; what is shorter than a column joins its neighbour.
-
-        Args:
-            start, end: seconds.
-            columns: of the screen.
+        """Returns the rows between two times in seconds; spans shorter than a column of the screen are joined.
 
         Raises:
             ValueError: there is no time or no column between.
@@ -77,24 +76,28 @@ class Timeline:
         rows: list[dict[str, Any]] = []
         for _, row in sorted(self._rows.items(), key=_place):
             seen = _between(row.spans, start, end)
+            if not seen:
+                continue
             seconds: dict[str, float] = {}
-            for begun, ended, name in seen:
-                seconds[name] = seconds.get(name, 0.0) + min(ended, end) - max(begun, start)
+            for span_start, span_end, name in seen:
+                seconds[name] = seconds.get(name, 0.0) + min(span_end, end) - max(span_start, start)
             rows.append(
                 {
                     "attempt": row.attempt,
                     "name": row.name,
                     "spans": _joined(seen, (end - start) / columns),
-                    "seconds": sorted(seconds.items(), key=lambda of: -of[1])[:_LONGEST_LISTED],
+                    "seconds": sorted(seconds.items(), key=lambda item: -item[1])[:_LONGEST_LISTED],
                 }
             )
-        return {"start": start, "end": end, "whole": self.end, "rows": [row for row in rows if row["spans"]]}
+        return {"start": start, "end": end, "whole": self.end, "rows": rows}
 
 
 def _place(item: tuple[tuple[int, int], TraceRow]) -> tuple[Any, ...]:
     """Orders rows: the steps, the driver, then by name, rank 2 before rank 10."""
     (attempt, thread), row = item
-    return attempt, min(thread, 1), [int(part) if part.isdigit() else part for part in _NUMBER.split(row.name)]
+    parts: list[Any] = _NUMBER.split(row.name)
+    parts[1::2] = map(int, parts[1::2])
+    return attempt, min(thread, 1), parts
 
 
 def _between(spans: list[TraceSpan], start: float, end: float) -> list[TraceSpan]:
@@ -103,19 +106,17 @@ def _between(spans: list[TraceSpan], start: float, end: float) -> list[TraceSpan
     return [span for span in spans[first : bisect_right(spans, (end,))] if span[1] > start]
 
 
-def _joined(spans: list[TraceSpan], least: float) -> list[TraceSpan]:
-    """Returns the spans that are `least` long; shorter neighbours are one, named after the longest."""
+def _joined(spans: list[TraceSpan], min_s: float) -> list[TraceSpan]:
+    """Returns the spans of at least `min_s`; shorter neighbors are one, named after the longest."""
     joined: list[TraceSpan] = []
-    longest = 0.0  # of the spans that the last one consists of; 0 if it is long by itself
+    longest = 0.0  # among the spans that the last one was joined from; 0 if it is long by itself
     for start, end, name in spans:
-        if end - start >= least:
-            joined.append((round(start, 6), round(end, 6), name))
-            longest = 0.0
-        elif longest and end - joined[-1][0] < least:
-            first, _, before = joined[-1]
-            joined[-1] = (first, round(end, 6), name if end - start > longest else before)
-            longest = max(longest, end - start)
+        seconds = end - start
+        if longest and seconds < min_s and end - joined[-1][0] < min_s:
+            first, _, before = joined.pop()
+            joined.append((first, round(end, 6), name if seconds > longest else before))
+            longest = max(longest, seconds)
         else:
             joined.append((round(start, 6), round(end, 6), name))
-            longest = end - start
+            longest = seconds if seconds < min_s else 0.0
     return joined

@@ -188,12 +188,10 @@ def assert_no_run(path: Path) -> None:
 def test_a_directory_without_a_run_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    (tmp_path / "first").mkdir()
-    for path, told in (
-        (tmp_path / "none" / "first", "there is no such directory; give the run.dir"),
-        (tmp_path / "firs", f"there is no such directory; did you mean {tmp_path / 'first'}\\?"),
+    for path, message in (
+        (tmp_path / "none", "there is no such directory; give the run.dir"),
         (file, "a file"),
         (tmp_path, "no run is there"),
     ):
-        with pytest.raises(StatusError, match=told):
+        with pytest.raises(StatusError, match=message):
             find_runs(path)
