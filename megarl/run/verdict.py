@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
-from typing import Any, Final
+from typing import Final
 
 from megarl.run.display import short
 from megarl.run.health import Line
@@ -16,11 +16,11 @@ _INTERVAL: Final = "_ci95"
 _SCORE = "eval/score"
 _OTHERS = ("eval/response_length", "eval/truncated_fraction")
 """Metrics of evaluations with an interval that are no scores."""
-_OF_TRAINING = ("objective/score", "reward_model/accuracy", "sft/loss")
+_TRAINING_METRICS = ("objective/score", "reward_model/accuracy", "sft/loss")
 _FALLS = ("eval/loss", "sft/loss")
-"""The less, the better."""
+"""Metrics that fall in a run that learns."""
 _AVERAGED = 10
-_LEAST_STEPS = 6
+_MIN_STEPS = 6
 """Averaging window, and the fewest steps for a verdict."""
 _STANDARD_ERRORS = NormalDist().inv_cdf(0.975)
 
@@ -34,14 +34,17 @@ class _Point:
     half_width: float
 
     def __str__(self) -> str:
-        return f"{short(self.value, 3)} ± {self.half_width:.2g}" if self.half_width else short(self.value, 3)
+        value = short(self.value, 3)
+        if self.half_width:
+            return f"{value} ± {self.half_width:.2g}"
+        return value
 
     def beats(self, other: _Point, sign: int) -> bool:
         """Whether it is better by more than the noise of both; `sign` is -1 where less is better."""
         return sign * (self.value - other.value) > math.hypot(self.half_width, other.half_width)
 
 
-def judge(lines: Sequence[Line], evaluations: Sequence[Mapping[str, Any]], findings: Sequence[HealthFinding]) -> str:
+def judge(lines: Sequence[Line], evaluations: Sequence[Line], findings: Sequence[HealthFinding]) -> str:
     """Returns the verdict in a sentence; empty if the run is too short for one.
 
     The run has learned if its held-out score rose by more than the noise, or its training score if it has no two
@@ -49,27 +52,29 @@ def judge(lines: Sequence[Line], evaluations: Sequence[Mapping[str, Any]], findi
     lost more than half of what it had gained, or became worse than at the start while a harmful finding began.
 
     Args:
-        lines, evaluations: of all steps, as in the files.
+        lines, evaluations: lines of all steps, as in the files.
     """
-    metric, points = next(_histories(lines, evaluations), ("", []))
+    metric, points = _history(lines, evaluations)
     if not points:
         return ""
     sign = -1 if metric in _FALLS else 1
     first = points[0]
     last = points[-1]
     best = max(points, key=lambda point: sign * point.value)
-    name = metric.removeprefix("eval/")
-    measured = f"{f'held-out {name}' if name != metric else f'{name} in training'} {first} -> {last}"
+    measured = f"{metric} in training {first} -> {last}"
+    if metric.startswith("eval/"):
+        measured = f"held-out {metric.removeprefix('eval/')} {first} -> {last}"
     lost = sign * (best.value - last.value)
     gained = sign * (best.value - first.value)
     if best.beats(last, sign) and 2 * lost > gained:
         fallen = next(point.step for point in points if point.step > best.step and best.beats(point, sign))
         harmful = [finding for finding in findings if finding.check.harmful and best.step < finding.first <= fallen]
-        causes = sorted(harmful, key=lambda finding: finding.first)[:1]
-        if causes or best.beats(first, sign):
-            peak = f", best {best} at step {best.step}" if best is not first else ""
-            at = causes[0].first if causes else fallen
-            return "; ".join([f"collapsed at step {at}: {measured}{peak}", *(finding.text for finding in causes)])
+        cause = min(harmful, key=lambda finding: finding.first, default=None)
+        peak = "" if best is first else f", best {best} at step {best.step}"
+        if cause is not None:
+            return f"collapsed at step {cause.first}: {measured}{peak}; {cause.text}"
+        if best.beats(first, sign):
+            return f"collapsed at step {fallen}: {measured}{peak}"
     lasting = [finding for finding in findings if finding.last is None]
     if last.beats(first, sign):
         harmful = [finding.text for finding in lasting if finding.check.harmful]
@@ -78,29 +83,40 @@ def judge(lines: Sequence[Line], evaluations: Sequence[Mapping[str, Any]], findi
     return "; ".join([f"{outcome}: {measured}", *(finding.text for finding in lasting[:1])])
 
 
-def _histories(lines: Sequence[Line], evaluations: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[_Point]]]:
-    """Yields the metrics that tell what was learned, the best one first, with at least two points each."""
-    last = evaluations[-1] if evaluations else {}
-    scores = [name for name in last if f"{name}{_INTERVAL}" in last and "_pass_at_" not in name]
-    functions = [name for name in scores if name not in (_SCORE, *_OTHERS) and name.startswith("eval/")]
-    for metric in (*functions, _SCORE, "eval/accuracy", "eval/loss"):
-        points = [
-            _Point(step=line["step"], value=line[metric], half_width=line.get(f"{metric}{_INTERVAL}") or 0.0)
-            for line in evaluations
-            if line.get(metric) is not None
-        ]
+def _history(lines: Sequence[Line], evaluations: Sequence[Line]) -> tuple[str, list[_Point]]:
+    """Returns the metric that says most about learning, of those with at least two points, and these."""
+    for metric in (*_reported_functions(evaluations), _SCORE, "eval/accuracy", "eval/loss"):
+        points: list[_Point] = []
+        for line in evaluations:
+            if line.get(metric) is not None:
+                half_width = line.get(f"{metric}{_INTERVAL}") or 0.0
+                points.append(_Point(step=line["step"], value=line[metric], half_width=half_width))
         if len(points) > 1:
-            yield metric, points
-    for metric in _OF_TRAINING:
+            return metric, points
+    for metric in _TRAINING_METRICS:
         known = [line for line in lines if line.get(metric) is not None]
-        if len(known) >= _LEAST_STEPS:
-            yield metric, _averages(known, metric)
+        if len(known) >= _MIN_STEPS:
+            return metric, _averages(known, metric)
+    return "", []
+
+
+def _reported_functions(evaluations: Sequence[Line]) -> list[str]:
+    """Returns the scores of functions in the last evaluation."""
+    found: list[str] = []
+    for name in evaluations[-1] if evaluations else ():
+        has_interval = f"{name}{_INTERVAL}" in evaluations[-1]
+        if has_interval and name.startswith("eval/") and "_pass_at_" not in name and name not in (_SCORE, *_OTHERS):
+            found.append(name)
+    return found
 
 
 def _averages(lines: Sequence[Line], metric: str) -> list[_Point]:
     """Returns the means over equal parts of the run."""
     size = min(_AVERAGED, len(lines) // 2)
-    parts = [lines[max(0, end - size) : end] for end in range(len(lines), size - 1, -size)][::-1]
-    values = [(part[-1]["step"], [line[metric] for line in part]) for part in parts]
     error = _STANDARD_ERRORS / math.sqrt(size)
-    return [_Point(step=step, value=fmean(of), half_width=error * stdev(of)) for step, of in values]
+    points: list[_Point] = []
+    for end in range(len(lines), size - 1, -size):
+        values = [line[metric] for line in lines[end - size : end]]
+        step = lines[end - 1]["step"]
+        points.append(_Point(step=step, value=fmean(values), half_width=error * stdev(values)))
+    return points[::-1]
