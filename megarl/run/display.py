@@ -6,13 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import accumulate
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from rich import box
-from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -31,7 +28,7 @@ from megarl.run.timers import process_age
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A metric that is shown of every step; below its heading is the unit, or the limit of healthy values."""
+    """A metric that is shown for every step; below its heading is the unit, or the limit of healthy values."""
 
     heading: str
     unit: str = ""
@@ -61,7 +58,7 @@ COLUMNS: Final[Mapping[str, Column]] = {
     "time/rollout": Column(heading="rollout s"),
     "time/step": Column(heading="step s"),
 }
-"""The columns of the metrics that are shown of a step, in order. A run shows those that its stage names and it has."""
+"""The columns of a step, in order. A run shows those that its stage names and it has."""
 
 _REFRESHES_PER_S = 2
 _BAR_WIDTH = 20
@@ -88,7 +85,7 @@ def open_display(
     """Returns a live display in a terminal, and rows elsewhere.
 
     Args:
-        columns: by metric, in order.
+        columns: columns by metric, in order.
         done: steps that earlier attempts have taken.
         clock: seconds of the run, shown in a terminal.
     """
@@ -101,7 +98,7 @@ class ConsoleSink:
     """Prints a row per step below a heading; a missing metric is a dash.
 
     Args:
-        fits: leave out the last columns where the console is too narrow for them.
+        fits: whether the last columns are left out where the console is too narrow for them.
     """
 
     _WIDTH = 8
@@ -113,16 +110,11 @@ class ConsoleSink:
         self._steps = steps
         self._console = console
         self._fits = fits
-        self._columns: Mapping[str, Column] = {}
+        self._columns = columns
         self._rows = 0
 
     def phase(self, name: str) -> None:
         """Does nothing."""
-
-    @property
-    def left_out(self) -> list[str]:
-        """The metrics that the last row had no place for."""
-        return [name for name in self._all if name not in self._columns]
 
     def write(self, step: int, metrics: Metrics) -> None:
         before = self._columns
@@ -132,8 +124,7 @@ class ConsoleSink:
             self._row("step", [column.heading for column in self._columns.values()], "bold")
             self._row("", [column.unit for column in self._columns.values()], "dim")
         self._rows += 1
-        values = [short(metrics.get(name), self._DIGITS) for name in self._columns]
-        self._row(f"{step}/{self._steps}", values, None)
+        self._row(f"{step}/{self._steps}", [short(metrics.get(name), self._DIGITS) for name in self._columns], None)
 
     def close(self) -> None:
         """Does nothing."""
@@ -141,9 +132,14 @@ class ConsoleSink:
     def _fitting(self) -> Mapping[str, Column]:
         if not self._fits:
             return self._all
-        ends = accumulate((1 + self._width(column) for column in self._all.values()), initial=self._first_width)
-        count = sum(end <= self._console.width for end in ends) - 1
-        return dict(list(self._all.items())[: max(1, count)])
+        left = self._console.width - self._first_width
+        fitting: dict[str, Column] = {}
+        for name, column in self._all.items():
+            left -= 1 + self._width(column)
+            if fitting and left < 0:
+                break
+            fitting[name] = column
+        return fitting
 
     def _width(self, column: Column) -> int:
         return max(self._WIDTH, len(column.heading))
@@ -153,10 +149,10 @@ class ConsoleSink:
         return 2 * len(str(self._steps)) + 3
 
     def _row(self, first: str, cells: Sequence[str], style: str | None) -> None:
-        widths = [self._width(column) for column in self._columns.values()]
-        aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
-        line = " ".join([first.rjust(self._first_width), *aligned]).rstrip()
-        self._console.print(line, style=style, markup=False, soft_wrap=True)
+        line = first.rjust(self._first_width)
+        for cell, column in zip(cells, self._columns.values(), strict=True):
+            line += " " + cell.rjust(self._width(column))
+        self._console.print(line.rstrip(), style=style, markup=False, soft_wrap=True)
 
 
 def phase_line(name: str, seconds: float) -> str:
@@ -178,7 +174,7 @@ class _Clock(ProgressColumn):
 class ProgressSink:
     """Prints a row per step above a progress bar with the current phase, which stays on the screen at the end.
 
-    Metrics that the row has no place for are below the bar. A thread draws it; other output appears above.
+    A thread draws the bar; other output appears above.
     """
 
     def __init__(
@@ -191,8 +187,6 @@ class ProgressSink:
         clock: Callable[[], float],
         console: Console,
     ) -> None:
-        self._columns = columns
-        self._metrics: Metrics = {}
         self._rows = ConsoleSink(columns, steps=steps, console=console, fits=True)
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
@@ -203,36 +197,23 @@ class ProgressSink:
             TimeRemainingColumn(),
             TextColumn("{task.fields[phase]}", style="dim"),
             console=console,
+            refresh_per_second=_REFRESHES_PER_S,
             speed_estimate_period=_SPEED_OVER_S,
         )
         self._task = self._bar.add_task(title, total=steps, completed=done, phase="")
-        self._live = Live(
-            console=console,
-            get_renderable=self._render,
-            refresh_per_second=_REFRESHES_PER_S,
-            vertical_overflow="visible",
-        )
-        self._live.start()
+        self._bar.start()
 
     def phase(self, name: str) -> None:
         self._bar.update(self._task, phase=name)
 
     def write(self, step: int, metrics: Metrics) -> None:
         self._rows.write(step, metrics)
-        self._metrics = {name: metrics[name] for name in self._rows.left_out if name in metrics}
         self._bar.update(self._task, completed=step)
 
     def close(self) -> None:
         """Draws the last state and releases the terminal."""
         self._bar.update(self._task, phase="")
-        self._live.stop()
-
-    def _render(self) -> RenderableType:
-        shown = [
-            Text.assemble((f"{self._columns[name].heading} ", "dim"), short(value))
-            for name, value in self._metrics.items()
-        ]
-        return Group(self._bar.get_renderable(), Columns(shown, padding=(0, 3)))
+        self._bar.stop()
 
 
 def short(value: float | None, digits: int = 4) -> str:
@@ -241,7 +222,9 @@ def short(value: float | None, digits: int = 4) -> str:
         return "-"
     if isinstance(value, int) or not math.isfinite(value):
         return str(value)
-    return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+    if abs(value) >= 10**digits:
+        return f"{value:.0f}"
+    return f"{value:.{digits}g}"
 
 
 _INTERVAL = "_ci95"
@@ -263,35 +246,14 @@ def metrics_table(metrics: Metrics) -> Table:
     for row in rows:
         cells: list[str] = []
         for prefix in prefixes:
-            value, half_width = (metrics.get(f"{prefix}/{row}{ending}") for ending in ("", _INTERVAL))
-            cells.append(_cell(value))
-            cells.append("" if half_width is None else _cell(half_width))
+            cells.append(_cell(metrics.get(f"{prefix}/{row}")))
+            half_width = f"{prefix}/{row}{_INTERVAL}"
+            cells.append(_cell(metrics[half_width]) if half_width in metrics else "")
         table.add_row(row, *cells)
     return table
 
 
-def change_table(
-    columns: Mapping[str, Column], lines: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]
-) -> Table:
-    """Returns a table of a run's metrics in its first and its last step, and of its held-out scores.
-
-    Args:
-        lines, evaluations: of all steps, as in the files.
-    """
-    table = Table("", "first", "last", "", box=box.SIMPLE_HEAD, show_edge=False)
-    for column in table.columns[1:3]:
-        column.justify = "right"
-    for name, column in columns.items():
-        known = [line[name] for line in lines if line.get(name) is not None]
-        if known:
-            table.add_row(column.heading, short(known[0]), short(known[-1]), column.unit)
-    names = [name for name in (evaluations[-1] if evaluations else {}) if f"{name}{_INTERVAL}" in evaluations[-1]]
-    for name in names:
-        known = [line for line in evaluations if line.get(name) is not None]
-        cells = [f"{short(line[name])} ± {_cell(line.get(f'{name}{_INTERVAL}'))}" for line in (known[:1] + known[-1:])]
-        table.add_row(f"held-out {name.partition('/')[2]}", *cells)
-    return table
-
-
 def _cell(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else short(value)
+    if value is None or math.isnan(value):
+        return "-"
+    return short(value)

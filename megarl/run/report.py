@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -19,9 +20,9 @@ from megarl.errors import RunError
 from megarl.files import read_lines, write_durably
 from megarl.run.attempts import read_attempts
 from megarl.run.directory import RunDirectory
-from megarl.run.display import COLUMNS, Column, change_table, metrics_table, open_display, phase_line
-from megarl.run.health import shown_limits, unsaved_run
-from megarl.run.health_monitor import HealthFinding, HealthMonitor, watch
+from megarl.run.display import COLUMNS, Column, metrics_table, open_display, phase_line
+from megarl.run.health import Check, shown_limits, unsaved_run
+from megarl.run.health_monitor import HealthFinding, watch
 from megarl.run.paths import RunPaths
 from megarl.run.results import EvaluationResult, ShownSample, StepResult
 from megarl.run.sinks import (
@@ -48,7 +49,7 @@ _TRACKERS: Final[Mapping[str, Callable[..., Sink]]] = {
     "mlflow_experiment": MlflowSink,
     "trackio_project": TrackioSink,
 }
-"""By the field of `tracking` that names the project."""
+"""The sinks by the field of `tracking` that names the project."""
 _TABLE_WIDTH = 120
 """Columns of a table outside a terminal."""
 
@@ -64,16 +65,15 @@ class EvaluationReporter:
         self._config = config
         self._paths = paths
         self._taken = taken
-        self._samples: SampleSink | None = None  # in stages that generate, as is
+        self._samples: SampleSink | None = None  # None in stages that do not sample
         self._prompts: JsonlSink | None = None
         self.trackers: list[Sink] = []
-        self.console = Console(highlight=False)
-        """Another one would print over a live display."""
+        self.console = Console(highlight=False)  # another one would print over a live display
 
     def __enter__(self) -> Self:
         config = self._config
         paths = self._paths
-        tracking = self._config.tracking
+        tracking = config.tracking
         with ExitStack() as opened:
             self._lines = opened.enter_context(closing(JsonlSink(paths.evaluations)))
             if isinstance(config, SamplingConfig):
@@ -84,7 +84,8 @@ class EvaluationReporter:
                 self.trackers.append(TensorBoardSink(paths.tensorboard, first_step=first))
                 opened.callback(self.trackers[-1].close)
             for name in _TRACKERS:
-                if (project := getattr(tracking, name)) is not None:
+                project = getattr(tracking, name)
+                if project is not None:
                     self.trackers.append(_open_tracker(name, project, config, paths))
                     opened.callback(self.trackers[-1].close)
             self._opened = opened.pop_all()
@@ -97,13 +98,14 @@ class EvaluationReporter:
         """Writes an evaluation, and prints it below a title."""
         self._lines.write(result.step, result.metrics)
         self.write_samples(result.step, "evaluation", result.samples)
-        for prompt in result.prompts:
-            if self._prompts is not None:
+        if self._prompts is not None:
+            for prompt in result.prompts:
                 self._prompts.write(result.step, asdict(prompt))
         for sink in self.trackers:
             sink.write(result.step, result.metrics)
         self.console.print(title, markup=False, soft_wrap=True)
-        self.console.print(metrics_table(result.metrics), width=None if self.console.is_terminal else _TABLE_WIDTH)
+        width = None if self.console.is_terminal else _TABLE_WIDTH
+        self.console.print(metrics_table(result.metrics), width=width)
 
     def write_samples(self, step: int, kind: Literal["train", "evaluation"], samples: Iterable[ShownSample]) -> None:
         """Writes the samples of a step, or of the evaluation after it."""
@@ -113,17 +115,17 @@ class EvaluationReporter:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The summary of a finished run: summary.json, which omits empty entries. Its mappings but `responses` are metrics.
+    """The summary of a finished run: summary.json, which omits empty entries.
 
     Args:
-        steps: of all attempts.
-        seconds: of the last attempt.
-        start: such as those of the first sync.
-        responses: of all attempts, how many were `sampled`, and how many of them are `unscored`.
-        evaluation: of the last evaluation.
-        export: of the exported model.
-        findings: of the health checks: `metric`, `first` and `last` step (null if it lasted to the end) and `text`.
-        verdict: whether the run learned.
+        steps: steps of all attempts.
+        seconds: duration of the last attempt.
+        start: metrics of the start, such as those of the first sync.
+        responses: numbers of `sampled` and `unscored` responses in all attempts.
+        evaluation: metrics of the last evaluation.
+        export: metrics of the exported model.
+        findings: findings of the health checks; `last` is null if one lasted to the end.
+        verdict: sentence on whether the run learned.
     """
 
     stage: str
@@ -175,8 +177,10 @@ class Reporter:
         self._start: Metrics = {}
         self._last_step: Metrics = {}
         self._evaluation: Metrics = {}
-        more = [unsaved_run(config.steps)] if saves and config.checkpoint.every is None else []
-        self._health: HealthMonitor = watch(read_lines(directory.metrics), *more, limits=config.health.limits)
+        checks: list[Check] = []
+        if saves and config.checkpoint.every is None:
+            checks.append(unsaved_run(config.steps))
+        self._health = watch(read_lines(directory.metrics), *checks, limits=config.health.limits)
 
     def __enter__(self) -> Self:
         config = self._config
@@ -219,16 +223,16 @@ class Reporter:
             self._left_out.write(self._directory.left_out)
             print(self._left_out.message(self._directory.left_out), flush=True)
         now = self._clock()
-        ends = [*(begun for _, begun in self._phases[1:]), now]
-        took = (f"{name} {end - begun:.0f} s" for (name, begun), end in zip(self._phases, ends, strict=True))
+        phases: list[str] = []
+        for (name, start), (_, end) in pairwise([*self._phases, ("", now)]):
+            phases.append(f"{name} {end - start:.0f} s")
         resumed = f", resuming after step {self._taken}" if self._taken else ""
-        print(f"started in {now:.0f} s ({', '.join(took)}){resumed}", flush=True)
+        print(f"started in {now:.0f} s ({', '.join(phases)}){resumed}", flush=True)
         print(f"the processes print into {self._directory.logs}", flush=True)
         self._started = True
         self._start = dict(metrics)
 
     def write(self, result: StepResult) -> None:
-        """Writes a step."""
         metrics = {**self._left_out.metrics(), **result.all_metrics()}
         self.trace.end(metrics)
         first = (result.step - 1) * self._config.updates_per_step + 1
@@ -261,7 +265,6 @@ class Reporter:
         """Writes and returns the summary with the export's metrics, and prints it."""
         seconds = self._clock()
         lines = read_lines(self._directory.metrics)
-        evaluations = read_lines(self._directory.evaluations)
         summary = Summary(
             stage=self._config.stage,
             steps=self._config.steps,
@@ -272,20 +275,18 @@ class Reporter:
             evaluation=self._evaluation,
             export=export,
             findings=[_entry(finding) for finding in self._health.findings],
-            verdict=judge(lines, evaluations, self._health.findings),
+            verdict=judge(lines, read_lines(self._directory.evaluations), self._health.findings),
         )
         summary.write(self._directory.summary)
         self._display.close()
-        console = self._evaluations.console
-        if console.is_terminal:
-            console.print(change_table(run_columns(self._config), lines, evaluations))
-        unscored = summary.responses.get("unscored", 0)
-        without = f"{unscored} of {summary.responses['sampled']} responses had no score; " if unscored else ""
-        took = f"{counted(summary.steps, 'step')} in {seconds:.0f} s"
-        print(f"{took}; {without}the model is in {self._directory.export}", flush=True)
+        parts = [f"{counted(summary.steps, 'step')} in {seconds:.0f} s"]
+        if summary.responses.get("unscored"):
+            parts.append("{unscored} of {sampled} responses had no score".format(**summary.responses))
+        parts.append(f"the model is in {self._directory.export}")
+        print("; ".join(parts), flush=True)
         if summary.verdict:
             print(summary.verdict, flush=True)
-        if console.is_terminal:
+        if self._evaluations.console.is_terminal:
             print(f"megarl view {shlex.quote(str(self._directory.path))}  # its curves and samples", flush=True)
         return summary
 
@@ -312,14 +313,19 @@ def processes(config: TrainingConfig) -> str:
     count = sum(len(config.device_list(group)) for group in config.groups)
     if config.engine_settings is not None:
         count += config.engine_settings.engines
-    nodes = f" on {counted(config.cluster.nodes, 'node')}" if config.cluster.address is not None else ""
-    return f"{count} processes{nodes}" if count != 1 else f"1 process{nodes}"
+    text = "1 process" if count == 1 else f"{count} processes"
+    if config.cluster.address is not None:
+        text += f" on {counted(config.cluster.nodes, 'node')}"
+    return text
 
 
 def _fields(sample: ShownSample) -> dict[str, Any]:
-    """Returns what is written of a sample: without tokens that are not kept, and what single responses do not have."""
-    optional = ("tokens", "turns", "outcome")
-    return {name: value for name, value in asdict(sample).items() if name not in optional or value is not None}
+    """Returns the fields of a sample in the file, without optional ones that it lacks."""
+    fields = asdict(sample)
+    for name in ("tokens", "turns", "outcome"):
+        if fields[name] is None:
+            del fields[name]
+    return fields
 
 
 def _entry(finding: HealthFinding) -> dict[str, str | int | None]:
@@ -329,5 +335,6 @@ def _entry(finding: HealthFinding) -> dict[str, str | int | None]:
 def _count_responses(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Returns the totals of all steps; none in a stage that samples no responses."""
     steps = [step for step in lines if _UNSCORED in step]
-    names = {"sampled": _SAMPLED, "unscored": _UNSCORED} if steps else {}
-    return {name: sum(step[metric] for step in steps) for name, metric in names.items()}
+    if not steps:
+        return {}
+    return {"sampled": sum(step[_SAMPLED] for step in steps), "unscored": sum(step[_UNSCORED] for step in steps)}

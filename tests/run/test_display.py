@@ -8,7 +8,7 @@ import threading
 
 from rich.console import Console
 
-from megarl.run.display import Column, ConsoleSink, ProgressSink, change_table, open_display, short
+from megarl.run.display import Column, ConsoleSink, ProgressSink, open_display, short
 from megarl.texts import counted
 
 COLUMNS = {
@@ -34,7 +34,7 @@ def test_a_terminal_shows_rows_above_a_bar_and_is_restored() -> None:
     display = open_display("PPO", COLUMNS, steps=20, console=console)
     assert isinstance(display, ProgressSink)
     display.phase("rollout")
-    display._live.refresh()
+    display._bar.refresh()
     assert "rollout" in out.getvalue()
     display.write(1, {"objective/score": 0.123456, "objective/kl": 0.5, "hidden": 7.0})
     display.write(2, {"objective/score": 0.25})
@@ -59,18 +59,6 @@ def test_a_resumed_run_starts_the_bar_at_its_step() -> None:
     assert "15/20" in out.getvalue()
 
 
-def test_metrics_without_a_place_in_the_row_are_below_the_bar() -> None:
-    """Of 40 columns the step takes 5, and each metric 9."""
-    console, out = terminal(width=40)
-    display = open_display("x", {f"m{i}": Column(heading=f"metric {i}") for i in range(12)}, steps=2, console=console)
-    display.write(1, {f"m{i}": i + 0.5 for i in range(12)})
-    display.close()
-    heading, row = (line for line in lines(out) if "metric 0" in line or line.startswith("  1/2 "))
-    assert heading.endswith("step metric 0 metric 1 metric 2")
-    assert row == "  1/2      0.5      1.5      2.5"
-    assert all(f"metric {i} {i}.5" in out.getvalue() for i in range(3, 12))
-
-
 def test_another_width_has_other_columns_below_a_heading() -> None:
     console, out = terminal(width=40)
     sink = ConsoleSink({f"m{i}": Column(heading=f"m{i}") for i in range(9)}, steps=9, console=console, fits=True)
@@ -81,23 +69,6 @@ def test_another_width_has_other_columns_below_a_heading() -> None:
     headings = [["step", "m0", "m1", "m2"], ["step", "m0", "m1"], ["step", "m0"]]
     assert [row for row in rows if row[0] == "step"] == headings
     assert [len(row) - 1 for row in rows if row[0].endswith("/9")] == [3, 3, 2, 1]
-    assert sink.left_out == [f"m{i}" for i in range(1, 9)]
-
-
-def test_the_table_at_the_end_has_the_first_and_the_last_values() -> None:
-    lines = [{"step": 1, "objective/score": 0.25, "objective/kl": None}, {"step": 2, "objective/score": 0.5}]
-    lines += [{"step": 3, "objective/kl": 0.125}]
-    evaluations = [
-        {"step": step, "eval/exact": 0.1 * step, "eval/exact_ci95": 0.02, "eval/version": 7} for step in (1, 3)
-    ]
-    out = io.StringIO()
-    Console(file=out, width=80).print(change_table(COLUMNS, lines, evaluations))
-    assert [line.split() for line in out.getvalue().splitlines() if "\u2500" not in line] == [
-        ["first", "last"],
-        ["score", "0.25", "0.5"],
-        ["KL", "0.125", "0.125", "nats"],
-        ["held-out", "exact", "0.1", "±", "0.02", "0.3", "±", "0.02"],
-    ]
 
 
 def test_a_terminal_shows_the_elapsed_time_of_the_run() -> None:

@@ -88,7 +88,7 @@ def test_every_file_has_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "evaluation after step 1" in printed
     assert ["exact", "0.25", "0.1"] in [line.split() for line in printed.splitlines()]
     assert "1 step in 12 s" in printed
-    assert "megarl view" not in printed, "for terminals alone, as the table"
+    assert "megarl view" not in printed, "for terminals alone"
     assert lines(directory.metrics) == [{"step": 1, "objective/score": 0.5, "policy/loss": 1.5, "value/loss": 1.0}]
     assert lines(directory.updates) == [
         {"step": 1, "update": 1, "policy/loss": 1.0, "value/loss": -1.0},
@@ -124,10 +124,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_in_a_terminal_everything_is_above_the_bar_until_the_table_at_the_end(
+def test_in_a_terminal_everything_is_above_the_bar_until_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, terminal = load(DEBUG, [f"run.dir={tmp_path / 'a run'}", "run.steps=1"]), Terminal(monkeypatch)
+    config = load(DEBUG, [f"run.dir={tmp_path / 'a run'}", "run.steps=1"])
+    terminal = Terminal(monkeypatch)
     with Reporter(config, RunDirectory(config), taken=0, clock=lambda: 12.3) as reporter:
         reporter.phase("rollout")
         reporter.started({})
@@ -140,15 +141,12 @@ def test_in_a_terminal_everything_is_above_the_bar_until_the_table_at_the_end(
     for line in ("evaluation after step 1", "  1/1      0.5"):
         assert drawn.partition(line)[0].endswith(erased), f"{line} is behind the bar"
     *_, end = drawn.split("\x1b[?25h")  # the cursor is back: the bar stays as it is
-    rows = [line.split() for line in end.splitlines()]
-    assert ["score", "0.5", "0.5"] in rows
-    assert ["held-out", "exact", "0.25", "±", "0.1", "0.25", "±", "0.1"] in rows
-    assert rows[-1][:4] == ["megarl", "view", f"'{tmp_path}/a", "run'"]
+    assert end.splitlines()[-1].startswith(f"megarl view '{tmp_path}/a run'")
 
 
-@pytest.mark.parametrize(("every", "saves", "told"), [("null", True, 1), ("100", True, 0), ("null", False, 0)])
+@pytest.mark.parametrize(("every", "saves", "count"), [("null", True, 1), ("100", True, 0), ("null", False, 0)])
 def test_a_long_run_is_advised_to_write_checkpoints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], every: str, saves: bool, told: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], every: str, saves: bool, count: int
 ) -> None:
     config = load(DEBUG, [f"run.dir={tmp_path}", "run.steps=1000", f"checkpoint.every={every}"])
     directory = RunDirectory(config)
@@ -156,15 +154,15 @@ def test_a_long_run_is_advised_to_write_checkpoints(
         for step in range(1, 9):
             reporter.write(StepResult(step=step, metrics={"time/step": 4.0}, updates=[]))
         reporter.finished({})
-    assert capsys.readouterr().out.count("set checkpoint.every") == told
+    assert capsys.readouterr().out.count("set checkpoint.every") == count
     findings = json.loads(directory.summary.read_text()).get("findings", [])
-    assert [(entry["metric"], entry["first"]) for entry in findings] == [("checkpoint.every", 3)] * told
+    assert [(entry["metric"], entry["first"]) for entry in findings] == [("checkpoint.every", 3)] * count
 
 
 def unscored(step: int, **counts: int) -> StepResult:
     """A step of 16 responses, some of which two functions did not score."""
-    of_sources = {f"rewards/unscored/{name}": count for name, count in counts.items()}
-    metrics = {"rewards/unscored": max(counts.values()), **of_sources, "rollout/samples": 16}
+    metrics = {f"rewards/unscored/{name}": count for name, count in counts.items()}
+    metrics |= {"rewards/unscored": max(counts.values()), "rollout/samples": 16}
     return StepResult(step=step, metrics=metrics, updates=[])
 
 
@@ -217,11 +215,11 @@ def test_a_tracker_that_does_not_start_ends_the_run_in_one_line(
 
     monkeypatch.setattr("megarl.run.report._TRACKERS", {"mlflow_experiment": refuse})
     config = load(DEBUG, [f"run.dir={tmp_path}", "tracking.mlflow_experiment=mine"])
-    with pytest.raises(RunError) as told, Reporter(config, RunDirectory(config), taken=0):
+    with (
+        pytest.raises(RunError, match="no route to the server; correct that"),
+        Reporter(config, RunDirectory(config), taken=0),
+    ):
         pass
-    assert (
-        str(told.value) == "tracking.mlflow_experiment = mine: no route to the server; correct that, or set it to null"
-    )
 
 
 def test_updates_are_counted_over_the_whole_run(tmp_path: Path) -> None:
