@@ -25,8 +25,8 @@ class ShownTurn:
     """What the model wrote in a turn of a conversation, or what was given between two turns.
 
     Args:
-        text: with special tokens, or token ids if the run has no tokenizer.
-        reward: of a turn, by the environment; None of what was given.
+        text: text with special tokens, or token ids if the run has no tokenizer.
+        reward: the environment's reward of a turn; None for given text.
     """
 
     sampled: bool
@@ -42,16 +42,16 @@ class ShownSample:
     Args:
         prompt, response: text without special tokens, or token ids if the run has no tokenizer.
         text: both as one text with special tokens; None without a tokenizer.
-        fields: the other columns of the prompt's row.
-        prompt_tokens, response_tokens: their numbers; given tokens are in the response, and not counted.
-        versions: of the weights that generated the response, in their order.
+        fields: other columns of the prompt's row.
+        prompt_tokens, response_tokens: numbers of tokens; given tokens are in the response, and not counted.
+        versions: versions of the weights that generated the response, in order.
         finished: False if the response was cut off at the length limit.
-        score: the training score; in an evaluation the reward model's, or else that of the first function.
-        scores: unweighted, by reward.
-        advantage: of the response; None where advantages are of tokens, and in an evaluation.
-        tokens: of each response token, by name: `text`, if there is a tokenizer, and values; None where not kept. With
+        score: training score; in an evaluation the reward model's, or else that of the first function.
+        scores: unweighted scores by reward.
+        advantage: advantage of the response; None where tokens have advantages, and in an evaluation.
+        tokens: columns of the response tokens: `text`, if there is a tokenizer, and values; None if not kept. With
             given tokens also `loss_mask`, 1 where a token was sampled; the values of the others are None.
-        turns: the response of a conversation, in order.
+        turns: turns of a conversation, in order.
         outcome: how the conversation ended.
     """
 
@@ -97,34 +97,32 @@ def shown_samples(
     Half of the prompts are the same whenever a step has them, the others are spread over the step.
 
     Args:
-        prompts: by prompt id.
-        scores: [C], of conversations.
+        prompts: prompts by id.
+        scores: [C], by conversation.
         by_reward: [C] each.
         advantages: [N].
-        columns: beside the engines' log-probabilities; None does not keep values of tokens.
+        columns: columns beside the engines' log-probabilities; None does not keep values of tokens.
     """
-    pieces: dict[int, str] = {}
+    texts = _Texts(tokenizer)
     conversations = Branches.of(rollouts.samples).conversation
-
-    def text(ids: npt.NDArray[np.int32]) -> str | tuple[int, ...]:
-        return tuple(ids.tolist()) if tokenizer is None else tokenizer.decode(ids.tolist())
-
+    max_samples = len(rollouts.samples) if count == "all" else count
     shown: list[ShownSample] = []
-    most = len(rollouts.samples) if count == "all" else count
-    for index in _of_some_prompts([sample.prompt_id for sample in rollouts.samples], most):
+    for index in _some_prompts([sample.prompt_id for sample in rollouts.samples], max_samples):
         sample = rollouts.samples[index]
         conversation = conversations[index]
         chunk = rollouts.chunks[sample.chunk]
-        prompt_ids = chunk.prompt_ids[sample.row]
-        response_ids = chunk.response_ids[sample.row]
-        ids = [*prompt_ids.tolist(), *response_ids.tolist()]
+        prompt_ids = chunk.prompt_ids[sample.row].tolist()
+        response_ids = chunk.response_ids[sample.row].tolist()
+        tokens: Mapping[str, Sequence[str | float | None]] | None = None
+        if columns is not None:
+            tokens = _token_columns(chunk, sample, columns(sample.chunk), texts)
         shown.append(
             ShownSample(
                 sample_id=sample.sample_id,
                 prompt_id=sample.prompt_id,
-                prompt=text(prompt_ids),
-                response=text(response_ids),
-                text=None if tokenizer is None else tokenizer.decode(ids, special=True),
+                prompt=texts.decode(prompt_ids),
+                response=texts.decode(response_ids),
+                text=None if tokenizer is None else tokenizer.decode(prompt_ids + response_ids, special=True),
                 fields=json.loads(json.dumps(dict(prompts[sample.prompt_id].fields), default=str)),
                 prompt_tokens=sample.prompt_tokens,
                 response_tokens=sample.response_tokens,
@@ -133,84 +131,102 @@ def shown_samples(
                 score=float(scores[conversation]),
                 scores={name: float(values[conversation]) for name, values in by_reward.items()},
                 advantage=None if advantages is None else float(advantages[index]),
-                tokens=None if columns is None else _tokens(chunk, sample, columns(sample.chunk), tokenizer, pieces),
-                turns=None if sample.outcome is None else _turns(chunk, sample, tokenizer),
+                tokens=tokens,
+                turns=None if sample.outcome is None else _turns(chunk, sample, texts),
                 outcome=sample.outcome,
             )
         )
     return shown
 
 
-def _turns(chunk: RolloutChunk, sample: SampleInfo, tokenizer: Tokenizer | None) -> list[ShownTurn]:
+class _Texts:
+    """Texts of tokens; the ids themselves without a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._pieces: dict[int, str] = {}
+
+    def decode(self, ids: list[int]) -> str | tuple[int, ...]:
+        if self._tokenizer is None:
+            return tuple(ids)
+        return self._tokenizer.decode(ids)
+
+    def after(self, before: list[int], ids: list[int]) -> str | tuple[int, ...]:
+        """Decodes ids as they read after others: some tokenizers drop the space before a first token."""
+        if self._tokenizer is None:
+            return tuple(ids)
+        text = self._tokenizer.decode([*before, *ids], special=True)
+        return text[len(self._tokenizer.decode(before, special=True)) :]
+
+    def pieces(self, before: list[int], ids: list[int]) -> list[str] | None:
+        """Returns the text of each token; None without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        for token in set(ids) - self._pieces.keys():
+            self._pieces[token] = str(self.after(before, [token]))
+        return [self._pieces[token] for token in ids]
+
+
+def _turns(chunk: RolloutChunk, sample: SampleInfo, texts: _Texts) -> list[ShownTurn]:
     """Returns the turns of a conversation's branch, and what was given between them."""
     assert chunk.loss_mask is not None
     assert chunk.turns is not None
-    prompt = chunk.prompt_ids[sample.row]
-    ids = chunk.response_ids[sample.row]
-    sampled = np.flatnonzero(chunk.loss_mask[sample.row])
-    turns = list[ShownTurn]()
-    place = 0
-
-    def add(stop: int, reward: float | None) -> None:
-        nonlocal place
-        before = (ids[place - 1 : place] if place else prompt[-1:]).tolist()
-        piece = ids[place:stop].tolist()
-        text = tuple(piece) if tokenizer is None else _text_after(tokenizer, before, piece)
-        turns.append(ShownTurn(sampled=reward is not None, text=text, tokens=len(piece), reward=reward))
-        place = stop
-
     assert chunk.turn_rewards is not None
-    starts = [0, *chunk.turns[sample.row].tolist()]
-    rewards = [float(f"{reward:.6g}") for reward in chunk.turn_rewards[sample.row].tolist()]
-    for first, end, reward in zip(starts, starts[1:], rewards, strict=False):
-        if end > first and sampled[first] > place:
-            add(int(sampled[first]), None)
-        add(int(sampled[end - 1]) + 1 if end > first else place, reward)
+    prompt_ids = chunk.prompt_ids[sample.row].tolist()
+    ids = chunk.response_ids[sample.row].tolist()
+    sampled = np.flatnonzero(chunk.loss_mask[sample.row]).tolist()
+    turns: list[ShownTurn] = []
+    shown = 0  # ids of the response that are in a turn
+    first = 0  # sampled tokens before the turn
+    for end, reward in zip(chunk.turns[sample.row].tolist(), chunk.turn_rewards[sample.row].tolist(), strict=True):
+        start = sampled[first] if end > first else shown
+        stop = sampled[end - 1] + 1 if end > first else shown
+        if start > shown:
+            given = texts.after((prompt_ids + ids[:shown])[-1:], ids[shown:start])
+            turns.append(ShownTurn(sampled=False, text=given, tokens=start - shown))
+        text = texts.after((prompt_ids + ids[:start])[-1:], ids[start:stop])
+        turns.append(ShownTurn(sampled=True, text=text, tokens=stop - start, reward=float(f"{reward:.6g}")))
+        shown = stop
+        first = end
     return turns
 
 
-def _text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
-    """Decodes ids as they read after others: some tokenizers drop the space before a first token."""
-    return tokenizer.decode([*before, *ids], special=True)[len(tokenizer.decode(before, special=True)) :]
-
-
-def _tokens(
-    chunk: RolloutChunk,
-    sample: SampleInfo,
-    columns: Mapping[str, Ragged],
-    tokenizer: Tokenizer | None,
-    pieces: dict[int, str],
+def _token_columns(
+    chunk: RolloutChunk, sample: SampleInfo, columns: Mapping[str, Ragged], texts: _Texts
 ) -> dict[str, Sequence[str | float | None]]:
-    """Returns the values of a response's tokens, with six digits; adds to `pieces`, the texts of tokens."""
+    """Returns the values of a response's tokens, with six digits."""
     ids = chunk.response_ids[sample.row].tolist()
-    tokens = dict[str, Sequence[str | float | None]]()
-    if tokenizer is not None:
-        before = chunk.prompt_ids[sample.row].tolist()[-1:]
-        for token in set(ids) - set(pieces):
-            pieces[token] = _text_after(tokenizer, before, [token])
-        tokens["text"] = [pieces[token] for token in ids]
-    for name, column in {"rollout_logprobs": chunk.rollout_logprobs, **columns}.items():
-        values = column[sample.row].tolist()
-        if len(values) == len(chunk.rollout_logprobs[sample.row]):  # a sample may be in no optimizer step
-            tokens[name] = [float(f"{value:.6g}") for value in values]
+    mask: list[bool] | None = None
     if sample.given_tokens and chunk.loss_mask is not None:
-        mask: list[bool] = chunk.loss_mask[sample.row].tolist()
-        for name in tokens.keys() - {"text"}:
-            values = iter(tokens[name])
-            tokens[name] = [next(values) if sampled else None for sampled in mask]
+        mask = chunk.loss_mask[sample.row].tolist()
+    tokens: dict[str, Sequence[str | float | None]] = {}
+    pieces = texts.pieces(chunk.prompt_ids[sample.row].tolist()[-1:], ids)
+    if pieces is not None:
+        tokens["text"] = pieces
+    for name, column in {"rollout_logprobs": chunk.rollout_logprobs, **columns}.items():
+        values = [float(f"{value:.6g}") for value in column[sample.row].tolist()]
+        if len(values) != len(chunk.rollout_logprobs[sample.row]):  # a sample may be in no optimizer step
+            continue
+        if mask is None:
+            tokens[name] = values
+        else:
+            remaining = iter(values)
+            tokens[name] = [next(remaining) if sampled else None for sampled in mask]
+    if mask is not None:
         tokens["loss_mask"] = list(map(int, mask))
     return tokens
 
 
-def _of_some_prompts(prompt_ids: Sequence[str], count: int) -> Iterator[int]:
+def _some_prompts(prompt_ids: Sequence[str], count: int) -> Iterator[int]:
     """Yields the indices of the samples of so many prompts that there are at least `count`, or all of them."""
-    groups = [[index for index, _ in group] for _, group in itertools.groupby(enumerate(prompt_ids), lambda it: it[1])]
+    groups = [list(group) for _, group in itertools.groupby(range(len(prompt_ids)), lambda index: prompt_ids[index])]
     shown = min(len(groups), math.ceil(count * len(groups) / len(prompt_ids)))
     by_hash = sorted(range(len(groups)), key=lambda group: stable_hash(prompt_ids[groups[group][0]]))
-    same = by_hash[: (shown + 1) // 2]
-    others = sorted(by_hash[(shown + 1) // 2 :])
-    spread = [others[i * len(others) // (shown // 2)] for i in range(shown // 2)]
-    for group in sorted([*same, *spread]):
+    chosen = by_hash[: (shown + 1) // 2]
+    others = sorted(by_hash[len(chosen) :])
+    for i in range(shown // 2):
+        chosen.append(others[i * len(others) // (shown // 2)])
+    for group in sorted(chosen):
         yield from groups[group]
 
 
@@ -226,13 +242,14 @@ def prompt_scores(
     samples: Sequence[SampleInfo], by_reward: Mapping[str, npt.NDArray[np.float32]]
 ) -> list[PromptScores]:
     """Returns the scores of each prompt, in the order of the samples; `by_reward` are [N] each."""
-    rows: dict[str, list[int]] = {}
+    by_prompt: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
-        rows.setdefault(sample.prompt_id, []).append(index)
-    return [
-        PromptScores(prompt_id=prompt, scores={name: values[own].tolist() for name, values in by_reward.items()})
-        for prompt, own in rows.items()
-    ]
+        by_prompt.setdefault(sample.prompt_id, []).append(index)
+    found: list[PromptScores] = []
+    for prompt, rows in by_prompt.items():
+        scores = {name: values[rows].tolist() for name, values in by_reward.items()}
+        found.append(PromptScores(prompt_id=prompt, scores=scores))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,10 +257,10 @@ class StepResult:
     """The metrics of a step and some of its samples.
 
     Args:
-        step: from 1.
-        metrics: without those of the optimizer steps.
+        step: number of the step, from 1.
+        metrics: metrics of the step as a whole.
         updates: metrics of each optimizer step.
-        failures: of calls of reward functions, with tracebacks.
+        failures: failed calls of reward functions, with tracebacks.
     """
 
     step: int
@@ -253,16 +270,20 @@ class StepResult:
     failures: Sequence[str] = ()
 
     def all_metrics(self) -> dict[str, float]:
-        """Returns all metrics; of those of optimizer steps the mean, of `*_max` and `*_min` the extreme."""
-        names = dict.fromkeys(name for update in self.updates for name in update)
-        values = {name: [update[name] for update in self.updates if name in update] for name in names}
-        return {**self.metrics, **{name: _over_updates(name, found) for name, found in values.items()}}
-
-
-def _over_updates(name: str, values: Sequence[float]) -> float:
-    if name.endswith("_max"):
-        return max(values)
-    return min(values) if name.endswith("_min") else sum(values) / len(values)
+        """Returns all metrics: the mean over optimizer steps, the extreme for `*_max` and `*_min`."""
+        values: dict[str, list[float]] = {}
+        for update in self.updates:
+            for name, value in update.items():
+                values.setdefault(name, []).append(value)
+        metrics = dict(self.metrics)
+        for name, found in values.items():
+            if name.endswith("_max"):
+                metrics[name] = max(found)
+            elif name.endswith("_min"):
+                metrics[name] = min(found)
+            else:
+                metrics[name] = sum(found) / len(found)
+        return metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +291,7 @@ class EvaluationResult:
     """The metrics of an evaluation, the scores of its prompts, and some of its samples.
 
     Args:
-        step: after which it was made; 0 before the first.
+        step: step after which it was made; 0 before the first.
         metrics: `eval/*`, those of samples with the half width of their 95% interval, `eval/*_ci95`.
     """
 
