@@ -21,7 +21,7 @@ STATE = "state.json"
 ROLLOUTS: Final = "rollouts"
 """Directory of the rollouts that wait for the training, if there are any."""
 FORMAT = 1
-"""Of the whole checkpoint; other numbers are refused."""
+"""Format of the whole checkpoint; other numbers are refused."""
 _READERS = 8
 _LONGEST_PATH = 1000
 _LARGEST_STATE = 1 << 30
@@ -41,10 +41,10 @@ class CheckpointManifest:
     """The files of a checkpoint, without the manifest itself.
 
     Args:
-        step: the last before it.
-        roles: by role and rank, the files that the rank wrote, relative to the role's directory.
-        state: the file of the driver's state.
-        rollouts: the files of rollouts that wait for the training.
+        step: last step before it.
+        roles: files by role and rank, relative to the role's directory.
+        state: file of the driver's state.
+        rollouts: files of rollouts that wait for the training.
     """
 
     step: int
@@ -71,11 +71,12 @@ class CheckpointManifest:
         expected = [(writer, record) for writer, record in self.files() if record.path.startswith(prefix)]
         with ThreadPoolExecutor(_READERS) as readers:
             compared = readers.map(lambda pair: _problem(directory, *pair), expected)
-            problems = [found for found in compared if found]
+            problems = [problem for problem in compared if problem is not None]
         listed = {record.path for _, record in expected} | {MANIFEST}
-        present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
-        unlisted = sorted(path for path in present - listed if path.startswith(prefix))
-        problems += [f"{path} is not in the manifest" for path in unlisted]
+        for path in sorted(directory.rglob("*")):
+            name = path.relative_to(directory).as_posix()
+            if name.startswith(prefix) and name not in listed and not path.is_dir():
+                problems.append(f"{name} is not in the manifest")
         if problems:
             raise BrokenCheckpointError(directory, problems)
 
@@ -95,16 +96,15 @@ class CheckpointManifest:
             if fields["format"] != FORMAT:
                 found = _shown(fields["format"])
                 raise BrokenCheckpointError(directory, [f"{MANIFEST} has format {found}, not {FORMAT}"])
-            roles = {
-                role: [[_record(record) for record in records] for records in ranks]
-                for role, ranks in fields["roles"].items()
-            }
+            roles: dict[str, list[list[FileRecord]]] = {}
+            for role, ranks in fields["roles"].items():
+                if role not in get_args(RoleName):
+                    raise ValueError(f"{_shown(role)} is no role")
+                roles[role] = [_records(records) for records in ranks]
             step = fields["step"]
-            rollouts = tuple(_record(record) for record in fields.get("rollouts", ()))
-            if unknown := roles.keys() - set(get_args(RoleName)):
-                raise ValueError(f"{_shown(min(unknown))} is no role")
             if type(step) is not int or step < 0:
                 raise ValueError(f"the step is {_shown(step)}")
+            rollouts = _records(fields.get("rollouts", ()))
             return cls(step=step, roles=roles, state=_record(fields["state"]), rollouts=rollouts)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BrokenCheckpointError(directory, [f"{MANIFEST} cannot be read: {error}"]) from None
@@ -112,6 +112,10 @@ class CheckpointManifest:
 
 def _shown(value: object) -> str:
     return f"{value!a:.100}"
+
+
+def _records(entries: Sequence[Mapping[str, Any]]) -> list[FileRecord]:
+    return [_record(fields) for fields in entries]
 
 
 def _record(fields: Mapping[str, Any]) -> FileRecord:
@@ -132,10 +136,11 @@ def _problem(directory: Path, writer: str, record: FileRecord) -> str | None:
         nbytes = path.stat().st_size
         if nbytes != record.nbytes:
             return f"{record.path} of {writer} has {nbytes} bytes, not {record.nbytes}"
-        found = FileRecord.of(path, directory)
+        if FileRecord.of(path, directory) != record:
+            return f"{record.path} of {writer} has other content than was written"
     except OSError as error:
         return f"{record.path} of {writer} cannot be read: {error.strerror}"
-    return None if found == record else f"{record.path} of {writer} has other content than was written"
+    return None
 
 
 _COMMITTED = re.compile(r"step-(\d+)")
@@ -148,9 +153,9 @@ class Checkpoint:
     """A committed checkpoint whose files match its manifest.
 
     Args:
-        path: has a directory for each role.
-        step: the last before it.
-        state: of the driver, as passed to `commit`.
+        path: directory, with a directory for each role.
+        step: last step before it.
+        state: state of the driver, as passed to `commit`.
     """
 
     path: Path
@@ -191,9 +196,9 @@ class Checkpoints:
         """Verifies the staged files, makes them the latest checkpoint, and removes the oldest ones.
 
         Args:
-            roles: by role and rank, the files that the rank wrote.
-            state: of the driver, as JSON.
-            kept: returns those of the steps with a checkpoint that stay in any case.
+            roles: files by role and rank.
+            state: state of the driver, as JSON.
+            kept: function that chooses steps whose checkpoints stay in any case.
 
         Raises:
             BrokenCheckpointError: a staged file is missing, differs or is not listed; nothing has changed.
@@ -203,9 +208,8 @@ class Checkpoints:
         with writing(step):
             write_durably(staged / STATE, json.dumps(state, indent=1, allow_nan=False) + "\n")
             rollouts = [FileRecord.of(path, staged) for path in sorted((staged / ROLLOUTS).glob("*"))]
-            manifest = CheckpointManifest(
-                step=step, roles=roles, state=FileRecord.of(staged / STATE, staged), rollouts=rollouts
-            )
+            record = FileRecord.of(staged / STATE, staged)
+            manifest = CheckpointManifest(step=step, roles=roles, state=record, rollouts=rollouts)
             manifest.verify(staged)
             write_durably(staged / MANIFEST, manifest.to_json())
             staged.rename(self._path(step))
@@ -236,22 +240,21 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps with a committed checkpoint, in order."""
-        matches = (_COMMITTED.fullmatch(name) for name in self._names())
-        return sorted(int(match[1]) for match in matches if match)
+        return sorted(int(match[1]) for match in self._matches(_COMMITTED))
 
     def staged_step(self) -> int | None:
         """Returns the step of the last unfinished checkpoint, which is being written or whose writer was killed."""
-        matches = (_STAGED.fullmatch(name) for name in self._names())
-        return max((int(match[1]) for match in matches if match), default=None)
+        return max((int(match[1]) for match in self._matches(_STAGED)), default=None)
 
     def clean(self) -> None:
         """Removes unfinished checkpoints; no other process may write checkpoints of the run."""
-        for name in self._names():
-            if _UNFINISHED.fullmatch(name):
-                shutil.rmtree(self.directory / name)
+        for match in self._matches(_UNFINISHED):
+            shutil.rmtree(self.directory / match[0])
 
-    def _names(self) -> list[str]:
-        return [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
+    def _matches(self, pattern: re.Pattern[str]) -> list[re.Match[str]]:
+        if not self.directory.is_dir():
+            return []
+        return [match for path in self.directory.iterdir() if (match := pattern.fullmatch(path.name))]
 
     def _remove(self, step: int) -> None:
         """Renames a checkpoint before its files are deleted: a partial one is never found."""
@@ -274,9 +277,9 @@ def reasons_to_keep(
 
     Args:
         steps: steps with a checkpoint, in order.
-        evaluations: the run's file of evaluations.
-        keep: number of the newest ones that stay.
-        keep_every: multiples of this number of steps stay.
+        evaluations: file of the run's evaluations.
+        keep: number of the newest checkpoints that stay.
+        keep_every: number of steps whose multiples stay.
         best: metric of the evaluations by which one more stays, and "max" or "min".
     """
     reasons: dict[int, list[str]] = {step: ["newest"] for step in steps[-keep:]}
@@ -291,8 +294,8 @@ def reasons_to_keep(
                 values[line["step"]] = line[metric]
         if values:
             choose = max if mode == "max" else min
-            first = choose(sorted(values), key=values.__getitem__)  # the first of equals
-            reasons.setdefault(first, []).append("best")
+            step = choose(sorted(values), key=lambda step: values[step])  # the first of equals
+            reasons.setdefault(step, []).append("best")
     return {step: tuple(found) for step, found in reasons.items()}
 
 

@@ -17,10 +17,10 @@ from megarl.types import RoleName
 from megarl.weights.hf_files import INDEX_FILE, SINGLE_FILE, read_weight_map
 
 FROZEN: Final = "frozen_weights"
-"""Their key in the driver's state of a checkpoint."""
+"""Key of the digests in the driver's state of a checkpoint."""
 
 FrozenDigests = Mapping[str, Mapping[str, str]]
-"""Hexadecimal digests by the field of a directory and the name of a file in it."""
+"""Hexadecimal digests by the configuration's field of a directory and the name of a file in it."""
 
 _BLOCK = 1 << 16
 _BLOCKS = 256
@@ -30,19 +30,20 @@ _READERS = 8
 
 def digest_frozen_weights(config: TrainingConfig) -> FrozenDigests:
     """Returns the digests of all frozen roles of a run; raises OSError if a file cannot be read."""
-    files = {field: _files(directory) for field, directory in _directories(config)}
+    digests: dict[str, dict[str, str]] = {}
     with ThreadPoolExecutor(_READERS) as readers:
-        return {
-            field: dict(zip([file.name for file in found], readers.map(_digest, found), strict=True))
-            for field, found in files.items()
-        }
+        for field, directory in _directories(config):
+            files = _files(directory)
+            digests[field] = dict(zip([file.name for file in files], readers.map(_digest, files), strict=True))
+    return digests
 
 
 def changed_files(kept: FrozenDigests, now: FrozenDigests) -> dict[str, list[str]]:
     """Returns the names of the files that differ, by field; a field that one side lacks is not compared."""
     changed: dict[str, list[str]] = {}
     for field, files in kept.items():
-        if different := dict(files.items() ^ now.get(field, files).items()):
+        different = {name for name, _ in files.items() ^ now.get(field, files).items()}
+        if different:
             changed[field] = sorted(different)
     return changed
 
@@ -61,8 +62,10 @@ def _directories(config: TrainingConfig) -> Iterator[tuple[str, Path]]:
 
 def _files(directory: Path) -> list[Path]:
     index = directory / INDEX_FILE
-    names = sorted(set(read_weight_map(index).values())) if index.is_file() else [SINGLE_FILE]
-    files = [directory / name for name in ("config.json", *names)]
+    names = {SINGLE_FILE}
+    if index.is_file():
+        names = set(read_weight_map(index).values())
+    files = [directory / name for name in ("config.json", *sorted(names))]
     return [file for file in files if file.exists()]  # a plan needs no weights
 
 

@@ -1,4 +1,4 @@
-"""Whether a run that has failed goes on from its last checkpoint, with new processes, in the same command."""
+"""Whether a failed run continues from its last checkpoint, with new processes, in the same command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.run.directory import RunDirectory, last_step
 from megarl.texts import counted
 
 IN_JOBS: Final = 3
-"""Restarts in a job, where nobody may look."""
+"""Restarts in a job, which nobody may watch."""
 _JOB_VARIABLES: Final = ("SLURM_JOB_ID", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 """Environment variables of the jobs of Slurm and Ray."""
 
@@ -26,27 +26,28 @@ class Restarts:
     """
 
     def __init__(self, config: TrainingConfig) -> None:
-        in_job = any(name in os.environ for name in _JOB_VARIABLES)
         limit = config.run.max_restarts
         if limit is None:
+            in_job = any(name in os.environ for name in _JOB_VARIABLES)
             limit = IN_JOBS if in_job else 0
         self._limit = limit
-        self._failures: list[tuple[int, str]] = []
-        """Of each failure the last finished step, and the cause."""
-        self._whole = self.config = config
-        """The latter is that of the next attempt, which may have fewer nodes."""
+        self._failures: list[tuple[int, str]] = []  # last finished step and cause of each
+        self._full_config = config
+        self.config = config
+        """The configuration of the next attempt, which may have fewer nodes."""
 
     def after(self, error: RunError, directory: RunDirectory) -> str:
         """Returns the line that announces the restart after a failure.
 
         Raises:
-            RunError: There is none. It is the error; without progress, it names the earlier failure, too.
+            RunError: no restart follows. It is the error; without progress, it names the earlier failure, too.
         """
         steps = directory.checkpoints.steps()
         begin = f"from step {steps[-1]}" if steps else "from the beginning: there is no checkpoint yet"
-        if self._failures and isinstance(error, MissingNodesError) and self._shrinks(error.nodes):
+        if self._failures and isinstance(error, MissingNodesError) and self._shrink(error.nodes):
+            all_nodes = self._full_config.cluster.nodes
             nodes = counted(self.config.cluster.nodes, "node")
-            return f"{error.nodes} of {self._whole.cluster.nodes} nodes are left; it restarts on {nodes}, {begin}"
+            return f"{error.nodes} of {all_nodes} nodes are left; it restarts on {nodes}, {begin}"
         step = last_step(directory, directory.step)
         cause = str(error).splitlines()[0].removesuffix(".")
         if self._failures and step in (self._failures[-1][0], directory.step):
@@ -56,15 +57,17 @@ class Restarts:
         if not isinstance(error, WorkerError) or error.repeats or len(self._failures) == self._limit:
             raise error
         self._failures.append((step, cause))
-        self.config = self._whole
+        self.config = self._full_config
         return f"{cause}; restart {len(self._failures)} of {self._limit} {begin}"
 
-    def _shrinks(self, found: int) -> bool:
+    def _shrink(self, found: int) -> bool:
         """Takes as many nodes for the next attempt as are left and can be used; returns whether these are enough."""
-        most = found if found < self.config.cluster.nodes else -1  # all nodes live: others use their devices
-        for nodes in range(most, (self._whole.cluster.min_nodes or most + 1) - 1, -1):
+        min_nodes = self._full_config.cluster.min_nodes
+        if min_nodes is None or found >= self.config.cluster.nodes:  # all nodes live: others use their devices
+            return False
+        for nodes in range(found, min_nodes - 1, -1):
             try:
-                self.config = on_first_nodes(self._whole, nodes)
+                self.config = on_first_nodes(self._full_config, nodes)
             except ConfigError:
                 continue
             return True
