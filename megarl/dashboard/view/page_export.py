@@ -51,7 +51,7 @@ def key(question: str, query: dict[str, str]) -> str:
 
 
 def _answers(view: RunView) -> Iterator[tuple[str, dict[str, str], Any]]:
-    for question in ("overview", "steps", "settings", "left_out", "recipes"):
+    for question in ("overview", "steps", "settings", "left_out"):
         yield question, {}, view.answer(question, {})
     series = view.answer("series", {})
     thinned = {name: _thinned(points) for name, points in series["series"].items()}

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
-from megarl.config.inheritance import RECIPES, merged, recipes
-from megarl.config.schema import stage_class
 from megarl.dashboard.status.format import duration
 from megarl.dashboard.status.reading import read_status
 from megarl.dashboard.view.metric_table import MetricTable
@@ -30,7 +26,6 @@ _MAX_LEFT_OUT = 200
 _COLUMNS = 1500
 _MAX_COLUMNS = 20000
 """Columns of a timeline: by default, and at most."""
-_REQUIRED: Final = object()
 
 
 class RunView:
@@ -68,9 +63,7 @@ class RunView:
                 case "timeline":
                     return self._window(query)
                 case "settings":
-                    return read_settings(self._run)
-                case "recipes":
-                    return read_recipes()
+                    return dict(flat(read_config(self._run.config)))
                 case "left_out":
                     rows = read_lines(self._run.left_out)
                     return {"count": len(rows), "rows": rows[:_MAX_LEFT_OUT]}
@@ -132,47 +125,3 @@ def open_runs(paths: Sequence[Path]) -> list[RunView]:
     for path, name in zip(paths, names, strict=True):
         views.append(RunView(path, name if names.count(name) == 1 else str(path)))
     return views
-
-
-def read_settings(run: RunPaths) -> dict[str, Any]:
-    """Returns the settings of a run by path, and the defaults of the changed ones: null if there is none.
-
-    `changed` is null for a configuration that this version does not accept. Its files need not be on this machine.
-    """
-    fields = read_config(run.config)
-    if not fields:
-        return {"settings": {}, "changed": {}}
-    try:
-        changed = dict(_changed(stage_class(fields["stage"]).model_validate(fields), None))
-    except (KeyError, ValidationError):
-        changed = None
-    return {"settings": dict(flat(fields)), "changed": changed}
-
-
-def _changed(section: BaseModel, base: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the fields that differ from their defaults, with these; `base` has the section's, if it is of its kind."""
-    for name, info in type(section).model_fields.items():
-        value = getattr(section, name)
-        field = f"{path}{info.alias or name}"
-        if type(base) is type(section):
-            default = getattr(base, name)
-        elif info.is_required():
-            default = _REQUIRED
-        else:
-            default = info.get_default(call_default_factory=True)
-        if isinstance(value, BaseModel):
-            if "name" in type(value).model_fields and getattr(default, "name", None) != getattr(value, "name", None):
-                yield f"{field}.name", getattr(default, "name", None)
-            yield from _changed(value, default, f"{field}.")
-        elif isinstance(value, Mapping) and any(isinstance(entry, BaseModel) for entry in value.values()):
-            for key, entry in value.items():
-                yield from _changed(entry, None, f"{field}.{key}.")
-        elif default is _REQUIRED or isinstance(default, BaseModel):
-            yield field, None
-        elif value != default:
-            yield field, default if isinstance(default, int | float | str) else default and str(default)
-
-
-def read_recipes() -> dict[str, dict[str, Any]]:
-    """Returns what each recipe sets, by path; a choice that is only named has the path of its name."""
-    return {name: dict(flat(merged(RECIPES / f"{name}.yaml", ())[0])) for name in recipes()}
