@@ -1,4 +1,4 @@
-"""The attempts at a run, each with processes of its own: attempts.jsonl.
+"""The attempts at a run: attempts.jsonl.
 
 Each attempt has a line for its start and, unless the process was killed, one for its end. If the file cannot be
 written, a message is printed and nothing fails: that must not end the run or hide what did.
@@ -30,8 +30,8 @@ class AttemptEnd:
 
     Args:
         time: seconds since 1970.
-        step: the last in metrics.jsonl.
-        message: the error, or the signal's name; empty for an end without one.
+        step: last step in metrics.jsonl.
+        message: error, or name of the signal, if any.
     """
 
     time: float
@@ -45,12 +45,12 @@ class Attempt:
     """An attempt at a run: a start of its command, or a restart in it.
 
     Args:
-        number: from 1.
-        time: of its start, of the first one in a process that of the process; seconds since 1970.
-        step: that it resumed after; 0 at the beginning.
+        number: number of the attempt, from 1.
+        time: time of its start, or of the start of its process; seconds since 1970.
+        step: step that it resumed after; 0 at the beginning.
         job: number of the Slurm job, if any.
-        restart: times that Slurm had restarted that job.
-        end: None while it runs, or if its process was killed.
+        restart: number of restarts of that job by Slurm.
+        end: end of the attempt; None while it runs, or if its process was killed.
     """
 
     number: int

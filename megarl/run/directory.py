@@ -43,7 +43,7 @@ class RunDirectory(RunPaths):
 
     def __init__(self, config: TrainingConfig) -> None:
         super().__init__(config.run.dir)
-        self._settings = config.checkpoint
+        self._keeping = config.checkpoint
         self.checkpoints = Checkpoints(self.checkpoint_dir, keep=config.checkpoint.keep)
         self.latest: Checkpoint | None = None
         """The checkpoint that the run resumes from; None when it starts from the beginning."""
@@ -60,11 +60,10 @@ class RunDirectory(RunPaths):
 
     @property
     def step(self) -> int:
-        """Returns the step of the checkpoint, 0 without one."""
+        """The step of the checkpoint; 0 without one."""
         return 0 if self.latest is None else self.latest.step
 
     def _reset(self, point: ResumePoint) -> None:
-        """Removes everything that was written after the checkpoint."""
         if point.changed:
             old = self.config.read_text(encoding="utf-8")
             write_durably(self.path / f"config.until-step-{point.step}.yaml", old)
@@ -81,17 +80,16 @@ class RunDirectory(RunPaths):
         for path in self.line_files:
             if path.exists():
                 sync(path)
-        state = {**state, FROZEN: self._frozen} if self._frozen else state
+        if self._frozen:
+            state = {**state, FROZEN: self._frozen}
         self.checkpoints.commit(step, files, state, self._reasons_to_keep)
 
     def _reasons_to_keep(self, steps: Sequence[int]) -> Mapping[int, Sequence[str]]:
-        best = self._settings.best
+        best = None
+        if self._keeping.best is not None:
+            best = (self._keeping.best.metric, self._keeping.best.mode)
         return reasons_to_keep(
-            steps,
-            self.evaluations,
-            keep=self._settings.keep,
-            keep_every=self._settings.keep_every,
-            best=None if best is None else (best.metric, best.mode),
+            steps, self.evaluations, keep=self._keeping.keep, keep_every=self._keeping.keep_every, best=best
         )
 
     def close(self) -> None:
@@ -117,7 +115,6 @@ class EvaluationDirectory(RunPaths):
             save(config, self.config, secrets=False)
 
     def close(self) -> None:
-        """Releases the lock."""
         self._lock.close()
 
 
@@ -152,7 +149,7 @@ def attempt(
 
     Args:
         taken: steps that earlier attempts have taken.
-        reason: of an end without an error.
+        reason: reason of an end without an error.
         clock: seconds of the attempt.
     """
     log = AttemptLog(paths.attempts)
@@ -226,8 +223,8 @@ def model_directory(config: RunConfig, run_dir: Path) -> str:
             with write_errors(partial):
                 write_random_model(config.model.random, partial)
         except OSError as error:
-            where = "" if error.filename is None else f"{error.filename}: "
-            raise RunError(f"the random model cannot be written: {where}{error.strerror or error}") from error
+            where = error.filename or partial
+            raise RunError(f"the random model cannot be written: {where}: {error.strerror or error}") from error
         partial.rename(directory)
     return str(directory.absolute())
 

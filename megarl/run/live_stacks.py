@@ -24,13 +24,14 @@ def show_stacks(path: Path) -> None:
     run = RunPaths(path.absolute())
     found = take_stacks(run.logs)
     cluster: Any = read_config(run.config).get("cluster")
-    address = cluster.get("address") if isinstance(cluster, Mapping) else None
-    if address is not None:
-        found += _elsewhere(run.logs, str(address))
+    if isinstance(cluster, Mapping) and cluster.get("address") is not None:
+        found += _other_nodes(run.logs, str(cluster["address"]))
     if not found:
+        message = f"no process of {path} runs here, or they belong to another user"
         attempts = [attempt for attempt in read_attempts(run.attempts) if attempt.end is None]
-        where = f"; its driver is on {attempts[-1].host}" if attempts else ""
-        raise RunError(f"no process of {path} runs here, or they belong to another user{where}")
+        if attempts:
+            message += f"; its driver is on {attempts[-1].host}"
+        raise RunError(message)
     directory = write_stacks(found, run.logs)
     for each in found:
         print(f"{each.name} (pid {each.pid} on {each.host}): {_place(each)}")
@@ -40,11 +41,11 @@ def show_stacks(path: Path) -> None:
     print(f"the stacks are in {directory}")
 
 
-def _elsewhere(logs: Path, address: str) -> list[ProcessStacks]:
+def _other_nodes(logs: Path, address: str) -> list[ProcessStacks]:
     try:
         ray_api.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError) as error:
-        print(f"other nodes are not asked: {error}")
+        print(f"no stacks of other nodes: {error}")
         return []
     try:
         found, silent = stacks_of_other_nodes(logs)
@@ -59,6 +60,8 @@ def _place(process: ProcessStacks) -> str:
     if process.silence:
         return process.silence
     if process.name == "driver":
-        return "calls in progress" if process.waits else "no call is in progress"
+        return "calls in progress" if process.waits else "no call in progress"
     frames = working_frames(process.text)
-    return str(frames[0]).strip() if frames else "it works on no call"
+    if not frames:
+        return "it works on no call"
+    return str(frames[0]).strip()

@@ -67,8 +67,8 @@ def read_config(path: Path) -> Mapping[str, Any]:
         with open_file(path) as file:
             text = file.read(_LARGEST_CONFIG + 1)
         # A few lines of aliases can stand for more than any memory holds.
-        aliases = (event for event in yaml.parse(text, Loader=_YAML) if isinstance(event, yaml.AliasEvent))
-        if len(text) > _LARGEST_CONFIG or next(aliases, None) is not None:
+        has_aliases = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=_YAML))
+        if len(text) > _LARGEST_CONFIG or has_aliases:
             return {}
         fields = _YAML(text).get_single_data()
     except (FileNotFoundError, ValueError, RecursionError, yaml.YAMLError):

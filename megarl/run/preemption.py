@@ -1,4 +1,4 @@
-"""A run saves and leaves before it is stopped: after a signal, and before its time is over."""
+"""Saving and ending a run before it is stopped: after a signal, and before its time is over."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megarl.run.timers import process_age
 
 _NOTICES: Final = (signal.SIGTERM, signal.SIGUSR1)
 _END_S: Final = 30.0
-"""For the processes to end, before the time is over."""
+"""Time for the processes to end, before the time is over."""
 
 
 class Preemption:
-    """Decides whether a run leaves after the step that it is in, as a context manager around its steps.
+    """Decides whether a run ends after its current step; a context manager around the steps.
 
-    SIGUSR1 and a first SIGTERM ask for it. A later SIGTERM has the effect that it had before the block, and so has the
-    end of the grace. The run leaves by itself when another step, as long as the longest one, and its checkpoint might
+    SIGUSR1 and a first SIGTERM request it. A later SIGTERM has the effect that it had before the block, and so has the
+    end of the grace. The run ends by itself when another step, as long as the longest one, and its checkpoint might
     not end in time; the first checkpoint is taken to be as long as the longest step.
 
     Args:
         grace_s: seconds after SIGTERM.
-        end: of the run's time, see `end_of_time`; None if it has no end.
+        end: end of the run's time, see `end_of_time`; None if it has no end.
         clock: seconds since 1970.
     """
 
@@ -37,32 +37,32 @@ class Preemption:
         self._grace_s = grace_s
         self._end = end
         self._clock = clock
-        self._asked = False
+        self._signaled = False
         self._reason = ""
         self._longest_step = 0.0
         self._mark = clock()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        numbers = (*_NOTICES, signal.SIGALRM) if threading.current_thread() is threading.main_thread() else ()
-        self._before = {number: signal.getsignal(number) for number in numbers}
-        for number in numbers:
-            signal.signal(number, self._receive)
+        if threading.current_thread() is threading.main_thread():
+            for number in (*_NOTICES, signal.SIGALRM):
+                self._before[number] = signal.getsignal(number)
+                signal.signal(number, self._receive)
         self._mark = self._clock()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._asked:
+        if self._signaled:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._receive:
                 signal.signal(number, handler)
 
     def leaves(self, save_s: float = 0.0) -> bool:
-        """Notes the end of a step; returns whether the run saves after it, and leaves.
+        """Notes the end of a step; returns whether the run saves and ends after it.
 
         Args:
-            save_s: that a save may take; 0 before the first one.
+            save_s: seconds that a save may take; 0 before the first one.
         """
         before = self._mark
         self._mark = self._clock()
@@ -73,10 +73,10 @@ class Preemption:
         return bool(self._reason)
 
     def saved(self, step: int, wait: Callable[[], object]) -> None:
-        """Notes that a step was saved; raises PreemptedError if the run leaves, and ignores interrupts from then on.
+        """Notes that a step was saved; raises PreemptedError if the run ends, and ignores interrupts from then on.
 
         Args:
-            wait: waits until the checkpoint is committed.
+            wait: function that waits until the checkpoint is committed.
         """
         self._mark = self._clock()
         if self._reason:
@@ -85,24 +85,28 @@ class Preemption:
             raise PreemptedError(f"preempted after step {step}: {self._reason}. Run the same command to continue")
 
     def _receive(self, number: int, frame: Any) -> None:
-        again = number == signal.SIGTERM and (self._asked or not self._grace_s)
-        if again or number == signal.SIGALRM:
+        at_once = number == signal.SIGTERM and (self._signaled or not self._grace_s)
+        if at_once or number == signal.SIGALRM:
             self._before[signal.SIGTERM](signal.SIGTERM, frame)
-        elif not self._asked:
-            self._asked = True
+        elif not self._signaled:
+            self._signaled = True
             self._reason = self._reason or f"it got {signal.Signals(number).name}"
-            left = [self._grace_s] if number == signal.SIGTERM else []
+            limits: list[float] = []
+            if number == signal.SIGTERM:
+                limits.append(self._grace_s)
             if self._end is not None:
-                left.append(max(1.0, self._end - _END_S - self._clock()))
-            signal.setitimer(signal.ITIMER_REAL, min(left, default=0))
+                limits.append(max(1.0, self._end - _END_S - self._clock()))
+            signal.setitimer(signal.ITIMER_REAL, min(limits, default=0))
             with suppress(OSError):  # print could be interrupted by this
                 os.write(2, f"{self._reason}: the run saves after this step, and ends\n".encode())
 
 
 def end_of_time(run: TrainingRun, environment: Mapping[str, str]) -> float | None:
     """Returns when the time of this process is over, seconds since 1970: by `run.time_limit`, or with its Slurm job."""
-    told = environment.get("SLURM_JOB_END_TIME", "")
-    ends = [float(told)] if told.isdigit() and int(told) else []
+    ends: list[float] = []
+    job_end = environment.get("SLURM_JOB_END_TIME", "")
+    if job_end.isdigit() and int(job_end):
+        ends.append(float(job_end))
     if run.time_limit is not None:
         ends.append(time.time() - process_age() + run.time_limit)
     return min(ends, default=None)

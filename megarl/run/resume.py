@@ -42,9 +42,9 @@ class ResumePoint:
     """Where a run continues.
 
     Args:
-        latest: its newest checkpoint; None if it starts again from the beginning.
-        finished: all steps are taken and the model is exported.
-        changed: the configuration differs from that of the start.
+        latest: newest checkpoint; None if the run starts again from the beginning.
+        finished: whether all steps are taken and the model is exported.
+        changed: whether the configuration differs from that of the start.
     """
 
     latest: Checkpoint | None
@@ -91,8 +91,9 @@ def resumed_config(config: RunConfig) -> Mapping[str, Any]:
     if not isinstance(config, TrainingConfig):
         return {}
     paths = RunPaths(config.run.dir)
-    saved = Checkpoints(paths.checkpoint_dir, keep=config.checkpoint.keep).steps()
-    return read_config(paths.config) if saved else {}
+    if not Checkpoints(paths.checkpoint_dir, keep=config.checkpoint.keep).steps():
+        return {}
+    return read_config(paths.config)
 
 
 def describe_run(config: RunConfig) -> str | None:
@@ -109,7 +110,9 @@ def describe_run(config: RunConfig) -> str | None:
         return None
     if point.finished:
         return finished_message(config)
-    return f"after step {point.step}" if point.latest is not None else "from the beginning: there is no checkpoint yet"
+    if point.latest is None:
+        return "from the beginning: there is no checkpoint yet"
+    return f"after step {point.step}"
 
 
 def finished_message(config: TrainingConfig) -> str:
@@ -143,11 +146,11 @@ def compare_configs(
     if _at(old, "stage") != config.stage:  # other differences follow from it
         rule = f"stays {_at(old, 'stage')} when a run resumes: a run has one stage"
         return [Problem(field="stage", value=config.stage, rule=rule, fix=fix)], True
-    problems = [
-        Problem(field=field, value=given, rule=f"stays {kept} when a run resumes: {why}", fix=fix)
-        for name, why in FIXED.items()
-        for field, kept, given in _differences(name, _at(old, name), _at(new, name))
-    ]
+    problems: list[Problem] = []
+    for name, why in FIXED.items():
+        for field, kept, given in _differences(name, _at(old, name), _at(new, name)):
+            rule = f"stays {kept} when a run resumes: {why}"
+            problems.append(Problem(field=field, value=given, rule=rule, fix=fix))
     if latest is not None:
         problems += _contradictions(config, latest)
     return problems, old != new
@@ -174,15 +177,18 @@ def _changed_weights(config: TrainingConfig, kept: FrozenDigests, now: FrozenDig
 def _at(fields: Any, path: str) -> Any:
     """Returns the entry of a nested dict at a dotted path."""
     for key in path.split("."):
-        fields = cast(Mapping[str, Any], fields).get(key, _MISSING) if isinstance(fields, Mapping) else _MISSING
+        if not isinstance(fields, Mapping):
+            return _MISSING
+        fields = cast(Mapping[str, Any], fields).get(key, _MISSING)
     return fields
 
 
 def _differences(field: str, kept: Any, given: Any) -> Iterator[tuple[str, str, str]]:
     """Yields the fields below one whose values differ, with both values; a section that one side lacks is one field."""
     if isinstance(kept, Mapping) and isinstance(given, Mapping):
-        both: list[Mapping[str, Any]] = [kept, given]
-        for key in sorted({key for fields in both for key in fields}):
-            yield from _differences(f"{field}.{key}", *(fields.get(key, _MISSING) for fields in both))
+        before = cast(Mapping[str, Any], kept)
+        after = cast(Mapping[str, Any], given)
+        for key in sorted(before.keys() | after.keys()):
+            yield from _differences(f"{field}.{key}", before.get(key, _MISSING), after.get(key, _MISSING))
     elif kept != given:
         yield field, shown(kept), shown(given)

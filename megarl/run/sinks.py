@@ -41,7 +41,7 @@ class JsonlSink:
     """Appends a JSON object per call to a file, flushed: `step` first. Numbers that are not finite become null.
 
     Args:
-        path: its directory is created.
+        path: file, whose directory is created.
         clock: seconds since 1970, the last entry of each object; None leaves it out.
     """
 
@@ -78,19 +78,19 @@ def as_json(value: Any) -> Any:
 
 
 class SampleSink:
-    """Appends samples to a file of JSON lines, which loses steps of the run's beginning where it becomes too large.
+    """Appends samples to a file of JSON lines, which loses older steps when it becomes too large.
 
-    Every other step of the older half leaves, but not the first one: what remains is of the whole run. Training and
-    evaluations have steps of their own, and those with more bytes leave.
+    Every other step of the older half leaves, but not the first one: what remains covers the whole run. Training and
+    evaluations are counted separately, and those with more bytes leave.
 
     Args:
-        limit: bytes; the first and the last two steps of both kinds stay, whatever their size.
+        limit: size in bytes; the first and the last two steps of both kinds stay, whatever their size.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
         self._path = path
         self._limit = limit
-        self._told = False
+        self._warned = False
         self._lines = JsonlSink(path, clock=None)
 
     def write(self, step: int, kind: str, samples: Iterable[Mapping[str, Any]]) -> None:
@@ -107,48 +107,44 @@ class SampleSink:
         sizes: dict[bytes, int] = {}
         with self._path.open("rb") as lines:
             for line in lines:
-                sizes[_step_of(line)] = sizes.get(_step_of(line), 0) + len(line)
-        kept = thinned(sizes, int(_AFTER_THINNING * self._limit))
+                step = _step_prefix(line)
+                sizes[step] = sizes.get(step, 0) + len(line)
+        kept = _thinned(sizes, int(_AFTER_THINNING * self._limit))
         if len(kept) == len(sizes):
             return
         partial = self._path.with_name(f".{self._path.name}.partial")
         with write_errors(partial), self._path.open("rb") as lines, partial.open("wb") as file:
-            file.writelines(line for line in lines if _step_of(line) in kept)
+            file.writelines(line for line in lines if _step_prefix(line) in kept)
         sync(partial)
         self._lines.close()
         partial.replace(self._path)
         self._lines = JsonlSink(self._path, clock=None)
-        if not self._told:
+        if not self._warned:
             limit = f"tracking.samples_mib ({format_bytes(self._limit)})"
             print(f"{self._path} has reached {limit}: from now on, every other of its older steps leaves", flush=True)
-            self._told = True
+            self._warned = True
 
 
-def _step_of(line: bytes) -> bytes:
+def _step_prefix(line: bytes) -> bytes:
     """Returns the beginning of a sample's line, which names its step and kind."""
     return line.partition(_AFTER_KIND)[0]
 
 
-def thinned(sizes: Mapping[bytes, int], most: int) -> set[bytes]:
-    """Returns the steps that stay in a file of samples.
-
-    Args:
-        sizes: bytes by step and kind, in the order of the file.
-        most: bytes.
-    """
-    kinds: dict[bytes, list[bytes]] = {}
+def _thinned(sizes: Mapping[bytes, int], max_bytes: int) -> set[bytes]:
+    """Returns the steps that stay in a file of samples; `sizes` are in the order of the file."""
+    by_kind: dict[bytes, list[bytes]] = {}
     for step in sizes:
-        kinds.setdefault(step.rpartition(b" ")[2], []).append(step)
-    left = sum(sizes.values())
-    while left > most:
-        largest = sorted(kinds.values(), key=lambda steps: -sum(sizes[step] for step in steps))
-        leaving = next((found for steps in largest if (found := steps[1 : len(steps) // 2 : 2])), None)
-        if leaving is None:
+        by_kind.setdefault(step.rpartition(b" ")[2], []).append(step)
+    kinds = list(by_kind.values())
+    total = sum(sizes.values())
+    while total > max_bytes:
+        long_kinds = [steps for steps in kinds if len(steps) > 3]
+        if not long_kinds:
             break
-        left -= sum(sizes[step] for step in leaving)
-        gone = set(leaving)
-        kinds = {kind: [step for step in steps if step not in gone] for kind, steps in kinds.items()}
-    return {step for steps in kinds.values() for step in steps}
+        largest = max(long_kinds, key=lambda steps: sum(sizes[step] for step in steps))
+        total -= sum(sizes[step] for step in largest[1 : len(largest) // 2 : 2])
+        del largest[1 : len(largest) // 2 : 2]
+    return set().union(*kinds)
 
 
 class TensorBoardSink:
@@ -157,7 +153,7 @@ class TensorBoardSink:
     The calling thread writes: `tensorboardX.SummaryWriter` (2.6) blocks for ever once its thread has met a full disk.
 
     Args:
-        first_step: TensorBoard discards events of earlier files from this step on.
+        first_step: step from which on TensorBoard discards events of earlier files.
     """
 
     def __init__(self, directory: Path, *, first_step: int = 1) -> None:
@@ -169,7 +165,6 @@ class TensorBoardSink:
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.from-{first_step}"
         self._path = directory / name
         self._next_flush = 0.0
-        # which has no types
         self._file = RecordWriter(str(self._path))
         self._proto = cast(Any, event_pb2)
         self._add(file_version="brain.Event:2")
@@ -195,7 +190,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Logs to a run of Weights & Biases, the same one after a resume; `config` has its configuration.
+    """Logs to a run of Weights & Biases, the same one after a resume.
 
     wandb starts a process, which ends when the sink is closed. Its environment variables apply: with
     `WANDB_MODE=offline` everything stays in the directory, which also has the id of its run.
@@ -259,7 +254,7 @@ class MlflowSink:
         file = directory / "mlflow_id"
         resumes = file.exists()
         name = directory.absolute().name
-        # A run of its own is created first: its id is kept before anything is logged.
+        # A new run is created first: its id is kept before anything is logged.
         run_id = _kept(file, lambda: mlflow.start_run(run_name=name, log_system_metrics=False).info.run_id)
         if resumes:
             mlflow.start_run(run_id=run_id, log_system_metrics=False)
@@ -274,7 +269,7 @@ class MlflowSink:
 
 
 class TrackioSink:
-    """Logs to a run of a project of Trackio, the same one after a resume; `config` has its configuration.
+    """Logs to a run of a project of Trackio, the same one after a resume.
 
     Trackio's environment variables apply: `TRACKIO_DIR` says where. The directory has the name of its run.
     """

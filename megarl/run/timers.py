@@ -1,4 +1,4 @@
-"""Times the phases of a step, and a run."""
+"""Clocks of a run and of the phases of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Timers:
     """Sums seconds by phase: `with timers("rollout"): ...`.
 
     Args:
-        entered: called with the name of each phase that begins.
+        entered: function that is called with the name of each phase that begins.
         clock: monotonic seconds.
     """
 

@@ -19,19 +19,19 @@ from megarl.files import LineFollower, write_errors
 from megarl.run.attempts import Attempt
 
 _DRIVER = "driver"
-_LEAST_S = 1e-4
+_MIN_PHASE_S = 1e-4
 _LIMIT_BYTES = 64 << 20
 _TAIL_BYTES = 1 << 16
 _COUNTERS: Final = ("rollout/queue_depth", "rollout/engine_idle", "staleness/mean")
-"""Metrics that the trace has, too."""
+"""Metrics that are in the trace, too."""
 
 
 class Trace:
     """Appends to the trace of earlier attempts. When the file is full it becomes `trace.1.json`, in place of the last.
 
     Args:
-        attempts: all attempts at the run; this process has the last one.
-        limit: bytes of a full file; the step that fills it is written out.
+        attempts: all attempts at the run; the last one is that of this process.
+        limit: size of a full file in bytes; the step that fills it is written to the end.
     """
 
     def __init__(self, path: Path, attempts: Sequence[Attempt], limit: int = _LIMIT_BYTES) -> None:
@@ -55,7 +55,7 @@ class Trace:
             self._name(name, row)
 
     def ran(self, process: str, group: str, spans: Sequence[Span]) -> None:
-        """Adds what a process of the run has done; `group` is its own or a role."""
+        """Adds what a process of the run has done for a group or a role."""
         row = self._row(process)
         for span in spans:
             name = span.name if span.name == WAIT else f"{group}.{span.name}"
@@ -64,7 +64,7 @@ class Trace:
     def phase(self, name: str) -> None:
         """Ends the driver's phase, and begins the next one."""
         now = time.time()
-        if now - self._phase_start > _LEAST_S:
+        if now - self._phase_start > _MIN_PHASE_S:
             self._complete(0, self._phase, self._phase_start, now)
         self._phase = name
         self._phase_start = now
@@ -72,13 +72,11 @@ class Trace:
             self._file.flush()
 
     def begin(self, step: int) -> None:
-        """Begins a step."""
         self.phase("step")
         self._step = step
         self._step_start = self._phase_start
 
     def end(self, metrics: Mapping[str, float]) -> None:
-        """Ends the step."""
         self.phase("report")
         now = self._phase_start
         self._complete(0, f"step {self._step}", self._step_start, now)
@@ -116,7 +114,7 @@ class Trace:
         self._event("X", tid=row, name=name, ts=began, dur=duration, args={"step": self._step})
 
     def _microseconds(self, when: float) -> float:
-        """Returns a time, in seconds since 1970, from the start of the first attempt."""
+        """Returns a time since 1970 as one since the start of the first attempt."""
         return round(1e6 * (when - self._origin), 1)
 
     def _event(self, kind: str, **fields: Any) -> None:
