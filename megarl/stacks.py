@@ -10,11 +10,8 @@ from __future__ import annotations
 import faulthandler
 import hashlib
 import os
-import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,17 +22,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 IN_COLLECTIVE = "; in "
-"""Before the collectives in progress, in a line of what a rank waits for; it begins with the group and a colon."""
+"""Separator before the collectives in progress, in a line that begins with the group and a colon."""
 _SIGNAL = signal.SIGUSR2
 _PROC = Path("/proc")
 _ANSWER_S = 5.0
 _QUIET_S = 0.3
 """Wait for the stacks, and for more of them."""
-_NATIVE_S = 30.0
 _STACKS = "megarl-stacks"
 _WAITS = "megarl-waits"
 _LOOK_S = 0.25
-"""Between looks at whether one asks what a process waits for."""
+"""Between looks at whether another process has emptied the file."""
 _END = "\0"
 
 
@@ -44,11 +40,10 @@ class ProcessStacks:
     """The stacks of a process.
 
     Args:
-        name: that of the process's log.
-        text: as faulthandler writes them, the innermost frame first; empty without an answer.
-        silence: why there is no answer.
-        waits: lines that say what it waits for, of the driver and of ranks.
-        native: stacks with C++ frames, if py-spy is installed.
+        name: name of the process's log.
+        text: stacks as faulthandler writes them, the innermost frame first; empty without an answer.
+        silence: reason why there is no answer.
+        waits: lines that say what the driver or a rank waits for.
     """
 
     name: str
@@ -57,31 +52,32 @@ class ProcessStacks:
     text: str = ""
     silence: str = ""
     waits: tuple[str, ...] = ()
-    native: str = ""
 
 
 def answer_signal(log_file: Path) -> int:
     """Makes this process answer from now on, under the name of its log; returns the descriptor of its answers."""
-    descriptor = _answers(_STACKS, log_file)
+    descriptor = _make_answers(_STACKS, log_file)
     faulthandler.register(_SIGNAL, file=descriptor)
     return descriptor
 
 
 def answer_as_child(part: str) -> None:
     """Makes a process answer that prints into the log of its parent; its name is the parent's and `part`."""
-    if (log_file := _own_log()) is not None:
+    log_file = _log_of_this_process()
+    if log_file is not None:
         answer_signal(log_file.with_stem(f"{log_file.stem}-{part}"))
 
 
 def tell_waits(waits: Callable[[], Sequence[str]]) -> None:
-    """Makes this process, if it prints into a log, also tell what it waits for, whenever it is asked from now on."""
-    if (log_file := _own_log()) is not None:
+    """Makes this process, if it prints into a log, also answer what it waits for from now on."""
+    log_file = _log_of_this_process()
+    if log_file is not None:
         _start_telling(log_file, waits, threading.Event())
 
 
 @contextmanager
 def answering(log_file: Path, waits: Callable[[], Sequence[str]]) -> Generator[None]:
-    """Makes this process answer in the block, and tell what it waits for; afterwards as in a block around this one."""
+    """Makes this process answer in the block, also what it waits for; afterwards as in a block around this one."""
     outer = [int(file.name) for _, file in _files("self", f"{_STACKS}:")]
     descriptor = answer_signal(log_file)
     ended = threading.Event()
@@ -100,7 +96,7 @@ def answering(log_file: Path, waits: Callable[[], Sequence[str]]) -> Generator[N
 def take_stacks(logs: Path) -> list[ProcessStacks]:
     """Returns the stacks of the processes of this machine whose logs are in a directory, ordered by name."""
     with ThreadPoolExecutor() as executor:
-        return sorted(executor.map(lambda each: _ask(*each), _answering(logs)), key=lambda found: found.name)
+        return sorted(executor.map(_take, _answering(logs)), key=lambda found: found.name)
 
 
 def write_stacks(found: Sequence[ProcessStacks], logs: Path) -> Path:
@@ -111,78 +107,86 @@ def write_stacks(found: Sequence[ProcessStacks], logs: Path) -> Path:
     for each in found:
         name = each.name if names.count(each.name) == 1 else f"{each.name}-{each.pid}"
         head = f"{each.name}, pid {each.pid} on {each.host}"
-        parts = [part for part in (each.silence, "\n".join(each.waits), each.text, each.native) if part]
-        (directory / f"{name}.txt").write_text("\n\n".join([head, *parts]) + "\n", encoding="utf-8")
+        parts = filter(None, [head, each.silence, "\n".join(each.waits), each.text])
+        (directory / f"{name}.txt").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return directory
 
 
-def _own_log() -> Path | None:
-    """Returns the log that this process prints into."""
+def _log_of_this_process() -> Path | None:
     log_file = Path(os.readlink("/proc/self/fd/2"))
     return log_file if log_file.suffix == ".log" else None
 
 
-def _answers(kind: str, log_file: Path) -> int:
+def _make_answers(kind: str, log_file: Path) -> int:
     """Makes a file of answers, and returns its descriptor."""
     return os.memfd_create(_prefix(kind, log_file.parent) + log_file.stem)
 
 
 def _prefix(kind: str, logs: Path) -> str:
     """Returns the beginning of the names of the files of answers; a name has at most 249 bytes."""
-    return f"{kind}:{hashlib.sha256(os.path.realpath(logs).encode()).hexdigest()[:16]}:"
+    digest = hashlib.sha256(os.path.realpath(logs).encode()).hexdigest()
+    return f"{kind}:{digest[:16]}:"
 
 
 def _files(pid: int | str, prefix: str) -> list[tuple[str, Path]]:
     """Returns the rest of the names of a process's files of answers, and the files; OSError if it has ended."""
+    start = f"/memfd:{prefix}"
     found: list[tuple[str, Path]] = []
     for file in (_PROC / str(pid) / "fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile, as that of the listing
             link = os.readlink(file)
-            if link.startswith(f"/memfd:{prefix}"):
-                found.append((link.removeprefix(f"/memfd:{prefix}").removesuffix(" (deleted)"), file))
+            if link.startswith(start):
+                found.append((link.removeprefix(start).removesuffix(" (deleted)"), file))
     return found
 
 
-def _answering(logs: Path) -> list[tuple[str, int, Path, Path | None]]:
-    """Returns of each process the name, the pid, and its files of answers: its stacks, and what it waits for."""
-    found: list[tuple[str, int, Path, Path | None]] = []
+@dataclass(frozen=True, kw_only=True)
+class _Process:
+    """A process that answers, and its files of answers: its stacks, and what it waits for."""
+
+    name: str
+    pid: int
+    stacks: Path
+    waits: Path | None
+
+
+def _answering(logs: Path) -> list[_Process]:
+    found: list[_Process] = []
     for entry in _PROC.iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):  # it has ended, or belongs to another user
-                if stacks := _files(entry.name, _prefix(_STACKS, logs)):
-                    name, file = max(stacks)  # a forked child also has the file of its parent, with a shorter name
-                    waits = dict(_files(entry.name, _prefix(_WAITS, logs)))
-                    found.append((name, int(entry.name), file, waits.get(name)))
+        if not entry.name.isdigit():
+            continue
+        with suppress(OSError):  # it has ended, or belongs to another user
+            stacks = _files(entry.name, _prefix(_STACKS, logs))
+            if stacks:
+                name, file = max(stacks)  # a forked child also has the file of its parent, with a shorter name
+                waits = dict(_files(entry.name, _prefix(_WAITS, logs))).get(name)
+                found.append(_Process(name=name, pid=int(entry.name), stacks=file, waits=waits))
     return found
 
 
-def _stacks_of(pid: int, answers: Path) -> str:
-    """Returns the stacks of this process, or those that another one writes; nothing of a stopped one."""
-    if pid == os.getpid():
-        return _own()
-    return "" if _is_stopped(pid) else _signalled(pid, answers)
-
-
-def _ask(name: str, pid: int, answers: Path, waits: Path | None) -> ProcessStacks:
-    found = ProcessStacks(name=name, pid=pid, host=socket.gethostname())
+def _take(process: _Process) -> ProcessStacks:
+    pid = process.pid
+    found = ProcessStacks(name=process.name, pid=pid, host=socket.gethostname())
     try:
         if not int(_status(pid, "SigCgt"), 16) >> (_SIGNAL - 1) & 1:
-            found = replace(found, silence="it has replaced the handler of SIGUSR2")
-        elif text := _stacks_of(pid, answers):
-            found = replace(found, text=text, waits=() if waits is None else _told(waits))
+            return replace(found, silence="it has replaced the handler of SIGUSR2")
+        if pid == os.getpid():
+            text = _dump_this_process()
         elif _is_stopped(pid):
-            found = replace(found, silence="it is stopped, by SIGSTOP or a debugger")
+            return replace(found, silence="it is stopped, by SIGSTOP or a debugger")
         else:
+            text = _signal(pid, process.stacks)
+        if not text:
             state = _status(pid, "State")
-            found = replace(found, silence=f"no stacks within {_ANSWER_S:g} s; its state is {state}")
+            return replace(found, silence=f"no stacks within {_ANSWER_S:g} s; its state is {state}")
+        return replace(found, text=text, waits=() if process.waits is None else _read_waits(process.waits))
     except OSError:
         return replace(found, silence="it has ended")
-    return replace(found, native=_native(pid))
 
 
 def _start_telling(log_file: Path, waits: Callable[[], Sequence[str]], ended: threading.Event) -> threading.Thread:
-    """Starts a thread that writes what this process waits for, each time when the file of these answers is empty."""
-    descriptor = _answers(_WAITS, log_file)
+    """Starts a thread that writes what this process waits for whenever another one has emptied the file."""
+    descriptor = _make_answers(_WAITS, log_file)
     os.write(descriptor, _END.encode())
 
     def tell() -> None:
@@ -192,7 +196,7 @@ def _start_telling(log_file: Path, waits: Callable[[], Sequence[str]], ended: th
                     continue
                 try:
                     lines = waits()
-                except RuntimeError:  # what is told changed meanwhile; it looks again
+                except RuntimeError:  # a collection changed meanwhile; it looks again
                     continue
                 except Exception as error:
                     lines = [f"what it waits for cannot be told: {error!r}"]
@@ -204,8 +208,8 @@ def _start_telling(log_file: Path, waits: Callable[[], Sequence[str]], ended: th
     return thread
 
 
-def _told(waits: Path) -> tuple[str, ...]:
-    """Asks a process what it waits for; empty if its interpreter is locked."""
+def _read_waits(waits: Path) -> tuple[str, ...]:
+    """Returns what a process waits for; empty if its interpreter is locked."""
     os.truncate(waits, 0)
     text = ""
     deadline = time.monotonic() + _ANSWER_S
@@ -225,7 +229,7 @@ def _is_stopped(pid: int) -> bool:
     return _status(pid, "State")[0] in "tT"
 
 
-def _own() -> str:
+def _dump_this_process() -> str:
     """Returns the stacks of this process, without the signal: its handler may read threads that are ending."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
@@ -233,7 +237,7 @@ def _own() -> str:
         return file.read().decode(errors="replace")
 
 
-def _signalled(pid: int, answers: Path) -> str:
+def _signal(pid: int, answers: Path) -> str:
     """Signals a process, waits until the file of its answers no longer grows, and returns what is new."""
     before = answers.stat().st_size
     os.kill(pid, _SIGNAL)
@@ -242,22 +246,10 @@ def _signalled(pid: int, answers: Path) -> str:
     deadline = time.monotonic() + _ANSWER_S
     while (now := time.monotonic()) < deadline and (size == before or now < changed + _QUIET_S):
         time.sleep(0.05)
-        if (grown := answers.stat().st_size) > size:
+        grown = answers.stat().st_size
+        if grown > size:
             size = grown
             changed = now
     with answers.open("rb") as file:
         file.seek(before)
         return file.read().decode(errors="replace")
-
-
-def _native(pid: int) -> str:
-    """Returns the stacks with C++ frames, or why there are none; empty without py-spy."""
-    program = shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
-    if program is None:
-        return ""
-    command = [program, "dump", "--native", "--pid", str(pid)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_NATIVE_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"py-spy: {error}"
-    return done.stdout or f"py-spy: {done.stderr.strip()}"
