@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def examine() -> list[Finding]:
     devices = list(_devices())
     cuda = any(device.name == "cuda" and device.status == "ok" for device in devices)
     return [
-        Finding(name="python", status="ok", found=".".join(map(str, sys.version_info[:3]))),
+        Finding(name="python", status="ok", found=platform.python_version()),
         _optional(DISTRIBUTION, "not installed, runs from its source", "make setup, or pip install --no-deps -e ."),
         *imports,
         *companions,
@@ -99,11 +100,11 @@ def examine() -> list[Finding]:
 
 
 def print_report(findings: list[Finding], console: Console | None = None) -> None:
-    colours: dict[Status, str] = {"ok": "green", "missing": "yellow", "slow": "yellow", "broken": "red"}
+    colors: dict[Status, str] = {"ok": "green", "missing": "yellow", "slow": "yellow", "broken": "red"}
     table = Table("", "status", "found", "fix", box=None)
     for finding in findings:
-        colour = colours[finding.status]
-        table.add_row(finding.name, Text(finding.status, style=colour), Text(finding.found), Text(finding.fix))
+        status = Text(finding.status, style=colors[finding.status])
+        table.add_row(finding.name, status, Text(finding.found), Text(finding.fix))
     (console or Console(highlight=False)).print(table)
 
 
@@ -118,31 +119,30 @@ def examine_package(package: Package) -> Finding:
     version = _version(*package.distributions)
     if version is None:
         return Finding(name=package.module, status="broken", found="not installed", fix=package.install)
-    try:
-        error = _import_error(package.module)
-    except subprocess.TimeoutExpired:
-        found = f"{version}: not imported in {_IMPORT_SECONDS} s"
-        fix = "look what keeps the machine or its disk busy"
-        return Finding(name=package.module, status="slow", found=found, fix=fix)
-    if error:
-        return Finding(name=package.module, status="broken", found=f"{version}: {error}", fix=package.install)
-    wanted = _supported(package.distributions[0])
-    if wanted and not Requirement(f"x{wanted}").specifier.contains(version, prereleases=True):
-        return Finding(name=package.module, status="broken", found=version, fix=f"install a version {wanted}")
+    failure = _import_failure(package.module, version, package.install)
+    if failure is not None:
+        return failure
+    supported = _supported(package.distributions[0])
+    if supported and not Requirement(f"x{supported}").specifier.contains(version, prereleases=True):
+        return Finding(name=package.module, status="broken", found=version, fix=f"install a version {supported}")
     return Finding(name=package.module, status="ok", found=version)
 
 
 def examine_companion(module: str) -> Finding | None:
     """Returns a finding if a companion of torch is built for another torch, which breaks transformers."""
     version = _version(module)
-    try:
-        error = _import_error(module) if version else ""
-    except subprocess.TimeoutExpired:
-        return Finding(name=module, status="slow", found=f"{version}: not imported in {_IMPORT_SECONDS} s")
-    if not error:
+    if version is None:
         return None
     fix = f"pip uninstall {module} (a build for another torch; it breaks transformers)"
-    return Finding(name=module, status="broken", found=f"{version}: {error}", fix=fix)
+    return _import_failure(module, version, fix)
+
+
+def _import_failure(module: str, version: str, fix: str) -> Finding | None:
+    try:
+        _probe(f"import {module}")
+    except ProbeError as error:
+        return error.finding(module, f"{version}: ", fix)
+    return None
 
 
 def _devices() -> Iterator[Finding]:
@@ -151,19 +151,17 @@ def _devices() -> Iterator[Finding]:
     if Path("/dev/shm").is_dir():
         yield Finding(name="shared memory", status="ok", found=f"{shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB")
     try:
-        probe = _run(_TORCH_PROBE)
-    except subprocess.TimeoutExpired:
-        yield Finding(name="cuda", status="slow", found=f"torch did not answer in {_IMPORT_SECONDS} s")
+        torch = json.loads(_probe(_TORCH_PROBE))
+    except ProbeError as error:
+        if error.is_slow:  # another error is that of importing torch, which is reported
+            yield error.finding("cuda", "torch: ", "")
         return
-    if probe.returncode:
-        return
-    torch = json.loads(probe.stdout.splitlines()[-1])
     if torch["devices"]:
         yield Finding(name="cuda", status="ok", found=f"{torch['cuda']}: {', '.join(torch['devices'])}")
         return
-    build = f"torch is built for CUDA {torch['cuda']}" if torch["cuda"] else "torch is built for the CPU"
+    build = f"CUDA {torch['cuda']}" if torch["cuda"] else "the CPU"
     fix = "cluster.device=cpu runs on virtual devices"
-    yield Finding(name="cuda", status="missing", found=f"no device; {build}", fix=fix)
+    yield Finding(name="cuda", status="missing", found=f"no device; torch is built for {build}", fix=fix)
 
 
 def accelerations(*, cuda: bool) -> Iterator[Finding]:
@@ -171,13 +169,10 @@ def accelerations(*, cuda: bool) -> Iterator[Finding]:
 
     Megatron takes its fused Adam and its multi-tensor kernels from Transformer Engine or apex; see ``kernels``, too.
     """
+    engine_fix = f"pip install --no-build-isolation '{DISTRIBUTION}[te]', with nvcc"
     apex_fix = "build NVIDIA/apex from source (apex on the package index is another project)"
     for name, version, fix in (
-        (
-            "transformer engine",
-            _version("transformer-engine"),
-            f"pip install --no-build-isolation '{DISTRIBUTION}[te]', with nvcc",
-        ),
+        ("transformer engine", _version("transformer-engine"), engine_fix),
         ("apex", _apex_version(), apex_fix),
     ):
         if version is None:
@@ -191,15 +186,11 @@ def accelerations(*, cuda: bool) -> Iterator[Finding]:
 def kernels() -> Iterator[Finding]:
     """Yields what computes each part of a pass in this environment, and why."""
     try:
-        probe = _run(_KERNEL_PROBE)
-    except subprocess.TimeoutExpired:
-        yield Finding(name="kernels", status="slow", found=f"torch did not answer in {_IMPORT_SECONDS} s")
+        parts = json.loads(_probe(_KERNEL_PROBE))
+    except ProbeError as error:
+        yield error.finding("kernels", "", "make setup")
         return
-    if probe.returncode:
-        error = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
-        yield Finding(name="kernels", status="broken", found=error, fix="make setup")
-        return
-    for part, what, why in json.loads(probe.stdout.splitlines()[-1]):
+    for part, what, why in parts:
         yield Finding(name=part, status="ok", found=f"{what}: {why}")
 
 
@@ -229,16 +220,31 @@ def _supported(name: str) -> str:
     return next((str(wanted.specifier) for wanted in requirements if wanted.name == name), "")
 
 
-def _import_error(module: str) -> str:
-    """Returns the last line of an import's error; empty if it works."""
-    process = _run(f"import {module}")
-    lines = process.stderr.strip().splitlines()
-    if not process.returncode:
-        return ""
-    return lines[-1] if lines else f"exit code {process.returncode}"
+class ProbeError(Exception):
+    """A program failed, with the last line of its error, or did not end in time."""
+
+    def __init__(self, reason: str, *, is_slow: bool = False) -> None:
+        super().__init__(reason)
+        self.is_slow = is_slow
+
+    def finding(self, name: str, prefix: str, fix: str) -> Finding:
+        if self.is_slow:
+            fix = "look what keeps the machine or its disk busy"
+        return Finding(name=name, status="slow" if self.is_slow else "broken", found=f"{prefix}{self}", fix=fix)
+
+
+def _probe(code: str) -> str:
+    """Runs a program and returns its last line, if any."""
+    try:
+        done = _run(code)
+    except subprocess.TimeoutExpired:
+        raise ProbeError(f"no answer in {_IMPORT_SECONDS} s", is_slow=True) from None
+    if done.returncode:
+        errors = done.stderr.strip().splitlines()
+        raise ProbeError(errors[-1] if errors else f"exit code {done.returncode}")
+    return "".join(done.stdout.splitlines()[-1:])
 
 
 def _run(code: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program; raises TimeoutExpired if it does not end in time."""
     command = [sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False)
