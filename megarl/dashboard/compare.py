@@ -13,18 +13,13 @@ from rich.text import Text
 
 from megarl.errors import UsageError
 from megarl.files import read_lines
-from megarl.run.paths import RunPaths, read_config
-from megarl.run.sinks import flat
+from megarl.run.paths import RunPaths
 from megarl.texts import printable
 
 _SHOWN = 10
 """Prompts in each of the two lists."""
 _TEXT = 60
 """Characters of a prompt's text."""
-
-
-class CompareError(UsageError):
-    """There is nothing to compare; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +45,7 @@ def compare(arguments: Sequence[str], console: Console | None = None) -> None:
     """Prints what differs; `arguments` are a run and two steps of it, two runs, or one run: its first and last steps.
 
     Raises:
-        CompareError: a run has no such evaluation, or the arguments are others.
+        UsageError: a run has no such evaluation, or the arguments are others.
     """
     console = console or Console(highlight=False)
     match list(arguments):
@@ -64,9 +59,7 @@ def compare(arguments: Sequence[str], console: Console | None = None) -> None:
             first = _read(run, -1)
             second = _read(other, -1)
         case _:
-            raise CompareError("name a run, a run and two steps of it, or two runs")
-    if first.run.path != second.run.path:
-        _print_settings(first, second, console)
+            raise UsageError("name a run, a run and two steps of it, or two runs")
     _print_metrics(first, second, console)
     for reward in first.prompts:
         if reward in second.prompts:
@@ -78,11 +71,11 @@ def _read(directory: str, index: int = 0, *, step: int | None = None) -> Compare
     run = RunPaths(directory)
     lines = read_lines(run.evaluations)
     if not lines:
-        raise CompareError(f"{directory}: no evaluation is there; give the run evaluation.prompts")
+        raise UsageError(f"{directory}: no evaluation is there; give the run evaluation.prompts")
     chosen = [line for line in lines if step in (None, line["step"])]
     if not chosen:
         steps = ", ".join(str(line["step"]) for line in lines)
-        raise CompareError(f"{directory}: no evaluation after step {step}; there are those after {steps}")
+        raise UsageError(f"{directory}: no evaluation after step {step}; there are those after {steps}")
     line = chosen[index]
     prompts = dict[str, dict[str, float]]()
     for row in read_lines(run.prompt_scores):
@@ -94,19 +87,6 @@ def _read(directory: str, index: int = 0, *, step: int | None = None) -> Compare
                 prompts.setdefault(reward, {})[row["prompt_id"]] = statistics.fmean(known)
     metrics = {name.removeprefix("eval/"): value for name, value in line.items() if name.startswith("eval/")}
     return ComparedEvaluation(run=run, step=line["step"], metrics=metrics, prompts=prompts)
-
-
-def _print_settings(first: ComparedEvaluation, second: ComparedEvaluation, console: Console) -> None:
-    """Prints the fields of the configurations that differ."""
-    before = dict(flat(read_config(first.run.config)))
-    after = dict(flat(read_config(second.run.config)))
-    table = Table("setting", str(first.run.path), str(second.run.path), box=None)
-    for field in sorted(before.keys() | after.keys()):
-        if before.get(field) != after.get(field) and field != "run.dir":
-            _add_row(table, field, before.get(field, "-"), after.get(field, "-"))
-    if table.rows:
-        console.print(table)
-        console.print()
 
 
 def _print_metrics(first: ComparedEvaluation, second: ComparedEvaluation, console: Console) -> None:

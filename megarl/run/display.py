@@ -1,4 +1,4 @@
-"""Metrics for people: a live display in a terminal, a row per step elsewhere, tables."""
+"""Metrics on the console: a row per step, a progress bar in a terminal, tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final, Protocol
+from typing import Final
 
 from rich import box
 from rich.console import Console
@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from megarl.run.sinks import Metrics, Sink
+from megarl.run.sinks import Metrics
 from megarl.run.timers import process_age
 
 
@@ -63,96 +63,9 @@ COLUMNS: Final[Mapping[str, Column]] = {
 _REFRESHES_PER_S = 2
 _BAR_WIDTH = 20
 _SPEED_OVER_S = 86400.0  # the remaining time is estimated from as much past: a step may take an hour
-
-
-class Display(Sink, Protocol):
-    """A sink for people."""
-
-    def phase(self, name: str) -> None:
-        """Shows what the current step is doing."""
-        ...
-
-
-def open_display(
-    title: str,
-    columns: Mapping[str, Column],
-    *,
-    steps: int,
-    console: Console,
-    done: int = 0,
-    clock: Callable[[], float] = process_age,
-) -> Display:
-    """Returns a live display in a terminal, and rows elsewhere.
-
-    Args:
-        columns: columns by metric, in order.
-        done: steps that earlier attempts have taken.
-        clock: seconds of the run, shown in a terminal.
-    """
-    if console.is_terminal:
-        return ProgressSink(title, columns, steps=steps, done=done, clock=clock, console=console)
-    return ConsoleSink(columns, steps=steps, console=console)
-
-
-class ConsoleSink:
-    """Prints a row per step below a heading; a missing metric is a dash.
-
-    Args:
-        fits: whether the last columns are left out where the console is too narrow for them.
-    """
-
-    _WIDTH = 8
-    _DIGITS = 3
-    _HEADED_EVERY = 40
-
-    def __init__(self, columns: Mapping[str, Column], *, steps: int, console: Console, fits: bool = False) -> None:
-        self._all = columns
-        self._steps = steps
-        self._console = console
-        self._fits = fits
-        self._columns = columns
-        self._rows = 0
-
-    def phase(self, name: str) -> None:
-        """Does nothing."""
-
-    def write(self, step: int, metrics: Metrics) -> None:
-        before = self._columns
-        self._columns = self._fitting()
-        if self._rows % self._HEADED_EVERY == 0 or self._columns.keys() != before.keys():
-            self._rows = 0
-            self._row("step", [column.heading for column in self._columns.values()], "bold")
-            self._row("", [column.unit for column in self._columns.values()], "dim")
-        self._rows += 1
-        self._row(f"{step}/{self._steps}", [short(metrics.get(name), self._DIGITS) for name in self._columns], None)
-
-    def close(self) -> None:
-        """Does nothing."""
-
-    def _fitting(self) -> Mapping[str, Column]:
-        if not self._fits:
-            return self._all
-        left = self._console.width - self._first_width
-        fitting: dict[str, Column] = {}
-        for name, column in self._all.items():
-            left -= 1 + self._width(column)
-            if fitting and left < 0:
-                break
-            fitting[name] = column
-        return fitting
-
-    def _width(self, column: Column) -> int:
-        return max(self._WIDTH, len(column.heading))
-
-    @property
-    def _first_width(self) -> int:
-        return 2 * len(str(self._steps)) + 3
-
-    def _row(self, first: str, cells: Sequence[str], style: str | None) -> None:
-        line = first.rjust(self._first_width)
-        for cell, column in zip(cells, self._columns.values(), strict=True):
-            line += " " + cell.rjust(self._width(column))
-        self._console.print(line.rstrip(), style=style, markup=False, soft_wrap=True)
+_MIN_WIDTH = 8
+_DIGITS = 3
+_HEADED_EVERY = 40
 
 
 def phase_line(name: str, seconds: float) -> str:
@@ -161,8 +74,6 @@ def phase_line(name: str, seconds: float) -> str:
 
 
 class _Clock(ProgressColumn):
-    """Shows the run's clock."""
-
     def __init__(self, clock: Callable[[], float]) -> None:
         self._seconds = clock
         super().__init__()
@@ -171,10 +82,16 @@ class _Clock(ProgressColumn):
         return Text(str(timedelta(seconds=int(self._seconds()))), style="progress.elapsed")
 
 
-class ProgressSink:
-    """Prints a row per step above a progress bar with the current phase, which stays on the screen at the end.
+class Display:
+    """Prints a row per step below a heading; a missing metric is a dash.
 
-    A thread draws the bar; other output appears above.
+    In a terminal, a row has the first columns that fit, and below the rows is a progress bar with the current phase,
+    which stays on the screen at the end. A thread draws it; other output appears above.
+
+    Args:
+        columns: columns by metric, in order.
+        done: steps that earlier attempts have taken.
+        clock: seconds of the run, shown in a terminal.
     """
 
     def __init__(
@@ -183,11 +100,15 @@ class ProgressSink:
         columns: Mapping[str, Column],
         *,
         steps: int,
-        done: int,
-        clock: Callable[[], float],
         console: Console,
+        done: int = 0,
+        clock: Callable[[], float] = process_age,
     ) -> None:
-        self._rows = ConsoleSink(columns, steps=steps, console=console, fits=True)
+        self._all = columns
+        self._columns = columns
+        self._steps = steps
+        self._console = console
+        self._rows = 0
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(_BAR_WIDTH),
@@ -199,21 +120,57 @@ class ProgressSink:
             console=console,
             refresh_per_second=_REFRESHES_PER_S,
             speed_estimate_period=_SPEED_OVER_S,
+            disable=not console.is_terminal,
         )
         self._task = self._bar.add_task(title, total=steps, completed=done, phase="")
         self._bar.start()
 
     def phase(self, name: str) -> None:
+        """Shows what the current step is doing."""
         self._bar.update(self._task, phase=name)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        self._rows.write(step, metrics)
+        """Prints the row of a step."""
+        before = self._columns
+        self._columns = self._fitting()
+        if self._rows % _HEADED_EVERY == 0 or self._columns.keys() != before.keys():
+            self._rows = 0
+            self._row("step", [column.heading for column in self._columns.values()], "bold")
+            self._row("", [column.unit for column in self._columns.values()], "dim")
+        self._rows += 1
+        self._row(f"{step}/{self._steps}", [short(metrics.get(name), _DIGITS) for name in self._columns], None)
         self._bar.update(self._task, completed=step)
 
     def close(self) -> None:
         """Draws the last state and releases the terminal."""
         self._bar.update(self._task, phase="")
         self._bar.stop()
+
+    def _fitting(self) -> Mapping[str, Column]:
+        if not self._console.is_terminal:
+            return self._all
+        left = self._console.width - self._first_width
+        fitting: dict[str, Column] = {}
+        for name, column in self._all.items():
+            left -= 1 + _width(column)
+            if fitting and left < 0:
+                break
+            fitting[name] = column
+        return fitting
+
+    @property
+    def _first_width(self) -> int:
+        return 2 * len(str(self._steps)) + 3
+
+    def _row(self, first: str, cells: Sequence[str], style: str | None) -> None:
+        line = first.rjust(self._first_width)
+        for cell, column in zip(cells, self._columns.values(), strict=True):
+            line += " " + cell.rjust(_width(column))
+        self._console.print(line.rstrip(), style=style, markup=False, soft_wrap=True)
+
+
+def _width(column: Column) -> int:
+    return max(_MIN_WIDTH, len(column.heading))
 
 
 def short(value: float | None, digits: int = 4) -> str:

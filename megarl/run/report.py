@@ -20,7 +20,7 @@ from megarl.errors import RunError
 from megarl.files import read_lines, write_durably
 from megarl.run.attempts import read_attempts
 from megarl.run.directory import RunDirectory
-from megarl.run.display import COLUMNS, Column, metrics_table, open_display, phase_line
+from megarl.run.display import COLUMNS, Column, Display, metrics_table, phase_line
 from megarl.run.health import Check, shown_limits, unsaved_run
 from megarl.run.health_monitor import HealthFinding, watch
 from megarl.run.paths import RunPaths
@@ -190,7 +190,7 @@ class Reporter:
             self._updates = opened.enter_context(closing(JsonlSink(directory.updates)))
             self._evaluations = opened.enter_context(EvaluationReporter(config, directory, taken=self._taken))
             self.trace = opened.enter_context(closing(Trace(directory.trace, read_attempts(directory.attempts))))
-            display = open_display(
+            display = Display(
                 config.stage,
                 run_columns(config),
                 steps=config.steps,

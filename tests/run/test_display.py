@@ -8,7 +8,7 @@ import threading
 
 from rich.console import Console
 
-from megarl.run.display import Column, ConsoleSink, ProgressSink, open_display, short
+from megarl.run.display import Column, Display, short
 from megarl.texts import counted
 
 COLUMNS = {
@@ -31,8 +31,7 @@ def lines(out: io.StringIO) -> list[str]:
 def test_a_terminal_shows_rows_above_a_bar_and_is_restored() -> None:
     threads = set(threading.enumerate())
     console, out = terminal()
-    display = open_display("PPO", COLUMNS, steps=20, console=console)
-    assert isinstance(display, ProgressSink)
+    display = Display("PPO", COLUMNS, steps=20, console=console)
     display.phase("rollout")
     display._bar.refresh()
     assert "rollout" in out.getvalue()
@@ -55,17 +54,19 @@ def test_a_terminal_shows_rows_above_a_bar_and_is_restored() -> None:
 
 def test_a_resumed_run_starts_the_bar_at_its_step() -> None:
     console, out = terminal()
-    open_display("SFT", COLUMNS, steps=20, done=15, console=console).close()
+    Display("SFT", COLUMNS, steps=20, done=15, console=console).close()
     assert "15/20" in out.getvalue()
 
 
 def test_another_width_has_other_columns_below_a_heading() -> None:
     console, out = terminal(width=40)
-    sink = ConsoleSink({f"m{i}": Column(heading=f"m{i}") for i in range(9)}, steps=9, console=console, fits=True)
+    columns = {f"m{i}": Column(heading=f"m{i}") for i in range(9)}
+    sink = Display("x", columns, steps=9, console=console)
     for step, width in enumerate((40, 40, 24, 4), start=1):
         console.width = width
         sink.write(step, {f"m{i}": float(i) for i in range(9)})
-    rows = [line.split() for line in out.getvalue().splitlines() if line.strip()]
+    sink.close()
+    rows = [line.split() for line in lines(out) if line.strip()]
     headings = [["step", "m0", "m1", "m2"], ["step", "m0", "m1"], ["step", "m0"]]
     assert [row for row in rows if row[0] == "step"] == headings
     assert [len(row) - 1 for row in rows if row[0].endswith("/9")] == [3, 3, 2, 1]
@@ -73,14 +74,13 @@ def test_another_width_has_other_columns_below_a_heading() -> None:
 
 def test_a_terminal_shows_the_elapsed_time_of_the_run() -> None:
     console, out = terminal()
-    open_display("SFT", COLUMNS, steps=20, clock=lambda: 3725.0, console=console).close()
+    Display("SFT", COLUMNS, steps=20, clock=lambda: 3725.0, console=console).close()
     assert "1:02:05" in out.getvalue()
 
 
 def test_a_file_gets_plain_rows() -> None:
     out = io.StringIO()
-    display = open_display("PPO", COLUMNS, steps=12, console=Console(file=out, width=80))
-    assert isinstance(display, ConsoleSink)
+    display = Display("PPO", COLUMNS, steps=12, console=Console(file=out, width=80))
     display.write(1, {"objective/score": 0.5, "policy/approxkl": 0.00123456})
     display.phase("rollout")
     display.write(2, {"objective/score": -1234.56, "objective/kl": 3.4e-7, "policy/approxkl": 0.0})
@@ -95,7 +95,7 @@ def test_a_file_gets_plain_rows() -> None:
 
 def test_a_long_run_repeats_its_heading() -> None:
     out = io.StringIO()
-    display = open_display("PPO", COLUMNS, steps=100, console=Console(file=out, width=80))
+    display = Display("PPO", COLUMNS, steps=100, console=Console(file=out, width=80))
     for step in range(1, 101):
         display.write(step, {"objective/score": 0.5})
     lines = out.getvalue().splitlines()

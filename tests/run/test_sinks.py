@@ -1,8 +1,7 @@
-"""Output of the file and console sinks."""
+"""Output of the file sinks."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from contextlib import closing
@@ -10,9 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
-from megarl.run.display import Column, ConsoleSink
 from megarl.run.sinks import JsonlSink, Metrics, ServiceSink
 
 
@@ -46,8 +43,8 @@ def test_numbers_round_trip_exactly(tmp_path: Path) -> None:
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     written(tmp_path / "m", {"a": math.nan, "b": -math.inf, "c": 1.0, "d": np.float32("nan")})
-    told = json.loads((tmp_path / "m").read_text())
-    assert told == {"step": 1, "a": None, "b": None, "c": 1.0, "d": None, "time/written": 7.0}
+    entry = json.loads((tmp_path / "m").read_text())
+    assert entry == {"step": 1, "a": None, "b": None, "c": 1.0, "d": None, "time/written": 7.0}
 
 
 def test_a_resumed_run_appends(tmp_path: Path) -> None:
@@ -63,20 +60,6 @@ def test_objects_may_be_nested_and_text_stays_readable(tmp_path: Path) -> None:
     first, second = (tmp_path / "m").read_text(encoding="utf-8").splitlines()
     assert first == '{"step": 1, "text": "für\\n", "scores": {"rule": 0.5}, "ids": [1, 2]}'
     assert second == '{"step": 2, "done": true, "no": null}'
-
-
-def test_the_console_has_one_aligned_row_per_step() -> None:
-    out = io.StringIO()
-    columns = {"actor/loss": Column(heading="loss", unit="nats"), "tokens": Column(heading="tokens")}
-    sink = ConsoleSink(columns, steps=12, console=Console(file=out, width=40))
-    sink.write(1, {"actor/loss": -0.123456, "tokens": 512, "hidden": 1.0})
-    sink.write(12, {"actor/loss": math.nan})
-    assert out.getvalue().splitlines() == [
-        "   step     loss   tokens",
-        "            nats",
-        "   1/12   -0.123      512",
-        "  12/12      nan        -",
-    ]
 
 
 class Unreachable:

@@ -27,26 +27,22 @@ _SLURM = "slurm"  # the folder of the files and logs of a run's Slurm jobs
 _SILENT_S = 1800.0  # loading a model may take that long
 
 
-class StatusError(UsageError):
-    """A status cannot be shown; the message is for the user."""
-
-
 def find_runs(path: Path) -> list[Path]:
     """Returns the run in a directory, or the runs in the directories right below it, in order.
 
     Raises:
-        StatusError: there is none.
+        UsageError: there is none.
         OSError: the directory cannot be read.
     """
     if not path.exists():
-        raise StatusError(f"{path}: there is no such directory; give the run.dir of a run")
+        raise UsageError(f"{path}: there is no such directory; give the run.dir of a run")
     if not path.is_dir():
-        raise StatusError(f"{path}: a file; give the directory of a run, its run.dir")
+        raise UsageError(f"{path}: a file; give the directory of a run, its run.dir")
     if _is_run(path):
         return [path]
     below = [found for found in path.iterdir() if _is_run(found)]
     if not below:
-        raise StatusError(f"{path}: no run is there or in a directory of it; give the run.dir of a run")
+        raise UsageError(f"{path}: no run is there or in a directory of it; give the run.dir of a run")
     return sorted(below)
 
 

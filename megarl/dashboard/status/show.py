@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megarl.dashboard.status.format import ago, clock, duration, rate
-from megarl.dashboard.status.reading import RunStatus, StatusError, find_runs, read_status
+from megarl.dashboard.status.reading import RunStatus, find_runs, read_status
+from megarl.errors import UsageError
 from megarl.files import format_bytes
 from megarl.run.display import COLUMNS, short
 from megarl.texts import counted, printable
@@ -19,13 +20,13 @@ _LONGEST_NOTE = 60
 
 
 def show_status(run_dirs: Sequence[Path], *, as_json: bool) -> None:
-    """Prints the status of runs; raises StatusError for directories without a run, after the others."""
+    """Prints the status of runs; raises UsageError for directories without a run, after the others."""
     statuses: list[RunStatus] = []
     problems: list[str] = []
     for run_dir in run_dirs:
         try:
             statuses += [read_status(found) for found in find_runs(run_dir)]
-        except StatusError as error:
+        except UsageError as error:
             problems.append(str(error))
         except OSError as error:
             problems.append(f"{error.filename or run_dir}: {error.strerror}")
@@ -38,7 +39,7 @@ def show_status(run_dirs: Sequence[Path], *, as_json: bool) -> None:
     elif statuses:
         print("\n".join(table(statuses)))
     if problems:
-        raise StatusError("\n".join(problems))
+        raise UsageError("\n".join(problems))
 
 
 def rows(status: RunStatus) -> Iterator[tuple[str, str]]:

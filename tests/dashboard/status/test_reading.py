@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megarl.dashboard.status.progress import Pace, measure_pace
-from megarl.dashboard.status.reading import RunStatus, StatusError, find_runs, read_status
+from megarl.dashboard.status.reading import RunStatus, find_runs, read_status
+from megarl.errors import UsageError
 from tests.dashboard.status.directories import NOW, MadeRun
 
 
@@ -181,7 +182,7 @@ def test_a_job_that_ended_before_its_run_began_is_found_by_its_directory(tmp_pat
 
 
 def assert_no_run(path: Path) -> None:
-    with pytest.raises(StatusError, match="no run is there"):
+    with pytest.raises(UsageError, match="no run is there"):
         find_runs(path)
 
 
@@ -193,5 +194,5 @@ def test_a_directory_without_a_run_is_reported(tmp_path: Path) -> None:
         (file, "a file"),
         (tmp_path, "no run is there"),
     ):
-        with pytest.raises(StatusError, match=message):
+        with pytest.raises(UsageError, match=message):
             find_runs(path)
