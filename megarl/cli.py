@@ -33,8 +33,13 @@ app.add_typer(plans)
 app.add_typer(launchers)
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
-_NO_EVALUATION = "write a configuration of stage eval (docs/evaluation.md), or use megarl train, which evaluates, too"
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Settings to override.")]
+RunDirs = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN_DIR...", show_default=False, help="Directories of runs, or the directories above them."
+    ),
+]
 
 
 @app.command("init")
@@ -46,8 +51,7 @@ def init(
         str,
         typer.Option(
             metavar="MODULE:FUNCTION",
-            help="A reward function that you have, also one written for TRL or verl, or a built-in one such as "
-            "math_verify, in place of a new one.",
+            help="An existing reward function, such as one for TRL or verl or the built-in math_verify, not a new one.",
         ),
     ] = "",
     recipe: Annotated[
@@ -74,12 +78,15 @@ def init(
         run.write()
     except ConfigError as error:
         _stop(error, code=2)
-    config, *own = run.files
+    config, *reward_files = run.files
     typer.echo(f"{config}    the configuration")
-    for file, what in zip(own, ("the reward of a response: make it yours", "its test"), strict=False):
-        typer.echo(f"{file}    {what}")
-    tests = [f"python -m pytest {own[-1]}"] if own else []
-    typer.echo("\n  ".join(["Next:", *tests, f"megarl plan {config}", f"megarl train {config}"]))
+    commands = [f"megarl plan {config}", f"megarl train {config}"]
+    if reward_files:
+        function, test = reward_files
+        typer.echo(f"{function}    the reward of a response: make it yours")
+        typer.echo(f"{test}    its test")
+        commands.insert(0, f"python -m pytest {test}")
+    typer.echo("\n  ".join(["Next:", *commands]))
 
 
 @app.command(cls=ConfigCommand)
@@ -101,13 +108,14 @@ def profile_steps(config_path: ConfigPath, overrides: Overrides = None) -> None:
     given = overrides or []
     with _exit_codes(config_path):
         config = _training(load(config_path, given))
-        trackers = ("wandb_project", "mlflow_experiment", "trackio_project")
-        own = [f"run.dir={Path(config.run.dir)}-profile", *(f"tracking.{name}=null" for name in trackers)]
+        changes = [f"run.dir={Path(config.run.dir)}-profile"]
+        for tracker in ("wandb_project", "mlflow_experiment", "trackio_project"):
+            changes.append(f"tracking.{tracker}=null")
         if config.profile is None:
-            own.append("profile={}")
+            changes.append("profile={}")
         if config.engine_settings is not None:
-            own.append("rollout.record=null")
-        train.profile(_training(load(config_path, [*given, *own])))
+            changes.append("rollout.record=null")
+        train.profile(_training(load(config_path, [*given, *changes])))
 
 
 @app.command("eval", cls=ConfigCommand)
@@ -118,12 +126,7 @@ def evaluate(config_path: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command()
 def status(
-    run_dirs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN_DIR...", show_default=False, help="Directories of runs, or the directories above them."
-        ),
-    ],
+    run_dirs: RunDirs,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, an object a line a run.")] = False,
 ) -> None:
     """Show the state of runs: steps, pace, last error, checkpoints, logs. Reads only their directories."""
@@ -135,12 +138,7 @@ def status(
 
 @app.command()
 def view(
-    run_dirs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN_DIR...", show_default=False, help="Directories of runs, or the directories above them."
-        ),
-    ],
+    run_dirs: RunDirs,
     port: Annotated[int, typer.Option(help="Port on this machine; 0 is a free one.")] = 0,
     export_to: Annotated[
         Path | None,
@@ -187,7 +185,7 @@ def compare(
 
 @app.command()
 def stacks(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that is running.")]) -> None:
-    """Write what each process of a run is doing, its stacks, into the run's directory; the run goes on."""
+    """Write the stacks of a run's processes into its directory, and print what they wait for; the run continues."""
     with _exit_codes(run):
         from megarl.run.live_stacks import show_stacks
 
@@ -205,10 +203,7 @@ def local(config_path: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @plans.command("config", cls=ConfigCommand)
-def plan(
-    config_path: ConfigPath,
-    overrides: Overrides = None,
-) -> None:
+def plan(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Check CONFIG and print its placement, batches, algorithm and memory, without starting anything.
 
     Of a model, config.json and the tokenizer's files are enough.
@@ -284,13 +279,12 @@ def _evaluate(path: Path, config: RunConfig) -> None:
 
     with _exit_codes(path):
         if isinstance(config, TrainingConfig):
-            problem = Problem(field="stage", value=config.stage, rule="the stage eval", fix=_NO_EVALUATION)
-            raise ConfigError([problem])
+            fix = "write a configuration of stage eval (docs/evaluation.md), or use megarl train, which evaluates, too"
+            raise ConfigError([Problem(field="stage", value=config.stage, rule="the stage eval", fix=fix)])
         evaluation.evaluate(config)
 
 
 def _show_imports() -> None:
-    """Says what a busy machine may do for minutes."""
     from megarl.run.display import phase_line
     from megarl.run.timers import process_age
 

@@ -37,7 +37,6 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path, root: Path) -> FileRecord:
-        """Reads a file and returns its record, relative to `root`."""
         with open_file(path) as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
             return cls(path=path.relative_to(root).as_posix(), nbytes=stream.tell(), sha256=digest)
@@ -79,7 +78,7 @@ def open_file(path: str | Path) -> BufferedReader:
     return stream
 
 
-def read_json(path: str | Path, most_bytes: int = 64 << 20) -> Any:
+def read_json(path: str | Path, max_bytes: int = 64 << 20) -> Any:
     """Returns the content of a JSON file, which anybody may have written.
 
     Raises:
@@ -87,8 +86,8 @@ def read_json(path: str | Path, most_bytes: int = 64 << 20) -> Any:
         ValueError: it is too large, or see `parse_json`; the message names the file.
     """
     with open_file(path) as stream:
-        if os.fstat(stream.fileno()).st_size > most_bytes:
-            raise ValueError(f"{path} has more than the {format_bytes(most_bytes)} that are read")
+        if os.fstat(stream.fileno()).st_size > max_bytes:
+            raise ValueError(f"{path} has more than the {format_bytes(max_bytes)} that are read")
         text = stream.read()
     try:
         return parse_json(text)
@@ -103,17 +102,16 @@ def parse_json(text: str | bytes) -> Any:
     digits, halves of characters, or values in more than a hundred others.
     """
     try:
-        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
         value = json.loads(text)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"not JSON: {error.msg}, {where}") from None
-    except UnicodeDecodeError as error:
+        line = "" if error.lineno == 1 else f"line {error.lineno}, "
+        raise ValueError(f"not JSON: {error.msg}, {line}column {error.colno}") from None
+    except UnicodeError as error:
         raise ValueError(f"not JSON in UTF-8: {error}") from None
-    except UnicodeEncodeError:
-        raise ValueError("not JSON in UTF-8: it has half of a surrogate pair") from None
     except RecursionError:
         raise ValueError(f"not JSON that can be read: it nests deeper than {_DEEPEST} values") from None
     except ValueError:  # of int
@@ -126,8 +124,13 @@ def parse_json(text: str | bytes) -> Any:
 def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(_DEEPEST + 1):
-        values = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
-        level = [inner for part in values for inner in part]
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below += item.values()
+            elif isinstance(item, list):
+                below += item
+        level = below
     return bool(level)
 
 
@@ -136,33 +139,35 @@ def write_errors(path: Path, nbytes: int | None = None) -> Iterator[None]:
     """Raises OSError for a failed write, with file, cause and, on a full disk, the needed and the free space.
 
     Args:
-        nbytes: the final size of the file, if known.
+        nbytes: final size of the file, if known.
     """
     try:
         yield
     except Exception as error:
-        cause = _os_error(error, path)
+        cause = _errno(error, path)
         if cause is None:
             raise
         reason = os.strerror(cause)
         if cause in NO_SPACE:
-            needed = "" if nbytes is None else f"{format_bytes(nbytes)} needed, "
-            reason += f" ({needed}{format_bytes(shutil.disk_usage(path.parent).free)} free)"
+            free = f"{format_bytes(shutil.disk_usage(path.parent).free)} free"
+            if nbytes is not None:
+                free = f"{format_bytes(nbytes)} needed, {free}"
+            reason += f" ({free})"
         # filename2 is the target of a copy.
         named = getattr(error, "filename2", None) or getattr(error, "filename", None)
         raise OSError(cause, reason, named or str(path)) from None
 
 
 def full_disk(error: object) -> str | None:
-    """Returns what to tell the user of a write that found no space; None for other errors."""
+    """Returns the message for a write that found no space; None for other errors."""
     if not isinstance(error, OSError) or error.errno not in NO_SPACE:
         return None
     where = f"{error.filename}: " if error.filename else ""
     return f"{where}{error.strerror}; make space, and start the run again"
 
 
-def _os_error(error: Exception, path: Path) -> int | None:
-    """Returns the errno of a failed write; None for other errors."""
+def _errno(error: Exception, path: Path) -> int | None:
+    """Returns the error number of a failed write; None for other errors."""
     if isinstance(error, OSError):
         return error.errno
     safetensors = _SAFETENSORS_ERROR.search(str(error))
@@ -180,11 +185,13 @@ def _os_error(error: Exception, path: Path) -> int | None:
 
 def format_bytes(nbytes: float) -> str:
     """Returns a size as text, such as `1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
         nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
+        if nbytes < 1024:
+            return f"{nbytes:.1f} {unit}"
+    return f"{nbytes / 1024:.1f} TiB"
 
 
 def read_lines(path: Path, last: int | None = None) -> list[dict[str, Any]]:
@@ -199,14 +206,16 @@ def read_lines(path: Path, last: int | None = None) -> list[dict[str, Any]]:
             objects = [entry for line in _lines(file) if (entry := _parse(line)) is not None]
     except FileNotFoundError:
         return []
-    return objects if last is None else objects[-last:]
+    if last is None:
+        return objects
+    return objects[-last:]
 
 
 class LineFollower:
     """Reads the JSON objects of a growing file, one a line, each once.
 
     Args:
-        separators: bytes between the lines' objects, at the lines' beginnings.
+        separators: bytes that may precede an object in its line.
     """
 
     _TAIL = 4096
@@ -249,7 +258,9 @@ class LineFollower:
                 start = self._end
                 self._end = self._end + len(line)
                 self._tail = line[-self._TAIL :]
-                entry = _parse(line.lstrip(self._separators) if self._separators else line)
+                if self._separators:
+                    line = line.lstrip(self._separators)
+                entry = _parse(line)
                 if entry is not None:
                     yield start, entry
 
@@ -280,7 +291,7 @@ def truncate_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def _lines(file: BufferedReader) -> Iterator[bytes]:
-    """Yields the lines from a place of a file on; raises OSError for one that no run has written."""
+    """Yields the following lines of a file; raises OSError for one that no run has written."""
     while line := file.readline(_LONGEST_LINE + 1):
         if len(line) > _LONGEST_LINE:
             raise OSError(errno.EFBIG, f"a line has more than {format_bytes(_LONGEST_LINE)}", file.name)
@@ -288,7 +299,7 @@ def _lines(file: BufferedReader) -> Iterator[bytes]:
 
 
 def _seek_end(file: BufferedReader, lines: int) -> None:
-    """Goes to the beginning of the last lines of a file, at least so many complete ones if it has them."""
+    """Seeks the beginning of the last lines of a file, at least so many complete ones if it has them."""
     start = file.seek(0, os.SEEK_END)
     ends = 0
     first = max(0, start - _LONGEST_LINE)
@@ -304,8 +315,10 @@ def _seek_end(file: BufferedReader, lines: int) -> None:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
     try:
-        entry = json.loads(line) if line.endswith(b"\n") else None
+        entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) else None

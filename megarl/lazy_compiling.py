@@ -47,7 +47,9 @@ def _deferred(compile_: Callable[..., Any], function: Callable[..., Any] | None 
 
     @functools.cache
     def compiled() -> Callable[..., Any]:
-        return function if os.environ.get("TORCH_COMPILE_DISABLE") == "1" else compile_(function, **options)
+        if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+            return function
+        return compile_(function, **options)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

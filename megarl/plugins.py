@@ -21,22 +21,23 @@ def resolve(name: str, *, coroutines: bool = False) -> Function:
     Args:
         coroutines: whether the function may be ``async``.
     """
-    module_name, colon, attribute = name.partition(":")
-    if not colon or not module_name or not attribute:
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
         raise ValueError("a function, written as package.module:function")
     function = getattr(_import_module(module_name), attribute, None)
     if function is None:
         raise ValueError(f"a function of the module; {module_name} has no {attribute!r}")
     refused = inspect.isclass(function) or (inspect.iscoroutinefunction(function) and not coroutines)
     if not callable(function) or refused:
-        raise ValueError(f"a {'' if coroutines else 'plain '}function, not {_kind(function)}")
+        wanted = "a function" if coroutines else "a plain function"
+        raise ValueError(f"{wanted}, not {_kind(function)}")
     return function
 
 
 def resolve_class[T](name: str, base: type[T]) -> type[T]:
     """Imports and returns a class, also from the working directory; raises ValueError with the broken rule."""
-    module_name, colon, attribute = name.partition(":")
-    if not colon or not module_name or not attribute:
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
         raise ValueError("a class, written as package.module:Class")
     found = getattr(_import_module(module_name), attribute, None)
     if not inspect.isclass(found) or not issubclass(found, base):
@@ -52,14 +53,16 @@ def suggestion(name: str) -> str | None:
         return None
     if colon != ":" or module_name != path:
         return f"write {module_name}:{'NAME' if attribute == 'py' else attribute}"
-    package, dot, rest = module_name.partition(".")
     if module_name in sys.modules:
         functions = [key for key, value in vars(sys.modules[module_name]).items() if inspect.isfunction(value)]
-        near = [f"{module_name}:{other}" for other in difflib.get_close_matches(attribute, functions, n=1)]
-    else:
-        known = [found.name for found in pkgutil.iter_modules([os.getcwd()])]
-        near = [f"{other}{dot}{rest}:{attribute}" for other in difflib.get_close_matches(package, known, n=1)]
-    return f"did you mean {near[0]}?" if near and near[0] != name else None
+        for near in difflib.get_close_matches(attribute, functions, n=1):
+            return f"did you mean {module_name}:{near}?" if near != attribute else None
+        return None
+    package, dot, rest = module_name.partition(".")
+    modules = [found.name for found in pkgutil.iter_modules([os.getcwd()])]
+    for near in difflib.get_close_matches(package, modules, n=1):
+        return f"did you mean {near}{dot}{rest}:{attribute}?" if near != package else None
+    return None
 
 
 def check_options(
@@ -69,9 +72,9 @@ def check_options(
 
     Args:
         options: keyword arguments of the configuration.
-        name: of the function, for the message.
+        name: name of the function in the message.
         positional: number of positional arguments of every call.
-        given: further keyword arguments of every call.
+        given: other keyword arguments of every call.
     """
     try:
         signature = inspect.signature(function)
@@ -83,9 +86,10 @@ def check_options(
             raise TypeError(f"{', '.join(clash)} is given by every call")
         signature.bind(*[None] * positional, **dict.fromkeys(given), **options)
     except TypeError as error:
-        free = list(signature.parameters.values())[positional:]
-        own = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in free]
-        raise ValueError(f"arguments of {name}({', '.join(own)}): {error}") from error
+        parameters: list[str] = []
+        for parameter in list(signature.parameters.values())[positional:]:
+            parameters.append(str(parameter.replace(annotation=inspect.Parameter.empty)))
+        raise ValueError(f"arguments of {name}({', '.join(parameters)}): {error}") from error
 
 
 def _import_module(name: str) -> Any:

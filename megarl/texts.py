@@ -15,7 +15,7 @@ _SPACES: Final = "\n\t\u00a0\u3000"  # spaces that str.isprintable denies
 def escape_output() -> None:
     """Makes this process, and the Python processes that it starts, print what cannot be encoded as escapes.
 
-    Python refuses to print half of a surrogate pair, which any text of others may contain.
+    Python refuses to print half of a surrogate pair, which any foreign text may contain.
     """
     encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
     os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"
@@ -27,7 +27,11 @@ def escape_output() -> None:
 
 def printable(text: str) -> str:
     """Returns a text for a terminal: control characters, which could change what it shows, are escaped."""
-    return "".join(letter if letter.isprintable() or letter in _SPACES else ascii(letter)[1:-1] for letter in text)
+    letters: list[str] = []
+    for letter in text:
+        is_shown = letter.isprintable() or letter in _SPACES
+        letters.append(letter if is_shown else ascii(letter)[1:-1])
+    return "".join(letters)
 
 
 def short_reason(reason: str) -> str:
@@ -49,4 +53,6 @@ def counted(count: int, noun: str) -> str:
     """Returns a count with its noun, such as `1 step`, `2 steps` and `2 mini-batches`."""
     if count == 1:
         return f"1 {noun}"
-    return f"{count} {noun}{'es' if noun.endswith('batch') else 's'}"
+    if noun.endswith("batch"):
+        return f"{count} {noun}es"
+    return f"{count} {noun}s"
