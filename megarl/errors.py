@@ -9,7 +9,7 @@ class RunError(RuntimeError):
 
 
 class PreemptedError(Exception):
-    """A run has saved and left before it would be stopped; started again, it goes on."""
+    """A run has saved and left before it would be stopped; started again, it continues."""
 
     exit_code: Final = os.EX_TEMPFAIL
 

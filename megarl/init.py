@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -31,11 +31,11 @@ class NewRun:
     """What a new run starts from.
 
     Args:
-        name: of the files, an identifier.
-        recipe: a name of `recipes()`.
-        model: a Hugging Face directory.
-        prompts: a JSONL file.
-        reward: a built-in function, or package.module:function; empty: a new one, in a file with a test.
+        name: name of the files, an identifier.
+        recipe: name in `recipes()`.
+        model: Hugging Face directory.
+        prompts: JSONL file.
+        reward: built-in function, or package.module:function; empty: a new one, in a file with a test.
     """
 
     name: str
@@ -48,9 +48,11 @@ class NewRun:
     @property
     def files(self) -> tuple[Path, ...]:
         """The configuration; with a new reward function also its file and its test."""
+        config = Path(f"{self.name}.yaml")
+        if self.reward:
+            return (config,)
         module = f"{self.name}_reward.py"
-        own = () if self.reward else (Path(module), Path(f"test_{module}"))
-        return Path(f"{self.name}.yaml"), *own
+        return config, Path(module), Path(f"test_{module}")
 
     def write(self) -> None:
         """Writes the files; raises ConfigError if something that they name cannot be used, or one of them exists."""
@@ -65,13 +67,9 @@ class NewRun:
 
     def _problems(self) -> Iterator[Problem]:
         if not self.name.isidentifier():
+            rule = "a valid Python module name (letters, digits, _), because NAME_reward.py is imported"
             fix = f"write {re.sub(r'[^A-Za-z0-9_]', '_', Path(self.name).stem) or 'mine'}"
-            yield Problem(
-                "name",
-                self.name,
-                "a valid Python module name (letters, digits, _), because NAME_reward.py is imported",
-                fix,
-            )
+            yield Problem("name", self.name, rule, fix)
         for file in self.files:
             if file.exists():
                 yield Problem("name", self.name, f"{file} exists, and is not overwritten", "choose another name")
@@ -88,7 +86,6 @@ class NewRun:
             row = {}
             rule = f"a JSONL file of prompts ({getattr(error, 'strerror', None) or error})"
             yield Problem("--prompts", self.prompts, rule, correct_path(self.prompts))
-
         if self.reward:
             for problem in check_functions([self._function(_answer(row))]):
                 yield Problem("--reward", self.reward, problem.rule, problem.fix)
@@ -96,8 +93,10 @@ class NewRun:
     def _function(self, answer: str | None) -> RewardFunction:
         """Returns the reward function with the adapter, or the column, that it needs."""
         if self.reward in RULES:
-            reads = "field" in signature(RULES[self.reward]).parameters and answer not in (None, "answer")
-            return RewardFunction(name=self.reward, args={"field": answer} if reads else {})
+            args: dict[str, Any] = {}
+            if "field" in signature(RULES[self.reward]).parameters and answer not in (None, "answer"):
+                args["field"] = answer
+            return RewardFunction(name=self.reward, args=args)
         try:
             return RewardFunction(name=self.reward, adapter=likely_adapter(resolve(self.reward)))
         except ValueError:  # check_functions says why
@@ -108,17 +107,19 @@ class NewRun:
             return f'functions: [{{name: "{self.name}_reward:reward"}}]    # in {self.name}_reward.py'
         function = self._function(answer)
         fields = [f"name: {json.dumps(function.name)}"]
-        fields += [f"adapter: {function.adapter}"] * (function.adapter is not None)
-        fields += [f"args: {{{name}: {json.dumps(value)}}}" for name, value in function.args.items()]
+        if function.adapter is not None:
+            fields.append(f"adapter: {function.adapter}")
+        for name, value in function.args.items():
+            fields.append(f"args: {{{name}: {json.dumps(value)}}}")
         return f"functions: [{{{', '.join(fields)}}}]"
 
     def _config(self, row: Mapping[str, Any], answer: str | None) -> str:
         positions = read_hf_config(self.model).get("max_position_embeddings", _TOKENS)
         tokens = min(positions, _TOKENS)
         source = json.dumps(self.prompts)
-        columns = [name for name in _OTHER_PROMPT_COLUMNS if isinstance(row.get(name), str)]
-        if columns and not any(name in row for name in PROMPT_COLUMNS):
-            source = f"{{path: {source}, columns: {{prompt: {columns[0]}}}}}"
+        column = _first_text(row, _OTHER_PROMPT_COLUMNS)
+        if column is not None and not row.keys() & set(PROMPT_COLUMNS):
+            source = f"{{path: {source}, columns: {{prompt: {column}}}}}"
         chat_template = str(_has_chat_template(Path(self.model))).lower()
         return f"""\
 # megarl plan {self.name}.yaml     checks this file, and prints what would run
@@ -148,9 +149,9 @@ cluster:
 
     def _test(self, row: Mapping[str, Any]) -> str:
         names = (*PROMPT_COLUMNS, *_OTHER_PROMPT_COLUMNS)
-        prompt = next((row[name] for name in names if isinstance(row.get(name), str)), "")
+        prompt = row.get(_first_text(row, names) or "", "")
         fields = {name: value for name, value in row.items() if name not in names}
-        right = next((row[name] for name in ANSWER_COLUMNS if isinstance(row.get(name), str)), "Some text.")
+        right = row.get(_answer(row) or "", "Some text.")
         return f"""\
 from megarl.rewards.functions import Completion
 
@@ -175,8 +176,15 @@ def test_a_right_answer_scores_above_an_empty_one() -> None:
 
 
 def _answer(row: Mapping[str, Any]) -> str | None:
-    """Returns the column with the right answer."""
-    return next((name for name in ANSWER_COLUMNS if isinstance(row.get(name), str)), None)
+    return _first_text(row, ANSWER_COLUMNS)
+
+
+def _first_text(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """Returns the first name of a column with text."""
+    for name in names:
+        if isinstance(row.get(name), str):
+            return name
+    return None
 
 
 def _has_chat_template(model: Path) -> bool:

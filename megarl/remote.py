@@ -20,7 +20,7 @@ class RemoteMethod[W, **P, R_co]:
     """A method of the worker class W, with parameters P and result R; on an object it is an ordinary method.
 
     Args:
-        phase: its calls have the time limit of this phase.
+        phase: phase whose time limit applies to its calls.
         args: first arguments of every call.
     """
 

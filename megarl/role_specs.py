@@ -11,7 +11,7 @@ from megarl.config.schema.loss_specs import LossSpec, NewHead
 from megarl.types import Layout, RoleName
 
 Recompute = Literal["none", "selective", "full"]
-"""Activations that the backward pass recomputes: none, those of core attention, or of whole layers."""
+"""Activations that the backward pass recomputes: none, core attention's, or all of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class TrainingSpec:
     Args:
         total_steps: optimizer steps of the run.
         steps_together: optimizer steps of one step of the run.
-        ema_decay: of the average of the weights; None without one.
+        ema_decay: decay of the average of the weights; None without one.
     """
 
     optimizer: Optimizer
@@ -36,11 +36,11 @@ class RoleSpec:
     """A role as its ranks build it.
 
     Args:
-        checkpoint: Hugging Face directory; None is that of the run's model.
-        new_head: in place of the checkpoint's.
-        vocab_size: token ids in use; None is all of the model's.
-        training: None for inference only.
-        reference_weight: of the actor's weights in a soft update of this role; None without soft updates.
+        checkpoint: Hugging Face directory; None: that of the run's model.
+        new_head: head in place of the checkpoint's.
+        vocab_size: number of token ids in use; None: all of the model's.
+        training: settings of the training; None for inference only.
+        reference_weight: weight of the actor in a soft update of this role; None without soft updates.
     """
 
     name: RoleName

@@ -35,12 +35,12 @@ class RankCoords:
 class Layout:
     """How a role is split over the ranks of its group.
 
-    Ranks are numbered TP fastest, then DP, then PP (Megatron's default order): a TP group is on neighbouring devices.
+    Ranks are numbered TP fastest, then DP, then PP (Megatron's default order): a TP group is on neighboring devices.
 
     Args:
         vpp: model chunks per pipeline stage (1: no interleaving).
-        ep: neighbouring replicas that share a layer's experts; it divides dp, or ValueError is raised.
-        sequence_parallel: activations between the TP regions are split along the sequence.
+        ep: neighboring replicas that share a layer's experts; must divide dp, or ValueError is raised.
+        sequence_parallel: whether activations between the TP regions are split along the sequence.
     """
 
     tp: int = 1
@@ -65,12 +65,12 @@ class Layout:
         return coords.tp + self.tp * (coords.dp + self.dp * coords.pp)
 
     def reports(self, rank: int) -> bool:
-        """Returns whether a rank returns the results of its replica: TP 0 of the last stage does."""
+        """Whether a rank returns the results of its replica: TP 0 of the last stage does."""
         coords = self.coords(rank)
         return coords.tp == 0 and coords.pp == self.pp - 1
 
     def expert_rank(self, coords: RankCoords) -> int:
-        """Returns which of the ``ep`` equal parts of each layer's experts the rank has."""
+        """Returns the index of the rank's part, of the ``ep`` equal parts of each layer's experts."""
         return coords.dp % self.ep
 
 
@@ -117,9 +117,9 @@ class Prompt:
     """One prompt as token ids.
 
     Args:
-        prompt_id: unique in its data set, the same in every run.
-        fields: the other columns of its row (the reference answer, say), for reward functions.
-        messages: of a chat, for reward functions; None of other prompts.
+        prompt_id: id, unique in its data set and the same in every run.
+        fields: other columns of its row (the reference answer, say), for reward functions.
+        messages: messages of a chat, for reward functions; None for other prompts.
     """
 
     prompt_id: str
@@ -141,9 +141,9 @@ class SampleRequest:
     """One response to generate.
 
     Args:
-        sample_id: unique among the requests of a step.
-        seed: 64 bit.
-        temperature, max_new_tokens: None is that of the configuration; temperature 0 is greedy.
+        sample_id: id, unique among the requests of a step.
+        seed: 64-bit seed.
+        temperature, max_new_tokens: None: as configured; temperature 0 is greedy.
     """
 
     sample_id: str
@@ -163,7 +163,7 @@ class WorkItem:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionSpan:
-    """Tokens [start, stop) of those sampled of a response, by ``engine_id`` under policy version ``version``."""
+    """Sampled tokens [start, stop) of a response, by ``engine_id`` under policy version ``version``."""
 
     start: int
     stop: int
@@ -175,8 +175,8 @@ class VersionSpan:
 class RolloutChunk:
     """N samples as an engine wrote them: the unit in which rollouts move.
 
-    The response of a conversation of several turns is all that follows its first prompt: what was sampled, and what was
-    given in between (by a template, a tool or an environment). Given tokens are attended to, and otherwise exist in
+    The response of a conversation of several turns is all that follows its first prompt: sampled tokens, and those
+    given in between by a template, a tool or an environment. Given tokens are attended to, and otherwise exist in
     ``response_ids`` and ``loss_mask`` alone: all columns of tokens have one value per sampled token.
 
     Args:
@@ -184,8 +184,8 @@ class RolloutChunk:
         rollout_logprobs: N rows of float32 nats, one per sampled token, under the distribution sampled from.
         finished: [N] bool; True where an end token or a stop text ended the response, False where the length limit did.
         versions: N tuples of spans that cover the sampled tokens in order.
-        loss_mask: N rows of bool, by id of the response, whether it was sampled; None where all were.
-        rewards: [N] float32 by the environment, NaN of a conversation that failed.
+        loss_mask: N rows of bool, True where a response token was sampled; None where all were.
+        rewards: [N] float32, rewards of the environment; NaN for a failed conversation.
         turns, turn_rewards: N rows of int32 and float64: the sampled tokens up to the end of each turn, and its reward.
     """
 
@@ -222,7 +222,7 @@ class SampledTurn:
 
 @dataclass(frozen=True)
 class Pickled[T]:
-    """A value on its way through processes that do not read it: they copy its bytes, whatever it is."""
+    """A value on its way through processes that do not read it but copy its bytes."""
 
     data: bytes
 
@@ -236,7 +236,7 @@ class Pickled[T]:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnAnswer:
-    """The answer to the request of a number; ``tokens`` is how many were sampled."""
+    """The answer to the request with a number; ``tokens`` counts the sampled ones."""
 
     number: int
     tokens: int
@@ -245,12 +245,12 @@ class TurnAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class TextChunk:
-    """N tokenised rows of a data set: the unit in which demonstrations and preferences move.
+    """N tokenized rows of a data set: the unit in which demonstrations and preferences move.
 
     Args:
         prompt_ids, response_ids: N rows of int32 token ids, the end token included. The responses of a preference are
-            neighbours, the best one first: of pairs, row 2i is the chosen response and row 2i + 1 the rejected one.
-        margins: [N] float32, by which the best response of a row's preference is better; None where unknown.
+            neighbors, the best one first: of pairs, row 2i is the chosen response and row 2i + 1 the rejected one.
+        margins: [N] float32, margin of the best response in a row's preference; None where unknown.
     """
 
     sample_ids: tuple[str, ...]
@@ -268,11 +268,11 @@ class ConversationOutcome:
     """How a conversation with an environment went.
 
     Args:
-        turns: of the model.
+        turns: number of the model's turns.
         truncated: whether a limit ended it.
-        failure: why it has no score; None of one that went well.
-        metrics: of the environment, the last of each name.
-        limit: the setting that ended it, or `environment`, if it is truncated.
+        failure: reason why it has no score, if any.
+        metrics: metrics of the environment, the last of each name.
+        limit: setting that ended it, or `environment`, if it is truncated.
     """
 
     turns: int
@@ -293,12 +293,12 @@ class SampleInfo:
     """A sample as the driver knows it: ids, lengths and its place in a chunk, never tokens.
 
     Args:
-        response_tokens: that were sampled; what counts in losses, lengths and limits.
-        given_tokens: between them, which only cost compute.
-        reward: by the environment, NaN of a conversation that failed; None without one.
-        outcome: of a conversation that was held in this run.
+        response_tokens: number of sampled tokens, which count in losses, lengths and limits.
+        given_tokens: number of given tokens between them, which only cost compute.
+        reward: reward of the environment; NaN for a failed conversation, None without an environment.
+        outcome: outcome of a conversation that was held in this run.
 
-    A conversation whose chat template rewrites earlier turns has several rows, its branches, as neighbours; the ids of
+    A conversation whose chat template rewrites earlier turns has several rows, its branches, as neighbors; the ids of
     all but the first end in # and a number.
     """
 
@@ -327,7 +327,7 @@ class SampleInfo:
 class PackRow:
     """A sample in a pack: its chunk and row, and its lengths as in ``SampleInfo``.
 
-    ``sequence_tokens`` are those sampled in all branches of its conversation, if it has others.
+    ``sequence_tokens`` counts the sampled tokens of all branches of its conversation, if there are others.
     """
 
     chunk: int
@@ -349,11 +349,11 @@ class RankSchedule:
     The number of packs, ``pack_tokens`` and the totals are the same on every DP rank.
 
     Args:
-        packs: rows of each micro-batch; one without rows is a masked filler.
-        pack_tokens: to which every pack is padded.
-        total_rows, total_sequences, total_response_tokens: over all ranks, the global denominators of losses: samples,
-            conversations with a response token, and response tokens, given ones not counted.
-        rows_per_unit: rows that stay neighbours, in one pack and in order: 2 for preference pairs.
+        packs: rows of each micro-batch; a pack without rows is a masked filler.
+        pack_tokens: size to which every pack is padded.
+        total_rows, total_sequences, total_response_tokens: global denominators of losses, over all ranks: samples,
+            conversations with a response token, and sampled response tokens.
+        rows_per_unit: number of neighboring rows that stay in one pack and in order: 2 for preference pairs.
     """
 
     packs: tuple[tuple[PackRow, ...], ...]

@@ -326,7 +326,7 @@ CHECKS: Final[Sequence[Check]] = (
         metric="response_length/mean",
         unhealthy=_longer_for_nothing,
         rule=f"a quarter longer than {_GROWTH_OVER} steps ago, and the score has not risen",
-        advice="a reward or a loss may favour length; read samples.jsonl, and see algo.aggregation",
+        advice="a reward or a loss may favor length; read samples.jsonl, and see algo.aggregation",
         steps=2,
     ),
 )

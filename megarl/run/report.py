@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -171,7 +170,6 @@ class Reporter:
         self._directory = directory
         self._taken = taken
         self._clock = clock
-        self._phases = [("imports and checks", 0.0)]
         self._started = False
         self._left_out = left_out or LeftOutRows()
         self._start: Metrics = {}
@@ -214,20 +212,15 @@ class Reporter:
         self._display.phase(name)
         self.trace.phase(name)
         if not self._started:
-            self._phases.append((name, self._clock()))
-            print(phase_line(*self._phases[-1]), flush=True)
+            print(phase_line(name, self._clock()), flush=True)
 
     def started(self, metrics: Metrics) -> None:
-        """Reports that all processes run, with the seconds of each phase, and keeps the metrics of the start."""
+        """Reports that all processes run, and keeps the metrics of the start."""
         if self._left_out.rows:
             self._left_out.write(self._directory.left_out)
             print(self._left_out.message(self._directory.left_out), flush=True)
-        now = self._clock()
-        phases: list[str] = []
-        for (name, start), (_, end) in pairwise([*self._phases, ("", now)]):
-            phases.append(f"{name} {end - start:.0f} s")
         resumed = f", resuming after step {self._taken}" if self._taken else ""
-        print(f"started in {now:.0f} s ({', '.join(phases)}){resumed}", flush=True)
+        print(f"started in {self._clock():.0f} s{resumed}", flush=True)
         print(f"the processes print into {self._directory.logs}", flush=True)
         self._started = True
         self._start = dict(metrics)

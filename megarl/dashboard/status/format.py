@@ -13,14 +13,14 @@ def duration(seconds: float) -> str:
     """Returns a duration in two units at most, with a fraction below ten seconds."""
     if 0 < seconds < 9.95 and seconds != round(seconds):
         return f"{seconds:.2g} s"
-    whole = max(0, round(seconds))
-    if whole < 2 * _MINUTE:
-        return f"{whole} s"
-    if whole < 2 * _HOUR:
-        return f"{whole // _MINUTE} min"
-    if whole < 2 * _DAY:
-        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE} min"
-    return f"{whole // _DAY} d {whole % _DAY // _HOUR} h"
+    rounded = max(0, round(seconds))
+    if rounded < 2 * _MINUTE:
+        return f"{rounded} s"
+    if rounded < 2 * _HOUR:
+        return f"{rounded // _MINUTE} min"
+    if rounded < 2 * _DAY:
+        return f"{rounded // _HOUR} h {rounded % _HOUR // _MINUTE} min"
+    return f"{rounded // _DAY} d {rounded % _DAY // _HOUR} h"
 
 
 def rate(seconds_per_step: float) -> str:
