@@ -66,12 +66,6 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     }
 
 
-def test_trl_is_measured_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for installed in (True, False):
-        monkeypatch.setattr(command, "has_trl", lambda installed=installed: installed)
-        assert ("trl-1.5b" in parts(tmp_path, "cuda")) is installed
-
-
 def test_trl_gets_the_same_work_as_the_runs(tmp_path: Path) -> None:
     assert {name: trl_grpo.micro_batch(size) for name, size in SIZES.items()} == {
         "0.5b": 8,

@@ -142,10 +142,3 @@ def test_a_model_that_cannot_be_planned_is_refused(tmp_path: Path, content: str 
     assert (result.exit_code, result.stdout) == (2, "")
     assert "megarl plan weights: 1 problem\n" in result.stderr
     assert said in result.stderr
-
-
-def test_help_names_both_commands() -> None:
-    result = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "120"})
-    assert result.exit_code == 0
-    assert "megarl plan CONFIG" in result.stdout
-    assert "megarl plan weights" in result.stdout

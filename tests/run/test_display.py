@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import threading
 
 from rich.console import Console
 
-from megarl.run.display import Column, Display, short
+from megarl.run.display import Column, Display, metrics_table, short
 from megarl.texts import counted
 
 COLUMNS = {
@@ -107,3 +108,24 @@ def test_numbers_are_short() -> None:
         "-", "7", "0.1235", "12346", "123457", "4.178e-07"
     ]  # fmt: skip
     assert [counted(count, "step") for count in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+
+
+def test_intervals_are_beside_their_metrics_and_prefixes_are_columns() -> None:
+    metrics = {
+        "eval/score": 0.12345678,
+        "eval/score_ci95": 0.01,
+        "eval/samples": 64,
+        "eval/exact": 1.0,
+        "eval/exact_ci95": math.nan,
+        "eval_ema/score": -2.0,
+        "eval_ema/score_ci95": 0.5,
+    }
+    output = io.StringIO()
+    Console(file=output, width=80).print(metrics_table(metrics))
+    rows = [line.split() for line in output.getvalue().splitlines() if line.strip()]
+    assert rows[0] == ["metric", "eval", "±", "95%", "eval_ema", "±", "95%"]
+    assert rows[2:] == [
+        ["score", "0.1235", "0.01", "-2", "0.5"],
+        ["samples", "64", "-"],
+        ["exact", "1", "-", "-"],
+    ]

@@ -29,28 +29,15 @@ def test_every_step_is_a_flushed_line(tmp_path: Path) -> None:
     sink.close()
 
 
-def written(path: Path, metrics: Metrics, step: int = 1) -> None:
-    sink = JsonlSink(path, clock=lambda: 7.0)
-    sink.write(step, metrics)
-    sink.close()
-
-
-def test_numbers_round_trip_exactly(tmp_path: Path) -> None:
+def test_numbers_are_exact_or_null_and_a_resumed_run_appends(tmp_path: Path) -> None:
     value = math.pi * 1e-7
-    written(tmp_path / "m", {"x": value})
-    assert json.loads((tmp_path / "m").read_text())["x"] == value
-
-
-def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
-    written(tmp_path / "m", {"a": math.nan, "b": -math.inf, "c": 1.0, "d": np.float32("nan")})
-    entry = json.loads((tmp_path / "m").read_text())
-    assert entry == {"step": 1, "a": None, "b": None, "c": 1.0, "d": None, "time/written": 7.0}
-
-
-def test_a_resumed_run_appends(tmp_path: Path) -> None:
     for step in (1, 2):
-        written(tmp_path / "m", {}, step)
-    assert (tmp_path / "m").read_text() == '{"step": 1, "time/written": 7.0}\n{"step": 2, "time/written": 7.0}\n'
+        sink = JsonlSink(tmp_path / "m", clock=lambda: 7.0)
+        sink.write(step, {"a": math.nan, "b": -math.inf, "c": value, "d": np.float32("nan")})
+        sink.close()
+    first, second = map(json.loads, (tmp_path / "m").read_text().splitlines())
+    assert first == {"step": 1, "a": None, "b": None, "c": value, "d": None, "time/written": 7.0}
+    assert second == {**first, "step": 2}
 
 
 def test_objects_may_be_nested_and_text_stays_readable(tmp_path: Path) -> None:
