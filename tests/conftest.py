@@ -28,12 +28,12 @@ _PROCESS_MARKS = ("process", "dist", "e2e", "gpu")
 _started: list[str] = []
 """The programs that this process started since the current test began."""
 
-_OF_IMPORTS = ("/sbin/ldconfig", "git")
+_IMPORT_PROGRAMS = ("/sbin/ldconfig", "git")
 """What Triton looks for CUDA's library with, and megatron-core for its commit, when they are first imported."""
 
 
 def _note_start(event: str, args: tuple[Any, ...]) -> None:
-    if event == "subprocess.Popen" and args[0] in _OF_IMPORTS:
+    if event == "subprocess.Popen" and args[0] in _IMPORT_PROGRAMS:
         return
     if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"):
         _started.append(f"{event}{args[:2]}")

@@ -57,8 +57,8 @@ def group(file: PurePath) -> str:
 
 def place(file: PurePath) -> int:
     """The place of a file's group in the suite."""
-    own = group(file)
-    return _LONG.index(own) if own in _LONG else len(_LONG)
+    name = group(file)
+    return _LONG.index(name) if name in _LONG else len(_LONG)
 
 
 class GroupScheduling(LoadScopeScheduling):

@@ -69,7 +69,7 @@ def test_every_way_of_training_is_valid(name: str, tmp_path: Path) -> None:
     shared = [f"run={{dir: {tmp_path}/run, steps: 16}}", *LOADS[name].overrides]
     if LOADS[name].talks:
         shared.append(f"model.tokenizer={tmp_path}")
-    modes = [load(tmp_path / "run.yaml", [*shared, *own]).rollout.mode for own in ((), *LOADS[name].ways.values())]
+    modes = [load(tmp_path / "run.yaml", [*shared, *way]).rollout.mode for way in ((), *LOADS[name].ways.values())]
     assert len(modes) == len(LOADS[name].ways) + 1
 
 

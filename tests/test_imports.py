@@ -45,7 +45,7 @@ ONLY_IMPORTER = {"megatron": "megatron", "vllm": "rollout", "ray": "cluster"}
 NEVER = ("nemo_run", "launchers")
 """What no part of the package imports: the scripts of launchers/ are above it, and alone with NeMo-Run."""
 
-OF_SCRIPTS = {
+SCRIPT_IMPORTS = {
     "invoke",
     "jinja2",
     "launchers",
@@ -162,7 +162,7 @@ def test_nemo_run_scripts_import_nothing_heavy() -> None:
         for file in (REPOSITORY / "launchers").rglob("*.py")
         for name in imports(file.read_text(encoding="utf-8"))
         if name.partition(".")[0] not in sys.stdlib_module_names
-        and not any(f"{name}.".startswith(f"{allowed}.") for allowed in OF_SCRIPTS)
+        and not any(f"{name}.".startswith(f"{allowed}.") for allowed in SCRIPT_IMPORTS)
     }
     assert not found, "\n".join(sorted(found))
 

@@ -132,8 +132,8 @@ def test_a_forward_pass_before_the_update_is_printed_with_its_reason() -> None:
         ("m2po", "{}"),
         ("reject", "[{statistic: token_k2, upper: 9}]"),
     ):
-        told = said("grpo", *one, f"algo.correction.{setting}={options}")["old logprobs"]
-        assert told.startswith(f"{by_pass}algo.correction.{setting} (")
+        shown = said("grpo", *one, f"algo.correction.{setting}={options}")["old logprobs"]
+        assert shown.startswith(f"{by_pass}algo.correction.{setting} (")
 
 
 def test_the_layers_of_a_run_on_gpus_are_named() -> None:

@@ -13,7 +13,7 @@ TREES = {file.relative_to(REPOSITORY): ast.parse(file.read_text(encoding="utf-8"
 
 COMMAND_LINES = {"cli.py", "__main__.py"}
 """Whose functions are as long as their options."""
-OF_STAGES = {"config.py", "trainer.py"}
+STAGE_FILES = {"config.py", "trainer.py"}
 """Every stage has both."""
 
 
@@ -39,7 +39,7 @@ def test_functions_are_short() -> None:
 
 def test_names_of_files_and_classes_are_unique() -> None:
     package = [file.name for file in TREES if file.parts[0] == "megarl"]
-    files = Counter(name for name in package if name not in {"__init__.py", *COMMAND_LINES, *OF_STAGES})
+    files = Counter(name for name in package if name not in {"__init__.py", *COMMAND_LINES, *STAGE_FILES})
     assert not [name for name, count in files.items() if count > 1]
     classes = Counter(node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert not [name for name, count in classes.items() if count > 1]

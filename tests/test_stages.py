@@ -17,5 +17,5 @@ def test_three_files_name_a_stage(stage: str) -> None:
     for file in sorted((REPOSITORY / "megarl").rglob("*.py")):
         if named.search(file.read_text(encoding="utf-8")):
             files.append(str(file.relative_to(REPOSITORY / "megarl")))
-    own = [f"stages/{stage}/{name}.py" for name in ("config", "trainer")]
-    assert files == sorted(["config/schema/run_config.py", *own])
+    stage_files = [f"stages/{stage}/{name}.py" for name in ("config", "trainer")]
+    assert files == sorted(["config/schema/run_config.py", *stage_files])

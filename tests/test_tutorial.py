@@ -28,6 +28,6 @@ def test_the_runs_pass_the_checks(user_directory: Path) -> None:
     for name in ("letters.yaml", "short.yaml"):
         assert load(name, (), check).run.steps == 60
     rows = [(user_directory / f"{name}.jsonl").read_text().splitlines() for name in ("prompts", "held_out")]
-    assert [len(set(own)) for own in rows] == [320, 80]
+    assert [len(set(lines)) for lines in rows] == [320, 80]
     assert not set(rows[0]) & set(rows[1])
     assert rows[0][0] in PAGE

@@ -14,12 +14,12 @@ from megarl.cli import app
 def write(run: Path, scores: dict[int, dict[str, list[float | None]]]) -> str:
     """A run with evaluations after some steps: scores by prompt."""
     run.mkdir()
-    means = [{"step": step, "eval/own": 0.25, "eval/own_ci95": 0.125, "eval/length": 3} for step in scores]
+    means = [{"step": step, "eval/exact": 0.25, "eval/exact_ci95": 0.125, "eval/length": 3} for step in scores]
     (run / "evaluations.jsonl").write_text("".join(f"{json.dumps(mean)}\n" for mean in means))
     rows = [
-        {"step": step, "prompt_id": prompt, "scores": {"own": own}}
+        {"step": step, "prompt_id": prompt, "scores": {"exact": scores}}
         for step, prompts in scores.items()
-        for prompt, own in prompts.items()
+        for prompt, scores in prompts.items()
     ]
     (run / "prompt_scores.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (run / "samples.jsonl").write_text(json.dumps({"prompt_id": "b", "prompt": "what is [b]?"}) + "\n")
@@ -53,21 +53,21 @@ def counts(found: list[list[str]]) -> str:
 
 def test_a_runs_first_and_last_evaluations_are_compared_by_prompt(run: str) -> None:
     found = lines(compare(run))
-    assert ["own", "0.25", "±", "0.125", "0.25", "±", "0.125"] in found
-    assert counts(found) == "own, of 3 prompts: 1 better, 1 worse, 1 the same"
+    assert ["exact", "0.25", "±", "0.125", "0.25", "±", "0.125"] in found
+    assert counts(found) == "exact, of 3 prompts: 1 better, 1 worse, 1 the same"
     assert ["b", "0", "1", "what", "is", "[b]?"] in found
     assert ["a", "0.5", "0"] in found
 
 
 def test_steps_are_chosen(run: str) -> None:
     found = lines(compare(run, "0", "5"))
-    assert counts(found) == "own, of 3 prompts: 1 better, 0 worse, 2 the same"
+    assert counts(found) == "exact, of 3 prompts: 1 better, 0 worse, 2 the same"
     assert ["b", "0", "0.5", "what", "is", "[b]?"] in found
 
 
 def test_the_last_evaluations_of_two_runs_are_compared(run: str, tmp_path: Path) -> None:
     other = write(tmp_path / "other", {9: {"a": [1], "b": [1]}})
-    assert counts(lines(compare(run, other))) == "own, of 2 prompts: 1 better, 0 worse, 1 the same"
+    assert counts(lines(compare(run, other))) == "exact, of 2 prompts: 1 better, 0 worse, 1 the same"
 
 
 @pytest.mark.parametrize(

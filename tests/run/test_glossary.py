@@ -52,7 +52,7 @@ def test_every_metric_of_a_loss_is_documented() -> None:
         "reward_model": pairwise(x[0], x[0]).metrics,
         "sft": {"entropy": x},
     }
-    of_updates = ("loss", "grad_norm", "lr", "skipped")
-    names = {f"{prefix}/{name}" for prefix, own in losses.items() for name in (*own, *of_updates)}
+    update_metrics = ("loss", "grad_norm", "lr", "skipped")
+    names = {f"{prefix}/{name}" for prefix, metrics in losses.items() for name in (*metrics, *update_metrics)}
     assert not undescribed(names)
     assert undescribed({"policy/nonsense", "objective/kl/x"}) == {"policy/nonsense", "objective/kl/x"}

@@ -269,16 +269,16 @@ def test_without_evaluations_the_training_score_decides() -> None:
 def test_a_score_that_rose_does_not_hide_a_harmful_finding() -> None:
     evaluations = [{"step": step, "eval/right": step / 40, "eval/right_ci95": 0.02} for step in (0, 20, 40)]
 
-    def told(**metrics: Callable[[int, float], Any]) -> str:
+    def judged(**metrics: Callable[[int, float], Any]) -> str:
         lines = changed(24, **metrics)
         return judge(lines, evaluations, watch(lines).findings)
 
     learned = "learned: held-out right 0 ± 0.02 -> 1 ± 0.02"
-    assert told(policy__entropy=lambda step, value: 0.01).startswith(
+    assert judged(policy__entropy=lambda step, value: 0.01).startswith(
         f"{learned}; but policy/entropy is 0.01, below 0.02"
     )
-    assert told(policy__entropy=lambda step, value: 0.01 if step < 28 else value) == learned
-    assert told(truncated_fraction=lambda step, value: 0.9) == learned
+    assert judged(policy__entropy=lambda step, value: 0.01 if step < 28 else value) == learned
+    assert judged(truncated_fraction=lambda step, value: 0.9) == learned
 
 
 def test_a_lower_loss_is_better() -> None:
@@ -291,9 +291,11 @@ def test_a_lower_loss_is_better() -> None:
 def test_a_run_that_lost_its_gain_has_collapsed() -> None:
     values = {0: 0.1, 10: 0.5, 20: 0.52, 30: 0.08}
     evaluations = [{"step": step, "eval/right": value, "eval/right_ci95": 0.04} for step, value in values.items()]
-    told = "held-out right 0.1 ± 0.04 -> 0.08 ± 0.04, best 0.52 ± 0.04 at step 20"
-    assert judge([], evaluations, []) == f"collapsed at step 30: {told}"
+    measured = "held-out right 0.1 ± 0.04 -> 0.08 ± 0.04, best 0.52 ± 0.04 at step 20"
+    assert judge([], evaluations, []) == f"collapsed at step 30: {measured}"
     lines = changed(24, policy__grad_norm=lambda step, value: 40.0 if step == 24 else value)
-    assert judge(lines, evaluations, watch(lines).findings) == f"collapsed at step 30: {told}"
+    assert judge(lines, evaluations, watch(lines).findings) == f"collapsed at step 30: {measured}"
     lines = changed(24, policy__approxkl=lambda step, value: 0.4)
-    assert judge(lines, evaluations, watch(lines).findings).startswith(f"collapsed at step 24: {told}; policy/approxkl")
+    assert judge(lines, evaluations, watch(lines).findings).startswith(
+        f"collapsed at step 24: {measured}; policy/approxkl"
+    )

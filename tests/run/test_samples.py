@@ -102,8 +102,8 @@ def test_a_full_file_has_fewer_steps_of_its_beginning(tmp_path: Path, capsys: py
     assert (steps_of(paths.samples, "train"), capsys.readouterr().out) == ([1, 2, 3, 4, 5, 6], "")
     view.update()
     written(paths, range(7, 10))
-    told = capsys.readouterr().out
-    assert told.count("tracking.samples_mib (1.0 MiB)") == told.count("\n") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("tracking.samples_mib (1.0 MiB)") == printed.count("\n") == 1
     assert steps_of(paths.samples, "train") == [1, 6, 7, 8, 9]
     assert steps_of(paths.samples, "evaluation") == [4, 8], "they are small"
     view.update()
@@ -169,14 +169,14 @@ def test_token_values_are_written_if_configured() -> None:
     prompts = {"p": Prompt(prompt_id="p", token_ids=(7, 8), fields={})}
     score, letters = np.ones(1, dtype=np.float32), cast(Any, Letters())
     columns = {"advantages": Ragged.from_rows([[1, 0, -1]], np.float32)}
-    asked = (replace(drawn, chunks=chunks), prompts, score, {}, letters, "all")
-    [kept] = shown_samples(*asked, columns=lambda _: columns)
+    arguments = (replace(drawn, chunks=chunks), prompts, score, {}, letters, "all")
+    [kept] = shown_samples(*arguments, columns=lambda _: columns)
     assert kept.tokens == {
         "text": [" b", "c", " b"],
         "rollout_logprobs": [-0.25, -0.333333, -2.0],
         "advantages": [1.0, 0.0, -1.0],
     }
-    [without] = shown_samples(*asked)
+    [without] = shown_samples(*arguments)
     assert without.tokens is None
     chunks[0] = replace(
         chunks[0],
@@ -184,9 +184,9 @@ def test_token_values_are_written_if_configured() -> None:
         loss_mask=Ragged.from_rows([[True, False, True, True, False]], np.bool_),
     )
     samples = (replace(drawn.samples[0], response_tokens=3, given_tokens=2),)
-    talk = replace(drawn, samples=samples, chunks=chunks)
-    [conversation] = shown_samples(talk, *asked[1:], columns=lambda _: columns)
-    assert conversation.tokens == {
+    conversation = replace(drawn, samples=samples, chunks=chunks)
+    [shown_conversation] = shown_samples(conversation, *arguments[1:], columns=lambda _: columns)
+    assert shown_conversation.tokens == {
         "text": [" b", " d", "c", " b", " f"],
         "rollout_logprobs": [-0.25, None, -0.333333, -2.0, None],
         "advantages": [1.0, None, 0.0, -1.0, None],
@@ -194,26 +194,26 @@ def test_token_values_are_written_if_configured() -> None:
     }
 
 
-def test_turns_are_told_apart_with_their_rewards() -> None:
+def test_turns_are_distinguished_with_their_rewards() -> None:
     """Of a conversation of two branches, the second of which ends in a turn without tokens, and of one that failed."""
     prompt = Prompt(prompt_id="p", token_ids=(2,))
 
     def branch(*turns: tuple[Sequence[int], Sequence[int], float]) -> Branch:
         grown = Branch(prompt=(2,))
-        for given, own, reward in turns:
+        for given, sampled, reward in turns:
             grown.give(given)
-            span = VersionSpan(start=0, stop=len(own), version=4, engine_id=0)
-            logprobs = np.zeros(len(own), dtype=np.float32)
-            grown.add(SampledTurn(token_ids=tuple(own), logprobs=logprobs, finished=True, versions=(span,)))
+            span = VersionSpan(start=0, stop=len(sampled), version=4, engine_id=0)
+            logprobs = np.zeros(len(sampled), dtype=np.float32)
+            grown.add(SampledTurn(token_ids=tuple(sampled), logprobs=logprobs, finished=True, versions=(span,)))
             grown.rewards[-1] = reward
         return grown
 
-    talk = Conversation(request=SampleRequest(sample_id="1/p/0", prompt=prompt, seed=0), metrics={"asked": 2.0})
-    talk.branches = [branch(((), (1, 3), 0.5), ((5, 6), (7,), 0.25)), branch(((), (1,), -1.0), ((9,), (), 2.0))]
+    conversation = Conversation(request=SampleRequest(sample_id="1/p/0", prompt=prompt, seed=0), metrics={"asked": 2.0})
+    conversation.branches = [branch(((), (1, 3), 0.5), ((5, 6), (7,), 0.25)), branch(((), (1,), -1.0), ((9,), (), 2.0))]
     failed = Conversation(request=SampleRequest(sample_id="1/p/1", prompt=prompt, seed=0), failure="no way")
-    chunk, names = pack_conversations([talk, failed], filler=0)
+    chunk, names = pack_conversations([conversation, failed], filler=0)
     infos = sample_infos(0, chunk, names)
-    samples = tuple(replace(info, outcome=talk.outcome if info.row < 2 else failed.outcome) for info in infos)
+    samples = tuple(replace(info, outcome=conversation.outcome if info.row < 2 else failed.outcome) for info in infos)
     chunks: Any = [chunk]
     drawn, score = Rollouts(samples=samples, chunks=chunks), np.ones(3, dtype=np.float32)
     first, second, third = shown_samples(drawn, {"p": prompt}, score, {}, cast(Any, Letters()), "all")
@@ -222,7 +222,7 @@ def test_turns_are_told_apart_with_their_rewards() -> None:
         [(True, " b d", 2, 0.5), (False, " fg", 2, None), (True, " h", 1, 0.25)],
         [(True, " b", 1, -1.0), (True, "", 0, 2.0)],
     ]
-    assert (first.versions, first.outcome) == ((4,), talk.outcome)
+    assert (first.versions, first.outcome) == ((4,), conversation.outcome)
     assert third.turns == []
     assert third.outcome is not None
     assert third.outcome.failure == "no way"

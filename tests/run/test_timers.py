@@ -1,4 +1,4 @@
-"""Timers on a clock of the test's own."""
+"""Timers on a fake clock."""
 
 from __future__ import annotations
 

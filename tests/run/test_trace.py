@@ -114,7 +114,7 @@ def test_a_full_file_is_rotated(tmp_path: Path, clock: Clock) -> None:
     assert sorted(tmp_path.iterdir()) == sorted(files)
     assert all(file.stat().st_size < 6500 for file in files)
     spans = [spans_of(read(file)) for file in files]
-    steps = [int(name.split()[1]) for of_file in spans for _, _, name, _, _ in of_file if name.startswith("step")]
+    steps = [int(name.split()[1]) for events in spans for _, _, name, _, _ in events if name.startswith("step")]
     assert steps == list(range(steps[0], 41))
     assert len(steps) > 7
     assert {row for _, row, *_ in spans[1]} == {"driver", "train rank 0"}

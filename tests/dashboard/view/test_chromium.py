@@ -118,10 +118,10 @@ def search_twice(page: Chromium, metric: str) -> None:
     page.until("document.querySelector('.chart')")
     search = "document.querySelector('[type=search]')"
     page.evaluate(f"{search}.value = '{metric}'; for (const _ of '12') {search}.dispatchEvent(new Event('input'))")
-    asked = (
+    requests = (
         f"performance.getEntriesByType('resource').filter(({{name}}) => name.endsWith(encodeURIComponent('{metric}')))"
     )
-    page.until(f"{asked}.length === 2")
+    page.until(f"{requests}.length === 2")
     assert page.until("document.querySelectorAll('.chart circle[r=\"2.4\"]').length") == 1
 
 

@@ -55,14 +55,14 @@ def step_samples(step: int) -> list[dict[str, Any]]:
 
 def conversations(step: int) -> list[dict[str, Any]]:
     """One of two branches, the first of which has values of tokens; and one that failed."""
-    asked, told = turn("?c", 3, reward=0.25), turn(f"={SCRIPT}>", 2)
+    request, answered = turn("?c", 3, reward=0.25), turn(f"={SCRIPT}>", 2)
     outcome = {"turns": 3, "truncated": True, "failure": None, "metrics": {"asked": 2.0}}
     tokens = {
         "text": ["?", "c", "<eos>", "=", SCRIPT],
         "rollout_logprobs": [-1.0, -2.0, -0.5, None, None],
         "loss_mask": [1, 1, 1, 0, 0],
     }
-    first = {**sample(step, "talk", 0, 0.75), "turns": [asked, told], "outcome": outcome, "tokens": tokens}
+    first = {**sample(step, "talk", 0, 0.75), "turns": [request, answered], "outcome": outcome, "tokens": tokens}
     answer = {**sample(step, "talk", 0, 0.75, finished=False), "sample_id": f"{step}/talk/0#1", "prompt": "rewritten"}
     failed = {"turns": 0, "truncated": False, "failure": f"RuntimeError: {SCRIPT}", "metrics": {}}
     return [
