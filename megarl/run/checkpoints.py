@@ -179,7 +179,7 @@ class Checkpoints:
     def stage(self, step: int) -> Path:
         """Returns a new empty directory, into which each role writes one; raises RunError if it cannot be made."""
         staged = self._staged(step)
-        assert not self._path(step).exists(), f"{self._path(step)} is committed"
+        assert not self.path(step).exists(), f"{self.path(step)} is committed"
         shutil.rmtree(staged, ignore_errors=True)
         with writing(step):
             staged.mkdir(parents=True)
@@ -212,21 +212,21 @@ class Checkpoints:
             manifest = CheckpointManifest(step=step, roles=roles, state=record, rollouts=rollouts)
             manifest.verify(staged)
             write_durably(staged / MANIFEST, manifest.to_json())
-            staged.rename(self._path(step))
+            staged.rename(self.path(step))
             sync(self.directory)
         steps = self.steps()
         stay = kept(steps)
         for old in steps[: -self._keep]:
             if old not in stay:
                 self._remove(old)
-        return Checkpoint(path=self._path(step), step=step, roles=tuple(roles), state=state)
+        return Checkpoint(path=self.path(step), step=step, roles=tuple(roles), state=state)
 
     def latest(self) -> Checkpoint | None:
         """Verifies and returns the newest checkpoint, if any; raises BrokenCheckpointError if its files changed."""
         steps = self.steps()
         if not steps:
             return None
-        path = self._path(steps[-1])
+        path = self.path(steps[-1])
         manifest = CheckpointManifest.read(path)
         if manifest.step != steps[-1] or manifest.state.path != STATE:
             problem = f"{MANIFEST} is that of step {manifest.step}, with the state {manifest.state.path}"
@@ -259,21 +259,22 @@ class Checkpoints:
     def _remove(self, step: int) -> None:
         """Renames a checkpoint before its files are deleted: a partial one is never found."""
         removed = self.directory / f".step-{step}.removed"
-        self._path(step).rename(removed)
+        self.path(step).rename(removed)
         sync(self.directory)
         shutil.rmtree(removed)
 
-    def _path(self, step: int) -> Path:
+    def path(self, step: int) -> Path:
+        """Returns the directory of a committed checkpoint."""
         return self.directory / f"step-{step}"
 
     def _staged(self, step: int) -> Path:
         return self.directory / f".step-{step}.staged"
 
 
-def reasons_to_keep(
+def steps_to_keep(
     steps: Sequence[int], evaluations: Path, *, keep: int, keep_every: int | None, best: tuple[str, str] | None
-) -> dict[int, tuple[str, ...]]:
-    """Returns why each checkpoint stays; those without a reason are missing.
+) -> set[int]:
+    """Returns the steps whose checkpoints stay.
 
     Args:
         steps: steps with a checkpoint, in order.
@@ -282,10 +283,9 @@ def reasons_to_keep(
         keep_every: number of steps whose multiples stay.
         best: metric of the evaluations by which one more stays, and "max" or "min".
     """
-    reasons: dict[int, list[str]] = {step: ["newest"] for step in steps[-keep:]}
-    for step in steps:
-        if keep_every is not None and step % keep_every == 0:
-            reasons.setdefault(step, []).append(f"multiple of {keep_every}")
+    kept = set(steps[-keep:])
+    if keep_every is not None:
+        kept.update(step for step in steps if step % keep_every == 0)
     if best is not None:
         metric, mode = best
         values: dict[int, float] = {}
@@ -294,9 +294,8 @@ def reasons_to_keep(
                 values[line["step"]] = line[metric]
         if values:
             choose = max if mode == "max" else min
-            step = choose(sorted(values), key=lambda step: values[step])  # the first of equals
-            reasons.setdefault(step, []).append("best")
-    return {step: tuple(found) for step, found in reasons.items()}
+            kept.add(choose(sorted(values), key=lambda step: values[step]))  # the first of equals
+    return kept
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from megarl.config.schema import RandomModel
 from megarl.errors import PreemptedError, RunError
 from megarl.files import FileRecord, full_disk, read_lines, sync, truncate_lines, write_durably, write_errors
 from megarl.run.attempts import AttemptLog, EndReason
-from megarl.run.checkpoints import Checkpoint, Checkpoints, reasons_to_keep
+from megarl.run.checkpoints import Checkpoint, Checkpoints, steps_to_keep
 from megarl.run.frozen_weights import FROZEN, digest_frozen_weights
 from megarl.run.paths import RunPaths, acquire_lock, ema_export
 from megarl.run.resume import (
@@ -82,13 +82,13 @@ class RunDirectory(RunPaths):
                 sync(path)
         if self._frozen:
             state = {**state, FROZEN: self._frozen}
-        self.checkpoints.commit(step, files, state, self._reasons_to_keep)
+        self.checkpoints.commit(step, files, state, self._steps_to_keep)
 
-    def _reasons_to_keep(self, steps: Sequence[int]) -> Mapping[int, Sequence[str]]:
+    def _steps_to_keep(self, steps: Sequence[int]) -> set[int]:
         best = None
         if self._keeping.best is not None:
             best = (self._keeping.best.metric, self._keeping.best.mode)
-        return reasons_to_keep(
+        return steps_to_keep(
             steps, self.evaluations, keep=self._keeping.keep, keep_every=self._keeping.keep_every, best=best
         )
 

@@ -15,7 +15,7 @@ from megarl.dashboard.status.progress import Progress, find_warnings, measure_pa
 from megarl.errors import UsageError
 from megarl.files import read_lines
 from megarl.run.attempts import Attempt, AttemptEnd, read_attempts
-from megarl.run.checkpoints import Checkpoints, reasons_to_keep
+from megarl.run.checkpoints import Checkpoints
 from megarl.run.health import WINDOW, health_limits
 from megarl.run.paths import RunPaths, is_locked, read_config
 from megarl.run.sinks import WRITTEN
@@ -69,11 +69,10 @@ class RunState:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
-    """A committed checkpoint: its step, the size of its files, and the reasons for which it stays."""
+    """A committed checkpoint: its step and the size of its files."""
 
     step: int
     nbytes: int
-    kept: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +137,7 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
         metrics=lines[-1] if lines else {},
         troubles=list(find_warnings(lines, run.logs, health_limits(config))),
         verdict=str(read_config(run.summary).get("verdict", "")),
-        checkpoints=_checkpoints(run, store.steps(), config),
+        checkpoints=[SavedCheckpoint(step=step, nbytes=_size(store.path(step))) for step in store.steps()],
         unfinished=store.staged_step(),
         attempts=attempts,
         logs=str(run.logs),
@@ -195,26 +194,6 @@ def _progress(
         stepped=lines[-1].get(WRITTEN) or written,
         pace=measure_pace(lines, [attempt.time for attempt in attempts]),
     )
-
-
-def _checkpoints(run: RunPaths, steps: Sequence[int], config: Mapping[str, Any]) -> list[SavedCheckpoint]:
-    """Returns the checkpoints with their sizes, and with reasons if the configuration gives them."""
-    reasons: Mapping[int, Sequence[str]] = {}
-    with suppress(KeyError, TypeError, AttributeError):  # a field is missing or of another type
-        fields = config["checkpoint"]
-        best = fields.get("best")
-        reasons = reasons_to_keep(
-            steps,
-            run.evaluations,
-            keep=fields["keep"],
-            keep_every=fields.get("keep_every"),
-            best=None if best is None else (best["metric"], best["mode"]),
-        )
-    saved: list[SavedCheckpoint] = []
-    for step in steps:
-        size = _size(run.checkpoint_dir / f"step-{step}")
-        saved.append(SavedCheckpoint(step=step, nbytes=size, kept=reasons.get(step, ())))
-    return saved
 
 
 def _size(directory: Path) -> int:

@@ -57,7 +57,7 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "look at", f"{counted(replaced, 'engine')} replaced in this attempt, because they died or hung"
     label = "checkpoints"
     for saved in status.checkpoints:
-        yield label, f"step {saved.step} ({', '.join([format_bytes(saved.nbytes), *saved.kept])})"
+        yield label, f"step {saved.step} ({format_bytes(saved.nbytes)})"
         label = ""
     if status.unfinished is not None:
         yield label, f"step {status.unfinished} is not complete"

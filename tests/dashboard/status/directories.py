@@ -24,8 +24,7 @@ class MadeRun:
     def __init__(self, path: Path, stage: str = "ppo") -> None:
         self.path = path
         path.mkdir(parents=True)
-        training = "" if stage == "eval" else "checkpoint: {}\n"
-        (path / "config.yaml").write_text(f"stage: {stage}\nrun: {{dir: {path}, steps: 100}}\n{training}")
+        (path / "config.yaml").write_text(f"stage: {stage}\nrun: {{dir: {path}, steps: 100}}\n")
         (path / ".lock").touch()
 
     def start(self, number: int, ago: float, step: int = 0, **fields: Any) -> None:

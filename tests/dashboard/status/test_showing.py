@@ -45,8 +45,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MadeRun:
     made.steps(47, ago=47 * 60, apart=120, first=21)
     made.checkpoint(40)
     made.file("checkpoints/step-40/state.json", 4000, "x" * 1_572_864)
-    with (made.path / "config.yaml").open("a") as config:
-        config.write("checkpoint: {keep: 2}\n")
     made.job("4711-0")
     return made
 
