@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.files import LineFollower
@@ -14,16 +13,8 @@ from megarl.run.paths import RunPaths, read_config
 from megarl.run.sinks import WRITTEN
 
 
-@dataclass(kw_only=True)
-class MetricSeries:
-    """The values of a metric; None where it is not finite. Steps ascend."""
-
-    steps: list[int] = field(default_factory=list[int])
-    values: list[float | None] = field(default_factory=list["float | None"])
-
-
 class MetricTable:
-    """The series of a run, of its steps and of its evaluations.
+    """The metrics of a run's steps and evaluations: pairs of step and value, which is None if it is not finite.
 
     `generation` grows when a resumed run takes steps again, so that what was read before is void.
     """
@@ -36,7 +27,7 @@ class MetricTable:
         self._clear()
 
     def _clear(self) -> None:
-        self.series: dict[str, MetricSeries] = {}
+        self.series: dict[str, list[tuple[int, float | None]]] = {}
         self.health: HealthMonitor = watch([], limits=health_limits(read_config(self._config)))
 
     def update(self) -> None:
@@ -60,9 +51,7 @@ class MetricTable:
             return False
         for name, value in line.items():
             if name not in ("step", WRITTEN) and (value is None or isinstance(value, int | float)):
-                series = self.series.setdefault(name, MetricSeries())
-                series.steps.append(step)
-                series.values.append(value)
+                self.series.setdefault(name, []).append((step, value))
         return True
 
     def after(self, step: int, names: Collection[str] | None = None) -> dict[str, dict[str, list[Any]]]:
@@ -70,7 +59,7 @@ class MetricTable:
         found: dict[str, dict[str, list[Any]]] = {}
         for name, series in self.series.items():
             if names is None or name in names:
-                first = bisect_right(series.steps, step)
-                values = [None if value is None else float(f"{value:.7g}") for value in series.values[first:]]
-                found[name] = {"steps": series.steps[first:], "values": values}
+                points = series[bisect_right(series, step, key=lambda point: point[0]) :]
+                values = [None if value is None else float(f"{value:.7g}") for _, value in points]
+                found[name] = {"steps": [point[0] for point in points], "values": values}
         return found

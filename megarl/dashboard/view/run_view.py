@@ -98,7 +98,7 @@ class RunView:
             "left": None if status.seconds_left is None else duration(status.seconds_left),
             "generation": self._metrics.generation,
             "names": sorted(self._metrics.series),
-            "last_step": max((series.steps[-1] for series in self._metrics.series.values()), default=0),
+            "last_step": max((points[-1][0] for points in self._metrics.series.values()), default=0),
             "columns": {name: asdict(column) for name, column in COLUMNS.items() if name in status.metrics},
             "limits": shown_limits(health_limits(read_config(self._run.config))),
             "findings": findings,
