@@ -83,14 +83,6 @@ def test_in_lockstep_each_bucket_waits_for_its_slowest_rank(model: Path) -> None
     assert found["bucket_bytes"] <= 0.01 * 2**20
 
 
-def test_the_table_shows_inputs_and_results(model: Path) -> None:
-    result = invoke(model / "config.json", "--train", "tp=2,pp=2,vpp=2,dp=2", "--rollout", "tp=2,replicas=3")
-    assert result.exit_code == 0, result.stderr
-    for text in ("TP 2 x PP 2 x DP 2, VPP 2", "3 x TP 2, on devices of their own", "redundancy    1.0000"):
-        assert text in result.stdout
-    assert ["same", "device", "0", "0", "B", "2000", "0.000"] in [line.split() for line in result.stdout.splitlines()]
-
-
 def test_all_mistakes_are_reported_together(model: Path) -> None:
     result = invoke(
         model,

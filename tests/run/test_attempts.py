@@ -96,9 +96,6 @@ def test_a_very_long_message_is_truncated(file: Path) -> None:
     assert attempt.end is not None
     assert attempt.end.message == "x" * 4000
     log.end(0, "exception", "a name that is no text: \udcff")
-    assert read_attempts(file)[0].end == AttemptEnd(
-        time=pytest.approx(attempt.end.time, abs=60),
-        step=0,
-        reason="exception",
-        message="a name that is no text: \udcff",
-    )
+    (attempt,) = read_attempts(file)
+    assert attempt.end is not None
+    assert attempt.end.message == "a name that is no text: \udcff"

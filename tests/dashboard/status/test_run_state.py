@@ -110,6 +110,9 @@ input()
 
 @pytest.mark.parametrize(("ago", "name"), [(25 * MINUTE, "running"), (35 * MINUTE, "silent")])
 def test_the_state_of_a_process_on_another_machine_comes_from_its_files(run: MadeRun, ago: float, name: str) -> None:
+    run.steps(3, ago=ago, apart=60)
+    assert state(run) == RunState(name=name), "without attempts"
+    (run.path / "metrics.jsonl").unlink()
     run.start(1, ago=9000)
     assert state(run, "login").name == "silent"
     run.steps(3, ago=ago, apart=60)
@@ -130,12 +133,6 @@ def test_an_unsupported_lock_is_ignored(run: MadeRun, monkeypatch: pytest.Monkey
 
 def test_a_submitted_run_that_has_not_started_is_waiting(run: MadeRun) -> None:
     assert state(run).name == "waiting"
-
-
-@pytest.mark.parametrize(("ago", "name"), [(300, "running"), (3600, "silent")])
-def test_without_attempts_the_last_write_counts(run: MadeRun, ago: float, name: str) -> None:
-    run.steps(3, ago=ago, apart=60)
-    assert state(run) == RunState(name=name)
 
 
 def test_reading_the_lock_does_not_block_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

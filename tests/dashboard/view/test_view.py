@@ -148,15 +148,11 @@ def test_the_timeline_of_a_resumed_run_continues(run: MadeRun, view: RunView) ->
 
 def test_the_timeline_has_ranks_in_their_order(tmp_path: Path) -> None:
     run = MadeRun(tmp_path / "run")
-    names = ["driver", "train rank 10", "train rank 2", "rollout engine 0"]
-    rows = [
-        {"ph": "M", "pid": 1, "tid": row, "name": "thread_name", "args": {"name": name}}
-        for row, name in enumerate(names)
-    ]
-    events = [*rows, *(span(row, "update", 0, 1) for row in range(4))]
-    (run.path / "trace.json").write_text(
-        "".join(f"{',' if n else '['}{json.dumps(event)}\n" for n, event in enumerate(events))
-    )
+    events: list[dict[str, Any]] = []
+    for row, name in enumerate(["driver", "train rank 10", "train rank 2", "rollout engine 0"]):
+        events.append({"ph": "M", "pid": 1, "tid": row, "name": "thread_name", "args": {"name": name}})
+        events.append(span(row, "update", 0, 1))
+    (run.path / "trace.json").write_text("[" + "\n,".join(map(json.dumps, events)) + "\n")
     shown = [row["name"] for row in ask(RunView(run.path, "run"), "timeline")["rows"]]
     assert shown == ["driver", "rollout engine 0", "train rank 2", "train rank 10"]
 
