@@ -195,7 +195,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def read_lines(path: Path, last: int | None = None) -> list[dict[str, Any]]:
-    """Returns the JSON objects of a file, one a line; with ``last`` so many from its end. A missing file has none.
+    """Returns the JSON objects of a file, one a line, or the ``last`` ones of them. A missing file has none.
 
     Incomplete lines are skipped: they are being written, or their writer was killed.
     """
@@ -299,7 +299,7 @@ def _lines(file: BufferedReader) -> Iterator[bytes]:
 
 
 def _seek_end(file: BufferedReader, lines: int) -> None:
-    """Seeks the beginning of the last lines of a file, at least so many complete ones if it has them."""
+    """Seeks the beginning of the last complete lines of a file, or of the file if it has fewer."""
     start = file.seek(0, os.SEEK_END)
     ends = 0
     first = max(0, start - _LONGEST_LINE)

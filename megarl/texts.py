@@ -35,7 +35,7 @@ def printable(text: str) -> str:
 
 
 def short_reason(reason: str) -> str:
-    """Returns at most about 2 kB of a reason: its beginning and its end, and of each line the beginning."""
+    """Shortens a reason to about 2 kB: its beginning and its end, with long lines cut."""
     lines = [line if len(line) <= _LINE else f"{line[:_LINE]}..." for line in reason.splitlines()]
     text = "\n".join(lines)
     if len(text) <= _REASON:

@@ -72,7 +72,7 @@ class AttemptLog:
         self._number = 1
 
     def start(self, step: int, age: float = 0.0) -> None:
-        """Records the start of an attempt that resumes after `step`, and began so many seconds ago."""
+        """Records the start of an attempt that resumes after `step` and began `age` seconds ago."""
         with _report_errors(self._path):
             self._number = 1 + max((attempt.number for attempt in read_attempts(self._path)), default=0)
         attempt = Attempt(

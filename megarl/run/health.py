@@ -336,7 +336,7 @@ _UNSAVED: Final = 3600.0  # seconds
 
 
 def unsaved_run(steps: int) -> Check:
-    """Returns a check for runs of so many steps, with a checkpoint after the last one alone, that take over an hour."""
+    """Returns a check for runs that take over an hour and save a checkpoint after their last step alone."""
 
     def condition(lines: Lines) -> bool | None:
         seconds = metric_values(lines, "time/step")

@@ -50,7 +50,7 @@ class HealthMonitor:
     def __post_init__(self) -> None:
         self._watches = [_Watch(check=check) for check in self.checks]
 
-    def begun(self, step: int, metrics: Collection[str]) -> HealthFinding | None:
+    def finding_at(self, step: int, metrics: Collection[str]) -> HealthFinding | None:
         """Returns the first finding about one of some metrics that began with a step; None without one."""
         for finding in self.findings:
             if finding.first == step and finding.check.metric in metrics:

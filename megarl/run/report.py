@@ -240,7 +240,7 @@ class Reporter:
 
     def alarm(self, step: int) -> HealthFinding | None:
         """Returns a finding of `health.stop` that began with a step."""
-        return self._health.begun(step, self._config.health.stop)
+        return self._health.finding_at(step, self._config.health.stop)
 
     def evaluated(self, result: EvaluationResult | None) -> None:
         """Writes an evaluation, if there was one; raises RunError if it lacks the metric of checkpoint.best."""

@@ -218,7 +218,7 @@ def _token_columns(
 
 
 def _some_prompts(prompt_ids: Sequence[str], count: int) -> Iterator[int]:
-    """Yields the indices of the samples of so many prompts that there are at least `count`, or all of them."""
+    """Yields the indices of at least `count` samples, all those of some prompts; of all samples if there are fewer."""
     groups = [list(group) for _, group in itertools.groupby(range(len(prompt_ids)), lambda index: prompt_ids[index])]
     shown = min(len(groups), math.ceil(count * len(groups) / len(prompt_ids)))
     by_hash = sorted(range(len(groups)), key=lambda group: stable_hash(prompt_ids[groups[group][0]]))

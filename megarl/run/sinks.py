@@ -78,10 +78,10 @@ def as_json(value: Any) -> Any:
 
 
 class SampleSink:
-    """Appends samples to a file of JSON lines, which loses older steps when it becomes too large.
+    """Appends samples to a file of JSON lines, and drops older steps when it becomes too large.
 
-    Every other step of the older half leaves, but not the first one: what remains covers the whole run. Training and
-    evaluations are counted separately, and those with more bytes leave.
+    Every other step of the older half is dropped, but not the first one: the rest covers the whole run. Training and
+    evaluations are counted separately; steps of the larger one are dropped.
 
     Args:
         limit: size in bytes; the first and the last two steps of both kinds stay, whatever their size.
@@ -121,7 +121,7 @@ class SampleSink:
         self._lines = JsonlSink(self._path, clock=None)
         if not self._warned:
             limit = f"tracking.samples_mib ({format_bytes(self._limit)})"
-            print(f"{self._path} has reached {limit}: from now on, every other of its older steps leaves", flush=True)
+            print(f"{self._path} has reached {limit}: from now on, older steps are dropped", flush=True)
             self._warned = True
 
 

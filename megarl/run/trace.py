@@ -23,7 +23,7 @@ _MIN_PHASE_S = 1e-4
 _LIMIT_BYTES = 64 << 20
 _TAIL_BYTES = 1 << 16
 _COUNTERS: Final = ("rollout/queue_depth", "rollout/engine_idle", "staleness/mean")
-"""Metrics that are in the trace, too."""
+"""Metrics that are also in the trace."""
 
 
 class Trace:

@@ -200,8 +200,8 @@ def test_metrics_without_a_limit_may_get_one() -> None:
     assert begun(lines) == []
     monitor = watch(lines, limits={"objective/kl": 30.0})
     assert [(finding.check.metric, finding.first) for finding in monitor.findings] == [("objective/kl", 14)]
-    assert (monitor.begun(13, ["objective/kl"]), monitor.begun(14, ["skipped"])) == (None, None)
-    assert monitor.begun(14, ["objective/kl"]) is monitor.findings[0]
+    assert (monitor.finding_at(13, ["objective/kl"]), monitor.finding_at(14, ["skipped"])) == (None, None)
+    assert monitor.finding_at(14, ["objective/kl"]) is monitor.findings[0]
 
 
 def test_the_configuration_names_every_check() -> None:

@@ -62,7 +62,7 @@ def _answers(view: RunView) -> Iterator[tuple[str, dict[str, str], Any]]:
 
 
 def _samples(view: RunView) -> Iterator[tuple[str, dict[str, str], Any]]:
-    """Yields the samples of the last steps, as far as they fit, and those of one prompt in any case."""
+    """Yields the samples of the last steps that fit, of one prompt at least."""
     for kind, steps in view.answer("steps", {}).items():
         left = _SAMPLES_BYTES // 2
         for step, _ in reversed(steps):

@@ -25,7 +25,7 @@ _MAX_HITS = 200
 _MAX_LEFT_OUT = 200
 _COLUMNS = 1500
 _MAX_COLUMNS = 20000
-"""Columns of a timeline: by default, and at most."""
+"""Default and maximum columns of a timeline."""
 
 
 class RunView:
