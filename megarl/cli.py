@@ -45,13 +45,14 @@ RunDirs = Annotated[
 @app.command("init")
 def init(
     name: Annotated[str, typer.Argument(help="Name of the run and of its files.")] = "mine",
-    model: Annotated[str, typer.Option(help="Directory of the model.")] = "",
-    prompts: Annotated[str, typer.Option(help="JSONL file of the prompts.")] = "",
+    *,
+    model: Annotated[str, typer.Option(help="Hugging Face directory of the model.", prompt=True)],
+    prompts: Annotated[str, typer.Option(help="JSONL file of the prompts.", prompt=True)],
     reward: Annotated[
         str,
         typer.Option(
             metavar="MODULE:FUNCTION",
-            help="An existing reward function, such as one for TRL or verl or the built-in math_verify, not a new one.",
+            help="Existing reward function in place of a new one: yours, TRL's, verl's, or one such as math_verify.",
         ),
     ] = "",
     recipe: Annotated[
@@ -61,14 +62,8 @@ def init(
 ) -> None:
     """Write a new run: NAME.yaml with comments, and a reward function with a test.
 
-    Asks for model and prompts if one of them is not given, and then for reward and recipe, too.
+    Asks for model and prompts if they are not given.
     """
-    if not (model and prompts):
-        model = model or typer.prompt("Model (a Hugging Face directory)")
-        prompts = prompts or typer.prompt("Prompts (a JSONL file)")
-        question = "Reward (module:function or a built-in one; Enter: a new one)"
-        reward = reward or typer.prompt(question, "", show_default=False)
-        recipe = typer.prompt("Recipe", recipe)
     with importing():
         from megarl.config import ConfigError
         from megarl.init import NewRun

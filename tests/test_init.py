@@ -55,7 +55,7 @@ def test_its_files_are_accepted_and_its_test_passes(row: dict[str, Any], columns
 
 
 def test_it_prompts_for_missing_values() -> None:
-    assert init("mine", row={"prompt": "up kdxbq:"}, answers="model\nprompts.jsonl\n\ndapo\n") == 0
+    assert init("mine", "--from", "dapo", row={"prompt": "up kdxbq:"}, answers="model\nprompts.jsonl\n") == 0
     assert Path("mine_reward.py").exists()
     assert "defaults: [dapo]" in Path("mine.yaml").read_text()
 
