@@ -144,7 +144,8 @@ class Display:
     def close(self) -> None:
         """Draws the last state and releases the terminal."""
         self._bar.update(self._task, phase="")
-        self._bar.stop()
+        if self._console.is_terminal:  # rich 13 ends a line elsewhere
+            self._bar.stop()
 
     def _fitting(self) -> Mapping[str, Column]:
         if not self._console.is_terminal:
