@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
-
-W = TypeVar("W")
-A = TypeVar("A")
-P = ParamSpec("P")
-Q = ParamSpec("Q")
-R = TypeVar("R")
+from typing import Any, Concatenate, Literal, Self, overload
 
 Phase = Literal["start", "rollout", "scoring", "inference", "update", "sync", "checkpoint"]
 """A field of `cluster.time_limits`."""
@@ -38,12 +32,12 @@ class RemoteMethod[W, **P, R_co]:
     def __get__(self, instance: W | None, owner: type[Any]) -> Self | Callable[P, R_co]:
         return self if instance is None else MethodType(self.__wrapped__, instance)
 
-    def bind(self: RemoteMethod[W, Concatenate[A, Q], R], first: A) -> RemoteMethod[W, Q, R]:
+    def bind[A, **Q, R](self: RemoteMethod[W, Concatenate[A, Q], R], first: A) -> RemoteMethod[W, Q, R]:
         """Returns the method with its first argument fixed."""
         return RemoteMethod(self.__wrapped__, self.phase, (*self.args, first))
 
 
-def remote(*, phase: Phase) -> Callable[[Callable[Concatenate[W, P], R]], RemoteMethod[W, P, R]]:
+def remote[W, **P, R](*, phase: Phase) -> Callable[[Callable[Concatenate[W, P], R]], RemoteMethod[W, P, R]]:
     """Declares a method that the driver may call."""
 
     def declare(function: Callable[Concatenate[W, P], R]) -> RemoteMethod[W, P, R]:
