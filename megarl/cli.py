@@ -244,7 +244,7 @@ def doctor() -> None:
 
     findings = examine()
     print_report(findings)
-    if any(finding.broken for finding in findings):
+    if any(finding.status == "broken" for finding in findings):
         raise typer.Exit(1)
 
 

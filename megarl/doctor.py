@@ -52,10 +52,6 @@ class Finding:
     found: str
     fix: str = ""
 
-    @property
-    def broken(self) -> bool:
-        return self.status == "broken"
-
 
 @dataclass(frozen=True)
 class Package:
