@@ -17,7 +17,7 @@ PACKAGE = REPOSITORY / "megarl"
 # A part may import the parts of the lines above it, and itself.
 LAYERS = (
     {"bounds", "errors", "files", "garbage_collection", "lazy_compiling"},
-    {"gc", "plugins", "remote", "stacks", "texts", "types"},
+    {"plugins", "remote", "stacks", "texts", "types"},
     {"algos"},
     {"config"},
     {"role_specs", "weights"},

@@ -28,7 +28,7 @@ from megarl.cluster.placement import visible_devices
 from megarl.cluster.process_usage import ProcessUsage, UsageMeter
 from megarl.cluster.spans import Span, SpanLog
 from megarl.errors import RunError
-from megarl.gc import importing
+from megarl.garbage_collection import importing
 from megarl.remote import Phase
 from megarl.stacks import answer_signal
 from megarl.texts import escape_output
