@@ -49,7 +49,7 @@ def test_the_documented_policy_loss_is_one_function_and_one_line(tmp_path: Path)
     losses, registry = (tmp_path / "megarl" / "algos" / name for name in ("policy_loss.py", "registry.py"))
     losses.write_text(f"{losses.read_text()}\n\n{function}")
     before, table, after = registry.read_text().partition("\nPOLICY_LOSSES: ")
-    registry.write_text(before + table + after.replace("    functions={\n", f"    functions={{\n{line}", 1))
+    registry.write_text(before + table + after.replace("    functions=_same(\n", f"    functions=_same(\n{line}", 1))
     debug = tmp_path / "configs" / "debug" / "ppo.yaml"
     (tmp_path / "mine.yaml").write_text(f"defaults: [{debug}]\n{settings}")
     command = [sys.executable, "-c", TRIAL]

@@ -144,15 +144,15 @@ def test_waits_double_and_last_as_long_as_the_endpoint_asks_but_no_longer_than_a
 @pytest.mark.parametrize(
     ("asked", "least", "most"),
     [
-        (formatdate(time.time() + 3600, usegmt=True), 20.0, 20.0),
-        (formatdate(time.time() - 3600, usegmt=True), 0.01, 0.015),
-        ("soon", 0.01, 0.015),
-        ("", 0.01, 0.015),
+        (lambda: formatdate(time.time() + 3600, usegmt=True), 20.0, 20.0),
+        (lambda: formatdate(time.time() - 3600, usegmt=True), 0.01, 0.015),
+        (lambda: "soon", 0.01, 0.015),
+        (lambda: "", 0.01, 0.015),
     ],
     ids=["future", "past", "word", "empty"],
 )
 def test_an_endpoint_may_ask_for_a_date(
-    server: Server, monkeypatch: pytest.MonkeyPatch, asked: str, least: float, most: float
+    server: Server, monkeypatch: pytest.MonkeyPatch, asked: Callable[[], str], least: float, most: float
 ) -> None:
     waits: list[float] = []
 
@@ -160,7 +160,7 @@ def test_an_endpoint_may_ask_for_a_date(
         waits.append(seconds)
 
     monkeypatch.setattr(judge_module.asyncio, "sleep", note)
-    server.respond, server.headers = lambda number, question: (429, "later"), {"retry-after": asked}
+    server.respond, server.headers = lambda number, question: (429, "later"), {"retry-after": asked()}
     with pytest.raises(RuntimeError):
         ask(server, attempts=2, timeout=20.0)
     assert least <= waits[0] <= most
