@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -43,8 +43,8 @@ def merged(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[P
     """Merges the files that a YAML file inherits, the file and the overrides into a plain dict; later ones win.
 
     Args:
-        path: its ``defaults`` lists what it inherits: files, relative to it, and recipes by name.
-        overrides: ``key.path=value``, with the value in YAML.
+        path: the YAML file; its ``defaults`` lists files, relative to it, and recipes by name.
+        overrides: settings as ``key.path=value``, with the value in YAML.
 
     Returns:
         The dict, and a problem for each override that cannot be read.
@@ -59,24 +59,24 @@ def merged(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[P
     for override in overrides:
         tree = _overridden(tree, override, problems)
     try:
-        tree = _expanded(tree)
-        return _plain(OmegaConf.create(tree), resolve=True) if _refers(tree) else tree, problems
+        tree = expanded(tree)
+        if _refers(tree):
+            tree = _plain(OmegaConf.create(tree), resolve=True)
     except OmegaConfBaseException as error:
         field = str(getattr(error, "full_key", None) or "interpolation")
         problems.append(Problem(field, "${...}", _first_line(error), "correct the ${...} reference"))
         raise ConfigError(problems, str(path)) from error
+    return tree, problems
 
 
-def expanded(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a plain configuration with its short stage, if it has one, written out."""
-    return _expanded(dict(raw))
-
-
-def _expanded(tree: _Section) -> _Section:
-    """Returns the tree on top of the settings of its short stage, if it has one."""
-    if tree.get("stage") not in SHORT_STAGES:
-        return tree
-    return _merge({"algo": short_stage(tree["stage"])}, {**tree, "stage": "ppo"})
+def expanded(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a plain configuration on top of the settings of its short stage, if it has one."""
+    stage = tree.get("stage")
+    if stage not in SHORT_STAGES:
+        return dict(tree)
+    recipe = yaml.safe_load((RECIPES / f"{stage}.yaml").read_text(encoding="utf-8"))["algo"]
+    defining = {key: recipe[key] for key in _DEFINING if key in recipe}
+    return _merge({"algo": defining}, {**tree, "stage": "ppo"})
 
 
 def _overridden(tree: _Section, override: str, problems: list[Problem]) -> _Section:
@@ -99,14 +99,19 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
     here = path.resolve()
 
     def wrong(rule: str, fix: str) -> _Section:
-        field = f"{INHERIT_KEY} of {inheritors[-1]}" if inheritors else "config file"
-        value = path.stem if path.parent == RECIPES else str(path)
+        field = "config file"
+        if inheritors:
+            field = f"{INHERIT_KEY} of {inheritors[-1]}"
+        value = str(path)
+        if path.parent == RECIPES:
+            value = path.stem
         problems.append(Problem(field, value, rule, fix))
         return {}
 
     if here in inheritors:
         circle = " -> ".join(p.name for p in (*inheritors[inheritors.index(here) :], here))
-        return wrong(f"a file must not inherit itself ({circle})", f"remove one of these {INHERIT_KEY} entries")
+        rule = f"a file must not inherit itself ({circle})"
+        return wrong(rule, f"remove one of these {INHERIT_KEY} entries")
     try:
         loaded = OmegaConf.load(here)
     except OSError as error:
@@ -114,30 +119,39 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
             return wrong(_MAPPING, "write key: value lines")
         if path.parent == RECIPES:
             return wrong("a file, or the name of a recipe", recipe_fix(path.stem))
-        return wrong(f"the file must be readable ({error.strerror})", _other_file(path, inheritors))
+        key, equals, _ = str(path).partition("=")
+        fix = correct_path(str(path))
+        is_file = inheritors or path.suffix in (".yaml", ".yml")
+        if equals and _KEY_PATH.fullmatch(key) and not is_file:
+            fix = "name the YAML file of the run first, and key.path=value after it"
+        return wrong(f"the file must be readable ({error.strerror})", fix)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        tabs = path.is_file() and any(line.startswith("\t") for line in path.read_text(errors="replace").splitlines())
-        fix = "indent lines with spaces, not with tabs" if tabs else "correct the file"
-        return wrong(f"the file must be YAML: {' '.join(str(error).split())}", fix)
+        return wrong(f"the file must be YAML: {' '.join(str(error).split())}", "correct the file")
     if not isinstance(loaded, DictConfig):
         return wrong(_MAPPING, "write key: value lines")
-    own = _plain(loaded)
-    inherited = own.pop(INHERIT_KEY, None)
-    if inherited is not None and not isinstance(inherited, list):
-        return wrong(f"{INHERIT_KEY} must be a list of file names", f"write {INHERIT_KEY}: [{shown(inherited)}]")
+    settings = _plain(loaded)
+    inherited = settings.pop(INHERIT_KEY, None)
+    if inherited is None:
+        inherited = []
+    if not isinstance(inherited, list):
+        fix = f"write {INHERIT_KEY}: [{shown(inherited)}]"
+        return wrong(f"{INHERIT_KEY} must be a list of file names", fix)
     tree: _Section = {}
     try:
-        for name in cast(list[object], inherited or []):
-            tree = _merge(tree, _read(_inherited(path, str(name)), (*inheritors, here), problems))
-        return _merge(tree, own)
+        for name in cast(list[object], inherited):
+            below = _read(_inherited(path, str(name)), (*inheritors, here), problems)
+            tree = _merge(tree, below)
+        return _merge(tree, settings)
     except TypeError as error:
-        return wrong(f"a key must be a list, or hold keys, in all files alike ({error})", "correct the file")
+        rule = f"a key must be a list, or hold keys, in all files alike ({error})"
+        return wrong(rule, "correct the file")
 
 
 def _inherited(path: Path, name: str) -> Path:
     """Returns the file of a name in a file's ``defaults``."""
-    is_recipe = "/" not in name and not name.endswith((".yaml", ".yml"))
-    return RECIPES / f"{name}.yaml" if is_recipe else path.parent / name
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        return path.parent / name
+    return RECIPES / f"{name}.yaml"
 
 
 def recipes() -> list[str]:
@@ -148,23 +162,9 @@ def recipes() -> list[str]:
 def recipe_fix(name: str) -> str:
     """Returns the fix for a recipe that does not exist."""
     near = difflib.get_close_matches(name, recipes(), n=1)
-    return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(recipes())}; a file ends with .yaml"
-
-
-def _other_file(path: Path, inheritors: tuple[Path, ...]) -> str:
-    """Returns the fix for a file that does not exist: the nearest name, or the files of its directory."""
-    key, equals, _ = str(path).partition("=")
-    misplaced = not inheritors and path.suffix not in (".yaml", ".yml")
-    if misplaced and equals and _KEY_PATH.fullmatch(key):
-        return "name the YAML file of the run first, and key.path=value after it"
-    files = [file for file in sorted(path.parent.glob("*.y*ml")) if not file.name.startswith(".")]
-    there = {file.name: file for file in files if file.resolve() not in inheritors}
-    near = difflib.get_close_matches(path.name, there, n=1) or [name for name in there if Path(name).stem == path.name]
     if near:
-        return f"did you mean {there[near[0]]}?"
-    listed = ", ".join([*list(there)[:10], *["..."] * (len(there) > 10)])
-    fix = f"correct the path; {path.absolute().parent} has {listed}" if there else correct_path(str(path))
-    return f"{fix}; a setting is written key.path=value" if misplaced and path.parent == Path() else fix
+        return f"did you mean {near[0]}?"
+    return f"choose one of {', '.join(recipes())}; a file ends with .yaml"
 
 
 def _plain(tree: DictConfig, *, resolve: bool = False) -> _Section:
@@ -180,65 +180,49 @@ def _refers(value: object) -> bool:
     return isinstance(value, str) and "${" in value
 
 
-def _merge(below: _Section, above: _Section) -> _Section:
+def _merge(below: _Section, above: _Section, *, choices: bool = True) -> _Section:
     """Merges a tree onto another; a choice with another name does not keep the former one's options.
 
-    Raises:
-        TypeError: a list meets a mapping.
-    """
-    return _merge_section(below, above, lambda: OmegaConf.create(below), choices=True)
-
-
-def _merge_section(below: _Section, above: _Section, section: Callable[[], Any], *, choices: bool) -> _Section:
-    """Merges a section.
-
     Args:
-        section: returns the one below with its references.
-        choices: mappings with a name are choices.
+        choices: whether mappings with a name are choices.
+
+    Raises:
+        TypeError: a mapping meets a list or a reference.
     """
     found = dict(below)
     keys = {str(key): key for key in below}
-    for name, over in above.items():
+    for name, value in above.items():
         key = keys.get(str(name), name)  # 5 in a file is "5" in an override
-        under = below.get(key)
         is_choice = choices and name not in FREE
-        if isinstance(under, str) and "${" in under:
-            under = _referred(section(), key)
-            is_choice = False
-        found[key] = over
-        if isinstance(over, dict):
-            new = cast(_Section, over)
-            if isinstance(under, dict):
-                own = cast(_Section, under)
-                if not (is_choice and _renamed(own, new)):
-                    found[key] = _merge_section(own, new, lambda key=key: section()[key], choices=is_choice)
-            elif isinstance(under, str) and is_choice and "name" not in new:
-                found[key] = {SHORTHAND: under, **new}
-        if isinstance(under, list if isinstance(over, dict) else dict) and isinstance(over, dict | list):
-            raise TypeError(f"{name} is a list in one of them, and has keys in another")
+        found[key] = _merged_value(name, below.get(key), value, is_choice=is_choice)
     return found
 
 
-def _renamed(under: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
+def _merged_value(name: str, below: object, above: object, *, is_choice: bool) -> object:
+    if isinstance(above, list) and isinstance(below, dict):
+        raise TypeError(f"{name} is a list in one of them, and has keys in another")
+    if not isinstance(above, dict):
+        return cast(object, above)
+    section = cast(_Section, above)
+    if isinstance(below, list):
+        raise TypeError(f"{name} is a list in one of them, and has keys in another")
+    if isinstance(below, str) and "${" in below:
+        raise TypeError(f"{name} is the reference {below} in one of them, and has keys in another")
+    if isinstance(below, dict):
+        former = cast(_Section, below)
+        if is_choice and _renamed(former, section):
+            return section
+        return _merge(former, section, choices=is_choice)
+    if isinstance(below, str) and is_choice and "name" not in section:
+        return {SHORTHAND: below, **section}
+    return section
+
+
+def _renamed(below: Mapping[str, Any], above: Mapping[str, Any]) -> bool:
     """Whether a choice gets another name."""
-    name = over.get("name", over.get(SHORTHAND))
-    return name is not None and under.get("name", under.get(SHORTHAND)) not in (None, name)
-
-
-def _referred(section: DictConfig, key: str) -> object:
-    """Returns the section or list that a key refers to; None where it refers to anything else."""
-    try:
-        value = section[key]
-    except OmegaConfBaseException:
-        return None
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else None
+    name = above.get("name", above.get(SHORTHAND))
+    return name is not None and below.get("name", below.get(SHORTHAND)) not in (None, name)
 
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
-
-
-def short_stage(name: str) -> dict[str, Any]:
-    """Returns the section `algo` that a short stage stands for, below the configuration's own settings."""
-    recipe = yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))["algo"]
-    return {key: recipe[key] for key in _DEFINING if key in recipe}

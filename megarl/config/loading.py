@@ -62,7 +62,7 @@ def load(
 
 def build(raw: Mapping[str, Any]) -> RunConfig:
     """Checks a configuration that is a plain dict; raises ConfigError with every problem."""
-    config, problems = _checked(expanded(raw) if raw.get("stage") in SHORT_STAGES else raw)
+    config, problems = _checked(expanded(raw))
     if config is None or problems:
         raise ConfigError(problems)
     return config
