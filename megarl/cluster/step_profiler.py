@@ -31,9 +31,11 @@ class StepProfiler:
         self._steps: tuple[int, ...] = ()
         self._names: list[str] = []
         if config.profile is not None:
-            self._steps = config.profile.steps_of(config.steps)
+            self._steps = config.profile.profiled_steps(config.steps)
             self._names += [f"{group} rank {rank}" for group in config.groups for rank in config.profile.ranks]
-            self._names += [f"rollout engine {engine}" for engine in config.profile.engines_of(config.engine_settings)]
+            self._names += [
+                f"rollout engine {engine}" for engine in config.profile.profiled_engines(config.engine_settings)
+            ]
 
     @contextmanager
     def step(self, step: int) -> Generator[None]:

@@ -8,10 +8,12 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import yaml
 from pydantic import BaseModel
+
+from megarl.texts import counted
 
 MASK = "(secret)"
 """The value of a secret in the files of a run."""
@@ -42,16 +44,17 @@ class ConfigError(ValueError):
     """A configuration that cannot be run; the message lists every problem.
 
     Args:
-        source: the file, for the heading.
+        source: name of the file, for the heading.
         unchecked: subject of a sentence on the checks that the problems prevented; empty if there are none.
     """
 
     def __init__(self, problems: Sequence[Problem], source: str = "configuration", unchecked: str = "") -> None:
         self.problems = tuple(problems)
         self.unchecked = unchecked
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        later = [f"{unchecked} are checked once the above is corrected."] if unchecked else []
-        super().__init__("\n".join([f"{source}: {count}", *map(str, problems), *later]))
+        lines = [f"{source}: {counted(len(problems), 'problem')}", *map(str, problems)]
+        if unchecked:
+            lines.append(f"{unchecked} are checked once the above is corrected.")
+        super().__init__("\n".join(lines))
 
 
 def ineffective_settings(
@@ -61,33 +64,51 @@ def ineffective_settings(
 
     Args:
         field: path of the section.
-        where: completes "has no effect".
-        otherwise: completes "remove it, ".
+        where: end of the rule "has no effect".
+        otherwise: end of the fix "remove it, ".
     """
     for name in names:
         info = type(section).model_fields[name]
         value: object = getattr(section, name)
-        if value != info.default:
-            text: object = getattr(value, "name", "given") if isinstance(value, BaseModel) else value
-            key = f"{field}.{info.alias or name}"
-            rule = f"has no effect {where}"
-            yield Problem(key, shown(text), rule, f"remove it, {otherwise}")
+        if value == info.default:
+            continue
+        if isinstance(value, BaseModel):
+            value = getattr(value, "name", "given")
+        key = f"{field}.{info.alias or name}"
+        yield Problem(key, shown(value), f"has no effect {where}", f"remove it, {otherwise}")
+
+
+def unordered(
+    field: str, value: float, relation: Literal["below", "at most", "at least"], other: str, limit: float
+) -> Iterator[Problem]:
+    """Yields a problem unless the value of a field is below, at most or at least that of another field."""
+    in_order = {"below": value < limit, "at most": value <= limit, "at least": value >= limit}
+    if in_order[relation]:
+        return
+    fix = f"lower it, or raise {other}"
+    if relation == "at least":
+        fix = f"raise it, or lower {other}"
+    yield Problem(field, shown(value), f"{relation} {other} = {shown(limit)}", fix)
 
 
 def correct_path(path: str) -> str:
     """Returns the fix for a path that does not exist: the nearest name there, or where a relative one is looked up."""
-    parent = Path(path).parent
-    there = [file.name for file in parent.iterdir()] if parent.is_dir() else []
-    near = [] if Path(path).exists() else difflib.get_close_matches(Path(path).name, there, n=1)
-    if near:
-        return f"correct the path (did you mean {parent / near[0]}?)"
-    return "correct the path" if Path(path).is_absolute() else f"correct the path (it is looked up in {Path.cwd()})"
+    given = Path(path)
+    if given.parent.is_dir() and not given.exists():
+        names = [file.name for file in given.parent.iterdir()]
+        near = difflib.get_close_matches(given.name, names, n=1)
+        if near:
+            return f"correct the path (did you mean {given.parent / near[0]}?)"
+    if given.is_absolute():
+        return "correct the path"
+    return f"correct the path (it is looked up in {Path.cwd()})"
 
 
 def correct_model_path(path: str) -> str:
     """Returns the fix for a model's directory that does not exist; OWNER/NAME may be a model of the hub."""
-    of_hub = _HUB_MODEL.fullmatch(path) and not Path(path).parent.exists()
-    name = path if of_hub else "OWNER/NAME"
+    name = "OWNER/NAME"
+    if _HUB_MODEL.fullmatch(path) and not Path(path).parent.exists():
+        name = path
     return f"{correct_path(path)}; a model of the hub is downloaded by: hf download {name} --local-dir {path}"
 
 
@@ -96,13 +117,15 @@ def shown(value: object) -> str:
     if isinstance(value, Mapping):
         hidden = without_secrets(value, inside=True)
         text = yaml.safe_dump(hidden, default_flow_style=True, width=math.inf).strip()
+    elif isinstance(value, tuple):
+        text = repr(list(cast(tuple[object, ...], value)))
+    elif value is None:
+        text = "null"
     else:
-        plain = list(cast(tuple[object, ...], value)) if isinstance(value, tuple) else value
-        if plain is None:
-            text = "null"
-        else:
-            text = plain if isinstance(plain, str) else repr(plain)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+        text = str(value)
+    if len(text) > 80:
+        return f"{text[:77]}..."
+    return text
 
 
 def without_secrets(value: Any, *, inside: bool = False) -> Any:
@@ -115,12 +138,13 @@ def without_secrets(value: Any, *, inside: bool = False) -> Any:
         return [without_secrets(entry, inside=inside) for entry in cast(list[Any], value)]
     if not isinstance(value, Mapping):
         return value
-    return {
-        name: MASK
-        if inside and _is_secret(str(name), entry)
-        else without_secrets(entry, inside=inside or name == _ARGUMENTS)
-        for name, entry in cast(Mapping[Any, Any], value).items()
-    }
+    masked: dict[Any, Any] = {}
+    for name, entry in cast(Mapping[Any, Any], value).items():
+        if inside and _is_secret(str(name), entry):
+            masked[name] = MASK
+        else:
+            masked[name] = without_secrets(entry, inside=inside or name == _ARGUMENTS)
+    return masked
 
 
 def _is_secret(name: str, value: Any) -> bool:
@@ -159,5 +183,9 @@ def _path(raw: Mapping[str, Any], field: str) -> object:
     """Returns the value of a field, or the path in its section."""
     value: object = raw
     for key in field.split("."):
-        value = cast(Mapping[str, object], value).get(key) if isinstance(value, Mapping) else None
-    return cast(Mapping[str, object], value).get("path") if isinstance(value, Mapping) else value
+        if not isinstance(value, Mapping):
+            return None
+        value = cast(Mapping[str, object], value).get(key)
+    if isinstance(value, Mapping):
+        return cast(Mapping[str, object], value).get("path")
+    return value

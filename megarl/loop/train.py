@@ -167,7 +167,7 @@ def profile(config: TrainingConfig) -> None:
     assert config.profile is not None, "no steps are profiled"
     directory = RunDirectory(config)
     with _started(config, data, directory, profiles=True) as (trainer, reporter, profiler, _):
-        for step in range(1, max(config.profile.steps_of(config.steps)) + 1):
+        for step in range(1, max(config.profile.profiled_steps(config.steps)) + 1):
             reporter.trace.begin(step)
             with profiler.step(step):
                 result = trainer.step(step)

@@ -296,11 +296,9 @@ ALGORITHMS: Cases = {
     scoring_rules.calls_end_in_time: [
         ([FUNCTIONS, "cluster.time_limits.scoring=60"], "reward.time_limit", "at most 54, nine tenths of"),
     ],
-    scoring_rules.shaped_scores_are_compared: [
+    scoring_rules.unfinished_responses_are_compared: [
         ([*GRPO, "algo={advantage: gdpo, scores: {clip: 2}}"], "algo.scores.clip", "the score of each source as it is"),
         ([*GRPO, "algo.advantage=gdpo"], "algo.scores.missing_end", "the score of each source as it is"),
-    ],
-    scoring_rules.masked_comparisons_mask: [
         (
             [*GRPO, "algo={advantage: masked_rloo, scores: {missing_end: null}}"],
             "algo.scores.missing_end",
@@ -407,7 +405,7 @@ ALGORITHMS: Cases = {
     data_rules.chat_templates_have_a_tokenizer: [
         ([PTX, "ptx.chat_template=true"], "ptx.chat_template", "needs a tokenizer")
     ],
-    training_rules.actor_rate_falls: [
+    training_rules.rates_fall: [
         (["actor.optimizer.final_lr=1e-5"], "actor.optimizer.final_lr", "no effect with a constant schedule"),
         (
             ["actor.optimizer.schedule=linear", "actor.optimizer.final_lr=1e-4"],
@@ -415,6 +413,6 @@ ALGORITHMS: Cases = {
             "below lr = 0.0001, from which a linear schedule comes down",
         ),
         (["actor.optimizer={schedule: anneal, final_lr: 1e-5}"], "actor.optimizer.final_lr", "with schedule anneal"),
+        (["critic.optimizer.final_lr=1e-5"], "critic.optimizer.final_lr", "no effect"),
     ],
-    training_rules.critic_rate_falls: [(["critic.optimizer.final_lr=1e-5"], "critic.optimizer.final_lr", "no effect")],
 }

@@ -53,14 +53,10 @@ LAYOUTS: Cases = {
     placement_rules.layouts_fill_groups: [
         ([f"{ACTOR}.tp=4"], ACTOR, "tp * pp = 8 divides the group's 4 devices"),
         (["groups.train.devices=0-2"], ACTOR, "tp * pp = 4 divides the group's 3 devices"),
-    ],
-    placement_rules.experts_divide_replicas: [
         ([*MIXTURE, f"{ACTOR}={{tp: 1, pp: 1, ep: 3}}"], f"{ACTOR}.ep", "the role's 4 replicas"),
         ([*MIXTURE, f"{ACTOR}.ep=2"], f"{ACTOR}.ep", "the role's 1 replicas"),
-    ],
-    placement_rules.interleaving_needs_stages: [([f"{ACTOR}.pp=1", f"{ACTOR}.vpp=2"], f"{ACTOR}.vpp", "needs pp of 2")],
-    placement_rules.sequence_parallel_needs_tp: [
-        ([f"{ACTOR}.tp=1", f"{ACTOR}.sequence_parallel=true"], f"{ACTOR}.sequence_parallel", "with tp above 1 alone")
+        ([f"{ACTOR}.pp=1", f"{ACTOR}.vpp=2"], f"{ACTOR}.vpp", "needs pp of 2"),
+        ([f"{ACTOR}.tp=1", f"{ACTOR}.sequence_parallel=true"], f"{ACTOR}.sequence_parallel", "with tp above 1 alone"),
     ],
     placement_rules.recomputation_is_for_a_backward_pass: [
         (["groups.train.roles.reference.recompute=full"], "groups.train.roles.reference.recompute", "actor, critic"),
@@ -110,17 +106,6 @@ LAYOUTS: Cases = {
         (["model.layers=transformer_engine"], "model.layers", "needs device cuda"),
     ],
     rollout_rules.graphs_are_for_gpus: [(["rollout.enforce_eager=true"], "rollout.enforce_eager", "no effect")],
-    rollout_rules.late_stops_are_few: [
-        (
-            [
-                "cluster.device=cuda",
-                "model={vocab_size: null, random: {config: {vocab_size: 200, eos_token_id: 128}}}",
-                "rollout={min_new_tokens: 1, stop_token_ids: [" + ", ".join(map(str, range(128))) + "]}",
-            ],
-            "rollout.stop_token_ids",
-            "at most 128 end tokens",
-        )
-    ],
     rollout_rules.quantized_models: [
         (["rollout.quantization=fp8_per_channel"], "rollout.quantization", "bfloat16 or float16; it is of float32"),
         (
@@ -171,13 +156,9 @@ LAYOUTS: Cases = {
         (["model.random.config.intermediate_size=127"], f"{ACTOR}.tp", "intermediate_size = 127"),
         (["model.random.config.num_hidden_layers=1"], f"{ACTOR}.pp", "pp * vpp = 2 is at most"),
         ([f"{ACTOR}.vpp=4"], f"{ACTOR}.pp", "pp * vpp = 8 is at most the model's num_hidden_layers = 4"),
-    ],
-    model_rules.experts_are_split: [
         ([f"{ACTOR}={{tp: 1, ep: 2}}"], f"{ACTOR}.ep", "needs a mixture of experts; the model is of kind qwen2"),
         ([*MIXTURE, "groups.train.roles.reference={tp: 1, ep: 4}"], "groups.train.roles.reference.ep", "experts = 6"),
-    ],
-    model_rules.experts_need_sequence_parallel: [
-        ([*MIXTURE, f"{ACTOR}.sequence_parallel=false"], f"{ACTOR}.sequence_parallel", "with tp above 1 needs")
+        ([*MIXTURE, f"{ACTOR}.sequence_parallel=false"], f"{ACTOR}.sequence_parallel", "with tp above 1 needs"),
     ],
     model_rules.engines_split_the_model: [
         (["rollout.devices=0-2", "rollout.tp=3"], "rollout.tp", "num_attention_heads = 4"),

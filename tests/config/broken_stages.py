@@ -41,7 +41,7 @@ SFT: Cases = {
             "checkpoint.every = 4 is a multiple of data.evaluate_every = 3",
         ),
     ],
-    training_rules.actor_rate_falls: [
+    training_rules.rates_fall: [
         (["actor.optimizer.final_lr=1e-3"], "actor.optimizer.final_lr", "a linear schedule comes down")
     ],
     training_rules.health_checks_have_metrics: [
@@ -78,9 +78,7 @@ REWARD_MODEL: Cases = {
         (["rollout=null"], "normalisation", "needs the section rollout"),
         (["normalisation=null"], "rollout", "normalisation alone"),
     ],
-    training_rules.reward_rate_falls: [
-        (["reward.optimizer.lr=1e-4"], "reward.optimizer.final_lr", "below lr = 0.0001")
-    ],
+    training_rules.rates_fall: [(["reward.optimizer.lr=1e-4"], "reward.optimizer.final_lr", "below lr = 0.0001")],
     training_rules.margins_are_read: [
         (["reward.loss={margin: true, kind: logexp}"], "reward.loss.margin", "no effect with reward.loss.kind = logexp")
     ],

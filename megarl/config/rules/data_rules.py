@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.problems import Problem, correct_path, ineffective_settings
+from megarl.config.problems import Problem, correct_path, ineffective_settings, unordered
 from megarl.config.rules.placement_rules import roles_of
 from megarl.config.schema import (
     PTX,
@@ -35,14 +35,18 @@ def files_exist(
     data: AnyData | None, evaluation: Evaluation | None, normalisation: Normalisation | None, ptx: PTX | None
 ) -> Iterator[Problem]:
     """Every source is a file that exists, or the name of a data set; subset and split are of data sets alone."""
-    sources: dict[str, SourceFields | None] = {
-        "data.prompts": data.prompts if isinstance(data, PromptData) else None,
-        "data.train": data.train if isinstance(data, TextData | PairData) else None,
-        "data.evaluation": data.evaluation if isinstance(data, TextData | PairData) else None,
-        "evaluation.prompts": None if evaluation is None else evaluation.prompts,
-        "normalisation.prompts": None if normalisation is None else normalisation.prompts,
-        "ptx.data": None if ptx is None else ptx.data,
-    }
+    sources: dict[str, SourceFields | None] = {}
+    if isinstance(data, PromptData):
+        sources["data.prompts"] = data.prompts
+    elif data is not None:
+        sources["data.train"] = data.train
+        sources["data.evaluation"] = data.evaluation
+    if evaluation is not None:
+        sources["evaluation.prompts"] = evaluation.prompts
+    if normalisation is not None:
+        sources["normalisation.prompts"] = normalisation.prompts
+    if ptx is not None:
+        sources["ptx.data"] = ptx.data
     for field, source in sources.items():
         if source is not None:
             yield from _source_exists(field, source)
@@ -70,9 +74,10 @@ def chat_templates_have_a_tokenizer(
     model: Model, data: AnyData | None, evaluation: Evaluation | None, ptx: PTX | None
 ) -> Iterator[Problem]:
     """Chat templates need a tokenizer, which a random model does not have by itself."""
-    held_out = evaluation if isinstance(evaluation, HeldOut) else None
-    for field, rows in (("data", data), ("evaluation", held_out), ("ptx", ptx)):
-        if rows is not None and rows.chat_template and model.tokenizer is None and model.path is None:
+    for field, rows in {"data": data, "evaluation": evaluation, "ptx": ptx}.items():
+        if not isinstance(rows, TextData | PairData | PromptData | HeldOut | PTX):
+            continue
+        if rows.chat_template and model.tokenizer is None and model.path is None:
             fix = "set model.tokenizer, or set it to false"
             yield Problem(f"{field}.chat_template", "True", "needs a tokenizer", fix)
 
@@ -85,21 +90,14 @@ def one_prompt_source(data: PromptData) -> Iterator[Problem]:
         rule = "exactly one of prompts, random and tasks is given"
         fix = "give data.prompts, data.random or data.tasks, and set the others to null"
         yield Problem("data", " and ".join(given) or "none", rule, fix)
-    if data.tasks is not None and data.tasks < data.prompts_per_step:
-        rule = f"at least data.prompts_per_step = {data.prompts_per_step}"
-        yield Problem("data.tasks", str(data.tasks), rule, "raise it, or lower data.prompts_per_step")
-    if data.random is None:
-        return
-    if data.random.min_tokens > data.random.max_tokens:
-        rule = f"at most data.random.max_tokens = {data.random.max_tokens}"
-        value = str(data.random.min_tokens)
-        fix = "lower it, or raise data.random.max_tokens"
-        yield Problem("data.random.min_tokens", value, rule, fix)
-    if data.random.count < data.prompts_per_step:
-        rule = f"at least data.prompts_per_step = {data.prompts_per_step}"
-        value = str(data.random.count)
-        fix = "raise it, or lower data.prompts_per_step"
-        yield Problem("data.random.count", value, rule, fix)
+    step = data.prompts_per_step
+    random = data.random
+    if data.tasks is not None:
+        yield from unordered("data.tasks", data.tasks, "at least", "data.prompts_per_step", step)
+    if random is not None:
+        longest = random.max_tokens
+        yield from unordered("data.random.min_tokens", random.min_tokens, "at most", "data.random.max_tokens", longest)
+        yield from unordered("data.random.count", random.count, "at least", "data.prompts_per_step", step)
 
 
 def tasks_have_an_environment(data: PromptData, environment: EnvironmentSettings | None) -> Iterator[Problem]:
@@ -149,8 +147,11 @@ def _tasks_have_a_first(evaluation: HeldOut) -> Iterator[Problem]:
 def random_prompts_are_ids(data: PromptData, evaluation: Evaluation | None, ptx: PTX | None) -> Iterator[Problem]:
     """Random prompts and tasks are neither text nor too long; the settings may still be for other rows."""
     if data.prompts is None and (evaluation is None or evaluation.prompts is None):
-        names = ("chat_template",) if ptx is not None else ("chat_template", "too_long")
-        where = f"with data.{'tasks' if data.random is None else 'random'}, and no rows that are read"
+        names = ["chat_template"]
+        if ptx is None:
+            names.append("too_long")
+        source = "tasks" if data.random is None else "random"
+        where = f"with data.{source}, and no rows that are read"
         yield from ineffective_settings("data", data, names, where, "or give data.prompts")
 
 
@@ -158,12 +159,16 @@ def lengths_fit(data: PromptData | PairData | None, rollout: Rollout | None) -> 
     """max_model_len covers the longest prompt with the longest response."""
     if rollout is None:
         return
-    made = data.random if isinstance(data, PromptData) else None
-    prompt, longest = (1, "") if made is None else (made.max_tokens, f" ({made.max_tokens} tokens)")
-    needed = prompt + rollout.max_new_tokens
-    if rollout.max_model_len < needed:
-        rule = f"covers the longest prompt{longest} and rollout.max_new_tokens = {rollout.max_new_tokens}"
-        least = f"{rollout.max_new_tokens} and the tokens of the longest prompt" if made is None else f"{needed}"
+    response = rollout.max_new_tokens
+    prompt = 1
+    longest = "the longest prompt"
+    least = f"{response} and the tokens of the longest prompt"
+    if isinstance(data, PromptData) and data.random is not None:
+        prompt = data.random.max_tokens
+        longest = f"the longest prompt ({prompt} tokens)"
+        least = str(prompt + response)
+    if rollout.max_model_len < prompt + response:
+        rule = f"covers {longest} and rollout.max_new_tokens = {response}"
         fix = f"set it to {least} or more, or lower rollout.max_new_tokens"
         yield Problem("rollout.max_model_len", str(rollout.max_model_len), rule, fix)
 
@@ -180,8 +185,10 @@ def micro_batches_hold_a_sample(
     if isinstance(data, PairData):
         needed["twice data.max_tokens, for a pair,"] = 2 * data.max_tokens
     for field, _, name, role in roles_of(groups):
-        texts = {"ptx.max_tokens": ptx.max_tokens} if ptx is not None and name == "actor" else {}
-        for what, tokens in {**needed, **texts}.items():
+        longest = dict(needed)
+        if ptx is not None and name == "actor":
+            longest["ptx.max_tokens"] = ptx.max_tokens
+        for what, tokens in longest.items():
             if role.tokens_per_micro_batch < tokens:
                 value = str(role.tokens_per_micro_batch)
                 rule = f"at least {what} = {tokens}"

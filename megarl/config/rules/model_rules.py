@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from megarl.config.problems import Problem, correct_model_path, shown
@@ -50,34 +48,34 @@ _OTHER_FIELDS: Mapping[str, Mapping[SizeName, str]] = {
 """The fields of a model_type that have other names."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """A size of a model, and the field of its config.json."""
-
-    field: str
-    value: int
-
-
 def size_field(hf: Mapping[str, Any], size: SizeName) -> str | None:
     """Returns the field of a config.json for a size; None for the experts of a model that has none."""
     field = _OTHER_FIELDS.get(str(hf.get("model_type")), {}).get(size) or _FIELDS.get(size)
-    # transformers from 5 on writes num_experts under the other name.
-    renamed = field == "num_experts" and field not in hf and "num_local_experts" in hf
-    return "num_local_experts" if renamed else field
+    if field == "num_experts" and field not in hf and "num_local_experts" in hf:
+        return "num_local_experts"  # as transformers 5 writes it
+    return field
 
 
-def size_of(hf: Mapping[str, Any], size: SizeName) -> Size | None:
-    """Returns a size as a config.json gives it; None if it is not a number above 0."""
+def size_of(hf: Mapping[str, Any], size: SizeName) -> tuple[str, int] | None:
+    """Returns the field of a config.json for a size, and its value; None if that is not a number above 0."""
     field = size_field(hf, size)
-    value = None if field is None else hf.get(field)
-    return Size(field=field, value=value) if field is not None and isinstance(value, int) and value > 0 else None
+    if field is None:
+        return None
+    value = hf.get(field)
+    if isinstance(value, int) and value > 0:
+        return field, value
+    return None
 
 
 def required_fields(hf: Mapping[str, Any]) -> list[str]:
     """Returns the fields of a config.json that the sizes of the model are read from; GPT-2 derives its ffn."""
+    required = ["model_type", "vocab_size"]
     sizes: tuple[SizeName, ...] = ("hidden", "ffn", "layers", "heads", "experts")
-    fields = [size_field(hf, size) for size in sizes if (hf.get("model_type"), size) != ("gpt2", "ffn")]
-    return ["model_type", "vocab_size", *filter(None, fields)]
+    for size in sizes:
+        field = size_field(hf, size)
+        if field is not None and (hf.get("model_type"), size) != ("gpt2", "ffn"):
+            required.append(field)
+    return required
 
 
 def one_model_source(model: Model) -> Iterator[Problem]:
@@ -92,15 +90,15 @@ def checkpoints_are_readable(
     model: Model, reward: Reward | RewardTraining | None, critic: Critic | None
 ) -> Iterator[Problem]:
     """Every checkpoint directory has a readable config.json."""
-    paths = {"model.path": model.path, "reward.path": _path(reward), "critic.path": _path(critic)}
-    for field, path in paths.items():
-        if path is None:
-            continue
+    paths = _checkpoints(reward, critic)
+    if model.path is not None:
+        paths["model"] = model.path
+    for name, path in paths.items():
         try:
             read_hf_config(path)
         except (OSError, ValueError) as error:
             rule = f"a directory with a readable config.json ({getattr(error, 'strerror', None) or error})"
-            yield Problem(field, path, rule, correct_model_path(path))
+            yield Problem(f"{name}.path", path, rule, correct_model_path(path))
 
 
 def architecture_is_known(model: Model) -> Iterator[Problem]:
@@ -108,7 +106,7 @@ def architecture_is_known(model: Model) -> Iterator[Problem]:
     hf = readable_config(model)
     if hf is None:
         return
-    where = "model.random.config" if model.random is not None else "model.path"
+    where = "model.path" if model.random is None else "model.random.config"
     for key in required_fields(hf):
         if hf.get(key) is None:
             yield Problem(f"{where}.{key}", "(missing)", "required", "add it to the model's config")
@@ -122,34 +120,21 @@ def architecture_is_known(model: Model) -> Iterator[Problem]:
 def layouts_split_the_model(
     model: Model, groups: Groups, reward: Reward | RewardTraining | None, critic: Critic | None
 ) -> Iterator[Problem]:
-    """tp divides the heads and the ffn; every pipeline stage and chunk has a layer."""
-    for field, role, hf in _models_of(model, groups, reward, critic):
-        yield from _split_by_tp(f"{field}.tp", role.tp, hf)
+    """tp divides the heads and the ffn, ep the experts; every pipeline stage and chunk has a layer."""
+    for field, role, hf in _placed_models(model, groups, reward, critic):
+        yield from _tp_divides(f"{field}.tp", role.tp, hf)
         stages = role.pp * role.vpp
         layers = size_of(hf, "layers")
-        if layers is not None and stages > layers.value:
-            rule = f"pp * vpp = {stages} is at most the model's {layers.field} = {layers.value}"
+        if layers is not None and stages > layers[1]:
+            rule = f"pp * vpp = {stages} is at most the model's {layers[0]} = {layers[1]}"
             yield Problem(f"{field}.pp", str(role.pp), rule, "choose a smaller pp or vpp")
-
-
-def experts_are_split(
-    model: Model, groups: Groups, reward: Reward | RewardTraining | None, critic: Critic | None
-) -> Iterator[Problem]:
-    """ep divides the number of experts."""
-    for field, role, hf in _models_of(model, groups, reward, critic):
         experts = size_of(hf, "experts")
         if experts is None and role.ep > 1:
             rule = f"ep above 1 needs a mixture of experts; the model is of kind {hf.get('model_type')}"
             yield Problem(f"{field}.ep", str(role.ep), rule, "set it to 1")
-        yield from _split(f"{field}.ep", role.ep, "ep", experts, role.ep)
-
-
-def experts_need_sequence_parallel(
-    model: Model, groups: Groups, reward: Reward | RewardTraining | None, critic: Critic | None
-) -> Iterator[Problem]:
-    """Ranks of a TP group send different tokens to the experts only with sequence parallelism."""
-    for field, role, hf in _models_of(model, groups, reward, critic):
-        if role.tp > 1 and not role.sequence_parallel and size_of(hf, "experts") is not None:
+        yield from _divides(f"{field}.ep", role.ep, experts)
+        if experts is not None and role.tp > 1 and not role.sequence_parallel:
+            # Ranks of a TP group send different tokens to the experts only with sequence parallelism.
             rule = "a mixture of experts with tp above 1 needs sequence_parallel"
             fix = "set it to true, or tp to 1"
             yield Problem(f"{field}.sequence_parallel", "False", rule, fix)
@@ -159,7 +144,7 @@ def engines_split_the_model(model: Model, rollout: Rollout | None) -> Iterator[P
     """The engines' tp divides the heads and the ffn."""
     hf = readable_config(model)
     if hf is not None and rollout is not None:
-        yield from _split_by_tp("rollout.tp", rollout.tp, hf)
+        yield from _tp_divides("rollout.tp", rollout.tp, hf)
 
 
 def fused_layers_need_a_gpu(model: Model, cluster: Cluster) -> Iterator[Problem]:
@@ -178,9 +163,9 @@ def engines_have_an_attention_kernel(model: Model, cluster: Cluster, rollout: Ro
     hidden = size_of(hf, "hidden")
     if heads is None or hidden is None:
         return
-    size = hf.get("head_dim") or hidden.value // heads.value
-    sizes = ", ".join(map(str, _CPU_HEAD_SIZES))
+    size = hf.get("head_dim") or hidden[1] // heads[1]
     if size not in _CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, _CPU_HEAD_SIZES))
         rule = f"vLLM on a CPU takes attention heads of {sizes}; the model's have {size}"
         yield Problem("cluster.device", "cpu", rule, "choose a model with such heads, or device cuda")
 
@@ -195,8 +180,8 @@ def positions_cover_lengths(
 ) -> Iterator[Problem]:
     """The models have positions for the longest sequence."""
     configs = {"the model": readable_config(model)}
-    for field, path in (("reward.path", _path(reward)), ("critic.path", _path(critic))):
-        configs[field] = None if path is None else _read(path)
+    for role, path in _checkpoints(reward, critic).items():
+        configs[f"{role}.path"] = _read(path)
     lengths: dict[str, int] = {}
     if rollout is not None:
         lengths["rollout.max_model_len"] = rollout.max_model_len
@@ -204,42 +189,56 @@ def positions_cover_lengths(
         lengths["data.max_tokens"] = data.max_tokens
     if ptx is not None:
         lengths["ptx.max_tokens"] = ptx.max_tokens
-    for (whose, hf), (field, length) in itertools.product(configs.items(), lengths.items()):
-        positions = None if hf is None else size_of(hf, "positions")
-        if positions is not None and length > positions.value:
-            rule = f"at most {whose}'s {positions.field} = {positions.value}"
-            yield Problem(field, str(length), rule, f"set it to {positions.value} or less")
+    for whose, hf in configs.items():
+        positions = size_of(hf or {}, "positions")
+        if positions is None:
+            continue
+        for field, length in lengths.items():
+            if length > positions[1]:
+                rule = f"at most {whose}'s {positions[0]} = {positions[1]}"
+                yield Problem(field, str(length), rule, f"set it to {positions[1]} or less")
 
 
 def checkpoints_share_the_tokens(model: Model, reward: Reward, critic: Critic | None) -> Iterator[Problem]:
     """The reward model and the critic have every token id that the actor uses."""
     used = ids_in_use(model)
-    for field, path in (("reward.path", _path(reward)), ("critic.path", _path(critic))):
-        other = None if path is None else _read(path)
-        size = None if other is None else other.get("vocab_size")
+    for role, path in _checkpoints(reward, critic).items():
+        size = (_read(path) or {}).get("vocab_size")
         if used is None or not isinstance(size, int) or size >= used:
             continue
         rule = f"knows the {used} token ids in use; it has {size}"
-        unused = "ids from there on stand for nothing"
-        fix = f"choose a checkpoint with the model's tokenizer, or set model.vocab_size to {size} if {unused}"
-        yield Problem(field, shown(path), rule, fix)
+        fix = (
+            f"choose a checkpoint with the model's tokenizer, or set model.vocab_size to {size}"
+            " if ids from there on stand for nothing"
+        )
+        yield Problem(f"{role}.path", shown(path), rule, fix)
 
 
-def _path(section: Reward | RewardTraining | Critic | None) -> str | None:
-    return section.path if isinstance(section, Reward | Critic) else None
+def _checkpoints(reward: Reward | RewardTraining | None, critic: Critic | None) -> dict[str, str]:
+    """Returns the directories of the roles that do not start from the run's model."""
+    paths: dict[str, str] = {}
+    if isinstance(reward, Reward) and reward.path is not None:
+        paths["reward"] = reward.path
+    if critic is not None and critic.path is not None:
+        paths["critic"] = critic.path
+    return paths
 
 
 def ids_in_use(model: Model) -> int | None:
     """Returns the number of token ids that may be sampled; None if the model's config.json does not say."""
     used = model.vocab_size or (readable_config(model) or {}).get("vocab_size")
-    return used if isinstance(used, int) else None
+    if isinstance(used, int):
+        return used
+    return None
 
 
 def readable_config(model: Model) -> Mapping[str, Any] | None:
     """Returns the model's config.json; None if it cannot be read."""
-    if model.random is not None:
-        return model.random.config if model.path is None else None
-    return None if model.path is None else _read(model.path)
+    if model.random is not None and model.path is None:
+        return model.random.config
+    if model.path is not None and model.random is None:
+        return _read(model.path)
+    return None
 
 
 def _read(path: str) -> Mapping[str, Any] | None:
@@ -249,29 +248,28 @@ def _read(path: str) -> Mapping[str, Any] | None:
         return None  # reported by checkpoints_are_readable
 
 
-def _models_of(
+def _placed_models(
     model: Model, groups: Groups, reward: Reward | RewardTraining | None, critic: Critic | None
 ) -> Iterator[tuple[str, RoleConfig, Mapping[str, Any]]]:
     """Yields every placed role whose config.json can be read, as (path of its field, its settings, config.json)."""
-    paths = {"reward": _path(reward), "critic": _path(critic)}
+    paths = _checkpoints(reward, critic)
     for field, _, name, role in roles_of(groups):
-        path = paths.get(name)
-        hf = readable_config(model) if path is None else _read(path)
+        hf = _read(paths[name]) if name in paths else readable_config(model)
         if hf is not None:
             yield field, role, hf
 
 
-def _split_by_tp(field: str, tp: int, hf: Mapping[str, Any]) -> Iterator[Problem]:
+def _tp_divides(field: str, tp: int, hf: Mapping[str, Any]) -> Iterator[Problem]:
     """tp divides the heads and the ffn; several ranks may share a key-value head."""
-    for what in ("heads", "ffn"):
-        yield from _split(field, tp, "tp", size_of(hf, what), tp)
+    yield from _divides(field, tp, size_of(hf, "heads"))
+    yield from _divides(field, tp, size_of(hf, "ffn"))
     kv_heads = size_of(hf, "kv_heads")
-    if kv_heads is not None and kv_heads.value % tp and tp % kv_heads.value:
-        rule = f"divides, or is a multiple of, the model's {kv_heads.field} = {kv_heads.value}"
+    if kv_heads is not None and kv_heads[1] % tp and tp % kv_heads[1]:
+        rule = f"divides, or is a multiple of, the model's {kv_heads[0]} = {kv_heads[1]}"
         yield Problem(field, str(tp), rule, "choose another tp")
 
 
-def _split(field: str, value: int, what: str, whole: Size | None, parts: int) -> Iterator[Problem]:
-    if whole is not None and whole.value % parts:
-        rule = f"{what} divides the model's {whole.field} = {whole.value}"
-        yield Problem(field, str(value), rule, f"choose a divisor of {whole.value}")
+def _divides(field: str, parts: int, size: tuple[str, int] | None) -> Iterator[Problem]:
+    if size is not None and size[1] % parts:
+        rule = f"{field.rpartition('.')[2]} divides the model's {size[0]} = {size[1]}"
+        yield Problem(field, str(parts), rule, f"choose a divisor of {size[1]}")

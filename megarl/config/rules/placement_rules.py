@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from megarl.config.problems import Problem
+from megarl.config.problems import Problem, unordered
 from megarl.config.schema import Cluster, Group, Groups, Reward, RoleConfig, Rollout, Run, stage_class
 from megarl.config.schema.base import parse_devices
 from megarl.types import RoleName
@@ -51,15 +51,12 @@ def threads_are_used(cluster: Cluster) -> Iterator[Problem]:
 
 def nodes_can_be_lost(cluster: Cluster) -> Iterator[Problem]:
     """A run can lose some nodes, but not all, of a cluster that it joins."""
-    least = cluster.min_nodes
-    field = "cluster.min_nodes"
-    if least is not None and least >= cluster.nodes:
-        rule = f"below cluster.nodes = {cluster.nodes}"
-        fix = "lower it, or set it to null"
-        yield Problem(field, str(least), rule, fix)
-    if least is not None and cluster.address is None:
+    if cluster.min_nodes is None:
+        return
+    yield from unordered("cluster.min_nodes", cluster.min_nodes, "below", "cluster.nodes", cluster.nodes)
+    if cluster.address is None:
         rule = "has an effect with cluster.address alone: without it, all nodes are this machine"
-        yield Problem(field, str(least), rule, "set cluster.address, or set it to null")
+        yield Problem("cluster.min_nodes", str(cluster.min_nodes), rule, "set cluster.address, or set it to null")
 
 
 def groups_have_roles(groups: Groups) -> Iterator[Problem]:
@@ -91,8 +88,11 @@ def judges_have_devices(cluster: Cluster, groups: Groups, rollout: Rollout | Non
     tp = reward.judge_model.tp
     yield from _devices_exist(cluster, field, given)
     devices = parse_devices(given)
-    taken = {device for group in groups.values() for device in parse_devices(group.devices)}
-    taken |= set(() if rollout is None else parse_devices(rollout.devices))
+    taken: set[int] = set()
+    for group in groups.values():
+        taken.update(parse_devices(group.devices))
+    if rollout is not None:
+        taken.update(parse_devices(rollout.devices))
     if shared := sorted(taken.intersection(devices)):
         rule = f"devices of their own; groups or engines have {', '.join(map(str, shared))}, too"
         yield Problem(field, given, rule, "choose others, and raise cluster.devices_per_node if needed")
@@ -108,9 +108,9 @@ def tp_fills_devices(section: str, given: str, tp: int, per_node: int) -> Iterat
         yield Problem(f"{section}.tp", str(tp), rule, fix)
         return
     for first in range(0, len(devices), tp):
-        own = devices[first : first + tp]
-        if len({device // per_node for device in own}) > 1:
-            rule = f"an engine stays within a node; one would have devices {', '.join(map(str, own))}"
+        chosen = devices[first : first + tp]
+        if len({device // per_node for device in chosen}) > 1:
+            rule = f"an engine stays within a node; one would have devices {', '.join(map(str, chosen))}"
             fix = f"list {tp} devices of one node for each engine"
             yield Problem(f"{section}.devices", given, rule, fix)
 
@@ -161,36 +161,22 @@ def roles_placed_once(groups: Groups) -> Iterator[Problem]:
 
 
 def layouts_fill_groups(groups: Groups) -> Iterator[Problem]:
-    """tp * pp divides the number of a group's devices."""
+    """tp * pp divides a group's devices, and ep the replicas; chunks need stages, sequence parallelism needs tp."""
     for field, group, _, role in roles_of(groups):
-        count = len(parse_devices(group.devices))
-        if count % (role.tp * role.pp):
-            rule = f"tp * pp = {role.tp * role.pp} divides the group's {count} devices"
-            fix = f"change tp or pp so that the product divides {count}, or change the group's devices"
+        devices = len(parse_devices(group.devices))
+        size = role.tp * role.pp
+        replicas = devices // size
+        if devices % size:
+            rule = f"tp * pp = {size} divides the group's {devices} devices"
+            fix = f"change tp or pp so that the product divides {devices}, or change the group's devices"
             yield Problem(field, f"tp {role.tp}, pp {role.pp}", rule, fix)
-
-
-def experts_divide_replicas(groups: Groups) -> Iterator[Problem]:
-    """ep divides the number of a role's replicas."""
-    for field, group, _, role in roles_of(groups):
-        replicas, rest = divmod(len(parse_devices(group.devices)), role.tp * role.pp)
-        if not rest and replicas % role.ep:
+        elif replicas % role.ep:
             rule = f"ep divides the role's {replicas} replicas (devices / (tp * pp))"
             fix = f"choose a divisor of {replicas}, or change tp, pp or the group's devices"
             yield Problem(f"{field}.ep", str(role.ep), rule, fix)
-
-
-def interleaving_needs_stages(groups: Groups) -> Iterator[Problem]:
-    """Interleaved model chunks need several pipeline stages."""
-    for field, _, _, role in roles_of(groups):
         if role.vpp > 1 and role.pp < 2:
             fix = "set pp to 2 or more, or vpp to 1"
             yield Problem(f"{field}.vpp", str(role.vpp), "vpp above 1 needs pp of 2 or more", fix)
-
-
-def sequence_parallel_needs_tp(groups: Groups) -> Iterator[Problem]:
-    """Sequence parallelism needs several tensor-parallel ranks."""
-    for field, _, _, role in roles_of(groups):
         if role.sequence_parallel and role.tp == 1:
             rule = "has an effect with tp above 1 alone"
             fix = "set it to false, or tp to 2 or more"
@@ -208,7 +194,9 @@ def recomputation_is_for_a_backward_pass(stage: str, groups: Groups) -> Iterator
 
 def offloading_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[Problem]:
     """A role is offloaded only where another role or an engine uses its devices."""
-    engines = set(parse_devices(rollout.devices)) if rollout is not None else set[int]()
+    engines: set[int] = set()
+    if rollout is not None:
+        engines.update(parse_devices(rollout.devices))
     for field, group, _, role in roles_of(groups):
         if role.offload and len(group.roles) == 1 and not engines & set(parse_devices(group.devices)):
             rule = "has an effect where another role or an engine has the same devices"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
-from megarl.config.problems import Problem, correct_path, ineffective_settings, shown
+from megarl.config.problems import Problem, correct_path, ineffective_settings, shown, unordered
 from megarl.config.rules.model_rules import ids_in_use, readable_config
 from megarl.config.rules.placement_rules import tp_fills_devices
 from megarl.config.schema import (
@@ -31,9 +30,6 @@ from megarl.config.schema import (
 from megarl.config.schema.base import parse_devices
 from megarl.config.schema.cluster_sections import shared_devices
 
-_LATE_STOPS = 128
-"""End tokens that vLLM's model runner on CUDA holds back (0.32)."""
-
 
 def engines_fill_devices(cluster: Cluster, rollout: Rollout | None) -> Iterator[Problem]:
     """The engines' tp divides the number of their devices, and no engine spans nodes."""
@@ -43,9 +39,7 @@ def engines_fill_devices(cluster: Cluster, rollout: Rollout | None) -> Iterator[
 
 def sleeping_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[Problem]:
     """Engines sleep only where a group uses their devices."""
-    if rollout is None or not rollout.sleep:
-        return
-    if not shared_devices(groups, rollout):
+    if rollout is not None and rollout.sleep and not shared_devices(groups, rollout):
         rule = "has an effect where a group has devices of the engines"
         yield Problem("rollout.sleep", "True", rule, "set it to false")
 
@@ -80,11 +74,10 @@ def all_tokens_are_sampled(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
 
 def new_tokens_in_order(rollout: Rollout | None) -> Iterator[Problem]:
     """min_new_tokens is at most max_new_tokens."""
-    if rollout is not None and rollout.min_new_tokens > rollout.max_new_tokens:
-        rule = f"at most rollout.max_new_tokens = {rollout.max_new_tokens}"
-        value = str(rollout.min_new_tokens)
-        fix = "lower it, or raise rollout.max_new_tokens"
-        yield Problem("rollout.min_new_tokens", value, rule, fix)
+    if rollout is not None:
+        fewest = rollout.min_new_tokens
+        most = rollout.max_new_tokens
+        yield from unordered("rollout.min_new_tokens", fewest, "at most", "rollout.max_new_tokens", most)
 
 
 def ends_are_read(rollout: Rollout | None, environment: EnvironmentSettings | None) -> Iterator[Problem]:
@@ -122,21 +115,6 @@ def graphs_are_for_gpus(cluster: Cluster, rollout: Rollout | None) -> Iterator[P
         yield Problem("rollout.enforce_eager", "True", rule, "set it to false")
 
 
-def late_stops_are_few(cluster: Cluster, model: Model, rollout: Rollout | None) -> Iterator[Problem]:
-    """On CUDA, vLLM holds few end tokens back until a response is long enough (v1/worker/gpu/sample/logit_bias.py)."""
-    if rollout is None or rollout.min_new_tokens == 0 or cluster.device == "cpu":
-        return
-    own = (readable_config(model) or {}).get("eos_token_id")
-    if own is None:
-        own = []
-    ends = cast("list[int]", own if isinstance(own, list) else [own])
-    ids = {*rollout.stop_token_ids, *ends}
-    if len(ids) > _LATE_STOPS:
-        rule = f"at most {_LATE_STOPS} end tokens with rollout.min_new_tokens above 0; there are {len(ids)}"
-        fix = "list fewer, or set rollout.min_new_tokens to 0"
-        yield Problem("rollout.stop_token_ids", f"{len(rollout.stop_token_ids)} ids", rule, fix)
-
-
 def quantized_models(cluster: Cluster, model: Model, rollout: Rollout | None) -> Iterator[Problem]:
     """vLLM quantizes 16-bit weights as they arrive; it has no such kernel for experts on a CPU (0.28 to 0.32)."""
     hf = readable_config(model)
@@ -157,8 +135,17 @@ def record_or_replay(stage: str, rollout: Rollout | None) -> Iterator[Problem]:
     if rollout is None:
         return
     if not trains_on_rollouts(stage):
-        names = ("record", "replay", "sync_every", "max_staleness", "mode", "inflight_cache", "rolling_update")
-        names = (*names, "max_replacements", "inference_parts")
+        names = (
+            "record",
+            "replay",
+            "sync_every",
+            "max_staleness",
+            "mode",
+            "inflight_cache",
+            "rolling_update",
+            "max_replacements",
+            "inference_parts",
+        )
         where = "in a stage that does not train on rollouts"
         yield from ineffective_settings("rollout", rollout, names, where, "or use stage ppo")
     elif rollout.replay is not None:
@@ -173,14 +160,11 @@ def record_or_replay(stage: str, rollout: Rollout | None) -> Iterator[Problem]:
 
 def samples_differ(rollout: Rollout, data: PromptData | None, evaluation: Evaluation | None) -> Iterator[Problem]:
     """Several samples of a prompt need more than its likeliest response."""
-    samples = {
-        "data.samples_per_prompt": 1 if data is None else data.samples_per_prompt,
-        "evaluation.samples_per_prompt": 1 if evaluation is None else evaluation.samples_per_prompt,
-    }
-    for field, count in samples.items():
-        if rollout.top_k == 1 and count > 1:
+    for name, section in {"data": data, "evaluation": evaluation}.items():
+        if rollout.top_k == 1 and section is not None and section.samples_per_prompt > 1:
             rule = "1 with rollout.top_k = 1: the answers to a prompt would all be the same"
-            yield Problem(field, str(count), rule, "set it to 1, or rollout.top_k to null")
+            fix = "set it to 1, or rollout.top_k to null"
+            yield Problem(f"{name}.samples_per_prompt", str(section.samples_per_prompt), rule, fix)
 
 
 def nothing_to_show(stage: str, tracking: Tracking) -> Iterator[Problem]:
@@ -209,8 +193,11 @@ def shared_memory_stays_within_a_node(
     """The actor and all engines are on one node if they share memory."""
     if resharding.transport != "shared_memory":
         return
-    devices = [device for group in groups.values() if "actor" in group.roles for device in parse_devices(group.devices)]
-    nodes = {device // cluster.devices_per_node for device in (*devices, *parse_devices(rollout.devices))}
+    devices = set(parse_devices(rollout.devices))
+    for group in groups.values():
+        if "actor" in group.roles:
+            devices.update(parse_devices(group.devices))
+    nodes = {device // cluster.devices_per_node for device in devices}
     if len(nodes) > 1:
         rule = f"within a node; actor and engines are on nodes {', '.join(map(str, sorted(nodes)))}"
         fix = "set it to auto, which shares memory where it can, or to gloo"
@@ -271,7 +258,8 @@ def engines_that_need_devices_of_their_own(stage: str, groups: Groups, rollout: 
 def parts_have_samples(rollout: Rollout, data: PromptData, reward: Reward) -> Iterator[Problem]:
     """Every part of a step has a sample, and no function scores the samples of several parts together."""
     samples = data.prompts_per_step * data.samples_per_prompt
-    if rollout.inference_parts > 1 and any(function.unit == "group" for function in reward.functions):
+    units = [function.unit for function in reward.functions]
+    if rollout.inference_parts > 1 and "group" in units:
         rule = "1 where a function scores all responses to a prompt together: they may be in several parts"
         yield Problem("rollout.inference_parts", str(rollout.inference_parts), rule, "set it to 1")
     if rollout.inference_parts > samples:
@@ -302,8 +290,10 @@ def syncs_meet(
     rollout: Rollout, evaluation: PeriodicEvaluation | None, checkpoint: CheckpointSettings
 ) -> Iterator[Problem]:
     """Evaluations and checkpoints follow a sync."""
-    named = {"evaluation.every": None if evaluation is None else evaluation.every, "checkpoint.every": checkpoint.every}
-    for field, every in named.items():
-        if every is not None and every % rollout.sync_every:
+    for name, section in {"evaluation": evaluation, "checkpoint": checkpoint}.items():
+        if section is None or section.every is None:
+            continue
+        if section.every % rollout.sync_every:
             rule = f"a multiple of rollout.sync_every = {rollout.sync_every}: the engines have older weights otherwise"
-            yield Problem(field, str(every), rule, f"choose a multiple of {rollout.sync_every}")
+            fix = f"choose a multiple of {rollout.sync_every}"
+            yield Problem(f"{name}.every", str(section.every), rule, fix)

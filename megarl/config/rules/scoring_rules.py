@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.problems import Problem, ineffective_settings, shown
+from megarl.config.problems import Problem, ineffective_settings, shown, unordered
 from megarl.config.rules.model_rules import ids_in_use
 from megarl.config.rules.placement_rules import placed
 from megarl.config.schema import (
@@ -16,6 +16,7 @@ from megarl.config.schema import (
     HeldOut,
     Model,
     Reward,
+    RewardFunction,
     Rollout,
     trains,
 )
@@ -86,14 +87,19 @@ def reward_heads_have_a_source(groups: Groups, model: Model, reward: Reward) -> 
 def processes_have_functions(reward: Reward, evaluation: Evaluation | None) -> Iterator[Problem]:
     """The settings of reward processes need a function."""
     if not reward.functions and (evaluation is None or not evaluation.functions):
-        names = ("processes", "time_limit", "retries") if reward.judge_model is None else ("time_limit", "retries")
+        names = ["time_limit", "retries"]
+        if reward.judge_model is None:
+            names.append("processes")
         yield from ineffective_settings("reward", reward, names, "without functions", "or give reward.functions")
 
 
 def calls_end_in_time(cluster: Cluster, reward: Reward, evaluation: Evaluation | None) -> Iterator[Problem]:
     """One call of a function may take at most as long as all calls of a step."""
     most = cluster.time_limits.calls
-    if (reward.functions or (evaluation is not None and evaluation.functions)) and reward.time_limit > most:
+    functions = reward.functions
+    if evaluation is not None:
+        functions += evaluation.functions
+    if functions and reward.time_limit > most:
         rule = f"at most {most:g}, nine tenths of cluster.time_limits.scoring, which all calls of a step have together"
         fix = "lower it, or raise cluster.time_limits.scoring"
         yield Problem("reward.time_limit", f"{reward.time_limit:g}", rule, fix)
@@ -108,10 +114,8 @@ def environments_end_in_time(
     if model.tokenizer is None and model.path is None:
         yield Problem("environment", environment.name, "needs a tokenizer", "set model.tokenizer")
     most = cluster.time_limits.rollout
-    if environment.time_limit > most:
-        rule = f"at most cluster.time_limits.rollout = {most:g}"
-        fix = "lower it, or raise cluster.time_limits.rollout"
-        yield Problem("environment.time_limit", f"{environment.time_limit:g}", rule, fix)
+    given = environment.time_limit
+    yield from unordered("environment.time_limit", given, "at most", "cluster.time_limits.rollout", most)
 
 
 def conversations_are_scored_whole(algo: Algo, environment: EnvironmentSettings | None) -> Iterator[Problem]:
@@ -121,13 +125,20 @@ def conversations_are_scored_whole(algo: Algo, environment: EnvironmentSettings 
         yield Problem("algo.scores.truncate_at", "given", rule, "remove it")
 
 
-def shaped_scores_are_compared(algo: Algo) -> Iterator[Problem]:
-    """gdpo compares the scores of each source without shaping; it may mask responses without an end."""
+def unfinished_responses_are_compared(algo: Algo) -> Iterator[Problem]:
+    """gdpo compares scores without shaping, though it may mask responses without an end; masked_rloo must mask them."""
+    missing = algo.scores.missing_end
+    masks = missing is not None and missing.name == "mask"
     if algo.advantage.name == "gdpo":
-        masks = algo.scores.missing_end is not None and algo.scores.missing_end.name == "mask"
-        names = ("clip",) if masks else ("clip", "missing_end")
+        names = ["clip"]
+        if not masks:
+            names.append("missing_end")
         where = "with advantage gdpo, which compares the score of each source as it is"
         yield from ineffective_settings("algo.scores", algo.scores, names, where, "or choose grpo")
+    if algo.advantage.name == "masked_rloo" and not masks:
+        value = "null" if missing is None else missing.name
+        rule = "mask with advantage masked_rloo, which compares the responses that ended alone"
+        yield Problem("algo.scores.missing_end", value, rule, "set it to mask, or choose rloo")
 
 
 def judges_have_room(model: Model, reward: Reward) -> Iterator[Problem]:
@@ -137,18 +148,9 @@ def judges_have_room(model: Model, reward: Reward) -> Iterator[Problem]:
         return
     if model.tokenizer is None and model.path is None:
         yield Problem("reward.judge_model", judge.path, "reads text: needs a tokenizer", "set model.tokenizer")
-    if judge.max_new_tokens >= judge.max_model_len:
-        rule = f"below reward.judge_model.max_model_len = {judge.max_model_len}: the question needs room"
-        yield Problem("reward.judge_model.max_new_tokens", str(judge.max_new_tokens), rule, "lower it")
-
-
-def masked_comparisons_mask(algo: Algo) -> Iterator[Problem]:
-    """masked_rloo does not compare responses without an end, and they must be masked."""
-    missing = algo.scores.missing_end
-    if algo.advantage.name == "masked_rloo" and (missing is None or missing.name != "mask"):
-        value = "null" if missing is None else missing.name
-        rule = "mask with advantage masked_rloo, which compares the responses that ended alone"
-        yield Problem("algo.scores.missing_end", value, rule, "set it to mask, or choose rloo")
+    field = "reward.judge_model.max_new_tokens"
+    room = judge.max_model_len
+    yield from unordered(field, judge.max_new_tokens, "below", "reward.judge_model.max_model_len", room)
 
 
 def rewards_of_turns_stay(algo: Algo, reward: Reward, environment: EnvironmentSettings | None) -> Iterator[Problem]:
@@ -169,33 +171,29 @@ def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Problem]:
     yield from ineffective_settings("algo.scores", algo.scores, ("placement",), "with reward.dense", otherwise)
     if algo.filter is not None:
         rule = "null with reward.dense: prompts are filtered by the scores of responses"
-        fix = "set one of them to null"
-        yield Problem("algo.filter", algo.filter.name, rule, fix)
+        yield Problem("algo.filter", algo.filter.name, rule, "set one of them to null")
     if algo.select is not None:
         rule = "null with reward.dense: samples are selected by the scores of responses"
-        fix = "set one of them to null"
-        yield Problem("algo.select", algo.select.by.name, rule, fix)
+        yield Problem("algo.select", algo.select.by.name, rule, "set one of them to null")
     if algo.scores.truncate_at is not None:
         rule = "null with reward.dense, which scores every token"
-        fix = "remove it, or set reward.dense to null"
-        yield Problem("algo.scores.truncate_at", "given", rule, fix)
+        yield Problem("algo.scores.truncate_at", "given", rule, "set one of them to null")
     if reward.shuffle:
         rule = "false with reward.dense, whose scores fit no other response"
-        fix = "set it to false"
-        yield Problem("reward.shuffle", "True", rule, fix)
+        yield Problem("reward.shuffle", "True", rule, "set it to false")
 
 
 def scores_end_within_responses(model: Model, rollout: Rollout, algo: Algo) -> Iterator[Problem]:
     """The token at which scores end may be sampled."""
-    field = "algo.scores"
     cut = algo.scores.truncate_at
+    if cut is None:
+        return
     used = ids_in_use(model)
-    if cut is not None and used is not None and cut.token >= used:
+    if used is not None and cut.token >= used:
         rule = f"below {used}, the number of ids in use: others are never sampled"
-        yield Problem(f"{field}.truncate_at.token", str(cut.token), rule, "correct it")
-    if cut is not None and cut.after >= rollout.max_new_tokens:
-        rule = f"below rollout.max_new_tokens = {rollout.max_new_tokens}"
-        yield Problem(f"{field}.truncate_at.after", str(cut.after), rule, "lower it")
+        yield Problem("algo.scores.truncate_at.token", str(cut.token), rule, "correct it")
+    most = rollout.max_new_tokens
+    yield from unordered("algo.scores.truncate_at.after", cut.after, "below", "rollout.max_new_tokens", most)
 
 
 def evaluations_report_something(
@@ -214,8 +212,10 @@ def evaluations_report_something(
 
 def evaluations_weigh_nothing(evaluation: Evaluation | None) -> Iterator[Problem]:
     """An evaluation reports each function by itself, without a weight."""
+    if evaluation is None:
+        return
     where = "in an evaluation, which reports each function by itself"
-    for index, function in enumerate(() if evaluation is None else evaluation.functions):
+    for index, function in enumerate(evaluation.functions):
         field = f"evaluation.functions.{index}"
         yield from ineffective_settings(field, function, ("weight",), where, "or name it in reward")
 
@@ -225,22 +225,27 @@ def functions_have_their_calls(reward: Reward, evaluation: Evaluation | None) ->
 
     Calls of the judge alone overlap.
     """
-    evaluated = () if evaluation is None else evaluation.functions
-    for section, functions in (("reward", reward.functions), ("evaluation", evaluated)):
-        for index, function in enumerate(functions):
-            field = f"{section}.functions.{index}"
-            if ":" not in function.name:
-                names = ("adapter", "per") if function.name == "judge" else ("adapter", "per", "concurrency")
-                where = "with a built-in function"
-                yield from ineffective_settings(field, function, names, where, "or name a function of your own")
-                continue
-            if function.cache and function.unit == "group":
-                rule = "false with per: group, where a score depends on the other responses"
-                yield Problem(f"{field}.cache", "True", rule, "set it to false, or per to batch")
-            takes = {"trl": ("batch", "group"), "verl": ("response", "batch")}.get(function.adapter or "")
-            if takes is not None and function.unit not in takes:
-                rule = f"{' or '.join(takes)} with adapter {function.adapter}"
-                yield Problem(f"{field}.per", function.unit, rule, "choose one of them, or set adapter to null")
+    for section, settings in {"reward": reward, "evaluation": evaluation}.items():
+        if settings is not None:
+            for index, function in enumerate(settings.functions):
+                yield from _function_has_its_call(f"{section}.functions.{index}", function)
+
+
+def _function_has_its_call(field: str, function: RewardFunction) -> Iterator[Problem]:
+    if ":" not in function.name:
+        names = ["adapter", "per"]
+        if function.name != "judge":
+            names.append("concurrency")
+        otherwise = "or name a function of your own"
+        yield from ineffective_settings(field, function, names, "with a built-in function", otherwise)
+        return
+    if function.cache and function.unit == "group":
+        rule = "false with per: group, where a score depends on the other responses"
+        yield Problem(f"{field}.cache", "True", rule, "set it to false, or per to batch")
+    units = {"trl": ("batch", "group"), "verl": ("response", "batch")}
+    if function.adapter is not None and function.unit not in units[function.adapter]:
+        rule = f"{' or '.join(units[function.adapter])} with adapter {function.adapter}"
+        yield Problem(f"{field}.per", function.unit, rule, "choose one of them, or set adapter to null")
 
 
 def evaluations_sample(evaluation: Evaluation | None) -> Iterator[Problem]:
@@ -252,10 +257,9 @@ def evaluations_sample(evaluation: Evaluation | None) -> Iterator[Problem]:
         otherwise = "or set evaluation.greedy to false"
         yield from ineffective_settings("evaluation", evaluation, ("temperature",), where, otherwise)
         if evaluation.samples_per_prompt > 1:
-            rule = "1 with evaluation.greedy: the answers to a prompt would all be the same"
             value = str(evaluation.samples_per_prompt)
-            fix = "set it to 1, or evaluation.greedy to false"
-            yield Problem("evaluation.samples_per_prompt", value, rule, fix)
+            rule = "1 with evaluation.greedy: the answers to a prompt would all be the same"
+            yield Problem("evaluation.samples_per_prompt", value, rule, f"set it to 1, {otherwise}")
     if not evaluation.pass_at:
         where = "without evaluation.pass_at"
         yield from ineffective_settings("evaluation", evaluation, ("success_at",), where, "or give some")

@@ -19,6 +19,7 @@ from megarl.config.schema import (
     Policy,
     Profiling,
     PromptData,
+    Reward,
     RewardTraining,
     Rollout,
     TextData,
@@ -29,20 +30,11 @@ from megarl.config.schema import (
 from megarl.config.schema.base import parse_devices
 
 
-def actor_rate_falls(actor: Actor) -> Iterator[Problem]:
-    """The actor's schedule uses its final learning rate."""
-    yield from _rate_falls("actor.optimizer", actor.optimizer)
-
-
-def critic_rate_falls(critic: Critic | None) -> Iterator[Problem]:
-    """The critic's schedule uses its final learning rate."""
-    if critic is not None:
-        yield from _rate_falls("critic.optimizer", critic.optimizer)
-
-
-def reward_rate_falls(reward: RewardTraining) -> Iterator[Problem]:
-    """The reward model's schedule uses its final learning rate."""
-    yield from _rate_falls("reward.optimizer", reward.optimizer)
+def rates_fall(actor: Actor | None, critic: Critic | None, reward: Reward | RewardTraining | None) -> Iterator[Problem]:
+    """Every schedule uses its final learning rate."""
+    for role, section in {"actor": actor, "critic": critic, "reward": reward}.items():
+        if section is not None and not isinstance(section, Reward):
+            yield from _rate_falls(f"{role}.optimizer", section.optimizer)
 
 
 def kept_checkpoints_are_made(checkpoint: CheckpointSettings) -> Iterator[Problem]:
@@ -60,18 +52,17 @@ def best_checkpoints_are_evaluated(
     """Every checkpoint has an evaluation if the best one is kept."""
     if checkpoint.best is None:
         return
-    if isinstance(data, PromptData):
-        section = "evaluation"
-        there = evaluation is not None
-        field = "evaluation.every"
-        every = None if evaluation is None else evaluation.every
-    else:
+    section = "evaluation"
+    field = "evaluation.every"
+    given = evaluation
+    every = evaluation and evaluation.every
+    if not isinstance(data, PromptData):
         section = "data.evaluation"
-        there = data.evaluation is not None
         field = "data.evaluate_every"
+        given = data.evaluation
         every = data.evaluate_every
     value = checkpoint.best.metric
-    if not there:
+    if given is None:
         yield Problem("checkpoint.best", value, f"a metric of {section}, which is missing", "give it, or remove this")
     elif checkpoint.every is None or every is None or checkpoint.every % every:
         rule = f"checkpoint.every = {shown(checkpoint.every)} is a multiple of {field} = {shown(every)}"
@@ -133,10 +124,11 @@ def profiles_have_an_effect(
     """The profiled steps, ranks and engines are those of the run."""
     if profile is None:
         return
-    engines = profile.engines_of(rollout)
-    limits = {"ranks": (profile.ranks, max(len(parse_devices(group.devices)) for group in groups.values()))}
+    engines = profile.profiled_engines(rollout)
+    sizes = [len(parse_devices(group.devices)) for group in groups.values()]
+    limits = {"ranks": (profile.ranks, max(sizes))}
     if run.steps is not None:  # those of epochs are known when the rows are read
-        limits["steps"] = (profile.steps_of(run.steps), run.steps + 1)
+        limits["steps"] = (profile.profiled_steps(run.steps), run.steps + 1)
     if rollout is not None:
         limits["engines"] = (engines, rollout.engines)
     for name, (given, limit) in limits.items():
@@ -227,10 +219,12 @@ def likelihoods_read_nothing_else(algo: Algo) -> Iterator[Problem]:
 
 def texts_are_mixed_in(ptx: PTX | None) -> Iterator[Problem]:
     """The texts of ptx have a weight, and with mode convex so have the rollouts."""
-    if ptx is not None and ptx.coef == 0:
+    if ptx is None:
+        return
+    if ptx.coef == 0:
         fix = "raise it, or remove the section: ptx=null"
         yield Problem("ptx.coef", "0", "above 0; it has no effect otherwise", fix)
-    if ptx is not None and ptx.mode == "convex" and ptx.coef >= 1:
+    if ptx.mode == "convex" and ptx.coef >= 1:
         rule = "below 1 with ptx.mode = convex, which weighs the rollouts with the rest"
         yield Problem("ptx.coef", f"{ptx.coef:g}", rule, "lower it, or set ptx.mode to add")
 

@@ -20,8 +20,12 @@ _CLOCK = re.compile(r"(?:(\d+):)?([0-5]?\d):([0-5]\d)")
 
 def _seconds(value: object) -> object:
     """Returns the seconds of a text such as 0:30:00; YAML itself reads 4:00:00 as seconds."""
-    match = _CLOCK.fullmatch(value) if isinstance(value, str) else None
-    return value if match is None else int(match[1] or 0) * 3600 + int(match[2]) * 60 + int(match[3])
+    if isinstance(value, str):
+        match = _CLOCK.fullmatch(value)
+        if match is not None:
+            hours = int(match[1] or 0)
+            return hours * 3600 + int(match[2]) * 60 + int(match[3])
+    return value
 
 
 PREFERENCE_LOSSES = OneOf(registry.PREFERENCE_LOSSES, CustomFunction, default="pairwise")
@@ -77,14 +81,19 @@ class Profiling(Section):
     engines: Annotated[tuple[Natural, ...], Field(strict=False)] | None = None
     """Engines that are profiled, of one device each; null is engine 0, and none where rollout.tp is above 1."""
 
-    def steps_of(self, steps: int) -> tuple[int, ...]:
-        """Returns the profiled steps of a run with so many."""
-        return (min(2, steps),) if self.steps is None else self.steps
+    def profiled_steps(self, steps: int) -> tuple[int, ...]:
+        """Returns the profiled steps of a run with this number of steps."""
+        if self.steps is None:
+            return (min(2, steps),)
+        return self.steps
 
-    def engines_of(self, rollout: Rollout | None) -> tuple[int, ...]:
+    def profiled_engines(self, rollout: Rollout | None) -> tuple[int, ...]:
         """Returns the profiled engines."""
-        default = (0,) if rollout is not None and rollout.tp == 1 else ()
-        return default if self.engines is None else self.engines
+        if self.engines is not None:
+            return self.engines
+        if rollout is not None and rollout.tp == 1:
+            return (0,)
+        return ()
 
 
 LimitedMetric = Literal[
