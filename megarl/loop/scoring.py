@@ -308,7 +308,7 @@ def score_batch(
     whole = branches.whole(scoring.samples)
     by_reward = scoring.wait()
     scores = totals = total_scores(by_reward, whole, weights, algo.scores)
-    if algo.of_tokens and ENVIRONMENT in weights:  # its rewards are placed at the ends of turns
+    if algo.from_token_rewards and ENVIRONMENT in weights:  # its rewards are placed at the ends of turns
         scores = total_scores(by_reward, whole, {**weights, ENVIRONMENT: 0.0}, algo.scores)
     components = np.stack(list(by_reward.values()), axis=-1)
     if order is not None:
@@ -321,7 +321,7 @@ def score_batch(
     finished = np.array([sample.finished for sample in whole])
     masks_unfinished = algo.scores.missing_end is not None and algo.scores.missing_end.name == "mask"
     sequence_advantages = None
-    if not algo.of_tokens:
+    if not algo.from_token_rewards:
         tensor = torch.as_tensor(scores)
         lengths = np.array([sample.response_tokens for sample in branches.whole(samples)], dtype=np.int64)
         compared = Samples(

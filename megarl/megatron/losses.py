@@ -168,7 +168,7 @@ class PolicyLoss:
         self._per_token = bound(POLICY_LOSSES, algo.policy_loss.name, algo.policy_loss.options)
         self._aggregate = _Aggregation(algo, schedule)
         self._divergence: ReferenceDivergence | None = None
-        if algo.kl.of_distributions:
+        if algo.kl.reads_distributions:
             assert reference is not None, "the penalty is of the reference's distributions"
             self._divergence = ReferenceDivergence(
                 engine, reference, experience, schedule, temperature=spec.temperature

@@ -148,7 +148,7 @@ class MegatronWorker:
         spec = self._loss_spec(role)
         reference = None
         aux = None
-        if isinstance(spec, PolicySpec) and spec.algo.kl.of_distributions:
+        if isinstance(spec, PolicySpec) and spec.algo.kl.reads_distributions:
             engine = self._offloader.onload(role, "reference")
             reference = self._roles["reference"]
         else:

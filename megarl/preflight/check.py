@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from megarl.config import ConfigError, Problem, RolloutTrainingConfig, RunConfig, SamplingConfig
 from megarl.config.problems import MASK, masked, shown
 from megarl.config.schema import Fault, HeldOut, PairData, PromptData, TextData, Tracking
-from megarl.config.schema.questions import columns_of_template
+from megarl.config.schema.questions import template_columns
 from megarl.data.tokenizer import Tokenizer, model_tokenizer
 from megarl.models import vocab_size
 from megarl.preflight.datasets import DataReader, PromptSets, Sets
@@ -181,5 +181,5 @@ def _reward_functions(config: RunConfig, sets: Sets | None) -> Iterator[Problem]
         problems = check_functions(functions, where=where, tokenizer=tokenizer, longest=longest)
         yield from problems or check_fields(functions, prompts, where=where)
     if config.reward.judge_model is not None and read is not None:
-        for column in columns_of_template(config.reward.judge_model.template):
+        for column in template_columns(config.reward.judge_model.template):
             yield from missing_column("reward.judge_model.template", column, [*read.train, *read.held_out])

@@ -114,7 +114,7 @@ class DevicePlan:
         training = memory.spec.training
         (activations, logits) = memory.update()
         assert training is not None
-        divergence = isinstance(training.loss, PolicySpec) and training.loss.algo.kl.of_distributions
+        divergence = isinstance(training.loss, PolicySpec) and training.loss.algo.kl.reads_distributions
         others: tuple[RoleName, ...] = ("reference",) if divergence and "reference" in self.roles else ()
         phase = replace(
             self._idle("update", role, *others),

@@ -15,7 +15,7 @@ from megarl.algos.registry import KINDS
 from megarl.config import RunConfig
 from megarl.config.problems import Problem, shown
 from megarl.config.schema import CustomFunction, RewardFunction, Section
-from megarl.config.schema.questions import columns_of_template
+from megarl.config.schema.questions import template_columns
 from megarl.plugins import Function, check_options, resolve, suggestion
 from megarl.rewards.adapters import check_signature, columns_of, likely_adapter
 from megarl.rewards.functions import RULES, TOKEN_RULES, labels
@@ -95,7 +95,7 @@ def missing_column(where: str, column: str, prompts: Sequence[Prompt]) -> Iterat
 def _columns(function: RewardFunction) -> tuple[str, tuple[str, ...]]:
     """Returns the columns of rows that a judge or a function with an adapter reads, below the setting that says so."""
     if function.name == "judge":
-        return "args.template", columns_of_template(function.args["template"])
+        return "args.template", template_columns(function.args["template"])
     return "adapter", columns_of(function, resolve_reward(function.name)) if function.adapter is not None else ()
 
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator
 
 from megarl.config.schema import JudgeModel
-from megarl.config.schema.questions import columns_of_template
+from megarl.config.schema.questions import template_columns
 from megarl.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ JudgeOptions = Annotated[Mapping[str, Any], AfterValidator(_adds_to_request)]
 
 def question(template: str, completion: Completion) -> str:
     """Returns what a judge is asked about a response; raises ValueError where the row lacks a column."""
-    columns = {name: completion.field(name) for name in columns_of_template(template)}
+    columns = {name: completion.field(name) for name in template_columns(template)}
     return template.format(**{"prompt": completion.prompt, "response": completion.response, **columns})
 
 

@@ -6,9 +6,19 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megarl.config.problems import Problem, ineffective_settings, shown
+from megarl.config.problems import Problem, ineffective_settings, shown, unordered
 from megarl.config.rules.placement_rules import placed
-from megarl.config.schema import Algo, Critic, CustomAdvantage, CustomFunction, Groups, PromptData, Rollout, TrainingRun
+from megarl.config.schema import (
+    Algo,
+    Critic,
+    CustomAdvantage,
+    CustomFunction,
+    Groups,
+    PromptData,
+    RoleConfig,
+    Rollout,
+    TrainingRun,
+)
 
 
 def advantages_have_their_critic(algo: Algo, groups: Groups, critic: Critic | None) -> Iterator[Problem]:
@@ -33,9 +43,8 @@ def advantages_have_their_critic(algo: Algo, groups: Groups, critic: Critic | No
             fix = f"remove it: {field}=null, or choose gae"
             yield Problem(field, "critic", rule, fix)
     if critic is not None:
-        rule = f"has no effect with advantage {name}"
         fix = "remove it: critic=null, or choose gae"
-        yield Problem("critic", "given", rule, fix)
+        yield Problem("critic", "given", f"has no effect with advantage {name}", fix)
 
 
 def value_losses_have_a_critic(algo: Algo, critic: Critic | None) -> Iterator[Problem]:
@@ -50,14 +59,16 @@ def value_losses_have_a_critic(algo: Algo, critic: Critic | None) -> Iterator[Pr
 def groups_of_samples_are_compared(algo: Algo, data: PromptData) -> Iterator[Problem]:
     """Advantages of groups need several samples of a prompt."""
     name = algo.advantage.name
-    if algo.of_tokens or isinstance(algo.advantage, CustomFunction) or name in ("remax", "none"):
+    if algo.from_token_rewards or isinstance(algo.advantage, CustomFunction) or name in ("remax", "none"):
         return
-    needed = 3 if name == "rloo_std" else 2
+    needed = 2
+    reason = "which compares the samples of a prompt"
+    if name == "rloo_std":
+        needed = 3
+        reason = "which takes the deviation of the others"
     if data.samples_per_prompt < needed:
-        what = "which compares the samples of a prompt" if needed == 2 else "which takes the deviation of the others"
-        rule = f"at least {needed} with advantage {name}, {what}"
-        fix = f"set it to {needed} or more"
-        yield Problem("data.samples_per_prompt", str(data.samples_per_prompt), rule, fix)
+        rule = f"at least {needed} with advantage {name}, {reason}"
+        yield Problem("data.samples_per_prompt", str(data.samples_per_prompt), rule, f"set it to {needed} or more")
 
 
 def decays_are_read(algo: Algo) -> Iterator[Problem]:
@@ -79,8 +90,7 @@ def normalisers_are_whole(algo: Algo, data: PromptData) -> Iterator[Problem]:
         yield from ineffective_settings(field, chosen, names, where, "or set mean_only to false")
     if chosen.name == "levels" and options["mean"] is options["std"] is None:
         rule = "shifts or scales: mean or std is not null"
-        fix = "choose none, which leaves the advantages"
-        yield Problem(field, "levels", rule, fix)
+        yield Problem(field, "levels", rule, "choose none, which leaves the advantages")
     elif chosen.name == "levels" and options["mean"] is None:
         otherwise = "or set mean to batch or group"
         yield from ineffective_settings(field, chosen, ("leave_one_out",), "without a mean", otherwise)
@@ -90,14 +100,13 @@ def normalisers_are_whole(algo: Algo, data: PromptData) -> Iterator[Problem]:
     by_group = chosen.name == "levels" and "group" in (options["mean"], options["std"])
     if (chosen.name == "grouped_tokens" or by_group) and data.samples_per_prompt < 2:
         rule = f"at least 2 with {field} = {chosen.name} over the samples of a prompt"
-        value = str(data.samples_per_prompt)
         fix = "set it to 2 or more, or normalise over the batch"
-        yield Problem("data.samples_per_prompt", value, rule, fix)
+        yield Problem("data.samples_per_prompt", str(data.samples_per_prompt), rule, fix)
 
 
 def token_rewards_are_read(algo: Algo) -> Iterator[Problem]:
     """Advantages that compare samples read no token rewards."""
-    if not algo.of_tokens:
+    if not algo.from_token_rewards:
         where = f"with advantage {algo.advantage.name}, which compares scores"
         yield from ineffective_settings("algo.normalise", algo.normalise, ("rewards",), where, "or choose gae")
         yield from ineffective_settings("algo.scores", algo.scores, ("placement",), where, "or choose gae")
@@ -115,23 +124,22 @@ def responses_weigh_alike(algo: Algo) -> Iterator[Problem]:
 
 def ratios_have_room(algo: Algo) -> Iterator[Problem]:
     """Bounds of the probability ratio are outside of the clip."""
-    field = "algo.policy_loss"
-    options = algo.policy_loss.options
     if algo.policy_loss.name != "ppo":
         return
+    options = algo.policy_loss.options
     delta = options["delta"]
     ratio_clamp = options["ratio_clamp"]
     lowest = 1 - options["clip"]
-    highest = 1 + (options["clip"] if options["clip_high"] is None else options["clip_high"])
+    highest = 1 + options["clip"]
+    if options["clip_high"] is not None:
+        highest = 1 + options["clip_high"]
     if delta is not None and delta <= highest:
         rule = f"above 1 + clip_high = {highest:g}, where the other branch ends"
         fix = "raise it, or set it to null"
-        yield Problem(f"{field}.delta", f"{delta:g}", rule, fix)
+        yield Problem("algo.policy_loss.delta", f"{delta:g}", rule, fix)
     if ratio_clamp is not None and not (ratio_clamp[0] <= lowest and highest <= ratio_clamp[1]):
         rule = f"contains the interval of the clip, [{lowest:g}, {highest:g}]"
-        value = shown(list(ratio_clamp))
-        fix = "widen it, or set it to null"
-        yield Problem(f"{field}.ratio_clamp", value, rule, fix)
+        yield Problem("algo.policy_loss.ratio_clamp", shown(ratio_clamp), rule, "widen it, or set it to null")
 
 
 def filters_compare(algo: Algo, data: PromptData) -> Iterator[Problem]:
@@ -142,14 +150,10 @@ def filters_compare(algo: Algo, data: PromptData) -> Iterator[Problem]:
     if algo.filter.name == "nonzero_std" and data.samples_per_prompt < 2:
         rule = "at least 2 with algo.filter = nonzero_std: a sample alone has no deviation, and no prompt would be kept"
         yield Problem("data.samples_per_prompt", str(data.samples_per_prompt), rule, "set it to 2 or more")
-    if algo.filter.name != "open_range":
-        return
-    low = algo.filter.options["low"]
-    high = algo.filter.options["high"]
-    if low >= high:
-        rule = f"below algo.filter.high = {high:g}"
-        value = f"{low:g}"
-        yield Problem("algo.filter.low", value, rule, "lower it, or raise algo.filter.high")
+    if algo.filter.name == "open_range":
+        low = algo.filter.options["low"]
+        high = algo.filter.options["high"]
+        yield from unordered("algo.filter.low", low, "below", "algo.filter.high", high)
 
 
 def penalty_has_a_reference(algo: Algo, groups: Groups) -> Iterator[Problem]:
@@ -174,20 +178,21 @@ def penalty_is_one(algo: Algo) -> Iterator[Problem]:
     kl = algo.kl
     unused = functools.partial(ineffective_settings, "algo.kl", kl)
     if kl.coef == 0:
-        how = () if "coef" in kl.model_fields_set else ("placement", "estimator")  # 0 turns the penalty of a recipe off
-        names = (*how, "target", "horizon", "unit", "cumulative", "importance", "reference_sync")
+        names = ["target", "horizon", "unit", "cumulative", "importance", "reference_sync"]
+        if "coef" not in kl.model_fields_set:  # a coefficient of 0 turns the penalty of a recipe off
+            names += ["placement", "estimator"]
         yield from unused(names, "with algo.kl.coef = 0", "or set the coefficient above 0")
         return
     if kl.target is None:
         yield from unused(("horizon", "unit"), "without algo.kl.target", "or set a target")
     if kl.placement == "loss":
         yield from unused(("cumulative",), "with algo.kl.in = loss", "or set algo.kl.in to reward")
-    elif algo.of_tokens:
+    elif algo.from_token_rewards:
         where = f"with advantage {algo.advantage.name}, which adds up rewards by itself"
         yield from unused(("cumulative",), where, "or choose a comparison of samples, such as rloo")
     if kl.placement == "reward":
         yield from unused(("importance",), "with algo.kl.in = reward", "or set algo.kl.in to loss")
-    elif kl.of_distributions:
+    elif kl.reads_distributions:
         where = "with algo.kl.estimator = full, which is no estimate from samples"
         yield from unused(("importance",), where, "or set algo.kl.estimator to k3")
 
@@ -218,7 +223,7 @@ def references_share_the_actors_ranks(algo: Algo, groups: Groups) -> Iterator[Pr
     if kl.coef > 0 and kl.reference_sync is not None:
         where = "with algo.kl.reference_sync"
         fix = "set algo.kl.reference_sync to null"
-    elif kl.of_distributions:
+    elif kl.reads_distributions:
         where = "with algo.kl.estimator = full"
         fix = "set algo.kl.estimator to k3"
     else:
@@ -231,12 +236,16 @@ def references_share_the_actors_ranks(algo: Algo, groups: Groups) -> Iterator[Pr
             fix = f"place it in the actor's group, or {fix}"
             yield Problem(field, f"in {name}", f"in the group of the actor {where}", fix)
             continue
-        sizes = ("tp", "pp", "vpp", "ep", "sequence_parallel")
-        actor, reference = ({size: getattr(group.roles[of], size) for size in sizes} for of in ("actor", "reference"))
+        actor = _layout_text(group.roles["actor"])
+        reference = _layout_text(group.roles["reference"])
         if actor != reference:
-            layout, value = (", ".join(f"{size} {of[size]}" for size in sizes) for of in (actor, reference))
-            rule = f"the actor's layout ({layout}) {where}"
-            yield Problem(field, value, rule, f"give both the same layout, or {fix}")
+            rule = f"the actor's layout ({actor}) {where}"
+            yield Problem(field, reference, rule, f"give both the same layout, or {fix}")
+
+
+def _layout_text(role: RoleConfig) -> str:
+    sizes = ("tp", "pp", "vpp", "ep", "sequence_parallel")
+    return ", ".join(f"{size} {getattr(role, size)}" for size in sizes)
 
 
 def references_follow_in_time(algo: Algo, run: TrainingRun) -> Iterator[Problem]:
@@ -250,40 +259,36 @@ def references_follow_in_time(algo: Algo, run: TrainingRun) -> Iterator[Problem]
 
 def ratios_differ_from_one(algo: Algo) -> Iterator[Problem]:
     """Corrections that read the old log-probabilities need those of the actor, before the update."""
-    correction = algo.correction
     old = algo.correction.old_logprobs
+    if old == "recompute":
+        return
+    names = ["reject", "m2po"]
+    where = f"with algo.correction.old_logprobs = {old}, which are known in the update alone"
     if old == "rollout":
-        names = ("weights", "reject", "m2po")
-        otherwise = "or recompute the old log-probabilities"
+        names.append("weights")
         where = "with algo.correction.old_logprobs = rollout: the ratio to the engines is 1"
-        yield from ineffective_settings("algo.correction", correction, names, where, otherwise)
-    elif old != "recompute":
-        where = f"with algo.correction.old_logprobs = {old}, which are known in the update alone"
-        yield from ineffective_settings("algo.correction", correction, ("reject", "m2po"), where, "or recompute them")
+    otherwise = "or recompute the old log-probabilities"
+    yield from ineffective_settings("algo.correction", algo.correction, names, where, otherwise)
 
 
 def bounds_are_in_order(algo: Algo) -> Iterator[Problem]:
     """Lower bounds are below upper ones, and only k1 has any."""
     weights = _named_weights(algo)
-    if weights and weights["lower"] is not None and weights["lower"] >= weights["upper"]:
-        rule = f"below algo.correction.weights.upper = {weights['upper']:g}"
-        yield Problem("algo.correction.weights.lower", f"{weights['lower']:g}", rule, "lower it")
+    if weights and weights["lower"] is not None:
+        upper = weights["upper"]
+        field = "algo.correction.weights"
+        yield from unordered(f"{field}.lower", weights["lower"], "below", f"{field}.upper", upper)
     for index, reject in enumerate(algo.correction.reject):
-        field = f"algo.correction.reject.{index}.lower"
-        if reject.lower is None:
-            if reject.statistic.endswith("k1") and reject.upper <= 1:
-                rule = "above 1, or with a lower bound: the usual one is 1 / upper"
-                value = f"{reject.upper:g}"
-                fix = "raise it, or give lower"
-                yield Problem(f"algo.correction.reject.{index}.upper", value, rule, fix)
-            continue
-        if not reject.statistic.endswith("k1"):
+        field = f"algo.correction.reject.{index}"
+        is_k1 = reject.statistic.endswith("k1")
+        if reject.lower is not None and not is_k1:
             rule = f"for k1 alone; {reject.statistic} is never negative"
-            fix = "remove it"
-            yield Problem(field, f"{reject.lower:g}", rule, fix)
-        elif reject.lower >= reject.upper:
-            rule = f"below algo.correction.reject.{index}.upper = {reject.upper:g}"
-            yield Problem(field, f"{reject.lower:g}", rule, "lower it")
+            yield Problem(f"{field}.lower", f"{reject.lower:g}", rule, "remove it")
+        elif reject.lower is not None:
+            yield from unordered(f"{field}.lower", reject.lower, "below", f"{field}.upper", reject.upper)
+        elif is_k1 and reject.upper <= 1:
+            rule = "above 1, or with a lower bound: the usual one is 1 / upper"
+            yield Problem(f"{field}.upper", f"{reject.upper:g}", rule, "raise it, or give lower")
 
 
 def interpolation_has_an_age(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
@@ -308,7 +313,9 @@ def normalised_weights_are_known(algo: Algo) -> Iterator[Problem]:
 def _named_weights(algo: Algo) -> Mapping[str, Any]:
     """The options of the rollout weights; empty for a custom function."""
     weights = algo.correction.weights
-    return {} if weights is None or isinstance(weights, CustomFunction) else weights.options
+    if weights is None or isinstance(weights, CustomFunction):
+        return {}
+    return weights.options
 
 
 def stale_samples_are_clipped(algo: Algo, rollout: Rollout) -> Iterator[Problem]:

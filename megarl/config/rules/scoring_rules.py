@@ -155,7 +155,7 @@ def judges_have_room(model: Model, reward: Reward) -> Iterator[Problem]:
 
 def rewards_of_turns_stay(algo: Algo, reward: Reward, environment: EnvironmentSettings | None) -> Iterator[Problem]:
     """Rewards of turns fit no other conversation."""
-    if environment is not None and algo.of_tokens and reward.shuffle:
+    if environment is not None and algo.from_token_rewards and reward.shuffle:
         rule = f"false with an environment and advantage {algo.advantage.name}, which places the rewards of turns"
         yield Problem("reward.shuffle", "True", rule, "set it to false, or choose grpo")
 
@@ -164,7 +164,7 @@ def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Problem]:
     """Dense scores need an advantage of token rewards, and nothing that reads one score of a response."""
     if reward.dense is None:
         return
-    if not algo.of_tokens:
+    if not algo.from_token_rewards:
         where = f"with advantage {algo.advantage.name}, which compares scores"
         yield from ineffective_settings("reward", reward, ("dense",), where, "or choose gae")
     otherwise = "or set reward.dense to null"

@@ -95,14 +95,16 @@ class KL(Section):
     """Move the reference towards the actor; null keeps it as it is."""
 
     @property
-    def of_distributions(self) -> bool:
+    def reads_distributions(self) -> bool:
         """Whether the update reads whole distributions of the reference, not only the sampled tokens."""
         return self.placement == "loss" and self.coef > 0 and self.estimator.name == "full"
 
 
 def _around_zero(value: object) -> object:
     """A number alone is the limit on both sides."""
-    return (-value, value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return (-value, value)
+    return value
 
 
 def _rising(interval: tuple[float, float]) -> tuple[float, float]:
@@ -241,7 +243,7 @@ class Algo(Section):
     steps as selected samples."""
 
     @property
-    def of_tokens(self) -> bool:
+    def from_token_rewards(self) -> bool:
         """Whether advantages come from token rewards; the others compare the scores of samples."""
         if isinstance(self.advantage, CustomAdvantage):
             return self.advantage.level == "token"
@@ -299,4 +301,6 @@ class Algo(Section):
         chosen = self.normalise.advantages
         if not isinstance(chosen, AutoNormaliser):
             return chosen
-        return None if chosen.name == "none" else _AUTO_NORMALISERS.get(self.advantage.name)
+        if chosen.name == "none":
+            return None
+        return _AUTO_NORMALISERS.get(self.advantage.name)

@@ -41,7 +41,9 @@ def parse_devices(text: str) -> tuple[int, ...]:
 
 
 def _device_text(value: object) -> object:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return value
 
 
 def _checked_devices(text: str) -> str:
@@ -52,7 +54,9 @@ def _checked_devices(text: str) -> str:
 def raw_section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Returns a section of a plain configuration that need not be valid; empty if there is none."""
     section = raw.get(name)
-    return cast(Mapping[str, Any], section) if isinstance(section, Mapping) else {}
+    if isinstance(section, Mapping):
+        return cast(Mapping[str, Any], section)
+    return {}
 
 
 def without_removed(value: object) -> object:

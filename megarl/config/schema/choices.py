@@ -68,18 +68,21 @@ class OneOf:
     """
 
     def __init__(self, *parts: type[Choice] | Kind[Any], default: str | None = None) -> None:
-        self.members = tuple(member for part in parts for member in _members(part))
-        self.table = {name: member for member in self.members for name in names_of(member)}
+        self.members: list[type[Choice]] = []
+        self.table: dict[str, type[Choice]] = {}
         self._default = default
+        for part in parts:
+            self.members += _members(part)
+        for member in self.members:
+            self.table |= dict.fromkeys(names_of(member), member)
 
     def __call__(self, name: str, **options: Any) -> Choice:
         """Returns a choice with options."""
         return self.table[name].model_validate({"name": name, **options})
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        union = core_schema.tagged_union_schema(
-            {name: handler.generate_schema(member) for name, member in self.table.items()}, discriminator=_tag
-        )
+        schemas = {name: handler.generate_schema(member) for name, member in self.table.items()}
+        union = core_schema.tagged_union_schema(schemas, discriminator=_tag)
         return core_schema.no_info_before_validator_function(self._as_mapping, union)
 
     def _as_mapping(self, value: object) -> object:
@@ -89,7 +92,9 @@ class OneOf:
             return value
         given = dict(cast(Mapping[object, object], value))
         name = given.pop(SHORTHAND, self._default)
-        return given if name is None else {"name": name, **given}
+        if name is None:
+            return given
+        return {"name": name, **given}
 
 
 def names_of(choice: type[BaseModel]) -> tuple[str, ...]:
@@ -102,8 +107,11 @@ def _members(part: type[Choice] | Kind[Any]) -> Iterator[type[Choice]]:
     if not isinstance(part, Kind):
         yield part
         return
-    for function in dict.fromkeys(part.functions.values()):
-        yield _derive(part, [name for name, target in part.functions.items() if target == function])
+    names: dict[str, list[str]] = {}
+    for name, function in part.functions.items():
+        names.setdefault(function, []).append(name)
+    for same in names.values():
+        yield _derive(part, same)
 
 
 def _derive(kind: Kind[Any], names: list[str]) -> type[Choice]:
@@ -120,10 +128,9 @@ def _derive(kind: Kind[Any], names: list[str]) -> type[Choice]:
 
 def _tag(value: object) -> str | None:
     """Returns the entry of the table for a value; None if it has no name."""
+    name = getattr(value, "name", None)
     if isinstance(value, Mapping):
         name = cast(Mapping[object, object], value).get("name")
-    else:
-        name = getattr(value, "name", None)
     if name is None:
         return None
     return _CUSTOM if ":" in str(name) else str(name)

@@ -55,13 +55,15 @@ class Threads(Section):
     """Threads of each device of an engine; null divides the cores likewise."""
 
 
-def _of_both(value: object) -> object:
+def _thread_fields(value: object) -> object:
     """Returns the fields that a number or `auto` stands for."""
     if isinstance(value, Threads | Mapping):
         return cast(object, value)
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+    if value == "auto":
+        return {"trainers": None, "engines": None}
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError("should be auto, a number from 1 on, or {trainers: ..., engines: ...}")
-    return dict.fromkeys(("trainers", "engines"), None if value == "auto" else value)
+    return {"trainers": value, "engines": value}
 
 
 class Cluster(Section):
@@ -86,7 +88,7 @@ class Cluster(Section):
     rollout.gpu_memory_fraction count parts, GiB; null takes this machine's."""
     object_store_mib: Annotated[int, Field(ge=80)] = 4096
     """Shared memory of each node for rollouts and experience, MiB."""
-    threads_per_device: Annotated[Threads, BeforeValidator(_of_both)] = Threads()
+    threads_per_device: Annotated[Threads, BeforeValidator(_thread_fields)] = Threads()
     """Threads of each process with device cpu: a number, or auto, from the cores of this machine."""
     time_limits: TimeLimits = TimeLimits()
     """How long a call of each phase may take, seconds."""

@@ -43,7 +43,9 @@ class Model(Section):
 
     def hf_config(self) -> Mapping[str, Any]:
         """Returns the model's config.json."""
-        return self.random.config if self.random is not None else read_hf_config(self.path or "")
+        if self.random is not None:
+            return self.random.config
+        return read_hf_config(self.path or "")
 
     def tokenizer_directory(self, model_dir: str) -> str:
         """Returns the directory of the tokenizer, if the run has one; `model_dir` has the model's files."""
@@ -82,7 +84,9 @@ def _as_fields(value: object) -> object:
     if not isinstance(value, Mapping):
         return value
     given = dict(cast(Mapping[object, object], value))
-    return {"path": given.pop(SHORTHAND), **given} if SHORTHAND in given else given
+    if SHORTHAND in given:
+        given["path"] = given.pop(SHORTHAND)
+    return given
 
 
 Source = Annotated[SourceFields, BeforeValidator(_as_fields)]

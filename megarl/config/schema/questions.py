@@ -37,13 +37,21 @@ def _has_response(template: str) -> str:
 
 def _names(template: str) -> list[str]:
     """Returns what a template has in braces, with conversions and formats as part of the name."""
-    found = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
-    return [f"{name}{f'!{how}' if how else ''}{f':{layout}' if layout else ''}" for name, layout, how in found]
+    names: list[str] = []
+    for _, name, layout, conversion in Formatter().parse(template):
+        if name is None:
+            continue
+        if conversion:
+            name += f"!{conversion}"
+        if layout:
+            name += f":{layout}"
+        names.append(name)
+    return names
 
 
-def columns_of_template(template: str) -> tuple[str, ...]:
+def template_columns(template: str) -> list[str]:
     """Returns the columns of a prompt's row that a template names."""
-    return tuple(name for name in dict.fromkeys(_names(template)) if name not in ("prompt", "response"))
+    return [name for name in dict.fromkeys(_names(template)) if name not in ("prompt", "response")]
 
 
 Pattern = Annotated[str, AfterValidator(_compiles)]

@@ -152,11 +152,16 @@ class RunConfig(Section):
 
     def layout(self, role: RoleName) -> Layout:
         """Returns how the role is split over its group, with dp = devices / (tp * pp)."""
-        own = self.role(role)
+        sizes = self.role(role)
         devices = len(self.device_list(self.group_of(role)))
-        dp = devices // (own.tp * own.pp)
-        sequence_parallel = own.sequence_parallel
-        return Layout(tp=own.tp, pp=own.pp, dp=dp, vpp=own.vpp, ep=own.ep, sequence_parallel=sequence_parallel)
+        return Layout(
+            tp=sizes.tp,
+            pp=sizes.pp,
+            dp=devices // (sizes.tp * sizes.pp),
+            vpp=sizes.vpp,
+            ep=sizes.ep,
+            sequence_parallel=sizes.sequence_parallel,
+        )
 
 
 class TrainingConfig(RunConfig):
@@ -251,7 +256,9 @@ class SamplingConfig(RunConfig):
         return self.reward.judge_model
 
     def role_checkpoint(self, role: RoleName) -> str | None:
-        return self.reward.path if role == "reward" else None
+        if role == "reward":
+            return self.reward.path
+        return None
 
     def new_head(self, role: RoleName) -> NewHead | None:
         if role == "reward" and self.reward.path is None:

@@ -25,11 +25,14 @@ def type_of(info: FieldInfo) -> Any:
 def plain(annotation: Any) -> Any:
     """Returns a type without Annotated and without ``| None``; for choices, their ``OneOf``."""
     if hasattr(annotation, "__metadata__"):
-        choices = [part for part in annotation.__metadata__ if isinstance(part, OneOf)]
-        return choices[0] if choices else plain(annotation.__origin__)
+        for part in annotation.__metadata__:
+            if isinstance(part, OneOf):
+                return part
+        return plain(annotation.__origin__)
     if get_origin(annotation) in (Union, types.UnionType):
-        members = [member for member in get_args(annotation) if member is not type(None)]
-        return plain(members[0]) if len(members) == 1 else annotation
+        members = [member for member in get_args(annotation) if member is not types.NoneType]
+        if len(members) == 1:
+            return plain(members[0])
     return annotation
 
 
@@ -46,13 +49,17 @@ def entries(annotation: Any) -> Any:
 def section(annotation: Any) -> type[BaseModel] | None:
     """Returns the section of a field, or of the entries of a mapping or a list; None for plain values."""
     inner = entries(annotation) or plain(annotation)
-    return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
+    if isinstance(inner, type) and issubclass(inner, BaseModel):
+        return inner
+    return None
 
 
 def choices(annotation: Any) -> Mapping[str, type[BaseModel]]:
     """Returns the choices of a field by name; empty without any."""
     inner = plain(annotation)
-    return inner.table if isinstance(inner, OneOf) else {}
+    if isinstance(inner, OneOf):
+        return inner.table
+    return {}
 
 
 def within(annotation: Any, part: object) -> Any:
@@ -64,8 +71,9 @@ def within(annotation: Any, part: object) -> Any:
     if inside is not None:
         return inside
     owner = section(annotation)
-    known = fields(owner) if owner is not None else {}
-    return type_of(known[str(part)]) if str(part) in known else None
+    if owner is None or str(part) not in fields(owner):
+        return None
+    return type_of(fields(owner)[str(part)])
 
 
 def keys(schema: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[int | str], Any]:
@@ -93,6 +101,7 @@ def sections(schema: type[BaseModel], above: str = "") -> Iterator[tuple[str, An
         if choices(inner):
             yield above + key, inner
         elif below is not None:
-            path = above + key + {Mapping: ".<name>", tuple: ".<n>"}.get(get_origin(inner), "")
+            entry = {Mapping: ".<name>", tuple: ".<n>"}.get(get_origin(inner), "")
+            path = above + key + entry
             yield path, below
             yield from sections(below, f"{path}.")

@@ -38,7 +38,9 @@ class RewardFunction(Section):
     @property
     def unit(self) -> Literal["response", "batch", "group"]:
         """What a call scores, with null looked up."""
-        return self.per or ("batch" if self.adapter == "trl" else "response")
+        if self.per is not None:
+            return self.per
+        return "batch" if self.adapter == "trl" else "response"
 
 
 class JudgeModel(Section):
@@ -156,7 +158,9 @@ class Evaluation(Section):
     @property
     def source(self) -> str:
         """Where the prompts are from, in words."""
-        return "tasks of the environment" if self.prompts is None else self.prompts.path
+        if self.prompts is None:
+            return "tasks of the environment"
+        return self.prompts.path
 
 
 class PeriodicEvaluation(Evaluation):

@@ -130,7 +130,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             max_staleness=self._config.rollout.max_staleness,
             groups=int(batch.samples.groups.max()) + 1,
             value_norm=self._value_norm,
-            turn_rewards=self._weights.get(ENVIRONMENT) if self._config.algo.of_tokens else None,
+            turn_rewards=self._weights.get(ENVIRONMENT) if self._config.algo.from_token_rewards else None,
             dense=self._scorer.token_scale,
         )
         request = ExperienceRequest(
