@@ -85,7 +85,7 @@ def _as_fields(value: object) -> object:
         return value
     given = dict(cast(Mapping[object, object], value))
     if SHORTHAND in given:
-        given["path"] = given.pop(SHORTHAND)
+        given.setdefault("path", given.pop(SHORTHAND))
     return given
 
 
