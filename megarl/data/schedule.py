@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megarl.algos.optimization import divided
@@ -32,11 +32,14 @@ def inference_schedule(samples: Sequence[SampleInfo], layout: Layout, tokens_per
         ValueError: no samples, a repeated sample, a sample without a prompt, or a budget below one token.
     """
     _check(samples, tokens_per_micro_batch)
-    chunks: dict[int, list[SampleInfo]] = defaultdict(list)
-    for sample in sorted(samples, key=lambda s: (s.chunk, s.row)):
-        chunks[sample.chunk].append(sample)
-    shares = _balance([_unit(*chunk) for chunk in chunks.values()], layout.dp)
-    return _schedule([[(row,) for chunk in share for row in chunk] for share in shares], layout, tokens_per_micro_batch)
+    chunks: dict[int, list[PackRow]] = defaultdict(list)
+    for sample in _in_order(samples):
+        chunks[sample.chunk].append(_row(sample))
+    shares: list[list[Unit]] = []
+    for share in _balance(list(map(tuple, chunks.values())), layout.dp):
+        rows = itertools.chain.from_iterable(share)
+        shares.append([(row,) for row in rows])
+    return _schedule(shares, layout, tokens_per_micro_batch)
 
 
 def step_schedule(
@@ -46,20 +49,21 @@ def step_schedule(
 
     Args:
         tokens_per_micro_batch: maximum tokens of a pack; raised to the longest unit.
-        rows_per_unit: neighbouring rows of a chunk that stay in one pack: the responses of a preference.
+        rows_per_unit: number of neighboring rows of a chunk that stay in one pack: the responses of a preference.
 
     Raises:
         ValueError: as for `inference_schedule`; or a unit is incomplete.
     """
     _check(samples, tokens_per_micro_batch)
-    units: dict[tuple[int, int], list[SampleInfo]] = defaultdict(list)
-    for sample in sorted(samples, key=lambda s: (s.chunk, s.row)):
-        units[sample.chunk, sample.row // rows_per_unit].append(sample)
-    for members in units.values():
-        if len(members) != rows_per_unit:
-            raise ValueError(f"sample {members[0].sample_id} is not one of {rows_per_unit} neighbours of its chunk")
-    shares = _balance([_unit(*members) for members in units.values()], layout.dp)
-    return _schedule(shares, layout, tokens_per_micro_batch)
+    members: dict[tuple[int, int], list[SampleInfo]] = defaultdict(list)
+    for sample in _in_order(samples):
+        members[sample.chunk, sample.row // rows_per_unit].append(sample)
+    units: list[Unit] = []
+    for neighbors in members.values():
+        if len(neighbors) != rows_per_unit:
+            raise ValueError(f"sample {neighbors[0].sample_id} is not one of {rows_per_unit} neighbors of its chunk")
+        units.append(tuple(map(_row, neighbors)))
+    return _schedule(_balance(units, layout.dp), layout, tokens_per_micro_batch)
 
 
 def update_schedules(
@@ -86,13 +90,14 @@ def update_schedules(
     _check(samples, tokens_per_micro_batch)
     if epochs < 1:
         raise ValueError(f"epochs is {epochs}: it must be at least 1")
-    most = len({s.conversation for s in samples})
-    if not 1 <= mini_batches <= most:
-        raise ValueError(f"mini_batches is {mini_batches}: it must be from 1 to the {most} samples of a step")
+    conversations = {sample.conversation for sample in samples}
+    if not 1 <= mini_batches <= len(conversations):
+        rule = f"it must be from 1 to the {len(conversations)} samples of a step"
+        raise ValueError(f"mini_batches is {mini_batches}: {rule}")
     schedules: list[Schedule] = []
     for epoch in range(epochs):
         for members in mini_batch_members(samples, mini_batches, seed=seed, step=step, epoch=epoch):
-            by_id = sorted(members, key=lambda s: s.sample_id)
+            by_id = sorted(members, key=lambda sample: sample.sample_id)
             shares = _balance_equal_counts(_branch_units(by_id), layout.dp)
             schedules.append(_schedule(shares, layout, tokens_per_micro_batch))
     return tuple(schedules)
@@ -109,17 +114,19 @@ def mini_batch_members(
     for sample in samples:
         branches.setdefault(sample.conversation, []).append(sample)
     ordered = sorted(branches, key=lambda name: (stable_hash(seed, step, epoch, name), name))
-    return [[s for name in part for s in branches[name]] for part in divided(ordered, mini_batches)]
+    members: list[Sequence[SampleInfo]] = []
+    for names in divided(ordered, mini_batches):
+        chosen = [branches[name] for name in names]
+        members.append(list(itertools.chain.from_iterable(chosen)))
+    return members
 
 
 def under_one_length(one: Schedule, other: Schedule) -> tuple[Schedule, Schedule]:
     """Gives two passes of one optimizer step the same pack length: pipelines exchange tensors of one shape."""
-    pack_tokens = max(rank.pack_tokens for schedule in (one, other) for rank in schedule.ranks)
-
-    def lengthened(schedule: Schedule) -> Schedule:
-        return Schedule(ranks=tuple(replace(rank, pack_tokens=pack_tokens) for rank in schedule.ranks))
-
-    return lengthened(one), lengthened(other)
+    pack_tokens = max(rank.pack_tokens for rank in (*one.ranks, *other.ranks))
+    lengthened = [replace(rank, pack_tokens=pack_tokens) for rank in (*one.ranks, *other.ranks)]
+    count = len(one.ranks)
+    return Schedule(ranks=tuple(lengthened[:count])), Schedule(ranks=tuple(lengthened[count:]))
 
 
 def _check(samples: Sequence[SampleInfo], tokens_per_micro_batch: int) -> None:
@@ -127,22 +134,27 @@ def _check(samples: Sequence[SampleInfo], tokens_per_micro_batch: int) -> None:
         raise ValueError("there are no samples to schedule")
     if tokens_per_micro_batch < 1:
         raise ValueError(f"tokens_per_micro_batch is {tokens_per_micro_batch}: it must be at least 1")
-    if len({s.sample_id for s in samples}) != len(samples) or len({(s.chunk, s.row) for s in samples}) != len(samples):
+    ids = {sample.sample_id for sample in samples}
+    places = {(sample.chunk, sample.row) for sample in samples}
+    if len(ids) != len(samples) or len(places) != len(samples):
         raise ValueError("a sample is listed twice: sample ids, and (chunk, row) pairs, must be unique in a step")
-    if empty := [s.sample_id for s in samples if s.prompt_tokens < 1]:
-        raise ValueError(f"sample {empty[0]} has no prompt token: nothing predicts its first response token")
+    for sample in samples:
+        if sample.prompt_tokens < 1:
+            reason = "nothing predicts its first response token"
+            raise ValueError(f"sample {sample.sample_id} has no prompt token: {reason}")
 
 
-def _unit(*samples: SampleInfo) -> Unit:
-    return tuple(
-        PackRow(
-            chunk=s.chunk,
-            row=s.row,
-            prompt_tokens=s.prompt_tokens,
-            response_tokens=s.response_tokens,
-            given_tokens=s.given_tokens,
-        )
-        for s in samples
+def _in_order(samples: Sequence[SampleInfo]) -> list[SampleInfo]:
+    return sorted(samples, key=lambda sample: (sample.chunk, sample.row))
+
+
+def _row(sample: SampleInfo) -> PackRow:
+    return PackRow(
+        chunk=sample.chunk,
+        row=sample.row,
+        prompt_tokens=sample.prompt_tokens,
+        response_tokens=sample.response_tokens,
+        given_tokens=sample.given_tokens,
     )
 
 
@@ -153,17 +165,22 @@ def _branch_units(samples: Sequence[SampleInfo]) -> list[Unit]:
     for sample in samples:
         rows[sample.conversation] += 1
         tokens[sample.conversation] += sample.response_tokens
-    units = [_unit(sample) for sample in samples]
-    return [
-        (replace(unit[0], sequence_tokens=tokens[name]),) if rows[name := sample.conversation] > 1 else unit
-        for sample, unit in zip(samples, units, strict=True)
-    ]
+    units: list[Unit] = []
+    for sample in samples:
+        row = _row(sample)
+        if rows[sample.conversation] > 1:
+            row = replace(row, sequence_tokens=tokens[sample.conversation])
+        units.append((row,))
+    return units
 
 
-def _sequences(rows: Iterable[PackRow]) -> int:
+def _sequences(rows: Sequence[PackRow]) -> int:
     """Returns the number of conversations with a response token."""
-    sampled = (row for row in rows if row.response_tokens)
-    return round(sum(row.response_tokens / (row.sequence_tokens or row.response_tokens) for row in sampled))
+    total = 0.0
+    for row in rows:
+        if row.response_tokens:
+            total += row.response_tokens / (row.sequence_tokens or row.response_tokens)
+    return round(total)
 
 
 def _tokens(unit: Unit) -> int:
@@ -187,7 +204,7 @@ def _balance_equal_counts(units: Sequence[Unit], shares: int) -> list[list[Unit]
     loads = [0] * shares
     longest_first = sorted(units, key=_tokens, reverse=True)
     for start in range(0, len(units), shares):
-        emptiest_first = sorted(range(shares), key=lambda share: loads[share])
+        emptiest_first = sorted(range(shares), key=loads.__getitem__)
         for unit, share in zip(longest_first[start : start + shares], emptiest_first, strict=False):
             dealt[share].append(unit)
             loads[share] += _tokens(unit)
@@ -199,7 +216,9 @@ def _first_fit(units: Sequence[Unit], capacity: int) -> list[list[Unit]]:
     packs: list[list[Unit]] = []
     room: list[int] = []
     for unit in sorted(units, key=_tokens, reverse=True):
-        index = next((i for i, free in enumerate(room) if free >= _tokens(unit)), len(packs))
+        index = 0
+        while index < len(packs) and room[index] < _tokens(unit):
+            index += 1
         if index == len(packs):
             packs.append([])
             room.append(capacity)
@@ -208,38 +227,45 @@ def _first_fit(units: Sequence[Unit], capacity: int) -> list[list[Unit]]:
     return packs
 
 
-def _pack(shares: Sequence[Sequence[Unit]], capacity: int, multiple: int) -> list[list[list[Unit]]]:
+def _pack(shares: Sequence[Sequence[Unit]], capacity: int, multiple: int) -> list[list[Unit]]:
     """Packs the units of every share into the same number of packs, the smallest multiple that fits.
 
     The packs of a share have about equal tokens unless one would exceed `capacity`; then they are those of `_first_fit`
     and some empty ones.
+
+    Returns:
+        The rows of each pack, by share.
     """
     fitted = [_first_fit(units, capacity) for units in shares]
     count = -(-max(map(len, fitted)) // multiple) * multiple
-    packs: list[list[list[Unit]]] = []
+    packed: list[list[Unit]] = []
     for units, tight in zip(shares, fitted, strict=True):
-        level = _balance(units, count)
-        fits = max(sum(map(_tokens, pack)) for pack in level) <= capacity
-        packs.append(level if fits else tight + [[] for _ in range(count - len(tight))])
-    return packs
+        packs = list(map(_joined, _balance(units, count)))
+        if max(map(_tokens, packs)) > capacity:
+            packs = list(map(_joined, tight))
+            packs += [()] * (count - len(tight))
+        packed.append(packs)
+    return packed
+
+
+def _joined(units: Sequence[Unit]) -> Unit:
+    return tuple(itertools.chain.from_iterable(units))
 
 
 def _schedule(shares: Sequence[Sequence[Unit]], layout: Layout, budget: int) -> Schedule:
     """Packs the units of every DP rank under one padded length."""
-    units = [unit for share in shares for unit in share]
-    ranks = _pack(shares, max(budget, *map(_tokens, units)), multiple=layout.pp if layout.vpp > 1 else 1)
-    longest = max(sum(map(_tokens, pack)) for packs in ranks for pack in packs)
-    multiple = layout.tp if layout.sequence_parallel else 1
-    return Schedule(
-        ranks=tuple(
-            RankSchedule(
-                packs=tuple(tuple(itertools.chain.from_iterable(pack)) for pack in packs),
-                pack_tokens=-(-longest // multiple) * multiple,
-                total_rows=sum(map(len, units)),
-                total_sequences=_sequences(row for unit in units for row in unit),
-                total_response_tokens=sum(row.response_tokens for unit in units for row in unit),
-                rows_per_unit=len(units[0]),
-            )
-            for packs in ranks
-        )
+    units = list(itertools.chain.from_iterable(shares))
+    rows = _joined(units)
+    packs_multiple = layout.pp if layout.vpp > 1 else 1
+    tokens_multiple = layout.tp if layout.sequence_parallel else 1
+    packed = _pack(shares, max(budget, *map(_tokens, units)), packs_multiple)
+    longest = max(map(_tokens, itertools.chain.from_iterable(packed)))
+    template = RankSchedule(
+        packs=(),
+        pack_tokens=-(-longest // tokens_multiple) * tokens_multiple,
+        total_rows=len(rows),
+        total_sequences=_sequences(rows),
+        total_response_tokens=sum(row.response_tokens for row in rows),
+        rows_per_unit=len(units[0]),
     )
+    return Schedule(ranks=tuple(replace(template, packs=tuple(packs)) for packs in packed))

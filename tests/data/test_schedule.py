@@ -142,9 +142,9 @@ def test_a_step_of_pairs_by_hand() -> None:
 
 def test_a_step_with_half_a_pair_is_refused() -> None:
     samples = make_samples([(1, 1)] * 4, 4)
-    with pytest.raises(ValueError, match="sample s2 is not one of 2 neighbours"):
+    with pytest.raises(ValueError, match="sample s2 is not one of 2 neighbors"):
         step_schedule(samples[:3], Layout(), 8, rows_per_unit=2)
-    with pytest.raises(ValueError, match="sample s0 is not one of 2 neighbours"):
+    with pytest.raises(ValueError, match="sample s0 is not one of 2 neighbors"):
         step_schedule([samples[0], samples[3]], Layout(), 8, rows_per_unit=2)
 
 
