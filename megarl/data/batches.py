@@ -20,7 +20,7 @@ def text_batch(
 ) -> tuple[tuple[SampleInfo, ...], tuple[TextChunk, ...]]:
     """Divides demonstrations or preferences into at most `chunks` chunks of about equally many items.
 
-    The responses of a preference are neighbouring rows of a chunk, the best first. A row's id is `key/n`, or `key/n/i`
+    The responses of a preference are neighboring rows of a chunk, the best first. A row's id is `key/n`, or `key/n/i`
     for response i of a preference, where n counts the item's occurrences in the batch from 0.
 
     Returns:
@@ -30,38 +30,43 @@ def text_batch(
     samples: list[SampleInfo] = []
     made: list[TextChunk] = []
     for part in divided(items, min(chunks, len(items))):
-        rows: list[tuple[str, Demonstration | Preference, Ids]] = []
+        ids: list[str] = []
+        prompts: list[Ids] = []
+        responses: list[Ids] = []
+        margins: list[float | None] = []
         for item in part:
             name = f"{item.key}/{seen[item.key]}"
             seen[item.key] += 1
-            if isinstance(item, Demonstration):
-                rows.append((name, item, item.response_ids))
-            else:
-                rows += [(f"{name}/{index}", item, response) for index, response in enumerate(item.responses)]
-        samples += [
-            SampleInfo(
-                sample_id=sample_id,
-                prompt_id=item.key,
-                chunk=len(made),
-                row=index,
-                prompt_tokens=len(item.prompt_ids),
-                response_tokens=len(response),
-                finished=True,
-            )
-            for index, (sample_id, item, response) in enumerate(rows)
-        ]
-        margins = [item.margin for _, item, _ in rows if isinstance(item, Preference) and item.margin is not None]
-        made.append(
-            TextChunk(
-                sample_ids=tuple(sample_id for sample_id, _, _ in rows),
-                prompt_ids=Ragged.from_rows([item.prompt_ids for _, item, _ in rows], np.int32),
-                response_ids=Ragged.from_rows([response for _, _, response in rows], np.int32),
-                margins=np.array(margins, dtype=np.float32) if len(margins) == len(rows) else None,
-            )
+            for index, response in enumerate(item.responses):
+                sample_id = name if isinstance(item, Demonstration) else f"{name}/{index}"
+                sample = SampleInfo(
+                    sample_id=sample_id,
+                    prompt_id=item.key,
+                    chunk=len(made),
+                    row=len(ids),
+                    prompt_tokens=len(item.prompt_ids),
+                    response_tokens=len(response),
+                    finished=True,
+                )
+                samples.append(sample)
+                ids.append(sample_id)
+                prompts.append(item.prompt_ids)
+                responses.append(response)
+                margins.append(item.margin)
+        chunk = TextChunk(
+            sample_ids=tuple(ids),
+            prompt_ids=Ragged.from_rows(prompts, np.int32),
+            response_ids=Ragged.from_rows(responses, np.int32),
+            margins=None if None in margins else np.array(margins, dtype=np.float32),
         )
+        made.append(chunk)
     return tuple(samples), tuple(made)
 
 
 def on_all_tokens(samples: Sequence[SampleInfo]) -> list[SampleInfo]:
     """Returns the rows with all tokens but the first as response, for losses on prompt and response."""
-    return [replace(sample, prompt_tokens=1, response_tokens=sample.tokens - 1, given_tokens=0) for sample in samples]
+    changed: list[SampleInfo] = []
+    for sample in samples:
+        response = sample.tokens - 1
+        changed.append(replace(sample, prompt_tokens=1, response_tokens=response, given_tokens=0))
+    return changed

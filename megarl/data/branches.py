@@ -16,8 +16,8 @@ class Branches:
     """Which samples belong together; without branches, each sample is a conversation of its own.
 
     Args:
-        conversation: [N], the number of each sample's conversation, in their order.
-        last: [C], the last sample of each conversation.
+        conversation: number of each sample's conversation, in their order, [N].
+        last: index of the last sample of each conversation, [C].
     """
 
     conversation: npt.NDArray[np.int64]
@@ -41,8 +41,8 @@ class Branches:
         for number, sample in zip(self.conversation.tolist(), samples, strict=True):
             prompts.setdefault(number, sample.prompt_tokens)
             tokens[number] += sample.response_tokens
-        last: list[int] = self.last.tolist()
-        return [
-            replace(samples[row], prompt_tokens=prompts[number], response_tokens=tokens[number])
-            for number, row in enumerate(last)
-        ]
+        merged: list[SampleInfo] = []
+        for number, row in enumerate(self.last.tolist()):
+            sample = samples[row]
+            merged.append(replace(sample, prompt_tokens=prompts[number], response_tokens=tokens[number]))
+        return merged

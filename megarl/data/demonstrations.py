@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megarl.config.schema import Fault, SourceFields
 from megarl.data.encoding import PROMPTS, Encoder, Ids, messages
@@ -18,17 +18,24 @@ class Demonstration:
     """A tokenized prompt and response.
 
     Args:
-        key: unique in its data set, the same in every run.
-        response_ids: end token included.
+        key: key, unique in its data set and the same in every run.
+        response_ids: token ids of the response, end token included.
     """
 
     key: str
     prompt_ids: Ids
     response_ids: Ids
 
+    margin: ClassVar[float | None] = None
+    """A preference may have one."""
+
+    @property
+    def responses(self) -> tuple[Ids]:
+        return (self.response_ids,)
+
     @property
     def content(self) -> bytes:
-        return b"|".join(ids.tobytes() for ids in (self.prompt_ids, self.response_ids))
+        return self.prompt_ids.tobytes() + b"|" + self.response_ids.tobytes()
 
 
 def load_demonstrations(source: SourceFields, encoder: Encoder, *, drop: Collection[Fault] = ()) -> Rows[Demonstration]:
@@ -40,7 +47,7 @@ def load_demonstrations(source: SourceFields, encoder: Encoder, *, drop: Collect
             if len(chat) < 2 or chat[-1]["role"] != "assistant":
                 raise ValueError("messages must be a prompt and, as its last message, the assistant's response")
             prompt = encoder.chat(chat[:-1], columns.get("tools"))
-            response = encoder.answer_of(chat[-1])
+            response = encoder.answer_message(chat[-1])
         else:
             prompt = encoder.prompt(columns, *PROMPTS)
             response = encoder.response(columns, *_RESPONSES)

@@ -24,10 +24,10 @@ class Encoder:
     """Encodes prompts and responses that are text, chats or ids.
 
     Args:
-        tokenizer: None where all rows have ids.
-        chat_template: a text prompt becomes a chat of one user message.
-        max_tokens: of a row.
-        template_arguments: of the chat template.
+        tokenizer: tokenizer; None where all rows have ids.
+        chat_template: whether a text prompt becomes a chat of one user message.
+        max_tokens: largest number of tokens of a row.
+        template_arguments: arguments of the chat template.
 
     Raises:
         ValueError: the tokenizer does not fit, or a needed one is missing.
@@ -54,24 +54,26 @@ class Encoder:
 
     def prompt(self, columns: Columns, *names: str) -> Ids:
         """Encodes a prompt from the first of these columns that the row has; those named `*_ids` hold ids."""
-        name = first_of(columns, *names)
+        name = first_column(columns, *names)
         value = columns[name]
         if name.endswith("_ids"):
             return self.ids(name, value)
-        chat = self.chat_of(name, value)
+        chat = self.messages(name, value)
         if chat is not None:
             return self.chat(chat, columns.get("tools"))
         if "tools" in columns:
             raise ValueError("tools are for a prompt that is a chat: give messages, or set chat_template to true")
         return self._encoded("prompt", lambda tokenizer: tokenizer.encode(value))
 
-    def chat_of(self, name: str, value: Any) -> list[Message] | None:
-        """Returns the messages of a prompt in a column; None of text and ids."""
+    def messages(self, name: str, value: Any) -> list[Message] | None:
+        """Returns the messages of a prompt in a column; None for text and ids."""
         if name.endswith("_ids"):
             return None
         if not isinstance(value, str) or name == "messages":
             return messages(name, value)
-        return [{"role": "user", "content": value}] if self._chat_template else None
+        if self._chat_template:
+            return [{"role": "user", "content": value}]
+        return None
 
     def chat(self, chat: Sequence[Message], tools: object = None) -> Ids:
         """Encodes a prompt that is a chat; `tools` is the row's column of that name."""
@@ -83,7 +85,7 @@ class Encoder:
 
     def response(self, columns: Columns, *names: str) -> Ids:
         """Encodes a response, found as `prompt` finds a prompt."""
-        name = first_of(columns, *names)
+        name = first_column(columns, *names)
         value = columns[name]
         if name.endswith("_ids"):
             return self.ids(name, value)
@@ -92,9 +94,9 @@ class Encoder:
         chat = messages(name, value)
         if len(chat) != 1 or chat[0]["role"] != "assistant":
             raise ValueError(f"{name} must be text, or a list of one message of the assistant's")
-        return self.answer_of(chat[0])
+        return self.answer_message(chat[0])
 
-    def answer_of(self, message: Message) -> Ids:
+    def answer_message(self, message: Message) -> Ids:
         """Encodes a response that is the assistant's message; one with tool calls is refused."""
         if "tool_calls" in message:
             raise ValueError("a response has tool_calls, which are not trained on: write the call into its content")
@@ -132,20 +134,21 @@ class Encoder:
             raise UnusableRowError("too_long", str(error), error.tokens) from None
 
 
-def first_of(columns: Mapping[str, Any], *names: str) -> str:
+def first_column(columns: Mapping[str, Any], *names: str) -> str:
     """Returns the first of the names that is a column; raises ValueError if none is."""
-    name = next((name for name in names if name in columns), None)
-    if name is None:
-        usual = next(name for name in names if not name.endswith("_ids"))
-        there = f"there are {listed(columns)}; columns: {{{usual}: NAME}} reads another one"
-        raise ValueError(f"there is no column {' or '.join(names)}; {there}")
-    return name
+    for name in names:
+        if name in columns:
+            return name
+    usual = next(name for name in names if not name.endswith("_ids"))
+    there = f"there are {listed(columns)}; columns: {{{usual}: NAME}} reads another one"
+    raise ValueError(f"there is no column {' or '.join(names)}; {there}")
 
 
 def messages(name: str, value: object) -> list[Message]:
     """Returns a chat; raises ValueError unless it is a list of messages with role and content, both text."""
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{name} must be a list of messages" + ("" if name == "messages" else ", or text"))
+        kinds = "a list of messages" if name == "messages" else "a list of messages, or text"
+        raise ValueError(f"{name} must be {kinds}")
     chat: list[Message] = []
     for message in cast(list[Any], value):
         if not isinstance(message, Mapping):
@@ -153,7 +156,7 @@ def messages(name: str, value: object) -> list[Message]:
         fields = {key: entry for key, entry in cast(Mapping[str, Any], message).items() if entry is not None}
         if fields.get("tool_calls"):
             fields.setdefault("content", "")
-        if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
+        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
             raise ValueError(f"{name} holds a message whose role and content are not both text: {message!r}")
         chat.append(fields)
     return chat
@@ -161,7 +164,9 @@ def messages(name: str, value: object) -> list[Message]:
 
 def _tools(column: object) -> list[Mapping[str, Any]] | None:
     """Returns the tools of a row, from a list of descriptions or its text in JSON; None without any."""
-    tools: object = parse_json(column) if isinstance(column, str) else column
+    tools: object = column
+    if isinstance(column, str):
+        tools = parse_json(column)
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in cast(list[Any], tools)):

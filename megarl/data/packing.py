@@ -56,8 +56,8 @@ class PackShape:
     """The lengths of a pack's sequences, padding included; every pipeline stage needs them.
 
     Args:
-        cu_seqlens: [sequences + 1] int32, starts of the sequences and the end: from 0 to S.
-        max_seqlen: tokens of the longest sequence.
+        cu_seqlens: starts of the sequences and the end, from 0 to S, [sequences + 1] int32.
+        max_seqlen: number of tokens of the longest sequence.
     """
 
     cu_seqlens: npt.NDArray[np.int32]
@@ -69,11 +69,11 @@ class PackedBatch:
     """A pack with its tokens.
 
     Args:
-        tokens: [S] int64.
-        response_lengths: [B] int64.
-        source_positions: [T] int64, the position that predicts each response token.
-        labels: [T] int64, the response tokens.
-        last_positions: [B] int64, the position of each row's last token.
+        tokens: token ids, [S] int64.
+        response_lengths: number of each row's response tokens, [B] int64.
+        source_positions: position that predicts each response token, [T] int64.
+        labels: response tokens, [T] int64.
+        last_positions: position of each row's last token, [B] int64.
     """
 
     shape: PackShape
@@ -90,15 +90,18 @@ def pack_shape(rows: Sequence[PackRow], pack_tokens: int) -> PackShape:
     padding = pack_tokens - sum(lengths)
     if padding < 0:
         raise ValueError(f"rows of {sum(lengths)} tokens do not fit into a pack of {pack_tokens}")
-    lengths += [min(PAD_SEQUENCE_TOKENS, padding - start) for start in range(0, padding, PAD_SEQUENCE_TOKENS)]
-    return PackShape(cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), max_seqlen=max(lengths))
+    while padding > 0:
+        lengths.append(min(PAD_SEQUENCE_TOKENS, padding))
+        padding -= PAD_SEQUENCE_TOKENS
+    ends = np.cumsum(lengths)
+    return PackShape(cu_seqlens=np.concatenate([[0], ends]).astype(np.int32), max_seqlen=max(lengths))
 
 
 def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) -> PackedBatch:
     """Packs the tokens of the rows, fetching only their chunks; the rows say where each response begins.
 
     Args:
-        pack_tokens: S.
+        pack_tokens: padded number of tokens, S.
 
     Raises:
         ValueError: the rows do not fit, or a row's lengths are not those of its tokens.
@@ -116,23 +119,26 @@ def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) 
                 f" the schedule says {row.prompt_tokens} + {row.response_tokens + row.given_tokens}"
             )
         tokens[start : start + row.tokens] = np.concatenate([prompt, response])
-        positions.append(start + _learned(row, chunk))
+        positions.append(start + _sampled_positions(row, chunk))
     labelled = _concatenate(positions, np.int64)
+    ends = shape.cu_seqlens[1 : len(rows) + 1].astype(np.int64)
     return PackedBatch(
         shape=shape,
         tokens=tokens,
         response_lengths=np.array([row.response_tokens for row in rows], dtype=np.int64),
         source_positions=labelled - 1,
         labels=tokens[labelled],
-        last_positions=shape.cu_seqlens[1 : len(rows) + 1].astype(np.int64) - 1,
+        last_positions=ends - 1,
     )
 
 
-def _learned(row: PackRow, chunk: TokenChunk) -> npt.NDArray[np.int64]:
+def _sampled_positions(row: PackRow, chunk: TokenChunk) -> npt.NDArray[np.int64]:
     """Returns where the response tokens of a row are in its sequence, without given ones."""
     if not row.given_tokens:
         return np.arange(row.prompt_tokens, row.tokens, dtype=np.int64)
-    sampled = np.zeros(0, np.int64) if chunk.loss_mask is None else np.flatnonzero(chunk.loss_mask[row.row])
+    sampled = np.zeros(0, np.int64)
+    if chunk.loss_mask is not None:
+        sampled = np.flatnonzero(chunk.loss_mask[row.row])
     if len(sampled) != row.response_tokens:
         raise ValueError(
             f"row {row.row} of chunk {row.chunk} has {len(sampled)} sampled tokens in its loss_mask;"
@@ -158,8 +164,8 @@ def scatter(rows: Sequence[PackRow], flat: npt.NDArray[np.float32]) -> dict[int,
     """Returns one column per chunk: the inverse of `gather` for whole chunks.
 
     Args:
-        rows: every row of every chunk that occurs, in any order.
-        flat: [T] float32, in the order of `rows`.
+        rows: rows of whole chunks, in any order.
+        flat: values in the order of `rows`, [T] float32.
 
     Raises:
         ValueError: a chunk is incomplete, or the number of values is wrong.
@@ -168,7 +174,10 @@ def scatter(rows: Sequence[PackRow], flat: npt.NDArray[np.float32]) -> dict[int,
     if len(flat) != sum(lengths):
         raise ValueError(f"{len(flat)} values for {sum(lengths)} response tokens")
     parts = np.split(flat, np.cumsum(lengths)[:-1])
-    return {chunk: Ragged.from_rows([parts[i] for i in order], np.float32) for chunk, order in _row_order(rows).items()}
+    columns: dict[int, Ragged] = {}
+    for chunk, order in _row_order(rows).items():
+        columns[chunk] = Ragged.from_rows([parts[index] for index in order], np.float32)
+    return columns
 
 
 def scatter_scalars(rows: Sequence[PackRow], values: npt.NDArray[np.float32]) -> dict[int, npt.NDArray[np.float32]]:
@@ -180,31 +189,35 @@ def scatter_scalars(rows: Sequence[PackRow], values: npt.NDArray[np.float32]) ->
 
 def _row_order(rows: Sequence[PackRow]) -> dict[int, list[int]]:
     """By chunk, the indices in ``rows`` of its rows 0, 1, 2, ..."""
-    indices: dict[int, dict[int, int]] = defaultdict(dict)
-    for index, row in enumerate(rows):
-        indices[row.chunk][row.row] = index
-    if sum(map(len, indices.values())) != len(rows) or any(max(p) != len(p) - 1 for p in indices.values()):
-        raise ValueError("rows do not make whole chunks: one is missing or listed twice")
-    return {chunk: [by_row[i] for i in range(len(by_row))] for chunk, by_row in sorted(indices.items())}
+    order: dict[int, list[int]] = defaultdict(list)
+    by_place = sorted(range(len(rows)), key=lambda index: (rows[index].chunk, rows[index].row))
+    for index in by_place:
+        indices = order[rows[index].chunk]
+        if rows[index].row != len(indices):
+            raise ValueError("rows do not make whole chunks: one is missing or listed twice")
+        indices.append(index)
+    return order
 
 
 def _concatenate(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    return np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype=dtype)
+    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
 
 
 def sample_infos(index: int, chunk: RolloutChunk, prompt_ids: Sequence[str]) -> list[SampleInfo]:
     """Returns the SampleInfo of each row of a chunk; `prompt_ids` are the names of the rows' prompts."""
-    return [
-        SampleInfo(
+    infos: list[SampleInfo] = []
+    for row, sample_id in enumerate(chunk.sample_ids):
+        sampled = len(chunk.rollout_logprobs[row])
+        info = SampleInfo(
             sample_id=sample_id,
             prompt_id=prompt_ids[row],
             chunk=index,
             row=row,
             prompt_tokens=len(chunk.prompt_ids[row]),
-            response_tokens=len(chunk.rollout_logprobs[row]),
+            response_tokens=sampled,
             finished=bool(chunk.finished[row]),
-            given_tokens=len(chunk.response_ids[row]) - len(chunk.rollout_logprobs[row]),
+            given_tokens=len(chunk.response_ids[row]) - sampled,
             reward=None if chunk.rewards is None else float(chunk.rewards[row]),
         )
-        for row, sample_id in enumerate(chunk.sample_ids)
-    ]
+        infos.append(info)
+    return infos

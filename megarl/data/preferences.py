@@ -9,8 +9,9 @@ from typing import Any, cast
 import numpy as np
 
 from megarl.config.schema import Fault, SourceFields
-from megarl.data.encoding import PROMPTS, Encoder, Ids, first_of, messages
+from megarl.data.encoding import PROMPTS, Encoder, Ids, first_column, messages
 from megarl.data.sources import Row, Rows, UnusableRowError, parse_rows
+from megarl.data.tokenizer import Message
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -18,9 +19,9 @@ class Preference:
     """A tokenized prompt and its responses, the best first; of a pair, the chosen one and then the rejected one.
 
     Args:
-        key: unique in its data set, the same in every run.
-        responses: end tokens included.
-        margin: by how much the first is better; None where the data has no margins.
+        key: key, unique in its data set and the same in every run.
+        responses: token ids of the responses, end tokens included.
+        margin: margin by which the first is better; None where the data has no margins.
     """
 
     key: str
@@ -30,8 +31,11 @@ class Preference:
 
     @property
     def content(self) -> bytes:
-        margin = b"" if self.margin is None else np.float32(self.margin).tobytes()
-        return b"|".join([margin, *(ids.tobytes() for ids in (self.prompt_ids, *self.responses))])
+        parts = [b"", self.prompt_ids.tobytes()]
+        if self.margin is not None:
+            parts[0] = np.float32(self.margin).tobytes()
+        parts += [ids.tobytes() for ids in self.responses]
+        return b"|".join(parts)
 
 
 _Fields = tuple[Ids, tuple[Ids, ...], float | None]
@@ -44,16 +48,18 @@ def load_pairs(
     """Reads pairs (columns: docs/data.md), keyed by row number. See `parse_rows` for `drop` and errors.
 
     Args:
-        margins: every row must have the column `margin`, a number.
+        margins: whether every row must have the column `margin`, a number.
     """
 
     def read(columns: dict[str, Any]) -> _Fields:
-        if any(isinstance(columns.get(name), list) and len(columns[name]) > 1 for name in ("chosen", "rejected")):
-            prompt, *responses = _whole_chats(encoder, columns)
+        margin = _margin(columns) if margins else None
+        if _is_chat(columns.get("chosen")) or _is_chat(columns.get("rejected")):
+            prompt, chosen, rejected = _whole_chats(encoder, columns)
         else:
             prompt = encoder.prompt(columns, *PROMPTS)
-            responses = [encoder.response(columns, f"{name}_ids", name) for name in ("chosen", "rejected")]
-        return prompt, tuple(responses), _margin(columns) if margins else None
+            chosen = encoder.response(columns, "chosen_ids", "chosen")
+            rejected = encoder.response(columns, "rejected_ids", "rejected")
+        return prompt, (chosen, rejected), margin
 
     return _load(source, encoder, read, drop)
 
@@ -67,15 +73,15 @@ def load_candidates(source: SourceFields, encoder: Encoder, *, drop: Collection[
 
     def read(columns: dict[str, Any]) -> _Fields:
         prompt = encoder.prompt(columns, *PROMPTS)
-        name = first_of(columns, "candidates_ids", "candidates")
+        name = first_column(columns, "candidates_ids", "candidates")
         given = columns[name]
         if not isinstance(given, list) or len(cast(list[Any], given)) < 2:
             raise ValueError(f"{name} must be a list of two responses or more")
         candidates = [encoder.response({name: candidate}, name) for candidate in cast(list[Any], given)]
-        best = columns.get("best")
-        if type(best) is not int or not 0 <= best < len(candidates):
-            raise ValueError(f"best is {best!r}: it must be the index of a candidate, from 0 to {len(candidates) - 1}")
         count = len(candidates)
+        best = columns.get("best")
+        if type(best) is not int or not 0 <= best < count:
+            raise ValueError(f"best is {best!r}: it must be the index of a candidate, from 0 to {count - 1}")
         sizes.append(count)
         if count != sizes[0]:
             raise ValueError(f"it has {count} candidates: all rows must have as many, and others have {sizes[0]}")
@@ -89,8 +95,9 @@ def _load(
 ) -> Rows[Preference]:
     def parse(row: Row, columns: dict[str, Any]) -> Preference:
         prompt, responses, margin = read(columns)
-        if any(np.array_equal(responses[0], other) for other in responses[1:]):
-            raise UnusableRowError("equal", "the better response is the same as another: one must be better")
+        for other in responses[1:]:
+            if np.array_equal(responses[0], other):
+                raise UnusableRowError("equal", "the better response is the same as another: one must be better")
         encoder.check_length(prompt, max(responses, key=len))
         return Preference(key=str(row.number), prompt_ids=prompt, responses=responses, margin=margin)
 
@@ -104,19 +111,28 @@ def _margin(columns: dict[str, Any]) -> float:
     return float(margin)
 
 
+def _is_chat(response: object) -> bool:
+    """Whether a response is a whole chat, not only its last message."""
+    return isinstance(response, list) and len(cast(list[Any], response)) > 1
+
+
 def _whole_chats(encoder: Encoder, columns: dict[str, Any]) -> tuple[Ids, Ids, Ids]:
     """Reads prompt, chosen and rejected from two chats that differ in their last message."""
-    chosen, rejected = (messages(name, columns.get(name)) for name in ("chosen", "rejected"))
+    chosen = messages("chosen", columns.get("chosen"))
+    rejected = messages("rejected", columns.get("rejected"))
     chat = chosen[:-1]
-    prompt = columns.get("prompt")
     if chat != rejected[:-1]:
         raise ValueError("chosen and rejected are chats that differ before their last message")
     if not chosen[-1]["role"] == rejected[-1]["role"] == "assistant":
         raise ValueError("chosen and rejected are chats: their last message must be the assistant's")
-    if isinstance(prompt, str):
-        same = any(message["role"] == "user" and message["content"] == prompt for message in chat)
-    else:
-        same = prompt is None or messages("prompt", prompt) == chat
-    if not same:
+    if not _begins_with(chat, columns.get("prompt")):
         raise ValueError("chosen and rejected are chats, and the prompt is not what they begin with")
-    return encoder.chat(chat, columns.get("tools")), encoder.answer_of(chosen[-1]), encoder.answer_of(rejected[-1])
+    prompt = encoder.chat(chat, columns.get("tools"))
+    return prompt, encoder.answer_message(chosen[-1]), encoder.answer_message(rejected[-1])
+
+
+def _begins_with(chat: list[Message], prompt: object) -> bool:
+    """Whether a prompt is a chat, or the text of one of its user messages; without a prompt, any chat is right."""
+    if isinstance(prompt, str):
+        return any(message["role"] == "user" and message["content"] == prompt for message in chat)
+    return prompt is None or messages("prompt", prompt) == chat

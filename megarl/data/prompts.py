@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config.schema import Fault, SourceFields
-from megarl.data.encoding import PROMPTS, Encoder, first_of
+from megarl.data.encoding import PROMPTS, Encoder, first_column
 from megarl.data.sources import Row, Rows, parse_rows
 from megarl.data.stream import stable_hash
 from megarl.types import Prompt, SampleRequest
@@ -21,7 +21,7 @@ def load_prompts(
     """Reads prompts (columns: docs/data.md); other columns become `fields`. See `parse_rows` for `drop` and errors.
 
     Args:
-        optional: rows may have no prompt, as their environment begins the conversation.
+        optional: whether rows may have no prompt, as their environment begins the conversation.
     """
     places: dict[str, str] = {}
 
@@ -34,12 +34,12 @@ def load_prompts(
             raise ValueError(f"prompt_id {prompt_id!r} is that of {places[prompt_id]}")
         places[prompt_id] = row.where
         names = (*PROMPTS, "messages")
-        if optional and not any(name in columns for name in names):
+        if optional and not columns.keys() & set(names):
             return Prompt(prompt_id=prompt_id, token_ids=(), fields=columns)
         ids = encoder.prompt(columns, *names)
         encoder.check_length(ids)
-        name = first_of(columns, *names)
-        chat = encoder.chat_of(name, columns.pop(name))
+        name = first_column(columns, *names)
+        chat = encoder.messages(name, columns.pop(name))
         return Prompt(prompt_id=prompt_id, token_ids=tuple(ids.tolist()), fields=columns, messages=chat)
 
     return parse_rows(source, parse, drop)
@@ -70,28 +70,28 @@ def sample_requests(
     A sample's id is `step/prompt id/sample index`. A prompt that occurs twice in a step gets twice the samples.
 
     Args:
-        temperature: None is that of the configuration.
+        temperature: temperature of the samples; None is that of the configuration.
     """
     drawn: Counter[str] = Counter()
     requests: list[SampleRequest] = []
     for prompt in prompts:
-        first = drawn[prompt.prompt_id]
-        drawn[prompt.prompt_id] += samples_per_prompt
-        requests += [
-            SampleRequest(
+        for _ in range(samples_per_prompt):
+            index = drawn[prompt.prompt_id]
+            drawn[prompt.prompt_id] += 1
+            request = SampleRequest(
                 sample_id=f"{step}/{prompt.prompt_id}/{index}",
                 prompt=prompt,
                 seed=stable_hash(seed, step, prompt.prompt_id, index),
                 temperature=temperature,
             )
-            for index in range(first, first + samples_per_prompt)
-        ]
+            requests.append(request)
     return requests
 
 
 def greedy_requests(prompts: Sequence[Prompt], *, step: int) -> list[SampleRequest]:
     """Returns one greedy request per distinct prompt, with the id `step/prompt id/greedy`."""
-    return [
-        SampleRequest(sample_id=f"{step}/{prompt_id}/greedy", prompt=prompt, seed=0, temperature=0.0)
-        for prompt_id, prompt in {prompt.prompt_id: prompt for prompt in prompts}.items()
-    ]
+    requests: dict[str, SampleRequest] = {}
+    for prompt in prompts:
+        sample_id = f"{step}/{prompt.prompt_id}/greedy"
+        requests[sample_id] = SampleRequest(sample_id=sample_id, prompt=prompt, seed=0, temperature=0.0)
+    return list(requests.values())

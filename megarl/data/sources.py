@@ -15,6 +15,7 @@ from megarl.files import format_bytes, open_file, parse_json
 _SHOWN = 10
 """Reasons that a report names; of others it counts the rows."""
 _LONGEST_REASON = 500
+_INDENT = "\n      "
 _LONGEST_LINE = 256 << 20
 """Bytes of a line that is read."""
 
@@ -34,8 +35,8 @@ class Row:
 
     Args:
         where: file and line, or data set and row.
-        number: from 1, in its source.
-        content: a line of JSON, or columns.
+        number: number in its source, from 1.
+        content: line of JSON, or columns.
     """
 
     where: str
@@ -44,7 +45,9 @@ class Row:
 
     def columns(self) -> dict[str, Any]:
         """Returns the columns that are not null; raises ValueError if the line is not a JSON object."""
-        content: Any = parse_json(self.content) if isinstance(self.content, bytes) else self.content
+        content: Any = self.content
+        if isinstance(content, bytes):
+            content = parse_json(content)
         if not isinstance(content, Mapping):
             raise ValueError("a row must be a JSON object")
         return {name: value for name, value in cast(Mapping[str, Any], content).items() if value is not None}
@@ -93,7 +96,7 @@ def parse_rows[T](
     """Parses every row of a source.
 
     Args:
-        parse: makes an item of a row and its renamed columns; a ValueError means that the row is broken.
+        parse: function that makes an item of a row and its renamed columns; a ValueError means that the row is broken.
         drop: faults of rows that are left out; rows with other faults are broken.
 
     Raises:
@@ -115,13 +118,18 @@ def parse_rows[T](
         except ValueError as error:
             broken.append((row.where, str(error)))
     if broken:
-        most = f"; the longest has at least {longest} tokens" if longest else ""
-        heading = f"{len(broken)} of {len(made) + len(left_out) + len(broken)} rows are broken{most}:"
-        raise ValueError("\n      ".join(([heading] if len(broken) > 1 else []) + _report(broken)))
+        lines = _report(broken)
+        if len(broken) > 1:
+            heading = f"{len(broken)} of {len(made) + len(left_out) + len(broken)} rows are broken"
+            if longest:
+                heading += f"; the longest has at least {longest} tokens"
+            lines.insert(0, f"{heading}:")
+        raise ValueError(_INDENT.join(lines))
+    if not made and not left_out:
+        raise ValueError(f"{source.path}: no rows")
     if not made:
         reasons = _report([(row.where, row.reason) for row in left_out])
-        none_left = [f"none of its {len(left_out)} rows is of use:", *reasons] if left_out else ["no rows"]
-        raise ValueError(f"{source.path}: " + "\n      ".join(none_left))
+        raise ValueError(_INDENT.join([f"{source.path}: none of its {len(left_out)} rows is of use:", *reasons]))
     return Rows(items=made, left_out=left_out)
 
 
@@ -129,22 +137,28 @@ def _report(rows: Sequence[tuple[str, str]]) -> list[str]:
     """Returns a line per reason, with its first row and the number of others; rows are (where, reason)."""
     places: dict[str, list[str]] = defaultdict(list)
     for where, reason in rows:
-        places[reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}..."].append(where)
-    lines = [
-        f"{first}{f' (and {len(others)} more)' if others else ''}: {reason}"
-        for reason, (first, *others) in list(places.items())[:_SHOWN]
-    ]
-    unnamed = sum(map(len, list(places.values())[_SHOWN:]))
-    return [*lines, f"and {unnamed} more"] if unnamed else lines
+        if len(reason) > _LONGEST_REASON:
+            reason = f"{reason[:_LONGEST_REASON]}..."
+        places[reason].append(where)
+    lines: list[str] = []
+    unnamed = len(rows)
+    for reason, (first, *others) in list(places.items())[:_SHOWN]:
+        more = f" (and {len(others)} more)" if others else ""
+        lines.append(f"{first}{more}: {reason}")
+        unnamed -= 1 + len(others)
+    if unnamed:
+        lines.append(f"and {unnamed} more")
+    return lines
 
 
 def _renamed(columns: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Renames columns; `names` maps our names to the source's."""
-    missing = [theirs for theirs in names.values() if theirs not in columns]
-    if missing:
-        raise ValueError(f"there is no column {missing[0]!r}; there are {listed(columns)}")
-    kept = {name: value for name, value in columns.items() if name not in names.values()}
-    return {**kept, **{ours: columns[theirs] for ours, theirs in names.items()}}
+    renamed = {name: value for name, value in columns.items() if name not in names.values()}
+    for ours, theirs in names.items():
+        if theirs not in columns:
+            raise ValueError(f"there is no column {theirs!r}; there are {listed(columns)}")
+        renamed[ours] = columns[theirs]
+    return renamed
 
 
 def listed(names: Iterable[str]) -> str:
@@ -153,7 +167,9 @@ def listed(names: Iterable[str]) -> str:
 
 def _lines(path: Path) -> Iterator[Row]:
     with open_file(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), start=1):
+        number = 0
+        while line := file.readline(_LONGEST_LINE + 1):
+            number += 1
             if len(line) > _LONGEST_LINE:
                 raise ValueError(f"{path}, line {number} has more than {format_bytes(_LONGEST_LINE)}")
             yield Row(where=f"{path}, line {number}", number=number, content=line.rstrip(b"\r\n"))
@@ -179,27 +195,30 @@ _READERS: Final[Mapping[str, Callable[[Path], Iterator[Row]]]] = {".jsonl": _lin
 
 def _dataset(source: SourceFields) -> Iterator[Row]:
     """Yields the rows of one split of a data set, from the hub or a directory."""
-    name = source.path if source.subset is None else f"{source.path} ({source.subset})"
+    name = source.path
+    if source.subset is not None:
+        name += f" ({source.subset})"
     try:
         found = _load(source)
     except Exception as error:  # whatever a hub, a builder or a file's reader may raise
-        kinds = " or ".join(_READERS)
-        rule = f"cannot be loaded as a Hugging Face data set (a file of data ends in {kinds})"
+        rule = f"cannot be loaded as a Hugging Face data set (a file of data ends in {' or '.join(_READERS)})"
         raise ValueError(f"{name} {rule}: {error}") from error
     if isinstance(found, dict):
         if len(found) != 1:
             raise ValueError(f"{name} has the splits {listed(found)}: name one")
         (found,) = found.values()
-    split = f", {source.split}" if source.split else ""
+    if source.split:
+        name += f", {source.split}"
     for number, columns in enumerate(found, start=1):
-        yield Row(where=f"{name}{split}, row {number}", number=number, content=columns)
+        yield Row(where=f"{name}, row {number}", number=number, content=columns)
 
 
 def _load(source: SourceFields) -> Any:
     import datasets
 
-    saved = ("dataset_dict.json", "state.json")  # by save_to_disk
-    if not any((Path(source.path) / file).exists() for file in saved):
+    directory = Path(source.path)
+    is_saved = (directory / "dataset_dict.json").exists() or (directory / "state.json").exists()  # by save_to_disk
+    if not is_saved:
         return datasets.load_dataset(source.path, source.subset, split=source.split)
     if source.subset is not None:
         raise ValueError(f"a saved data set has no subset {source.subset!r}")
@@ -216,8 +235,8 @@ class LeftOutRows:
     """The rows that a run does not use.
 
     Args:
-        faults: the configured ones, for which rows are left out.
-        rows: each with the configuration field of its source.
+        faults: configured faults, for which rows are left out.
+        rows: rows that are left out, each with the configuration field of its source.
     """
 
     faults: frozenset[Fault] = frozenset()
@@ -230,8 +249,9 @@ class LeftOutRows:
 
     def write(self, path: Path) -> None:
         """Writes a JSON object per row; no file without rows."""
-        if self.rows:
-            path.write_text("".join(json.dumps({"field": name, **asdict(row)}) + "\n" for name, row in self.rows))
+        lines = [json.dumps({"field": name, **asdict(row)}) + "\n" for name, row in self.rows]
+        if lines:
+            path.write_text("".join(lines))
 
     def message(self, path: Path) -> str:
         """Returns the message for the user: how many rows there are, the first of them, and the file of all."""

@@ -47,7 +47,8 @@ class Stream[T: Keyed]:
         self._items = {item.key: item for item in items}
         if len(self._items) != len(items):
             raise ValueError("the keys of a stream's items must be unique")
-        self._digest = stable_hash(seed, *(f"{key}:{self._items[key].content.hex()}" for key in sorted(self._items)))
+        content = [f"{key}:{self._items[key].content.hex()}" for key in sorted(self._items)]
+        self._digest = stable_hash(seed, *content)
         self._seed = seed
         self._start(epoch=0, position=0)
 

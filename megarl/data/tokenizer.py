@@ -43,7 +43,7 @@ class Tokenizer:
     response starts with no special token and ends with the end token, once.
 
     Args:
-        name: for messages.
+        name: name in messages.
 
     Raises:
         ValueError: it is not a fast tokenizer, has no end token, or ends prompts with one.
@@ -117,7 +117,7 @@ class Tokenizer:
 
         Args:
             tools: descriptions of tools, for the template.
-            arguments: further ones of the template.
+            arguments: further arguments of the template.
 
         Raises:
             TextTooLongError: see `limited`.
@@ -132,26 +132,33 @@ class Tokenizer:
             text = self.written(chat, tools, arguments or {})
         except Exception as error:  # whatever the expressions of a template raise
             raise ValueError(f"the chat template refuses the chat: {str(error)[:_LONGEST_REASON]}") from error
-        without = {
+        without_calls = [{key: message[key] for key in message if key != "tool_calls"} for message in chat]
+        without_answers = [message for message in chat if message["role"] != "tool"]
+        reduced = {
             "the column tools": (chat, None),
-            "tool_calls": ([{key: m[key] for key in m if key != "tool_calls"} for m in chat], tools),
-            "messages of the role tool": ([m for m in chat if m["role"] != "tool"], tools),
+            "tool_calls": (without_calls, tools),
+            "messages of the role tool": (without_answers, tools),
         }
-        for what, (other, offered) in without.items():
-            if (other, offered) != (chat, tools):
-                same = False
-                with suppress(Exception):  # it needs them
-                    same = self.written(other, offered, arguments or {}) == text
-                if same:
-                    raise ValueError(f"the chat template ignores {what}: remove them, or choose another tokenizer")
+        for what, (other, offered) in reduced.items():
+            if (other, offered) == (chat, tools):
+                continue
+            same = False
+            with suppress(Exception):  # the template needs them
+                same = self.written(other, offered, arguments or {}) == text
+            if same:
+                raise ValueError(f"the chat template ignores {what}: remove them, or choose another tokenizer")
         return self._encode(text, special=False)
 
     def check_length(self, chat: Sequence[Message]) -> None:
         """Raises TextTooLongError if a chat is sure not to fit; a template may leave out what the model has said."""
         if self._max_tokens is not None and len(chat) > self._max_tokens:
             raise TextTooLongError(f"{len(chat)} messages", len(chat), self._max_tokens)
-        given = (message.get("content") for message in chat if message["role"] != "assistant")
-        self._check_characters(sum(len(content) for content in given if isinstance(content, str)))
+        characters = 0
+        for message in chat:
+            content = message.get("content")
+            if isinstance(content, str) and message["role"] != "assistant":
+                characters += len(content)
+        self._check_characters(characters)
 
     def written(
         self,
@@ -162,13 +169,10 @@ class Tokenizer:
         answer: bool = True,
     ) -> str:
         """Returns the text that the chat template writes; with `answer`, up to the start of an answer."""
-        given: Any = tools and [dict(tool) for tool in tools]
+        messages = [dict(message) for message in chat]
+        offered: Any = tools and [dict(tool) for tool in tools]
         text = self._hf.apply_chat_template(
-            [dict(message) for message in chat],
-            tools=given,
-            tokenize=False,
-            add_generation_prompt=answer,
-            **arguments,
+            messages, tools=offered, tokenize=False, add_generation_prompt=answer, **arguments
         )
         return str(text)
 
@@ -221,8 +225,11 @@ def has_tokenizer(directory: str | Path) -> bool:
 
 def model_tokenizer(model: Model) -> Tokenizer | None:
     """Loads the tokenizer that a configuration names, else the model's own, if any; see `load_tokenizer`."""
-    directory = model.tokenizer or (model.path if model.path and has_tokenizer(model.path) else None)
-    return None if directory is None else load_tokenizer(directory)
+    if model.tokenizer is not None:
+        return load_tokenizer(model.tokenizer)
+    if model.path is not None and has_tokenizer(model.path):
+        return load_tokenizer(model.path)
+    return None
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
