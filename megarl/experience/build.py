@@ -57,11 +57,13 @@ def build_experience(
     """Builds the experience of a rank's chunks, by chunk, and the report, which is equal on all ranks.
 
     Args:
-        value_norm: of the critic; None where it learns returns as they are.
+        value_norm: settings of the critic's value normaliser; None where it learns returns as they are.
     """
-    chunks = {i: rollouts[i] for i in chunk_ids}
+    chunks = {index: rollouts[index] for index in chunk_ids}
     batch = pad_batch(chunks, columns, context)
-    moments = None if context.value_norm is None else ValueMoments(**context.value_norm)
+    moments = None
+    if context.value_norm is not None:
+        moments = ValueMoments(**context.value_norm)
     values = batch.values
     if value_norm is not None and moments is not None and values is not None:
         values = moments.denormalise(values, eps=value_norm.eps)
@@ -70,7 +72,9 @@ def build_experience(
     trust_region = trust_region_mask(batch, algo.correction, reduce)
     corrected = weights
     if trust_region is not None:
-        corrected = trust_region.float() if weights is None else weights * trust_region
+        corrected = trust_region.float()
+        if weights is not None:
+            corrected = weights * trust_region
     recomputed = columns.old_logprobs is not None
     from_update = not recomputed and algo.old_logprobs_from_update
     metrics = experience_metrics(batch, advantages, values, corrected, context, reduce, largest)
@@ -85,38 +89,49 @@ def build_experience(
         "returns": returns,
         "weights": weights,
         "actor_mask": actor_mask(batch, trust_region, reduce),
-        "scored_mask": scored_mask(batch, reduce) if returns is not None or not recomputed else None,
     }
+    if returns is not None or not recomputed:
+        tensors["scored_mask"] = scored_mask(batch, reduce)
     if from_update and context.max_staleness:
         tensors["ages"] = context.version - batch.versions
     if algo.correction.interpolates:
         tensors["proximal_weights"] = proximal_weights(batch.versions, context.version + 1)
-    split = {name: by_chunk(tensor, batch.mask, chunks) for name, tensor in tensors.items() if tensor is not None}
-    report = ExperienceReport(metrics=metrics, value_norm=None if moments is None else asdict(moments))
-    return {i: _experience_chunk(i, chunk, columns, algo, split) for i, chunk in chunks.items()}, report
+    made: dict[str, dict[int, Ragged]] = {}
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            made[name] = by_chunk(tensor, batch.mask, chunks)
+    experience: dict[int, ExperienceChunk] = {}
+    for index, chunk in chunks.items():
+        experience[index] = _experience_chunk(index, chunk, columns, algo, made)
+    return experience, ExperienceReport(metrics=metrics, value_norm=moments and asdict(moments))
 
 
 def _experience_chunk(
-    index: int, chunk: RolloutChunk, columns: Columns, algo: Algo, split: Mapping[str, Mapping[int, Ragged]]
+    index: int, chunk: RolloutChunk, columns: Columns, algo: Algo, made: Mapping[str, Mapping[int, Ragged]]
 ) -> ExperienceChunk:
     """The experience of one chunk; columns that do not change are not copied."""
-    correction = algo.correction
-    from_update = columns.old_logprobs is None and algo.old_logprobs_from_update
-    old = chunk.rollout_logprobs if columns.old_logprobs is None else columns.old_logprobs[index]
-    needs_rollout = from_update or correction.sequence_mask is not None or correction.interpolates
-    needs_rollout = needs_rollout or "rollout_logprobs" in algo.loss_reads
-    needs_ref = algo.kl.placement == "loss" or columns.old_logprobs is None or "ref_logprobs" in algo.loss_reads
-    ref = columns.ref_logprobs if needs_ref else None
+    parts: dict[str, Ragged] = {name: column[index] for name, column in made.items()}
+    recomputed = columns.old_logprobs is not None
+    from_update = not recomputed and algo.old_logprobs_from_update
+    if columns.old_logprobs is not None:
+        parts["old_logprobs"] = columns.old_logprobs[index]
+    elif not from_update:
+        parts["old_logprobs"] = chunk.rollout_logprobs
+    masks_sequences = algo.correction.sequence_mask is not None
+    reads_rollout = "rollout_logprobs" in algo.loss_reads or algo.correction.interpolates
+    if from_update or masks_sequences or reads_rollout:
+        parts["rollout_logprobs"] = chunk.rollout_logprobs
+    needs_ref = algo.kl.placement == "loss" or not recomputed or "ref_logprobs" in algo.loss_reads
+    if columns.ref_logprobs is not None and needs_ref:
+        parts["ref_logprobs"] = columns.ref_logprobs[index]
+    if columns.values is not None:
+        parts["old_values"] = columns.values[index]
     return ExperienceChunk(
         sample_ids=chunk.sample_ids,
         prompt_ids=chunk.prompt_ids,
         response_ids=chunk.response_ids,
         loss_mask=chunk.loss_mask,
-        old_logprobs=None if from_update else old,
-        ref_logprobs=None if ref is None else ref[index],
-        rollout_logprobs=chunk.rollout_logprobs if needs_rollout else None,
-        old_values=None if columns.values is None else columns.values[index],
-        **{name: of_chunks[index] for name, of_chunks in split.items()},
+        **parts,
     )
 
 
@@ -132,15 +147,17 @@ def experience_metrics(
     """The metrics of all ranks' samples, equal on all ranks, but those of ``old_logprob_metrics``.
 
     Args:
-        values: [B, R], by the critic, in units of reward.
-        corrected: [B, R], weights of the rollouts, 0 outside the trust region; None without corrections.
+        values: values by the critic, in units of reward, [B, R].
+        corrected: weights of the rollouts, 0 outside the trust region, [B, R]; None without corrections.
     """
     scored = batch.scored
     mask = batch.scored_mask
-    of_tokens = batch.dense is not None or batch.turn_rewards is not None
-    scores = (advantages.rewards - advantages.penalties).sum(-1) if of_tokens else batch.scores
-    columns = (scores[scored & batch.first], advantages.penalties[scored], batch.mask[scored])
-    metrics = {**objective_metrics(*columns, reduce=reduce), "objective/kl_coef": context.kl_coef}
+    scores = batch.scores
+    if batch.dense is not None or batch.turn_rewards is not None:
+        scores = (advantages.rewards - advantages.penalties).sum(-1)
+    penalties = advantages.penalties[scored]
+    metrics = objective_metrics(scores[scored & batch.first], penalties, batch.mask[scored], reduce=reduce)
+    metrics["objective/kl_coef"] = context.kl_coef
     if values is not None and advantages.returns is not None:
         metrics |= value_metrics(advantages.returns, values, mask, reduce=reduce)
     if corrected is not None:
@@ -148,8 +165,11 @@ def experience_metrics(
     metrics |= spread("rewards", advantages.rewards.sum(-1), scored, reduce, largest)
     metrics |= spread("advantages", advantages.unnormalized, mask, reduce, largest)
     staleness = spread("staleness", context.version - batch.versions, batch.mask, reduce, largest)
-    metrics |= {name: value for name, value in staleness.items() if not name.endswith("/min")}
-    return metrics | age_metrics(batch, context, reduce) if context.max_staleness else metrics
+    staleness.pop("staleness/min", None)
+    metrics |= staleness
+    if context.max_staleness:
+        metrics |= age_metrics(batch, context, reduce)
+    return metrics
 
 
 def age_metrics(batch: PaddedBatch, context: StepContext, reduce: Reduce) -> dict[str, float]:
@@ -158,13 +178,14 @@ def age_metrics(batch: PaddedBatch, context: StepContext, reduce: Reduce) -> dic
     The age of a token is the number of versions between the weights that sampled it and the actor's.
     """
     ages = context.version - batch.versions
-    own = [(ages == age) & batch.mask for age in range(context.max_staleness + 1)]
+    counts = [((ages == age) & batch.mask).sum() for age in range(context.max_staleness + 1)]
     changes = (batch.versions[:, 1:] != batch.versions[:, :-1]) & batch.mask[:, 1:] & batch.mask[:, :-1]
     rows = batch.mask.any(-1).sum()
-    counts = [mask.sum() for mask in own]
     responses, spans, *tokens = reduced_sums(reduce, rows, rows + changes.sum(), *counts)
-    fractions = {f"staleness/age_{age}": count / max(sum(tokens), 1) for age, count in enumerate(tokens)}
-    return {"rollout/version_spans": spans / max(responses, 1), **fractions}
+    metrics = {"rollout/version_spans": spans / max(responses, 1)}
+    for age, count in enumerate(tokens):
+        metrics[f"staleness/age_{age}"] = count / max(sum(tokens), 1)
+    return metrics
 
 
 def old_logprob_metrics(
@@ -172,14 +193,16 @@ def old_logprob_metrics(
 ) -> dict[str, float]:
     """The metrics of the old log-probabilities: of the actor (``recomputed``), or of the engines, which say so."""
     scored = batch.scored
-    old = (batch.old, batch.rollout, batch.mask)
-    kl = None if batch.ref is None else k1(batch.old, batch.ref)[scored]
+    kl = None
+    if batch.ref is not None:
+        kl = k1(batch.old, batch.ref)[scored]
     means = dict(policy_drift(batch.old[scored], kl, batch.mask[scored], batch.lengths[scored]))
     if not recomputed:
         return averaged({name.replace("objective/", "rollout/"): mean for name, mean in means.items()}, reduce)
-    means |= mismatch(*old)
+    means |= mismatch(batch.old, batch.rollout, batch.mask)
     if context.max_staleness:
-        means |= gaps_by_age(*old, context.version - batch.versions, oldest=context.max_staleness)
+        ages = context.version - batch.versions
+        means |= gaps_by_age(batch.old, batch.rollout, batch.mask, ages, oldest=context.max_staleness)
     return averaged(means, reduce)
 
 
@@ -187,8 +210,10 @@ def spread(name: str, values: Tensor, mask: Tensor, reduce: Reduce, largest: Red
     """``name/mean``, ``name/min`` and ``name/max`` of the values on the mask of all ranks; empty without any."""
     moments = masked_moments(values, mask, reduce)
     chosen = values[mask].double()
-    ends = torch.stack([torch.cat([side, side.new_full((1,), -torch.inf)]).max() for side in (chosen, -chosen)])
-    high, low = largest(ends).tolist()
+    nothing = chosen.new_full((1,), -torch.inf)
+    high = torch.cat([chosen, nothing]).max()
+    low = torch.cat([-chosen, nothing]).max()
+    high, low = largest(torch.stack([high, low])).tolist()
     if not moments.count:
         return {}
     return {f"{name}/mean": float(moments.mean), f"{name}/min": -low, f"{name}/max": high}

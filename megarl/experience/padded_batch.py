@@ -6,6 +6,7 @@ concatenated ("flat"). Given tokens of conversations are left out, so that the c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, Self
@@ -49,10 +50,9 @@ class Columns:
     """Columns by chunk; each has a float32 row per sample, with a value per response token.
 
     Args:
-        old_logprobs: nats, by the actor before the update; None where the engines' take their place, or the update has
-            them.
-        ref_logprobs: nats.
-        values: by the critic before the update.
+        old_logprobs: nats, by the actor before the update; None where the engines' or the update's replace them.
+        ref_logprobs: nats, by the reference.
+        values: values by the critic before the update.
         dense: raw scores by the reward model, see ``ModelEngine.token_scores``; None where a response has one score.
     """
 
@@ -65,8 +65,12 @@ class Columns:
     def only(self, chunks: Iterable[int]) -> Columns:
         """The columns of these chunks."""
         selected = tuple(chunks)
-        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: own.only(selected) for name, own in columns.items() if own is not None})
+        columns: dict[str, Any] = {}
+        for field in fields(self):
+            column = getattr(self, field.name)
+            if column is not None:
+                columns[field.name] = column.only(selected)
+        return replace(self, **columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,21 +78,21 @@ class PaddedBatch:
     """The samples of a rank.
 
     Args:
-        mask: [B, R] bool, the response tokens.
-        first: [B] bool, not a further branch of a conversation.
-        lengths: [B] int64, the response tokens of all branches of a row's conversation.
-        scored: [B] bool.
-        actor_rows: [B] bool, the scored samples that the actor learns from.
-        groups: the prompt of each row.
-        scores: [B] float32, 0 without a score.
-        sequence_advantages: [B] float32; None where advantages are estimated per token.
-        rollout: [B, R] nats, by the engines.
-        old: [B, R] nats, by the actor before the update, or the engines' in its place, also until the update.
-        ref: [B, R] nats.
-        values: [B, R], the critic's raw output.
-        dense: [B, R] each, the reward model's raw scores before and after each token.
-        turn_rewards: [B, R], the reward of each turn at its last token; None where the score has them.
-        versions: [B, R] int64, version of the weights that sampled each token; 0 off the mask.
+        mask: response tokens, [B, R] bool.
+        first: rows that are not further branches of a conversation, [B] bool.
+        lengths: number of response tokens of all branches of a row's conversation, [B] int64.
+        scored: rows with a score, [B] bool.
+        actor_rows: scored rows that the actor learns from, [B] bool.
+        groups: prompt of each row.
+        scores: scores, [B] float32; 0 without one.
+        sequence_advantages: advantages, [B] float32; None where they are estimated per token.
+        rollout: log-probabilities by the engines, [B, R] nats.
+        old: log-probabilities by the actor before the update, or the engines' until it has its own, [B, R] nats.
+        ref: log-probabilities by the reference, [B, R] nats.
+        values: raw output of the critic, [B, R].
+        dense: raw scores by the reward model before and after each token, [B, R] each.
+        turn_rewards: reward of each turn at its last token, [B, R]; None where the score has them.
+        versions: version of the weights that sampled each token, [B, R] int64; 0 off the mask.
     """
 
     mask: Tensor
@@ -115,50 +119,63 @@ class PaddedBatch:
 
 def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, context: StepContext) -> PaddedBatch:
     """Pads the rows of all chunks, in their order; a rank without chunks gets the same columns without rows."""
-    lengths = [int(n) for chunk in chunks.values() for n in chunk.rollout_logprobs.lengths]
+    lengths: list[int] = []
+    names: list[str] = []
+    for chunk in chunks.values():
+        lengths += chunk.rollout_logprobs.lengths.tolist()
+        names += map(conversation_of, chunk.sample_ids)
     mask = response_mask(lengths)
-    names = [conversation_of(name) for chunk in chunks.values() for name in chunk.sample_ids]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    of_rows = torch.tensor([numbers[name] for name in names], dtype=torch.int64)
-    whole = torch.zeros(len(numbers), dtype=torch.int64).index_add(0, of_rows, mask.sum(-1))
+    numbers: dict[str, int] = {}
+    conversations = torch.tensor([numbers.setdefault(name, len(numbers)) for name in names], dtype=torch.int64)
+    whole = torch.zeros(len(numbers), dtype=torch.int64).index_add(0, conversations, mask.sum(-1))
 
     def padded(column: Chunks[Ragged] | None) -> Tensor | None:
-        return None if column is None else align(_concatenate([column[i].values for i in chunks], np.float32), mask)
+        if column is None:
+            return None
+        return _padded([column[index].values for index in chunks], mask)
 
     samples = columns.samples.only(chunks)
     scores = _concatenate([samples.scores], np.float32)
     scored = scores.isfinite()
-    advantages = samples.sequence_advantages
-    rollout = padded({i: chunk.rollout_logprobs for i, chunk in chunks.items()})
-    assert rollout is not None
+    advantages = None
+    if samples.sequence_advantages is not None:
+        advantages = _concatenate([samples.sequence_advantages], np.float32)
+    rollout = _padded([chunk.rollout_logprobs.values for chunk in chunks.values()], mask)
     old = padded(columns.old_logprobs)
+    dense = None
+    if columns.dense is not None:
+        dense = _padded_dense([columns.dense[index] for index in chunks], lengths, mask)
+    versions = [_versions(chunk) for chunk in chunks.values()]
     return PaddedBatch(
         mask=mask,
-        first=of_rows.diff(prepend=torch.tensor([-1])) > 0,
-        lengths=whole[of_rows],
+        first=conversations.diff(prepend=torch.tensor([-1])) > 0,
+        lengths=whole[conversations],
         scored=scored,
         actor_rows=scored & _concatenate([samples.actor_mask], np.bool_),
         groups=Groups(index=_concatenate([samples.groups], np.int64), count=context.groups),
         scores=torch.where(scored, scores, torch.zeros_like(scores)),
-        sequence_advantages=None if advantages is None else _concatenate([advantages], np.float32),
+        sequence_advantages=advantages,
         rollout=rollout,
         old=rollout if old is None else old,
         ref=padded(columns.ref_logprobs),
         values=padded(columns.values),
-        dense=None if columns.dense is None else _padded_dense([columns.dense[i] for i in chunks], lengths, mask),
+        dense=dense,
         turn_rewards=_turn_rewards(chunks, mask, context.turn_rewards),
-        versions=align(_concatenate([_versions(chunk) for chunk in chunks.values()], np.int64), mask),
+        versions=align(_concatenate(versions, np.int64), mask),
     )
 
 
 def by_chunk(values: Tensor, mask: Tensor, chunks: Mapping[int, RolloutChunk]) -> dict[int, Ragged]:
     """Splits [B, R] values into a float32 column per chunk."""
-    offsets = [chunk.rollout_logprobs.offsets for chunk in chunks.values()]
-    parts = flatten(values, mask).float().split([int(of_chunk[-1]) for of_chunk in offsets])
-    return {
-        i: Ragged(values=part.numpy().copy(), offsets=of_chunk)
-        for i, part, of_chunk in zip(chunks, parts, offsets, strict=True)
-    }
+    flat = flatten(values, mask).float().numpy()
+    columns: dict[int, Ragged] = {}
+    start = 0
+    for index, chunk in chunks.items():
+        offsets = chunk.rollout_logprobs.offsets
+        stop = start + int(offsets[-1])
+        columns[index] = Ragged(values=flat[start:stop].copy(), offsets=offsets)
+        start = stop
+    return columns
 
 
 def _turn_rewards(chunks: Mapping[int, RolloutChunk], mask: Tensor, factor: float | None) -> Tensor | None:
@@ -177,10 +194,10 @@ def _turn_rewards(chunks: Mapping[int, RolloutChunk], mask: Tensor, factor: floa
         for row in reversed(range(len(chunk.sample_ids))):
             conversation = conversation_of(chunk.sample_ids[row])
             rewards = chunk.turn_rewards[row].copy()
-            total = rewards.sum() + later.get(conversation, 0.0)
+            prepared = later.get(conversation, 0.0)
+            later[conversation] = rewards.sum() + prepared
             if len(rewards):
-                rewards[-1] += later.get(conversation, 0.0)
-            later[conversation] = total
+                rewards[-1] += prepared
             ends = torch.from_numpy(chunk.turns[row].astype(np.int64))
             placed[first + row, ends - 1] = factor * torch.from_numpy(rewards.astype(np.float32))
         first += len(chunk.sample_ids)
@@ -189,17 +206,23 @@ def _turn_rewards(chunks: Mapping[int, RolloutChunk], mask: Tensor, factor: floa
 
 def _versions(chunk: RolloutChunk) -> np.typing.NDArray[np.int64]:
     """[T], the version that sampled each token of a chunk."""
-    spans = [span for of_row in chunk.versions for span in of_row]
+    spans = list(itertools.chain.from_iterable(chunk.versions))
     versions = np.array([span.version for span in spans], dtype=np.int64)
     return np.repeat(versions, [span.stop - span.start for span in spans])
 
 
 def _padded_dense(columns: Sequence[Ragged], lengths: Sequence[int], mask: Tensor) -> tuple[Tensor, Tensor]:
     """[B, R] each, the scores before and after each token: a row begins with the former and ends with the latter."""
-    rows = list(zip((row for column in columns for row in column), lengths, strict=True))
-    sides = [row[:n] for row, n in rows], [row[len(row) - n :] for row, n in rows]
-    before, after = (align(_concatenate(side, np.float32), mask) for side in sides)
-    return before, after
+    before: list[np.typing.NDArray[Any]] = []
+    after: list[np.typing.NDArray[Any]] = []
+    for row, length in zip(itertools.chain.from_iterable(columns), lengths, strict=True):
+        before.append(row[:length])
+        after.append(row[len(row) - length :])
+    return _padded(before, mask), _padded(after, mask)
+
+
+def _padded(parts: Sequence[np.typing.NDArray[Any]], mask: Tensor) -> Tensor:
+    return align(_concatenate(parts, np.float32), mask)
 
 
 def _concatenate(parts: Sequence[np.typing.NDArray[Any]], dtype: Any) -> Tensor:

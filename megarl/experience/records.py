@@ -19,11 +19,11 @@ class SampleScores:
     """The scores of samples; those of a chunk are neighbours, in the order of its rows.
 
     Args:
-        chunks: [N] int64.
-        scores: [N] float32; NaN without a score.
-        groups: [N] int64, each sample's prompt, numbered within the step.
-        sequence_advantages: [N] float32; None where the algorithm estimates advantages per token.
-        actor_mask: [N] bool, False where the actor does not learn from a sample, though it has a score.
+        chunks: chunk of each sample, [N] int64.
+        scores: scores, [N] float32; NaN without one.
+        groups: prompt of each sample, numbered within the step, [N] int64.
+        sequence_advantages: advantages, [N] float32; None where the algorithm estimates them per token.
+        actor_mask: samples that the actor learns from if they have a score, [N] bool.
     """
 
     chunks: npt.NDArray[np.int64]
@@ -34,13 +34,16 @@ class SampleScores:
 
     def only(self, chunks: Iterable[int]) -> SampleScores:
         """Returns the samples of these chunks, in the chunks' order."""
-        rows = np.concatenate([np.zeros(0, np.int64), *(np.flatnonzero(self.chunks == chunk) for chunk in chunks)])
+        members = [np.flatnonzero(self.chunks == chunk) for chunk in chunks]
+        rows = np.concatenate([np.zeros(0, np.int64), *members])
         advantages = self.sequence_advantages
+        if advantages is not None:
+            advantages = advantages[rows]
         return SampleScores(
             chunks=self.chunks[rows],
             scores=self.scores[rows],
             groups=self.groups[rows],
-            sequence_advantages=None if advantages is None else advantages[rows],
+            sequence_advantages=advantages,
             actor_mask=self.actor_mask[rows],
         )
 
@@ -59,10 +62,11 @@ class StepContext:
     """A step's inputs of the experience beside the samples.
 
     Args:
-        kl_coef: of the KL penalty, per nat.
-        version: of the actor's weights before the update; those that sampled are at most ``max_staleness`` older.
+        kl_coef: coefficient of the KL penalty, per nat.
+        version: version of the actor's weights before the update; those that sampled are at most ``max_staleness``
+            older.
         value_norm: moments of the value normaliser; None without one.
-        dense: of a reward model that scores every token; None where responses have one score.
+        dense: scale of a reward model that scores every token; None where responses have one score.
         turn_rewards: factor of the rewards of turns; None where the score has them.
     """
 
@@ -88,25 +92,24 @@ class ExperienceChunk:
     """The samples of one chunk for an update; every float32 column has one value per sampled token.
 
     Args:
-        prompt_ids, response_ids, loss_mask: those of the ``RolloutChunk``.
-        old_logprobs: nats, by the actor before the update, or by the engines in their place; None where they are those
-            of the update itself.
+        prompt_ids, response_ids, loss_mask: columns of the ``RolloutChunk``.
+        old_logprobs: nats, by the actor before the update, or by the engines; None where the update has its own.
         ref_logprobs: nats, by the reference; None where the loss reads them neither for a penalty nor for metrics.
         rollout_logprobs: nats, by the engines; None where the loss does not read them.
         proximal_weights: position of the old policy between the engines' (0) and the one in training (1); None where
             ``old_logprobs`` are the old policy's.
-        old_values: by the critic before the update; None without one.
-        returns: in the units of the critic's values; None without one.
-        weights: factors of the policy loss's terms; None where there are none.
+        old_values: values by the critic before the update; None without one.
+        returns: returns, in the units of the critic's values; None without one.
+        weights: factors of the policy loss's terms; None without any.
         actor_mask: 1 where the actor learns, else 0; None where it learns from all tokens.
-        scored_mask: 1 on the tokens of scored responses, of which the critic learns, else 0; None where all are.
+        scored_mask: 1 where the critic learns, on the tokens of scored responses, else 0; None where all are scored.
         ages: versions between the weights that sampled a token and the actor's; None where the loss does not read them.
     """
 
     sample_ids: tuple[str, ...]
     prompt_ids: Ragged
     response_ids: Ragged
-    old_logprobs: Ragged | None
+    old_logprobs: Ragged | None = None
     ref_logprobs: Ragged | None = None
     rollout_logprobs: Ragged | None = None
     proximal_weights: Ragged | None = None

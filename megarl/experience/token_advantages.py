@@ -46,12 +46,16 @@ def actor_mask(batch: PaddedBatch, trust_region: Tensor | None, reduce: Reduce) 
     if not _any(~batch.actor_rows, reduce) and trust_region is None:
         return None
     mask = keep_finished(batch.mask, batch.actor_rows)
-    return mask if trust_region is None else mask & trust_region
+    if trust_region is not None:
+        mask = mask & trust_region
+    return mask
 
 
 def scored_mask(batch: PaddedBatch, reduce: Reduce) -> Tensor | None:
     """[B, R] bool: the tokens of scored responses; None for all tokens of all ranks."""
-    return batch.scored_mask if _any(~batch.scored, reduce) else None
+    if _any(~batch.scored, reduce):
+        return batch.scored_mask
+    return None
 
 
 def _any(rows: Tensor, reduce: Reduce) -> bool:
@@ -63,10 +67,10 @@ class Advantages:
     """Rewards, advantages and returns, [B, R] each, 0 off the mask.
 
     Args:
-        penalties: the KL penalty in the rewards.
-        rewards: before whitening.
-        unnormalized: the advantages before normalization.
-        normalized: the advantages of the update.
+        penalties: KL penalty in the rewards.
+        rewards: rewards before whitening.
+        unnormalized: advantages before normalization.
+        normalized: advantages of the update.
         returns: targets of the critic, in units of reward; None without one.
     """
 
@@ -89,7 +93,7 @@ def compute_advantages(
     """Computes KL penalties, token rewards, their whitening, advantages and their normalization.
 
     Args:
-        values: [B, R], by the critic, in units of reward.
+        values: values by the critic, in units of reward, [B, R].
         kl_coef: reward per nat.
     """
     mask = batch.scored_mask
@@ -99,7 +103,9 @@ def compute_advantages(
         unnormalized = broadcast_advantages(batch.sequence_advantages, penalties, mask, cumulative=algo.kl.cumulative)
         returns = None
     else:
-        whitened = whiten_rewards(rewards, mask, reduce) if algo.normalise.rewards else rewards
+        whitened = rewards
+        if algo.normalise.rewards:
+            whitened = whiten_rewards(rewards, mask, reduce)
         estimate = bound(TOKEN_ADVANTAGES, algo.advantage.name, algo.advantage.options)
         unnormalized, returns = estimate(whitened, values, mask)
     normalized = unnormalized
@@ -130,6 +136,9 @@ def _rewards(batch: PaddedBatch, penalties: Tensor, algo: Algo, dense: TokenRewa
     if batch.dense is not None:
         assert dense is not None
         before, after = (dense.gain * side + dense.bias for side in batch.dense)
-        penalties = dense_rewards(before, after, penalties, mask, differences=dense.differences, clip=algo.scores.clip)
+        clip = algo.scores.clip
+        penalties = dense_rewards(before, after, penalties, mask, differences=dense.differences, clip=clip)
     rewards = token_rewards(batch.scores, penalties, mask, placement=algo.scores.placement)
-    return rewards if batch.turn_rewards is None else rewards + on_mask(batch.turn_rewards, mask)
+    if batch.turn_rewards is not None:
+        rewards = rewards + on_mask(batch.turn_rewards, mask)
+    return rewards
