@@ -15,17 +15,16 @@ _LARGEST = 268 * _GIB
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """The memory of a device; of all ``machines`` together where devices are virtual, and share it."""
+    """The memory of a device; of all machines together where devices are virtual, and share it.
+
+    Args:
+        device_bytes: memory of which a fraction of a device is a part; of one machine, if devices are virtual.
+    """
 
     nbytes: int
     source: str
+    device_bytes: int
     shared: bool = False
-    machines: int = 1
-
-    @property
-    def of_device(self) -> int:
-        """What a fraction of a device's memory is a fraction of: of its machine's, if it is virtual."""
-        return self.nbytes // self.machines
 
 
 def capacity(config: RunConfig) -> Capacity:
@@ -34,14 +33,16 @@ def capacity(config: RunConfig) -> Capacity:
     shared = cluster.device == "cpu"
     if cluster.device_memory_gib is not None:
         nbytes = int(cluster.device_memory_gib * _GIB)
-        return Capacity(nbytes=nbytes, source="cluster.device_memory_gib", shared=shared)
+        return Capacity(nbytes=nbytes, source="cluster.device_memory_gib", device_bytes=nbytes, shared=shared)
     if shared:
-        machines = 1 if cluster.is_here else cluster.nodes
-        nbytes = machines * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        source = "this machine" if machines == 1 else "machines like this"
-        return Capacity(nbytes=nbytes, source=source, shared=True, machines=machines)
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if cluster.is_here or cluster.nodes == 1:
+            return Capacity(nbytes=machine, source="this machine", device_bytes=machine, shared=True)
+        nbytes = cluster.nodes * machine
+        return Capacity(nbytes=nbytes, source="machines like this", device_bytes=machine, shared=True)
     gpu = _first_gpu() if cluster.is_here else None
-    return gpu or Capacity(nbytes=_LARGEST, source="the largest GPU there is; set cluster.device_memory_gib")
+    source = "the largest GPU there is; set cluster.device_memory_gib"
+    return gpu or Capacity(nbytes=_LARGEST, source=source, device_bytes=_LARGEST)
 
 
 def _first_gpu() -> Capacity | None:
@@ -50,6 +51,7 @@ def _first_gpu() -> Capacity | None:
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
         mib, name = answer.strip().split(", ", 1)
-        return Capacity(nbytes=int(mib) << 20, source=name)
+        nbytes = int(mib) << 20
+        return Capacity(nbytes=nbytes, source=name, device_bytes=nbytes)
     except (OSError, ValueError, subprocess.SubprocessError):
         return None

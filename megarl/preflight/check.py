@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, get_args
@@ -22,6 +22,7 @@ from megarl.preflight.models import check_models, stated_vocab_size
 from megarl.preflight.template_trial import check_template
 from megarl.preflight.user_functions import check_fields, check_functions, check_own_functions, missing_column
 from megarl.rollout.requests import stop_token_ids
+from megarl.types import Prompt
 
 _WITHOUT_KEY: Final = ("offline", "dryrun", "disabled")
 _WANDB_HOSTS: Final = ("api.wandb.ai", "api.forge.coreweave.com")
@@ -32,33 +33,36 @@ def check(config: RunConfig, *, bare: bool = False) -> Sets:
     """Checks a configuration against its models and data, and returns the data.
 
     Args:
-        bare: accept models of which a config.json is there and no weights.
+        bare: whether to accept models with a config.json and no weights.
 
     Raises:
         ConfigError: with every problem. The configuration may break rules between its fields.
     """
     spec, problems = check_models(config, bare=bare)
-    vocab = vocab_size(config, spec) if spec is not None else stated_vocab_size(config)
+    vocab = stated_vocab_size(config)
+    if spec is not None:
+        vocab = vocab_size(config, spec)
     sets = None
     if vocab is not None:
         sets, found = _read_data(config, vocab)
         problems += found
     problems += _reward_functions(config, sets)
-    replay = config.rollout.replay if isinstance(config, RolloutTrainingConfig) else None
-    if replay is not None and not list(Path(replay).glob("*.npz")):
-        fix = "name a directory that rollout.record wrote"
-        problems.append(Problem(field="rollout.replay", value=replay, rule="holds recorded rollouts", fix=fix))
+    if isinstance(config, RolloutTrainingConfig) and config.rollout.replay is not None:
+        replay = config.rollout.replay
+        if not list(Path(replay).glob("*.npz")):
+            fix = "name a directory that rollout.record wrote"
+            problems.append(Problem("rollout.replay", replay, "holds recorded rollouts", fix))
     problems += check_own_functions(config)
     for field in masked(config.model_dump(mode="json", by_alias=True)):
         rule = "the secret itself: the files of a run do not have it"
         fix = f"set {field}='${{oc.env:NAME}}'"
-        problems.append(Problem(field=field, value=MASK, rule=rule, fix=fix))
+        problems.append(Problem(field, MASK, rule, fix))
     problems += _trackers(config.tracking)
-    if sets is not None:
-        problems += epoch_problems(config, sets)
+    if sets is None:
+        raise ConfigError(problems, unchecked="Rows of data")
+    problems += epoch_problems(config, sets)
     if problems:
-        raise ConfigError(problems, unchecked="" if sets is not None else "Rows of data")
-    assert sets is not None
+        raise ConfigError(problems)
     return sets
 
 
@@ -72,7 +76,7 @@ def _trackers(tracking: Tracking) -> Iterator[Problem]:
     for field, (package, value) in projects.items():
         if value is not None and find_spec(package) is None:
             fix = f"install it with pip install 'megarl-trainer[{package}]', or set it to null"
-            yield Problem(field=f"tracking.{field}", value=value, rule=f"needs the package {package}", fix=fix)
+            yield Problem(f"tracking.{field}", value, f"needs the package {package}", fix)
 
 
 def check_login(tracking: Tracking) -> None:
@@ -81,7 +85,7 @@ def check_login(tracking: Tracking) -> None:
         return
     rule = "needs a key of Weights & Biases: there is none in WANDB_API_KEY, and none of wandb login"
     fix = "run wandb login, or set WANDB_MODE=offline to keep everything in run.dir, or set it to null"
-    raise ConfigError([Problem(field="tracking.wandb_project", value=tracking.wandb_project, rule=rule, fix=fix)])
+    raise ConfigError([Problem("tracking.wandb_project", tracking.wandb_project, rule, fix)])
 
 
 def _has_wandb_key() -> bool:
@@ -96,8 +100,10 @@ def _has_wandb_key() -> bool:
         keys = netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc")
     except (OSError, netrc.NetrcParseError):
         return False
-    own = urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc
-    return any(keys.authenticators(host) for host in ([own] if own else _WANDB_HOSTS))
+    hosts = _WANDB_HOSTS
+    if server := urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc:
+        hosts = (server,)
+    return any(map(keys.authenticators, hosts))
 
 
 def _read_data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem]]:
@@ -107,9 +113,8 @@ def _read_data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem
         tokenizer = _tokenizer(config, vocab, section, rows)
     except ValueError as error:
         fix = "correct its files, or name another tokenizer with model.tokenizer"
-        field = "model.tokenizer"
         value = shown(config.model.tokenizer or config.model.path)
-        return None, [Problem(field=field, value=value, rule=str(error), fix=fix)]
+        return None, [Problem("model.tokenizer", value, str(error), fix)]
     rules = [f"{section}.{fault}" for fault in get_args(Fault) if fault in type(rows).model_fields]
     reader = DataReader(
         tokenizer,
@@ -135,11 +140,16 @@ def _tokenizer(
         if tokenizer.has_chat_template:
             check_template(tokenizer, rows.chat_template_kwargs)
         return tokenizer
-    stop = () if config.engine_settings is None else config.engine_settings.stop
-    kwargs = (f"{section}.chat_template_kwargs", bool(rows.chat_template_kwargs))
-    talks = ("environment", isinstance(config, SamplingConfig) and config.environment is not None)
-    for name, needed in (("rollout.stop", bool(stop)), (f"{section}.chat_template", rows.chat_template), kwargs, talks):
-        if needed:
+    needed = {
+        f"{section}.chat_template": rows.chat_template,
+        f"{section}.chat_template_kwargs": rows.chat_template_kwargs,
+    }
+    if config.engine_settings is not None:
+        needed["rollout.stop"] = config.engine_settings.stop
+    if isinstance(config, SamplingConfig):
+        needed["environment"] = config.environment
+    for name, setting in needed.items():
+        if setting:
             raise ValueError(f"{name} needs a tokenizer, and the model's directory has none")
     return None
 
@@ -154,32 +164,37 @@ def _end_token(config: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Probl
     except (OSError, ValueError) as error:
         rule = f"a directory whose end tokens can be read: {error}"
         fix = "correct or remove the file"
-        yield Problem(field="model.path", value=config.model.path, rule=rule, fix=fix)
+        yield Problem("model.path", config.model.path, rule, fix)
         return
-    end = None if tokenizer is None else tokenizer.end_token_id
-    if end is not None and end not in stops:
-        field = "rollout.stop_token_ids"
-        value = shown(list(rollout.stop_token_ids))
-        there = f"the engines stop at {sorted(stops) or 'no token'}, not at the tokenizer's end token, {end}"
-        rule = f"{there}, with which demonstrations and preferred responses end"
-        fix = f"add {end}, or correct eos_token_id in the model's generation_config.json"
-        yield Problem(field=field, value=value, rule=rule, fix=fix)
+    if tokenizer is None or tokenizer.end_token_id in stops:
+        return
+    end = tokenizer.end_token_id
+    rule = (
+        f"the engines stop at {sorted(stops) or 'no token'}, not at the tokenizer's end token, {end},"
+        " with which demonstrations and preferred responses end"
+    )
+    fix = f"add {end}, or correct eos_token_id in the model's generation_config.json"
+    yield Problem("rollout.stop_token_ids", shown(rollout.stop_token_ids), rule, fix)
 
 
 def _reward_functions(config: RunConfig, sets: Sets | None) -> Iterator[Problem]:
     """Checks reward functions against their signatures, and against the prompts if these could be read."""
     if not isinstance(config, SamplingConfig):
         return
-    read = sets if isinstance(sets, PromptSets) else None
-    named = [("reward.functions", config.reward.functions, () if read is None else read.train)]
+    train: Sequence[Prompt] = ()
+    held_out: Sequence[Prompt] = ()
+    tokenizer = True
+    if isinstance(sets, PromptSets):
+        train = sets.train
+        held_out = sets.held_out
+        tokenizer = sets.tokenizer is not None
+    named = [("reward.functions", config.reward.functions, train)]
     if config.evaluation is not None:
-        functions = config.evaluation.functions
-        named.append(("evaluation.functions", functions, () if read is None else read.held_out))
-    tokenizer = read is None or read.tokenizer is not None
+        named.append(("evaluation.functions", config.evaluation.functions, held_out))
     longest = config.rollout.max_new_tokens
     for where, functions, prompts in named:
         problems = check_functions(functions, where=where, tokenizer=tokenizer, longest=longest)
         yield from problems or check_fields(functions, prompts, where=where)
-    if config.reward.judge_model is not None and read is not None:
+    if config.reward.judge_model is not None:
         for column in template_columns(config.reward.judge_model.template):
-            yield from missing_column("reward.judge_model.template", column, [*read.train, *read.held_out])
+            yield from missing_column("reward.judge_model.template", column, [*train, *held_out])

@@ -25,7 +25,7 @@ class PromptSets:
     """The data of PPO and evaluations.
 
     Args:
-        train: empty in a standalone evaluation.
+        train: prompts of the training; none in a standalone evaluation.
         held_out: prompts of the evaluations.
         texts: demonstrations that are mixed into the actor's updates.
     """
@@ -79,10 +79,10 @@ class DataReader:
     """Reads sources with one tokenizer, and collects the problems.
 
     Args:
-        chat_template: a text prompt becomes a chat of one user message.
-        template_arguments: of the chat template.
+        chat_template: whether a text prompt becomes a chat of one user message.
+        template_arguments: arguments of the chat template.
         drop: faults of rows that are left out; rows with other faults are errors.
-        rules: the fields that choose these.
+        rules: fields that choose these faults.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class DataReader:
         """Returns the items of a source; none if it has a problem.
 
         Args:
-            load: a loader of `megarl.data`.
-            max_tokens: of an item.
-            at_least: a field whose value is the least number of items, and that value.
-            chat_template: overrides the reader's.
+            load: loader of `megarl.data`.
+            max_tokens: largest number of tokens of an item.
+            at_least: field whose value is the least number of items, and that value.
+            chat_template: setting in place of the reader's.
         """
         chats = self._chat_template if chat_template is None else chat_template
         try:
@@ -138,14 +138,15 @@ class DataReader:
             rows = load(source, encoder, drop=self._drop)
         except (OSError, ValueError) as error:
             fix = f"correct the path or the rows (docs/data.md), or leave out those that can be: {self._rules}"
-            self.problems.append(Problem(field=field, value=source.path, rule=str(error), fix=fix))
+            self.problems.append(Problem(field, source.path, str(error), fix))
             return []
         self._left_out += [(field, row) for row in rows.left_out]
         if at_least is not None and len(rows.items) < at_least[1]:
-            left = f", and {len(rows.left_out)} that are left out" if rows.left_out else ""
-            rule = f"has rows for {at_least[0]} = {at_least[1]}: it has {len(rows.items)} usable ones{left}"
+            rule = f"has rows for {at_least[0]} = {at_least[1]}: it has {len(rows.items)} usable ones"
+            if rows.left_out:
+                rule += f", and {len(rows.left_out)} that are left out"
             fix = f"add rows, or lower {at_least[0]}"
-            self.problems.append(Problem(field=field, value=source.path, rule=rule, fix=fix))
+            self.problems.append(Problem(field, source.path, rule, fix))
         return list(rows.items)
 
     def read_both(self, load: Callable[..., Rows[T]], data: TextData | PairData) -> tuple[list[T], list[T] | None]:
@@ -180,8 +181,10 @@ def prompt_sets(config: SamplingConfig, reader: DataReader) -> PromptSets:
     if evaluation is not None and evaluation.prompts is not None:
         held_out = reader.read(load, "evaluation.prompts", evaluation.prompts, room)
     elif evaluation is not None and evaluation.tasks is not None:
-        trained = evaluation.first_task if isinstance(evaluation, HeldOut) else data and data.tasks
-        held_out = task_prompts(evaluation.tasks, first=trained or 0)
+        first = data and data.tasks
+        if isinstance(evaluation, HeldOut):
+            first = evaluation.first_task
+        held_out = task_prompts(evaluation.tasks, first=first or 0)
     texts: list[Demonstration] = []
     ptx = config.mixed_texts
     if ptx is not None:
@@ -200,16 +203,22 @@ def pair_sets(
     margins = loss.name == "pairwise" and loss.options["margin"]
     load = load_candidates if loss.name == "best_of_n" else partial(load_pairs, margins=margins)
     train, held_out = reader.read_both(load, data)
-    if train and held_out and data.evaluation and len(train[0].responses) != len(held_out[0].responses):
-        rule = f"has {len(train[0].responses)} candidates a row, as data.train; it has {len(held_out[0].responses)}"
-        fix = "use rows with as many candidates"
-        path = data.evaluation.path
-        reader.problems.append(Problem(field="data.evaluation", value=path, rule=rule, fix=fix))
+    if train and held_out and data.evaluation:
+        needed = len(train[0].responses)
+        found = len(held_out[0].responses)
+        if needed != found:
+            rule = f"has {needed} candidates a row, as data.train; it has {found}"
+            fix = "use rows with as many candidates"
+            reader.problems.append(Problem("data.evaluation", data.evaluation.path, rule, fix))
     reference: list[Prompt] = []
     if normalisation is not None and rollout is not None:
         room = rollout.max_model_len - rollout.max_new_tokens
-        needed = ("normalisation.samples", normalisation.samples)
-        reference = reader.read(load_prompts, "normalisation.prompts", normalisation.prompts, room, at_least=needed)
+        least = ("normalisation.samples", normalisation.samples)
+        reference = reader.read(load_prompts, "normalisation.prompts", normalisation.prompts, room, at_least=least)
     return PairSets(
-        train=train, held_out=held_out, reference=reference, tokenizer=reader.tokenizer, left_out=reader.left_out
+        train=train,
+        held_out=held_out,
+        reference=reference,
+        tokenizer=reader.tokenizer,
+        left_out=reader.left_out,
     )

@@ -48,7 +48,7 @@ def _without_cache(config: RunConfig, plans: Sequence[DevicePlan]) -> Iterator[P
     engine = next((plan.engine for plan in plans if plan.engine is not None and plan.engine.cache == 0), None)
     if rollout is not None and engine is not None:
         taken = engine.weights + engine.kept + engine.work + PROCESS
-        device = capacity(config).of_device
+        device = capacity(config).device_bytes
         rule = f"more than what an engine takes besides its cache, {format_bytes(taken)} of {format_bytes(device)}"
         fix = f"set it above {taken / device:.2f}, or raise rollout.tp"
         yield Problem("rollout.gpu_memory_fraction", f"{rollout.gpu_memory_fraction:g}", rule, fix)

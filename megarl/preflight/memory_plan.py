@@ -192,7 +192,7 @@ def plan_memory(config: RunConfig) -> list[DevicePlan]:
             plans[device] = DevicePlan(device=device, kind=kind, roles=roles, bucket=bucket, saved=saved)
     if rollout is not None:
         spec = model_spec(config.model.hf_config())
-        engine = EngineRankMemory.of(spec, rollout, kind, lambda: capacity(config).of_device)
+        engine = EngineRankMemory.of(spec, rollout, kind, lambda: capacity(config).device_bytes)
         sleeps = rollout.sleep and kind == "cuda"
         field = f"rollout.{'kv_cache_mib' if rollout.gpu_memory_fraction is None else 'gpu_memory_fraction'}"
         for device in parse_devices(rollout.devices):
@@ -201,7 +201,7 @@ def plan_memory(config: RunConfig) -> list[DevicePlan]:
     judge = config.judge_model
     if judge is not None:
         spec = model_spec(read_config(judge.path))
-        engine = EngineRankMemory.of(spec, judge.rollout, kind, lambda: capacity(config).of_device)
+        engine = EngineRankMemory.of(spec, judge.rollout, kind, lambda: capacity(config).device_bytes)
         field = "reward.judge_model.kv_cache_mib"
         for device in parse_devices(judge.devices):
             plans[device] = DevicePlan(device=device, kind=kind, engine=engine, cache_field=field)

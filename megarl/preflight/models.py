@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from megarl.config import Problem, RunConfig, TrainingConfig
@@ -18,18 +19,22 @@ from megarl.weights.shard_map import Manifest
 
 def stated_vocab_size(config: RunConfig) -> int | None:
     """Returns the vocabulary size of a configuration that may have other faults; None if it states none."""
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size
     try:
         stated = config.model.hf_config().get("vocab_size")
     except (OSError, ValueError):
-        stated = None
-    return config.model.vocab_size or (stated if isinstance(stated, int) and stated > 0 else None)
+        return None
+    if isinstance(stated, int) and stated > 0:
+        return stated
+    return None
 
 
 def check_models(config: RunConfig, *, bare: bool = False) -> tuple[ModelSpec | None, list[Problem]]:
     """Returns the spec of the run's model, None if it is unsupported, and the problems of all models of the run.
 
     Args:
-        bare: accept models of `without_weights`.
+        bare: whether to accept the models of `without_weights`.
     """
     problems: list[Problem] = []
     unchecked = without_weights(config) if bare else {}
@@ -41,7 +46,7 @@ def check_models(config: RunConfig, *, bare: bool = False) -> tuple[ModelSpec | 
             problems += _files("model.path", config.model.path, spec.manifest())
     roles: dict[RoleName, ModelSpec | None] = {}
     for role, path in _role_checkpoints(config).items():
-        roles[role] = _spec(problems, f"{role}.path", lambda path=path: read_config(path))
+        roles[role] = _spec(problems, f"{role}.path", partial(read_config, path))
         problems += _role_checkpoint(role, path, roles[role], weights=f"{role}.path" not in unchecked)
         problems += _same_tokenizer(config, role, path)
     problems += _judge(config)
@@ -58,8 +63,8 @@ def without_weights(config: RunConfig) -> Mapping[str, str]:
 
 
 def _is_bare(directory: Path) -> bool:
-    weights = (file for kind in ("*.safetensors*", "*.bin*") for file in directory.glob(kind))
-    return (directory / "config.json").is_file() and next(weights, None) is None
+    has_weights = any(directory.glob("*.safetensors*")) or any(directory.glob("*.bin*"))
+    return (directory / "config.json").is_file() and not has_weights
 
 
 def _role_checkpoints(config: RunConfig) -> dict[RoleName, str]:
@@ -75,11 +80,14 @@ def _role_checkpoints(config: RunConfig) -> dict[RoleName, str]:
 
 def _same_tokenizer(config: RunConfig, role: RoleName, path: str) -> Iterator[Problem]:
     """If both directories have a tokenizer, a token id must mean the same text in both."""
-    own = config.model.tokenizer or config.model.path
-    vocabularies = [] if own is None else [_vocabulary(Path(own)), _vocabulary(Path(path))]
-    if vocabularies and None not in vocabularies and vocabularies[0] != vocabularies[1]:
+    directory = config.model.tokenizer or config.model.path
+    if directory is None:
+        return
+    expected = _vocabulary(Path(directory))
+    found = _vocabulary(Path(path))
+    if expected is not None and found is not None and expected != found:
         fix = "choose a checkpoint that was made with the model's tokenizer"
-        yield Problem(field=f"{role}.path", value=path, rule=f"its tokenizer is the one of {own}", fix=fix)
+        yield Problem(f"{role}.path", path, f"its tokenizer is the one of {directory}", fix)
 
 
 def _vocabulary(directory: Path) -> Mapping[str, int] | None:
@@ -95,7 +103,7 @@ def _spec(problems: list[Problem], field: str, read: Callable[[], object]) -> Mo
         return model_spec(read())  # pyright: ignore[reportArgumentType]  (fields of a config.json)
     except (OSError, ValueError) as error:
         fix = "correct or complete the model's configuration, or choose another model"
-        problems.append(Problem(field=field, value="unsupported", rule=_one_line(error), fix=fix))
+        problems.append(Problem(field, "unsupported", _one_line(error), fix))
         return None
 
 
@@ -104,18 +112,18 @@ def _model(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
         yield from _trainable("model", spec)
     if spec.head != "lm":
         fix = "choose a language model's checkpoint"
-        yield Problem(field="model.path", value=shown(config.model.path), rule="a model with an LM head", fix=fix)
+        yield Problem("model.path", shown(config.model.path), "a model with an LM head", fix)
     if vocab_size(config, spec) > spec.dims.vocab:
         value = str(config.model.vocab_size)
         rule = f"at most the {spec.dims.vocab} ids that the model has"
-        yield Problem(field="model.vocab_size", value=value, rule=rule, fix="lower it, or set it to null")
+        yield Problem("model.vocab_size", value, rule, "lower it, or set it to null")
 
 
 def _trainable(field: str, spec: ModelSpec) -> Iterator[Problem]:
     if spec.dtype == "float16":
         rule = "training in float16 would need a loss scale, which is not supported"
         fix = "set dtype to bfloat16 or float32 in the model's config.json"
-        yield Problem(field=field, value="dtype float16", rule=rule, fix=fix)
+        yield Problem(field, "dtype float16", rule, fix)
 
 
 def _role_checkpoint(role: RoleName, path: str, spec: ModelSpec | None, *, weights: bool) -> Iterator[Problem]:
@@ -133,10 +141,10 @@ def _role_checkpoint(role: RoleName, path: str, spec: ModelSpec | None, *, weigh
         except (OSError, ValueError) as error:
             rule = f"a checkpoint whose scale can be read: {error}"
             fix = "export the checkpoint again"
-            yield Problem(field=f"{role}.path", value=path, rule=rule, fix=fix)
+            yield Problem(f"{role}.path", path, rule, fix)
     if head == "score" and spec.head != head:
         fix = "choose a reward model's checkpoint"
-        yield Problem(field=f"{role}.path", value=path, rule=f"a model with a {head} head", fix=fix)
+        yield Problem(f"{role}.path", path, f"a model with a {head} head", fix)
     elif weights:
         yield from _files(f"{role}.path", path, spec.manifest(head, new_head=head == "value"))
 
@@ -147,7 +155,7 @@ def _files(field: str, path: str, needed: Manifest) -> Iterator[Problem]:
         HFDirectory(path).check(needed)
     except (OSError, ValueError, KeyError) as error:
         rule = f"a checkpoint whose files fit its config.json: {_one_line(error)}"
-        yield Problem(field=field, value=path, rule=rule, fix="download or export the checkpoint again")
+        yield Problem(field, path, rule, "download or export the checkpoint again")
 
 
 def _layouts(config: RunConfig, spec: ModelSpec | None, roles: Mapping[RoleName, ModelSpec | None]) -> list[Problem]:
@@ -155,13 +163,13 @@ def _layouts(config: RunConfig, spec: ModelSpec | None, roles: Mapping[RoleName,
     found: list[Problem] = []
     for group_name, group in config.groups.items():
         for role in group.roles:
-            own = roles.get(role, spec)
-            if own is not None:
+            model = roles.get(role, spec)
+            if model is not None:
                 field = f"groups.{group_name}.roles.{role}"
-                found += _fits(field, lambda own=own, role=role: own.check_megatron(config.layout(role)))
+                found += _fits(field, lambda model=model, role=role: model.check_megatron(config.layout(role)))
     rollout = config.engine_settings
     if rollout is not None and spec is not None:
-        found += _fits("rollout.tp", lambda: spec.check_vllm(rollout.tp))
+        found += _fits("rollout.tp", partial(spec.check_vllm, rollout.tp))
     return found
 
 
@@ -171,25 +179,26 @@ def _judge(config: RunConfig) -> list[Problem]:
     if judge is None:
         return []
     found: list[Problem] = []
-    spec = _spec(found, "reward.judge_model.path", lambda: read_config(judge.path))
+    spec = _spec(found, "reward.judge_model.path", partial(read_config, judge.path))
     if spec is not None:
         found += _files("reward.judge_model.path", judge.path, spec.manifest())
-        found += _fits("reward.judge_model.tp", lambda: spec.check_vllm(judge.tp))
+        found += _fits("reward.judge_model.tp", partial(spec.check_vllm, judge.tp))
     if not has_tokenizer(judge.path):
         rule = "a directory with a tokenizer, too"
         fix = "choose another one, or add tokenizer.json"
-        found.append(Problem(field="reward.judge_model.path", value=judge.path, rule=rule, fix=fix))
+        found.append(Problem("reward.judge_model.path", judge.path, rule, fix))
     return found
 
 
 def _layers(config: RunConfig, specs: Mapping[str, ModelSpec | None]) -> Iterator[Problem]:
     """Transformer Engine's layers can compute every model of which they are wanted."""
+    if config.model.layers != "transformer_engine":
+        return
     for name, spec in specs.items():
-        reasons = refusals(spec.dims, spec.dtype) if spec is not None else []
-        if config.model.layers == "transformer_engine" and reasons:
+        if spec is not None and (reasons := refusals(spec.dims, spec.dtype)):
             rule = f"Transformer Engine can compute the {name}: {'; '.join(reasons)}"
             fix = "set it to auto, which takes Megatron's own layers then"
-            yield Problem(field="model.layers", value="transformer_engine", rule=rule, fix=fix)
+            yield Problem("model.layers", "transformer_engine", rule, fix)
 
 
 def _fits(field: str, check_layout: Callable[[], None]) -> Iterator[Problem]:
@@ -197,7 +206,7 @@ def _fits(field: str, check_layout: Callable[[], None]) -> Iterator[Problem]:
         check_layout()
     except ValueError as error:
         fix = "choose sizes that divide the model"
-        yield Problem(field=field, value="layout", rule=_one_line(error), fix=fix)
+        yield Problem(field, "layout", _one_line(error), fix)
 
 
 def _one_line(error: Exception) -> str:

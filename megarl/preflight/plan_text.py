@@ -13,7 +13,8 @@ def lengths_text(rollout: Rollout) -> str:
 def epochs_text(steps: int, size: int, count: int) -> str:
     """Describes how often the steps of a run, of ``size`` rows each, go over ``count`` rows."""
     epochs = f"{steps * size / count:.3g}"
-    return f"{epochs} epoch{'' if epochs == '1' else 's'} in {counted(steps, 'step')} of {size}"
+    noun = "epoch" if epochs == "1" else "epochs"
+    return f"{epochs} {noun} in {counted(steps, 'step')} of {size}"
 
 
 def evaluation_times(every: int | None) -> str:

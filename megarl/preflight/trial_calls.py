@@ -28,13 +28,13 @@ from megarl.texts import short_reason
 from megarl.types import Prompt, Ragged, RolloutChunk
 
 _LINES = 4
-"""Of a traceback: its last ones are shown."""
+"""Number of a traceback's last lines that are shown."""
 _LOAD_S = 300.0
-"""For the user's modules to be loaded."""
+"""Seconds in which the user's modules are loaded."""
 _MEMORY: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 """Bytes of a process that calls the user's code: half of the machine's."""
 _CHARACTERS = 2000
-"""Of a text of a row that stands for a response."""
+"""Longest text of a row that stands for a response."""
 
 
 def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
@@ -64,11 +64,8 @@ def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
     named = [("reward.functions", config.reward.functions, sets.train)]
     if config.evaluation is not None:
         named.append(("evaluation.functions", config.evaluation.functions, sets.held_out))
-    problems = [
-        problem
-        for where, functions, prompts in named
-        for problem in _problems(where, functions, prompts, sets.tokenizer, config.reward)
-    ]
+    for where, functions, prompts in named:
+        problems += _problems(where, functions, prompts, sets.tokenizer, config.reward)
     if problems:
         raise ConfigError(problems)
     return first
@@ -131,9 +128,9 @@ def _problems(
                 usual = "correct the function, or what it calls; docs/rewards.md has its signature"
                 fix = adapter_fix(function, resolve(function.name)) or usual
                 field = f"{where}.{index}.name"
-                yield Problem(field=field, value=function.name, rule=f"{rule}:\n      {reason}", fix=fix)
+                yield Problem(field, function.name, f"{rule}:\n      {reason}", fix)
     except RunError as error:
-        yield Problem(field=where, value="", rule=str(error), fix="correct the module")
+        yield Problem(where, "", str(error), "correct the module")
     finally:
         scorer.close()
 
@@ -144,11 +141,14 @@ def _call(
     """Calls a function until it scores a response or takes too long; returns the first failure if it scores none.
 
     Args:
-        copies: of the response in a call.
+        copies: number of copies of the response in a call.
     """
     first: Unscored | None = None
     for row, prompt in enumerate(prompts):
-        chunk = _chunk(prompt, _text(prompt, tokenizer) if row == 1 else prompt.token_ids)
+        response: Sequence[int] = prompt.token_ids
+        if row == 1 and tokenizer is not None:
+            response = _text(prompt, tokenizer)
+        chunk = _chunk(prompt, response)
         completions = scorer.completions(chunk, {0: prompt}) * copies
         _, failures = scorer.score({"": function}, completions, math.inf)
         if not failures:
@@ -160,10 +160,12 @@ def _call(
     return first
 
 
-def _text(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int]:
+def _text(prompt: Prompt, tokenizer: Tokenizer) -> Sequence[int]:
     """Returns the first text or number of a prompt's row, such as its reference answer; else the prompt."""
-    texts = [str(value) for value in prompt.fields.values() if isinstance(value, str | int | float)]
-    return tokenizer.encode(texts[0][:_CHARACTERS]) if tokenizer is not None and texts else prompt.token_ids
+    for value in prompt.fields.values():
+        if isinstance(value, str | int | float):
+            return tokenizer.encode(str(value)[:_CHARACTERS])
+    return prompt.token_ids
 
 
 def _chunk(prompt: Prompt, response: Sequence[int]) -> RolloutChunk:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -47,9 +48,9 @@ def check_functions(
     """Imports reward functions and checks their arguments against their signatures, without calling them.
 
     Args:
-        where: the field of the functions.
-        tokenizer: whether the run has one.
-        longest: tokens of the longest possible response; None if unknown.
+        where: field of the functions.
+        tokenizer: whether the run has a tokenizer.
+        longest: number of tokens of the longest possible response; None if unknown.
     """
     problems: list[Problem] = []
     for index, function in enumerate(functions):
@@ -57,7 +58,7 @@ def check_functions(
     names = labels(functions)
     if len(set(names)) < len(names):
         rule = "names that differ, once those of one name are numbered"
-        problems.append(Problem(field=where, value=", ".join(names), rule=rule, fix="give your functions other names"))
+        problems.append(Problem(where, ", ".join(names), rule, "give your functions other names"))
     return problems
 
 
@@ -67,12 +68,12 @@ def check_fields(
     """Checks that every prompt has the fields that the built-in functions and those with an adapter read."""
     problems: list[Problem] = []
     for index, function in enumerate(functions):
-        own = _field_argument(function)
-        place, fields = ("args.field", (own,)) if own is not None else _columns(function)
-        found = [problem for field in fields for problem in missing_column(f"{where}.{index}.{place}", field, prompts)]
-        if function.adapter is not None:  # the setting does not name the columns: the function's signature does
-            found = [replace(problem, field=f"{where}.{index}.name", value=function.name) for problem in found]
-        problems += found
+        setting, columns = _columns(function)
+        for column in columns:
+            for problem in missing_column(f"{where}.{index}.{setting}", column, prompts):
+                if function.adapter is not None:  # the function's signature names the columns, not the setting
+                    problem = replace(problem, field=f"{where}.{index}.name", value=function.name)
+                problems.append(problem)
     return problems
 
 
@@ -85,18 +86,28 @@ def missing_column(where: str, column: str, prompts: Sequence[Prompt]) -> Iterat
     first = lacking[0]
     rule = f"a field of every prompt; {count} lack it, the first is {first.prompt_id!r}"
     known = ", ".join(first.fields)
-    fix = f"name one that it has ({known})" if known else "add the column to the rows of the prompts"
+    fix = "add the column to the rows of the prompts"
+    if known:
+        fix = f"name one that it has ({known})"
     if where.endswith(".adapter"):
-        fix = f"add the column, or rename one with columns: {{{column}: ...}}" + (f" ({known})" if known else "")
+        fix = f"add the column, or rename one with columns: {{{column}: ...}}"
+        if known:
+            fix += f" ({known})"
         rule = f"reads the column {column}, {rule}"
-    yield Problem(field=where, value=column, rule=rule, fix=fix)
+    yield Problem(where, column, rule, fix)
 
 
-def _columns(function: RewardFunction) -> tuple[str, tuple[str, ...]]:
-    """Returns the columns of rows that a judge or a function with an adapter reads, below the setting that says so."""
+def _columns(function: RewardFunction) -> tuple[str, Sequence[str]]:
+    """Returns the setting that says which columns of a prompt's row a function reads, and these columns."""
+    if function.name in RULES:
+        parameter = inspect.signature(RULES[function.name]).parameters.get("field")
+        if parameter is not None:
+            return "args.field", [function.args.get("field", parameter.default)]
     if function.name == "judge":
         return "args.template", template_columns(function.args["template"])
-    return "adapter", columns_of(function, resolve_reward(function.name)) if function.adapter is not None else ()
+    if function.adapter is not None:
+        return "adapter", columns_of(function, resolve_reward(function.name))
+    return "", []
 
 
 def _problems(function: RewardFunction, where: str, *, tokenizer: bool, longest: int | None) -> Iterator[Problem]:
@@ -104,34 +115,37 @@ def _problems(function: RewardFunction, where: str, *, tokenizer: bool, longest:
         target = resolve_reward(function.name)
     except ValueError as error:
         usual = "name a built-in function, or one that can be imported from the working directory; see docs/rewards.md"
-        near = difflib.get_close_matches(function.name, RULES, n=1)
-        fix = f"did you mean {near[0]}?" if near else suggestion(function.name) or usual
-        yield Problem(field=f"{where}.name", value=function.name, rule=str(error), fix=fix)
+        fix = suggestion(function.name) or usual
+        if near := difflib.get_close_matches(function.name, RULES, n=1):
+            fix = f"did you mean {near[0]}?"
+        yield Problem(f"{where}.name", function.name, str(error), fix)
         return
     if labels([function])[0] in _TAKEN:
         rule = f"none of {', '.join(_TAKEN)}, which are names of other metrics"
-        yield Problem(field=f"{where}.name", value=function.name, rule=rule, fix="give your function another name")
+        yield Problem(f"{where}.name", function.name, rule, "give your function another name")
     try:
         check_signature(function, target)
     except ValueError as error:
         fix = adapter_fix(function, target) or _FIX
-        yield Problem(field=f"{where}.args", value=shown(dict(function.args)), rule=str(error), fix=fix)
+        yield Problem(f"{where}.args", shown(dict(function.args)), str(error), fix)
         return
     if function.name == "math_verify" and find_spec("math_verify") is None:
         fix = "install it with pip install 'megarl-trainer[math]'"
-        yield Problem(field=f"{where}.name", value=function.name, rule="needs the package math-verify", fix=fix)
+        yield Problem(f"{where}.name", function.name, "needs the package math-verify", fix)
     if function.name in RULES:
         wrong = list(_values(target, function.args, f"{where}.args"))
         yield from wrong or _overlong(function, f"{where}.args", longest)
         if function.name not in TOKEN_RULES and not tokenizer:
             fix = "set model.tokenizer, or choose a function that reads token ids"
-            yield Problem(field=f"{where}.name", value=function.name, rule="reads text: needs a tokenizer", fix=fix)
+            yield Problem(f"{where}.name", function.name, "reads text: needs a tokenizer", fix)
 
 
 def adapter_fix(function: RewardFunction, target: Function) -> str | None:
     """Returns the fix for a function that is called with one completion and has the parameters of another system's."""
-    likely = likely_adapter(target) if function.adapter is None and function.unit == "response" else None
-    return None if likely is None else f"set adapter: {likely}, whose parameters the function has"
+    if function.adapter is not None or function.unit != "response":
+        return None
+    likely = likely_adapter(target)
+    return likely and f"set adapter: {likely}, whose parameters the function has"
 
 
 def _values(function: Function, args: Mapping[str, Any], where: str) -> Iterator[Problem]:
@@ -142,7 +156,7 @@ def _values(function: Function, args: Mapping[str, Any], where: str) -> Iterator
             TypeAdapter(hints[name]).validate_python(value, strict=True)
         except ValidationError as error:
             rule = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
-            yield Problem(field=f"{where}.{name}", value=shown(value), rule=rule, fix=_FIX)
+            yield Problem(f"{where}.{name}", shown(value), rule, _FIX)
 
 
 def _overlong(function: RewardFunction, where: str, longest: int | None) -> Iterator[Problem]:
@@ -153,18 +167,10 @@ def _overlong(function: RewardFunction, where: str, longest: int | None) -> Iter
     rising = function.args["buffer_tokens"]
     if rising > most:
         rule = f"at most max_tokens = {most}: the penalty would start before the response"
-        yield Problem(field=f"{where}.buffer_tokens", value=str(rising), rule=rule, fix=f"set it to {most} or less")
+        yield Problem(f"{where}.buffer_tokens", str(rising), rule, f"set it to {most} or less")
     if longest is not None and most > longest:
         rule = f"at most rollout.max_new_tokens = {longest}: no response is longer"
-        yield Problem(field=f"{where}.max_tokens", value=str(most), rule=rule, fix=f"set it to {longest}")
-
-
-def _field_argument(function: RewardFunction) -> str | None:
-    """Returns the field of prompts that a built-in function reads, if any."""
-    if function.name not in RULES:
-        return None
-    parameter = inspect.signature(RULES[function.name]).parameters.get("field")
-    return None if parameter is None else function.args.get("field", parameter.default)
+        yield Problem(f"{where}.max_tokens", str(most), rule, f"set it to {longest}")
 
 
 def check_own_functions(config: RunConfig) -> list[Problem]:
@@ -175,12 +181,12 @@ def check_own_functions(config: RunConfig) -> list[Problem]:
     if find_spec("torch") is None:
         return []
     problems: list[Problem] = []
-    for field, own in _find_own(config, ""):
-        problems += _own_problems(config, field, own)
+    for field, function in _user_functions(config, ""):
+        problems += _user_function_problems(config, field, function)
     return problems
 
 
-def _find_own(section: Section, above: str) -> Iterator[tuple[str, CustomFunction]]:
+def _user_functions(section: Section, above: str) -> Iterator[tuple[str, CustomFunction]]:
     """Yields every function of the user in a section, with its field."""
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
@@ -188,35 +194,31 @@ def _find_own(section: Section, above: str) -> Iterator[tuple[str, CustomFunctio
         if isinstance(value, CustomFunction):
             yield field, value
         elif isinstance(value, Section):
-            yield from _find_own(value, f"{field}.")
+            yield from _user_functions(value, f"{field}.")
 
 
-def _is_set(config: RunConfig, field: str) -> bool:
-    """Returns whether a switch of the configuration is on."""
-    value: Any = config
-    for name in field.split("."):
-        value = getattr(value, name)
-    return value is True
-
-
-def _own_problems(config: RunConfig, field: str, own: CustomFunction) -> Iterator[Problem]:
-    level = getattr(own, "level", None)
+def _user_function_problems(config: RunConfig, field: str, named: CustomFunction) -> Iterator[Problem]:
+    level = getattr(named, "level", None)
     (kind,) = (kind for kind in KINDS if kind.field == field and kind.level == level)
     try:
-        function = resolve(own.name)
+        function = resolve(named.name)
     except ValueError as error:
         usual = "name one that can be imported from the working directory; see docs/algorithms.md"
-        yield Problem(field=f"{field}.name", value=own.name, rule=str(error), fix=suggestion(own.name) or usual)
+        yield Problem(f"{field}.name", named.name, str(error), suggestion(named.name) or usual)
         return
-    given = [*kind.arguments]
-    for name, switch in kind.further:
-        if _is_set(config, switch):
-            given.append(name)
-    positional = 0 if kind.named else len(given)
-    keywords = tuple(kind.reads(own.name)) if kind.named else kind.keywords
+    arguments = [*kind.arguments]
+    for argument, switch in kind.further:
+        if attrgetter(switch)(config) is True:
+            arguments.append(argument)
+    positional = len(arguments)
+    keywords = kind.keywords
+    calls = "its first arguments are"
+    if kind.named:
+        positional = 0
+        keywords = tuple(kind.reads(named.name))
+        calls = "it reads any of"
     try:
-        check_options(function, own.args, name=own.name, positional=positional, given=keywords)
+        check_options(function, named.args, name=named.name, positional=positional, given=keywords)
     except ValueError as error:
-        calls = "it reads any of" if kind.named else "its first arguments are"
-        fix = f"correct them; {calls} ({', '.join(given)}); see docs/algorithms.md"
-        yield Problem(field=f"{field}.args", value=shown(dict(own.args)), rule=str(error), fix=fix)
+        fix = f"correct them; {calls} ({', '.join(arguments)}); see docs/algorithms.md"
+        yield Problem(f"{field}.args", shown(dict(named.args)), str(error), fix)
