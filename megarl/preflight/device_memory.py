@@ -9,6 +9,7 @@ from megarl.files import format_bytes
 from megarl.preflight.capacity import capacity
 from megarl.preflight.memory_plan import DevicePlan, PhaseMemory, plan_memory
 from megarl.rollout.engine_memory import PROCESS
+from megarl.types import RoleName
 
 
 def check_memory(config: RunConfig) -> None:
@@ -18,22 +19,26 @@ def check_memory(config: RunConfig) -> None:
     """
     plans = plan_memory(config)
     room = capacity(config)
-    problems = {problem.field: problem for problem in _without_cache(config, plans)}
-    for group in [plans] if room.shared else [[plan] for plan in plans]:
+    problems = list(_without_cache(config, plans))
+    refused: set[str] = set()
+    groups = [plans] if room.shared else [[plan] for plan in plans]
+    for group in groups:
         by_phase: dict[str, list[tuple[DevicePlan, PhaseMemory]]] = {}
         for plan in group:
             for found in plan.phases():
                 by_phase.setdefault(found.phase, []).append((plan, found))
         for phase, needed in by_phase.items():
             total = sum(found.exact for _, found in needed)
-            if total > room.nbytes and phase not in problems:
-                largest = max(needed, key=lambda pair: pair[1].exact)
-                names = ", ".join(str(plan.device) for plan, _ in needed)
-                rule = f"{phase} fits into {format_bytes(room.nbytes)} ({room.source})"
-                fix = advice(config, *largest, excess=total - room.nbytes)
-                problems[phase] = Problem(f"memory of device {names}", format_bytes(total), rule, fix)
+            if total <= room.nbytes or phase in refused:
+                continue
+            refused.add(phase)
+            plan, largest = max(needed, key=lambda pair: pair[1].exact)
+            devices = ", ".join(str(plan.device) for plan, _ in needed)
+            rule = f"{phase} fits into {format_bytes(room.nbytes)} ({room.source})"
+            fix = advice(config, plan, largest, excess=total - room.nbytes)
+            problems.append(Problem(f"memory of device {devices}", format_bytes(total), rule, fix))
     if problems:
-        raise ConfigError(list(problems.values()))
+        raise ConfigError(problems)
     if (least := config.cluster.min_nodes) is not None:
         try:
             check_memory(on_first_nodes(config, least))
@@ -45,9 +50,9 @@ def check_memory(config: RunConfig) -> None:
 
 def _without_cache(config: RunConfig, plans: Sequence[DevicePlan]) -> Iterator[Problem]:
     rollout = config.engine_settings
-    engine = next((plan.engine for plan in plans if plan.engine is not None and plan.engine.cache == 0), None)
-    if rollout is not None and engine is not None:
-        taken = engine.weights + engine.kept + engine.work + PROCESS
+    engines = [plan.engine for plan in plans if plan.engine is not None and plan.engine.cache == 0]
+    if rollout is not None and engines:
+        taken = engines[0].weights + engines[0].kept + engines[0].work + PROCESS
         device = capacity(config).device_bytes
         rule = f"more than what an engine takes besides its cache, {format_bytes(taken)} of {format_bytes(device)}"
         fix = f"set it above {taken / device:.2f}, or raise rollout.tp"
@@ -77,22 +82,27 @@ def _remedies(config: RunConfig, plan: DevicePlan, phase: PhaseMemory) -> Iterat
     role = phase.role
     on_gpu = plan.kind == "cuda"
     if on_gpu and engine is not None and not plan.sleeps and plan.roles and phase.phase != "generate":
-        weights = 0 if phase.phase == "sync" else phase.weights
-        yield weights + phase.cache + engine.work, "set rollout.sleep=true"
+        freed = phase.cache + engine.work
+        if phase.phase != "sync":
+            freed += phase.weights
+        yield freed, "set rollout.sleep=true"
     elif engine is not None:
         yield phase.cache, f"lower {plan.cache_field}"
     if plan.saved:
         yield phase.snapshot, "set checkpoint.async_save=false"
     for name, memory in plan.roles.items():
         if on_gpu and not memory.spec.offload and name != role:
-            yield memory.state, f"set groups.{config.group_of(name)}.roles.{name}.offload=true"
-    field = "" if role is None else f"groups.{config.group_of(role)}.roles.{role}"
+            yield memory.state, f"set {_field(config, name)}.offload=true"
     if role is not None and phase.phase == "update" and plan.roles[role].spec.recompute != "full":
-        yield phase.activations, f"set {field}.recompute=full, or lower its tokens_per_micro_batch"
+        yield phase.activations, f"set {_field(config, role)}.recompute=full, or lower its tokens_per_micro_batch"
     elif role is not None:
-        yield phase.activations // 2, f"lower {field}.tokens_per_micro_batch"
+        yield phase.activations // 2, f"lower {_field(config, role)}.tokens_per_micro_batch"
     if on_gpu and engine is not None:
         yield phase.weights // 2, f"raise {plan.cache_field.rpartition('.')[0]}.tp"
     if on_gpu and role is not None:
         state = phase.parameters + phase.gradients + phase.optimizer + phase.stepping
-        yield state // 2, f"raise {field}.tp or pp, with more devices in its group"
+        yield state // 2, f"raise {_field(config, role)}.tp or pp, with more devices in its group"
+
+
+def _field(config: RunConfig, role: RoleName) -> str:
+    return f"groups.{config.group_of(role)}.roles.{role}"

@@ -6,7 +6,7 @@ are bytes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from megarl.config import RolloutTrainingConfig, RunConfig, TrainingConfig, parse_devices
@@ -29,15 +29,15 @@ class PhaseMemory:
     """The memory of a device in a phase.
 
     Args:
-        role: that works, or none.
-        optimizer: state, and the average of the weights.
-        activations, logits: of a forward pass, and of a backward pass where there is one.
+        role: role that works, if any.
+        optimizer: optimizer state, and the average of the weights.
+        activations, logits: memory of a forward pass, and of a backward pass where there is one.
         stepping: Adam's intermediate results, when the activations are gone.
-        weights, cache, engine: of a vLLM engine: weights, key-value cache, and the rest, see `EngineRankMemory`.
-        buckets: of a sync.
-        process: of the processes themselves.
-        snapshot: of a checkpoint that is being written, on a CPU.
-        offloaded: on the host, not on the device; also a snapshot.
+        weights, cache, engine: weights, key-value cache and the rest of a vLLM engine, see `EngineRankMemory`.
+        buckets: buckets of a sync.
+        process: memory of the processes themselves.
+        snapshot: copy for a checkpoint that is being written, on a CPU.
+        offloaded: memory on the host, not on the device; also a snapshot.
     """
 
     phase: str
@@ -72,10 +72,10 @@ class DevicePlan:
     """A device: its roles by name, and its engine.
 
     Args:
-        cache_field: of the configuration, for the size of the engine's cache.
-        bucket: most bytes of a message of a sync.
-        sleeps: the engine gives weights and cache back while the trainers work.
-        saved: roles of checkpoints that are written while the training goes on.
+        cache_field: field of the configuration for the size of the engine's cache.
+        bucket: largest size of a message of a sync.
+        sleeps: whether the engine gives weights and cache back while the trainers work.
+        saved: roles of checkpoints that are written during the training.
     """
 
     device: int
@@ -89,87 +89,108 @@ class DevicePlan:
 
     def phases(self) -> Iterator[PhaseMemory]:
         """Yields the phases, each with the role that takes most in it."""
-        asleep = self.sleeps
-        if self.engine is not None:
-            generate = self._with_engine(self._idle("generate", None), awake=True, generates=True)
-            kept = self._received if self.kind == "cpu" else 0
-            yield replace(generate, buckets=kept)
-        if self.roles:
-            yield max((self._inference(role, not asleep) for role in self.roles), key=lambda phase: phase.peak)
         trained: list[RoleName] = [role for role, memory in self.roles.items() if memory.spec.training is not None]
+        if self.engine is not None:
+            yield self._generate()
+        if self.roles:
+            yield _largest(map(self._inference, self.roles))
         if trained:
-            yield max((self._update(role, not asleep) for role in trained), key=lambda phase: phase.peak)
+            yield _largest(map(self._update, trained))
         if self.bucket and ("actor" in self.roles or self.engine is not None):
             yield self._sync()
         if trained:
-            yield max((self._checkpoint(role, not asleep) for role in trained), key=lambda phase: phase.peak)
+            yield _largest(map(self._checkpoint, trained))
 
-    def _inference(self, role: RoleName, awake: bool) -> PhaseMemory:
+    def _generate(self) -> PhaseMemory:
+        buckets = self._received if self.kind == "cpu" else 0
+        return replace(self._present("generate"), buckets=buckets)
+
+    def _inference(self, role: RoleName) -> PhaseMemory:
         activations, logits = self.roles[role].inference()
-        phase = replace(self._idle("inference", role), activations=activations, logits=logits)
-        return self._with_engine(phase, awake=awake)
+        return replace(self._present("inference", role), activations=activations, logits=logits)
 
-    def _update(self, role: RoleName, awake: bool) -> PhaseMemory:
+    def _update(self, role: RoleName) -> PhaseMemory:
         memory = self.roles[role]
         training = memory.spec.training
-        (activations, logits) = memory.update()
         assert training is not None
-        divergence = isinstance(training.loss, PolicySpec) and training.loss.algo.kl.reads_distributions
-        others: tuple[RoleName, ...] = ("reference",) if divergence and "reference" in self.roles else ()
-        phase = replace(
-            self._idle("update", role, *others),
+        active: list[RoleName] = [role]
+        if isinstance(training.loss, PolicySpec) and training.loss.algo.kl.reads_distributions:
+            active.append("reference")
+        activations, logits = memory.update()
+        return replace(
+            self._present("update", *active),
             gradients=memory.gradients,
             activations=activations,
             logits=logits,
             stepping=memory.stepping,
         )
-        return self._with_engine(phase, awake=awake)
 
     def _sync(self) -> PhaseMemory:
-        role: RoleName | None = "actor" if "actor" in self.roles else None
-        phase = self._idle("sync", role)
-        sent = 2 * min(self.bucket, self.roles["actor"].parameters) if role else 0
-        phase = self._with_engine(replace(phase, buckets=sent + self._received), awake=True)
-        repacked = 0 if self.engine is None else self.engine.repacked
-        return replace(phase, engine=phase.engine + repacked, cache=0 if self.sleeps else phase.cache)
+        buckets = self._received
+        if "actor" in self.roles:
+            buckets += 2 * min(self.bucket, self.roles["actor"].parameters)
+            phase = self._present("sync", "actor")
+        else:
+            phase = self._present("sync")
+        engine = phase.engine
+        if self.engine is not None:
+            engine += self.engine.repacked
+        return replace(phase, buckets=buckets, engine=engine, cache=0 if self.sleeps else phase.cache)
 
     @property
     def _received(self) -> int:
         """The engine's buckets, which it keeps between syncs on a CPU."""
-        return 0 if self.engine is None else 2 * min(self.bucket, self.engine.weights)
+        if self.engine is None:
+            return 0
+        return 2 * min(self.bucket, self.engine.weights)
 
-    def _checkpoint(self, role: RoleName, awake: bool) -> PhaseMemory:
-        phase = self._with_engine(self._idle("checkpoint", role), awake=awake)
+    def _checkpoint(self, role: RoleName) -> PhaseMemory:
+        phase = self._present("checkpoint", role)
         written = self.roles[role].written
         if self.kind == "cpu":
             return replace(phase, snapshot=phase.snapshot + written)
         return replace(phase, offloaded=phase.offloaded + written)
 
-    def _idle(self, phase: str, *active: RoleName | None) -> PhaseMemory:
-        """Returns what roles and processes have on the device while some roles are active.
+    def _present(self, phase: str, *active: RoleName) -> PhaseMemory:
+        """Returns what roles, engine and processes have on the device in a phase in which some roles are active.
 
         On a CPU, the device is the host to which roles are offloaded.
         """
-        stay = {name for name, role in self.roles.items() if not role.spec.offload or self.kind == "cpu"}
-        here = [role for name, role in self.roles.items() if name in active or name in stay]
-        snapshot = sum(role.snapshot for name, role in self.roles.items() if name in self.saved)
-        on_host = 0 if self.kind == "cpu" else snapshot
-        return PhaseMemory(
+        here: list[RoleMemory] = []
+        offloaded = 0
+        snapshot = 0
+        for name, role in self.roles.items():
+            if name in active or self.kind == "cpu" or not role.spec.offload:
+                here.append(role)
+            else:
+                offloaded += role.state
+            if name in self.saved:
+                snapshot += role.snapshot
+        if self.kind != "cpu":
+            offloaded += snapshot
+            snapshot = 0
+        present = PhaseMemory(
             phase=phase,
-            role=active[0],
+            role=active[0] if active else None,
             parameters=sum(role.parameters for role in here),
             optimizer=sum(role.optimizer for role in here),
             process=PROCESS * (bool(self.roles) + (self.engine is not None)),
-            snapshot=snapshot - on_host,
-            offloaded=sum(role.state for role in self.roles.values()) - sum(role.state for role in here) + on_host,
+            snapshot=snapshot,
+            offloaded=offloaded,
         )
-
-    def _with_engine(self, phase: PhaseMemory, *, awake: bool, generates: bool = False) -> PhaseMemory:
         if self.engine is None:
-            return phase
-        weights, cache = (self.engine.weights, self.engine.cache) if awake else (0, 0)
-        works = generates or (self.kind == "cuda" and not self.sleeps)
-        return replace(phase, weights=weights, cache=cache, engine=self.engine.kept + self.engine.work * works)
+            return present
+        engine = self.engine.kept
+        if phase == "generate" or (self.kind == "cuda" and not self.sleeps):
+            engine += self.engine.work
+        present = replace(present, engine=engine)
+        if self.sleeps and phase not in ("generate", "sync"):
+            return present
+        return replace(present, weights=self.engine.weights, cache=self.engine.cache)
+
+
+def _largest(phases: Iterable[PhaseMemory]) -> PhaseMemory:
+    return max(phases, key=lambda phase: phase.peak)
 
 
 def plan_memory(config: RunConfig) -> list[DevicePlan]:
@@ -177,24 +198,30 @@ def plan_memory(config: RunConfig) -> list[DevicePlan]:
     kind = config.cluster.device
     plans = dict[int, DevicePlan]()
     rollout = config.engine_settings
-    saved = config.saved if isinstance(config, TrainingConfig) and _saves_meanwhile(config) else ()
-    bucket = int(config.resharding.bucket_mib * _MIB) if isinstance(config, RolloutTrainingConfig) else 0
+    saved: tuple[RoleName, ...] = ()
+    if isinstance(config, TrainingConfig) and _saves_meanwhile(config):
+        saved = config.saved
+    bucket = 0
+    if isinstance(config, RolloutTrainingConfig):
+        bucket = int(config.resharding.bucket_mib * _MIB)
     for name in config.groups:
         specs = role_specs(config, name)
         made = dict[tuple[RoleName, int], RoleMemory]()
         for rank, device in enumerate(config.device_list(name)):
             roles: dict[RoleName, RoleMemory] = {}
             for role, spec in specs.items():
-                key = role, spec.layout.coords(rank).pp
-                if key not in made:
-                    made[key] = _role_memory(config, spec, key[1])
-                roles[role] = made[key]
+                stage = spec.layout.coords(rank).pp
+                if (role, stage) not in made:
+                    made[role, stage] = _role_memory(config, spec, stage)
+                roles[role] = made[role, stage]
             plans[device] = DevicePlan(device=device, kind=kind, roles=roles, bucket=bucket, saved=saved)
     if rollout is not None:
         spec = model_spec(config.model.hf_config())
         engine = EngineRankMemory.of(spec, rollout, kind, lambda: capacity(config).device_bytes)
         sleeps = rollout.sleep and kind == "cuda"
-        field = f"rollout.{'kv_cache_mib' if rollout.gpu_memory_fraction is None else 'gpu_memory_fraction'}"
+        field = "rollout.kv_cache_mib"
+        if rollout.gpu_memory_fraction is not None:
+            field = "rollout.gpu_memory_fraction"
         for device in parse_devices(rollout.devices):
             plan = plans.get(device, DevicePlan(device=device, kind=kind, bucket=bucket))
             plans[device] = replace(plan, engine=engine, cache_field=field, sleeps=sleeps)
@@ -209,14 +236,16 @@ def plan_memory(config: RunConfig) -> list[DevicePlan]:
 
 
 def _saves_meanwhile(config: TrainingConfig) -> bool:
-    """Whether a checkpoint but the last one is made, and written while the training goes on."""
+    """Whether a checkpoint but the last one is made, and written during the training."""
     every = config.checkpoint.every
     last = config.run.steps
     return config.checkpoint.async_save and every is not None and (last is None or every < last)
 
 
 def _role_memory(config: RunConfig, spec: RoleSpec, stage: int) -> RoleMemory:
-    hf_config = config.model.hf_config() if spec.checkpoint is None else read_config(spec.checkpoint)
+    hf_config = config.model.hf_config()
+    if spec.checkpoint is not None:
+        hf_config = read_config(spec.checkpoint)
     largest = config.largest_batches
     budget = max(config.role(spec.name).tokens_per_micro_batch, largest.tokens)
     dp = spec.layout.dp

@@ -56,15 +56,21 @@ class RoleMemory:
 
     @property
     def stepping(self) -> int:
-        """Of torch's Adam: one term of all weights at once on CUDA, two of each in turn on a CPU."""
-        return 4 * sum(self._shards.values()) if self.device == "cuda" else 8 * max(self._shards.values())
+        """Intermediate results of torch's Adam: one of all weights at once on CUDA, two of each in turn on a CPU."""
+        if self.device == "cuda":
+            return 4 * sum(self._shards.values())
+        return 8 * max(self._shards.values())
 
     @property
     def _shards(self) -> dict[str, int]:
         """Elements of each parameter that this rank's optimizer has."""
-        dp = self.layout.dp
-        ep = self.layout.ep
-        return {name: -(-n // (dp // ep if "mlp.experts." in name else dp)) for name, n in self._numels.items()}
+        shards: dict[str, int] = {}
+        for name, elements in self._numels.items():
+            ranks = self.layout.dp
+            if "mlp.experts." in name:
+                ranks //= self.layout.ep
+            shards[name] = -(-elements // ranks)
+        return shards
 
     @property
     def state(self) -> int:
@@ -73,12 +79,12 @@ class RoleMemory:
 
     @property
     def snapshot(self) -> int:
-        """Returns what this rank writes of a checkpoint: replicas share the parameters, and have parts of the rest."""
+        """What this rank writes of a checkpoint: replicas share the parameters, and have parts of the rest."""
         return self.parameters // self.layout.dp + self.optimizer
 
     @property
     def written(self) -> int:
-        """Returns what the write of a checkpoint takes: a copy of one tensor, and what torch.save makes of that."""
+        """What the write of a checkpoint takes: a copy of one tensor, and what torch.save makes of that."""
         return 2 * max(self._shards.values()) * 4
 
     def inference(self) -> tuple[int, int]:
@@ -93,18 +99,20 @@ class RoleMemory:
     def update(self) -> tuple[int, int]:
         """Returns the activations that a backward pass keeps, and the logits with the head's gradients."""
         layers = [len(self.model.layers(self.layout, self.stage, chunk)) for chunk in range(self.layout.vpp)]
-        kept = self._kept_by_layer()
-        whole = self._layer()
-        layers_bytes = kept * max(layers) * self._in_flight()
+        width = self.model.dims.hidden
+        hidden = width * self._item * self._split
+        layer = self._layer()
+        kept = hidden if self.spec.recompute == "full" else layer
+        ends = hidden
+        if self._last:
+            ends = 3 * hidden + self._norm(width) * self._split
         logits = self._logits(self.update_pack)
-        hidden = self.model.dims.hidden * self._item * self._split
-        ends = (3 * hidden + self._norm(self.model.dims.hidden) * self._split) if self._last else hidden
         if self._last and HEADS[self.spec.name] == "lm":
-            vocab = self._vocab_rows * self.model.dims.hidden
-            logits += vocab * (4 + self._item) + self.update_pack * self.model.dims.hidden * self._item
-        # A layer is computed again when the logits are gone.
-        again = max(0.0, self.update_pack * whole - logits) if self.spec.recompute == "full" else 0.0
-        return int(self.update_pack * (layers_bytes + ends) + again), logits
+            logits += self._vocab_rows * width * (4 + self._item) + self.update_pack * width * self._item
+        activations = self.update_pack * (kept * max(layers) * self._in_flight() + ends)
+        if self.spec.recompute == "full":  # a layer is computed again when the logits are gone
+            activations += max(0.0, self.update_pack * layer - logits)
+        return int(activations), logits
 
     def _in_flight(self) -> int:
         """Returns the micro-batches, or those of chunks, whose activations a stage holds at once."""
@@ -114,17 +122,15 @@ class RoleMemory:
             return min(pp - self.stage, self.micro_batches)
         return min(2 * (pp - self.stage - 1) + (vpp - 1) * pp + 1, self.micro_batches * vpp)
 
-    def _kept_by_layer(self) -> float:
-        """Returns the bytes of a token that a layer keeps for its backward pass."""
-        hidden = self.model.dims.hidden * self._item * self._split
-        return hidden if self.spec.recompute == "full" else self._layer()
-
     def _layer(self) -> float:
+        """Returns the bytes of a token that a layer keeps for its backward pass, or computes again for it."""
         dims = self.model.dims
         tp = self.layout.tp
         item = self._item
         norms = 2 * self._norm(dims.hidden) * self._split
-        rope = 4 * dims.head_dim * item if self.model.rope is not None else 0
+        rope = 0
+        if self.model.rope is not None:
+            rope = 4 * dims.head_dim * item
         qkv = (dims.heads + 2 * dims.kv_heads) * dims.head_dim * item / tp
         one = dims.heads * dims.head_dim * item / tp  # queries, or the attention's output
         kv = 2 * dims.kv_heads * dims.head_dim * item / tp
@@ -136,7 +142,10 @@ class RoleMemory:
             attention = 3 * one + kv + 4 * dims.heads / tp  # in rectangles
         if self.model.table.megatron.get("qk_layernorm"):
             heads = (dims.heads + dims.kv_heads) / tp
-            attention += (qkv + one if item == 4 else 4 * (one + kv / 2) / item) + one + kv / 2 + 4 * heads
+            inputs = 4 * (one + kv / 2) / item
+            if item == 4:
+                inputs = qkv + one
+            attention += inputs + one + kv / 2 + 4 * heads
         return norms + rope + attention + self._mlp()
 
     def _norm(self, size: int) -> float:
@@ -154,7 +163,9 @@ class RoleMemory:
         ffn = dims.ffn * self._item / tp
         if dims.experts:
             return self._experts * (6 * ffn + dims.hidden * self._item) + 16 * dims.experts
-        return (5 if self.model.table.megatron["gated_linear_unit"] else 2) * ffn
+        if self.model.table.megatron["gated_linear_unit"]:
+            return 5 * ffn
+        return 2 * ffn
 
     def _logits(self, tokens: int) -> int:
         if not self._last or HEADS[self.spec.name] != "lm":
@@ -168,7 +179,9 @@ class RoleMemory:
     @property
     def _split(self) -> float:
         """The part of the tokens that this rank has between the tensor-parallel regions."""
-        return 1 / self.layout.tp if self.layout.sequence_parallel else 1.0
+        if self.layout.sequence_parallel:
+            return 1 / self.layout.tp
+        return 1.0
 
     @property
     def _experts(self) -> int:
