@@ -36,7 +36,7 @@ def test_every_table_row_is_one_line() -> None:
     rows = [line for line in markdown().splitlines() if line.startswith("|")]
     assert len(rows) > 100
     assert [row for row in rows if not row.endswith(" |")] == []
-    assert "an engine receives into two, and a trainer's sends from two where it cannot write there." in markdown()
+    assert "Ranks of engines receive into two, and trainers send from two where they cannot write there." in markdown()
 
 
 def test_every_section_of_every_stage_appears_once() -> None:

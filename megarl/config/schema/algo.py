@@ -16,12 +16,13 @@ class CustomAdvantage(CustomFunction):
     """A function of your own."""
 
     level: Literal["sample", "token"] = "sample"
-    """sample: advantages of whole samples, from their scores; token: advantages of tokens, from their rewards."""
+    """sample: advantages of samples, from their scores; token: of tokens, from their rewards."""
 
 
 class AutoNormaliser(Choice):
-    """auto does what the advantage's source does: whiten for gae, vapo, reinforce_pp, reinforce_pp_baseline and, with
-    ddof 1, gdpo; none for the others. none leaves the advantages as they are."""
+    """auto follows the advantage's source: whiten for gae, vapo, reinforce_pp and
+    reinforce_pp_baseline, whiten with ddof 1 for gdpo, none for the others. none leaves the
+    advantages as they are."""
 
     name: Literal["auto", "none"] = "auto"
 
@@ -60,13 +61,13 @@ class Normalise(Section):
 
 
 class ReferenceSync(Section):
-    """The reference moves towards the actor: reference = weight * actor + (1 - weight) * reference."""
+    """Moves the reference: reference = weight * actor + (1 - weight) * reference."""
 
     every: Count
     """Steps between two updates of the reference."""
     weight: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """Weight of the actor. The reference is rounded to its dtype each time: in bfloat16, with less than 0.5, it stays
-    where it is while the actor is less than 1 / (2 * weight) units in the last place away."""
+    """Weight of the actor. In bfloat16, rounding holds the reference where the actor is less than 1
+    / (2 * weight) units in the last place away."""
 
 
 class KL(Section):
@@ -75,28 +76,28 @@ class KL(Section):
     model_config = ConfigDict(validate_by_alias=True, serialize_by_alias=True)
 
     placement: Literal["reward", "loss"] = Field(default="reward", alias="in")
-    """Where the penalty acts: reward subtracts it from the reward of each token, loss adds it to the policy loss."""
+    """Where the penalty acts: subtracted from the reward of each token, or added to the loss."""
     estimator: Annotated[Choice, KL_ESTIMATORS] = KL_ESTIMATORS("k1")
     """How the divergence is estimated."""
     coef: NotNegative = 0.0
     """Weight of the penalty, reward or loss per nat; 0 is none, and needs no reference."""
     target: Positive | None = None
-    """Adapt coef until the mean divergence of the actor is this, nats of the unit; null keeps coef."""
+    """Mean divergence to which coef adapts, nats of the unit; null keeps coef."""
     horizon: Positive = 10000.0
-    """Samples over which coef adapts: a step of n samples changes it by a factor of 1 +- 0.2 * n / horizon at most."""
+    """Samples over which coef adapts: a step of n changes it by 20 % * n / horizon at most."""
     unit: Literal["sequence_sum", "token_mean"] = "sequence_sum"
-    """What target bounds, as a mean over the responses: the divergence's sum over a response's tokens, or its mean."""
+    """What target bounds: the divergence's sum, or its mean, over the tokens of a response."""
     cumulative: bool = True
-    """With in: reward and an advantage that compares samples: a token's advantage has the penalties of all tokens from
-    it on; false: its own penalty alone."""
+    """With in: reward and an advantage of samples, whether a token's advantage has the penalties of
+    all tokens from it on, or its own alone."""
     importance: bool = False
-    """With in: loss: multiply the estimate by the probability ratio of the new policy to the old."""
+    """With in: loss, multiply the estimate by the ratio of the new policy to the old."""
     reference_sync: ReferenceSync | None = None
     """Move the reference towards the actor; null keeps it as it is."""
 
     @property
     def reads_distributions(self) -> bool:
-        """Whether the update reads whole distributions of the reference, not only the sampled tokens."""
+        """Whether the update reads the reference's distributions, not only the sampled tokens."""
         return self.placement == "loss" and self.coef > 0 and self.estimator.name == "full"
 
 
@@ -129,10 +130,10 @@ class Scores(Section):
     """How the score of a response is shaped before advantages are computed."""
 
     clip: Interval | None = None
-    """Scores are clipped to [lower, upper]; a number alone is both, below and above 0. null does not clip."""
+    """Bounds of scores, [lower, upper], or a number for both sides of 0; null does not clip."""
     missing_end: Annotated[Choice, MISSING_ENDS] | None = None
-    """How the score of an unfinished response is shaped: one cut off at the length limit, or with truncate_at without
-    the token."""
+    """How unfinished responses are scored: cut off at the length limit, or without truncate_at's
+    token."""
     truncate_at: TruncateAt | None = None
     """Score responses up to a token; null scores them whole."""
     placement: Literal["last_valid", "every_valid"] = "last_valid"
@@ -140,11 +141,11 @@ class Scores(Section):
 
 
 class Reject(Section):
-    """Tokens or responses whose ratio of the old policy to the engines' is out of bounds are not trained on."""
+    """Bounds of the ratio of the old policy to the engines', for tokens or responses."""
 
     statistic: RejectionStatistic
-    """What is bounded: an estimate of the divergence per token, or its sum, mean or largest over a response. k1 is
-    log p(engines) - log p(old)."""
+    """What is bounded: an estimate of the divergence per token, or its sum, mean or largest over a
+    response. k1 is log p(engines) - log p(old)."""
     upper: Positive
     """Upper bound: of exp(k1), or of k2 or k3, nats."""
     lower: Positive | None = None
@@ -152,7 +153,7 @@ class Reject(Section):
 
 
 class SequenceMask(Section):
-    """Responses with a negative advantage that the actor has moved away from are left out of the policy loss."""
+    """Leaves responses with a negative advantage that became less likely out of the policy loss."""
 
     delta: NotNegative = 1e-4
     """Largest mean of log p(engines) - log p(actor) over a response, nats."""
@@ -166,18 +167,18 @@ class M2PO(Section):
 
 
 class Correction(Section):
-    """Corrections for rollouts that were sampled with other numerics or older weights than the trainer's."""
+    """Corrections for rollouts sampled with other numerics or older weights."""
 
     old_logprobs: Literal["recompute", "rollout", "loglinear", "linear"] = "recompute"
-    """Old log-probabilities of the ratio: recompute takes the trainer's before the update, by a forward pass of its own
-    unless a step is one optimizer step, whose own they are then; rollout the engines'; loglinear and linear interpolate
+    """Old log-probabilities of the ratio. recompute: the trainer's before the update, from a
+    forward pass unless a step is one optimizer step; rollout: the engines'; loglinear and linear:
     between the engines' and the actor's, by the age of the weights."""
     weights: Annotated[Choice, ROLLOUT_WEIGHTS] | None = None
     """Importance weights p(old) / p(engines) that multiply the policy loss; null uses none."""
     reject: tuple[Reject, ...] = Field(default=(), strict=False)
     """Tokens or responses outside any of these bounds are dropped from the whole loss."""
     sequence_mask: SequenceMask | None = None
-    """Drop responses that the actor has made less likely by more than delta from the policy loss; null keeps all."""
+    """Drop responses that became less likely by more than delta; null keeps all."""
     m2po: M2PO | None = None
     """Drop the tokens with the largest squared log-ratios from the whole loss; null drops none."""
 
@@ -208,7 +209,7 @@ class EarlyStop(Section):
 
 
 class Algo(Section):
-    """PPO: ppo_epochs passes over a step's samples, each with mini_batches optimizer steps on equal parts."""
+    """PPO: ppo_epochs passes over a step's samples, each with mini_batches optimizer steps."""
 
     advantage: Annotated[Choice, ADVANTAGES] = ADVANTAGES("gae")
     """How advantages are computed from the rewards of a step."""
@@ -227,11 +228,11 @@ class Algo(Section):
     scores: Scores = Scores()
     """How the score of a response is shaped before advantages are computed."""
     correction: Correction = Correction()
-    """Corrections for rollouts that were sampled with other numerics or older weights than the trainer's."""
+    """Corrections for rollouts sampled with other numerics or older weights."""
     filter: Annotated[Choice, FILTERS] | None = None
     """Filter of prompts: further prompts are sampled until the step is full; null keeps all."""
     filter_rounds: Count = 10
-    """Rounds of generation at most, with a filter; a step that is not full then takes rejected prompts, in order."""
+    """Most rounds of generation with a filter; then rejected prompts fill the step, in order."""
     select: Selection | None = None
     """Train on a selection of a step's samples; null trains on all."""
     early_stop: EarlyStop | None = None
@@ -239,8 +240,8 @@ class Algo(Section):
     ppo_epochs: Count = 1
     """Passes over a step's samples."""
     mini_batches: Count = 1
-    """Optimizer steps in a pass; divides prompts_per_step * samples_per_prompt. With select, a pass has at most as many
-    steps as selected samples."""
+    """Optimizer steps in a pass; divides the samples of a step, and with select is at most the
+    selected ones."""
 
     @property
     def from_token_rewards(self) -> bool:
@@ -261,7 +262,8 @@ class Algo(Section):
 
     @property
     def is_likelihood(self) -> bool:
-        """Whether the policy loss is the likelihood of samples, at temperature 1 and without a ratio."""
+        """Whether the policy loss is the likelihood of samples, at temperature 1, without a
+        ratio."""
         return self.policy_loss.name == "sft"
 
     @property
@@ -271,7 +273,7 @@ class Algo(Section):
 
     @property
     def reads_old_logprobs(self) -> tuple[str, ...]:
-        """The settings that read the trainer's log-probabilities before the update, or in a later optimizer step."""
+        """The settings that read the trainer's log-probabilities before the update."""
         correction = self.correction
         in_update = self.update_reads_old_logprobs
         reads = {
@@ -291,7 +293,7 @@ class Algo(Section):
 
     @property
     def old_logprobs_from_update(self) -> bool:
-        """Whether the old log-probabilities are those of a step's only optimizer step, so that the ratio is 1."""
+        """Whether the old log-probabilities are those of a step's only optimizer step."""
         recomputes = self.correction.old_logprobs == "recompute"
         return recomputes and self.update_reads_old_logprobs and not self.reads_old_logprobs
 

@@ -32,7 +32,7 @@ class TimeLimits(Section):
 
     @property
     def calls(self) -> float:
-        """Limit of a step's reward function calls: below ``scoring``, so that a slow function does not end the run."""
+        """Limit of a step's reward calls: below ``scoring``, so that none ends the run."""
         return 0.9 * self.scoring
 
     @property
@@ -167,32 +167,32 @@ class Rollout(Section):
     machine's memory, or of cluster.device_memory_gib. The cache has what the memory plan (docs/memory.md) leaves of it:
     the same size at every start."""
     sleep: bool = False
-    """Free the engines' weights and caches while the trainers work. In a file that does not say, true
-    where groups have the engines' GPUs, except in stage eval and with sync_every above 1."""
+    """Free the engines' weights and caches while the trainers work. Unset, it is true where groups
+    have the engines' GPUs, except in stage eval and with sync_every above 1."""
     enforce_eager: bool = False
-    """Run the engines without compiling them and without CUDA graphs: a quicker start, less memory, slower rollouts."""
+    """No compilation and no CUDA graphs: a quicker start, less memory, slower rollouts."""
     sync_every: Count = 1
-    """Steps between transfers of the weights into the engines, whose weights are up to sync_every - 1 steps old."""
+    """Steps between transfers of the weights into the engines."""
     max_staleness: Natural = 0
-    """How many versions older than the actor the weights may be that sample a step; 0 samples and trains in turn. Above
-    0, engines on devices of their own sample the next steps while the trainers work."""
+    """Bound of the age of the weights that sample a step, versions; 0 samples and trains in turn.
+    Above 0, engines on devices of their own sample ahead."""
     mode: Literal["exact", "bounded", "inflight"] = "exact"
-    """What happens to responses in progress when new weights are due: exact and bounded finish them first, and inflight
-    goes on with the new weights. With exact a run can be repeated: step t is sampled by version t - 1 - max_staleness.
-    With bounded the steps overlap, and versions are skipped while long responses run."""
+    """Responses in progress when new weights are due: exact and bounded finish them first, inflight
+    continues with the new weights. exact is repeatable: version t - 1 - max_staleness samples step
+    t. With bounded the steps overlap, and long responses skip versions."""
     inference_parts: Count = 1
-    """Parts of a step's samples, in their order: rewards and forward passes begin with a part when its responses are
-    there, while engines on devices of their own generate the others. Results do not depend on when that is, and on the
-    number of parts only by rounding, as it decides which samples are packed together."""
+    """Parts of a step's samples: rewards and forward passes begin with a part while engines on
+    devices of their own generate the others. Results depend on the number only by rounding, through
+    packing."""
     inflight_cache: Literal["recompute", "keep"] = "recompute"
-    """With mode inflight, the cache of responses in progress: recompute prefills them again with the new weights, keep
-    leaves the keys and values of the old ones."""
+    """With mode inflight, the cache of responses in progress: prefilled again with new weights, or
+    kept."""
     rolling_update: bool = False
-    """With mode bounded or inflight, give new weights to half of the engines at a time, so that the others generate
-    meanwhile; the trainers wait for both halves."""
+    """With mode bounded or inflight, give new weights to half of the engines at a time; the others
+    generate."""
     max_replacements: Natural = 0
-    """Engines that the run may replace because they died or hang; others answer in their place until the first sync
-    after their start. At 0 the run ends. Needs engines on devices of their own."""
+    """Engines on devices of their own that the run may replace when they die or hang; others answer
+    until the next sync. At 0 the run ends."""
     record: str | None = None
     """Directory for each step's rollouts."""
     replay: str | None = None
@@ -205,7 +205,7 @@ class Rollout(Section):
 
 
 class LogprobAgreement(Section):
-    """After the first sync and after a resume, trainer and engines must agree on log-probabilities."""
+    """Trainer and engines must agree on log-probabilities after the first sync and a resume."""
 
     sequences: Count = 16
     """Random sequences that both score."""
@@ -219,13 +219,13 @@ class Resharding(Section):
     """The transfer of the actor's weights into the engines."""
 
     bucket_mib: Positive = 256.0
-    """Memory of a bucket, MiB. A rank of an engine receives into two, and a trainer's sends from two where it cannot
-    write there. Larger parameters come in parts; an engine joins the parts of those that vLLM packs."""
+    """Memory of a bucket, MiB. Ranks of engines receive into two, and trainers send from two where
+    they cannot write there. Larger parameters come in parts."""
     verify: bool = True
     """Send a checksum with every message and check it."""
     transport: str = "auto"
-    """Transport of messages; auto takes the fastest between each two processes, gloo and shared_memory are for device
-    cpu; or package.module:Class of your own."""
+    """Transport of messages; auto takes the fastest between two processes, gloo and shared_memory
+    are for device cpu; or package.module:Class."""
     logprob_check: LogprobAgreement | None = LogprobAgreement()
     """The check of log-probabilities before training; null does not check."""
 

@@ -27,19 +27,19 @@ LayerChoice = Literal["auto", "local", "transformer_engine"]
 
 
 class Model(Section):
-    """The model that is trained or evaluated; in PPO the reference starts as its copy, and the critic from its body."""
+    """The model; in PPO the reference starts as its copy, and the critic from its body."""
 
     path: str | None = None
     """Directory of a Hugging Face checkpoint (config.json and safetensors)."""
     random: RandomModel | None = None
     """A random model; exactly one of path and random is given."""
     vocab_size: Count | None = None
-    """Number of token ids in use: higher ones are never sampled and have no probability; null uses all."""
+    """Number of token ids in use; higher ones have no probability. null uses all."""
     tokenizer: str | None = None
     """Directory of a Hugging Face tokenizer; null: the model's directory, if it has one."""
     layers: LayerChoice = "auto"
-    """Layers of the trainers: Megatron's own (local) or Transformer Engine's. auto takes the latter on a GPU where they
-    are installed and can compute the model, the former elsewhere; see docs/gpu.md."""
+    """Layers of the trainers: Megatron's own (local) or Transformer Engine's. auto: the latter on a
+    GPU if installed and able to compute the model; see docs/gpu.md."""
 
     def hf_config(self) -> Mapping[str, Any]:
         """Returns the model's config.json."""
@@ -48,7 +48,7 @@ class Model(Section):
         return read_hf_config(self.path or "")
 
     def tokenizer_directory(self, model_dir: str) -> str:
-        """Returns the directory of the tokenizer, if the run has one; `model_dir` has the model's files."""
+        """Returns the directory of the tokenizer; `model_dir` has the model's files."""
         return self.tokenizer or model_dir
 
 
@@ -122,15 +122,15 @@ class PromptData(Section):
     random: RandomPrompts | None = None
     """Random prompts."""
     tasks: Count | None = None
-    """Number of tasks that the environment makes: rows with an index, from 0, and nothing else. Exactly one of prompts,
-    random and tasks is given."""
+    """Number of tasks that the environment makes: rows with an index alone, from 0. Exactly one of
+    prompts, random and tasks is given."""
     chat_template: bool = False
-    """Put text prompts into the tokenizer's chat template, as a user's message; chats always are."""
+    """Put text prompts into the chat template, as a user message; chats always are."""
     chat_template_kwargs: Mapping[str, Any] = {}
     """Arguments of the chat template, such as enable_thinking; for held-out prompts, too."""
     too_long: Literal["refuse", "drop"] = "refuse"
-    """Rows that leave no room for the response, and longer rows of ptx.data: refuse is an error, drop leaves them out
-    and counts them."""
+    """Rows that leave no room for the response, and too long rows of ptx.data: an error, or left
+    out and counted."""
     prompts_per_step: Count
     """Prompts of a step."""
     samples_per_prompt: Count = 1
@@ -149,13 +149,13 @@ class FixedRows(Section):
     evaluate_every: Count | None = None
     """Steps between evaluations; null: before the first step and after the last."""
     chat_template: bool = False
-    """Put text prompts into the tokenizer's chat template, as a user's message; chats always are."""
+    """Put text prompts into the chat template, as a user message; chats always are."""
     chat_template_kwargs: Mapping[str, Any] = {}
     """Arguments of the chat template, such as enable_thinking; for held-out prompts, too."""
     too_long: Literal["refuse", "drop"] = "refuse"
-    """Longer rows: refuse is an error, drop leaves them out and counts them."""
+    """Longer rows: an error, or left out and counted."""
     empty: Literal["refuse", "drop"] = "drop"
-    """Rows with an empty response: refuse is an error, drop leaves them out and counts them."""
+    """Rows with an empty response: an error, or left out and counted."""
 
     @property
     def drop(self) -> frozenset[Fault]:
@@ -179,13 +179,13 @@ class PairData(FixedRows):
     """The preference pairs, and how many a step has."""
 
     train: Source
-    """Rows with a prompt, a chosen and a rejected response; for best_of_n, with a prompt and candidates."""
+    """Rows with a prompt, a chosen and a rejected response, or candidates for best_of_n."""
     max_tokens: Count
     """Largest number of tokens of a prompt and one of its responses together."""
     pairs_per_step: Count
     """Pairs, or prompts with candidates, of an optimizer step."""
     equal: Literal["refuse", "drop"] = "drop"
-    """Rows whose better response equals another: refuse is an error, drop leaves them out and counts them."""
+    """Rows whose better response equals another: an error, or left out and counted."""
 
     @property
     def drop(self) -> frozenset[Fault]:

@@ -26,14 +26,14 @@ class RewardFunction(Section):
     adapter: Literal["trl", "verl"] | None = None
     """Whose signature the function has: TRL's or verl's; null: MegaRL's own."""
     per: Literal["response", "batch", "group"] | None = None
-    """What a call scores: a response, all responses of a step that its process has, or all responses to a prompt. null:
-    a response, and with adapter trl a batch."""
+    """What a call scores: a response, all responses that its process has of a step (batch), or all
+    responses to a prompt (group). null: a response; a batch with adapter trl."""
     concurrency: Count | None = None
-    """Calls in progress at once in each process; null: 32 of an async function, 1 of others, which above 1 run in
-    threads."""
+    """Calls in progress at once in each process, in threads unless the function is async; null: 32
+    if it is async, else 1."""
     cache: bool = False
-    """Call the function once per prompt and response: further ones get the same score. Each process has its own
-    cache."""
+    """Call the function once per prompt and response in each process; repeated ones get the same
+    score."""
 
     @property
     def unit(self) -> Literal["response", "batch", "group"]:
@@ -44,10 +44,10 @@ class RewardFunction(Section):
 
 
 class JudgeModel(Section):
-    """A model that is asked for the score of each response, on engines of the run; see docs/rewards.md."""
+    """A model on engines of the run that scores each response; see docs/rewards.md."""
 
     path: str
-    """Hugging Face directory of the model. If its tokenizer has a chat template, the question is a user's message."""
+    """Hugging Face directory of the model; with a chat template, the question is a user message."""
     devices: Devices
     """Devices of the engines, such as 6-7; no group and no other engine has them."""
     tp: Count = 1
@@ -80,11 +80,11 @@ class JudgeModel(Section):
 
 
 class Reward(Section):
-    """The score of a response: the weighted sum of the reward model, if a group has it, a judge, and functions."""
+    """The score of a response: the weighted sum of the reward model, a judge, and functions."""
 
     path: str | None = None
-    """Directory of a Hugging Face checkpoint with a score head; null, with model.random alone: its body and a random
-    head."""
+    """Hugging Face checkpoint with a score head; null, only with model.random: its body and a
+    random head."""
     head_std: Positive = 0.02
     """Standard deviation of the random head's weights."""
     head_seed: Seed = 0
@@ -92,7 +92,7 @@ class Reward(Section):
     weight: float = 1.0
     """Factor of the reward model's score."""
     dense: Literal["scores", "differences"] | None = None
-    """Reward every token with the reward model's score after it, or with its change; null: the response's end."""
+    """Reward every token with the reward model's score after it, or its change; null: the last."""
     functions: tuple[RewardFunction, ...] = Field(default=(), strict=False)
     """Functions that score the responses."""
     judge_model: JudgeModel | None = None
@@ -106,7 +106,7 @@ class Reward(Section):
     max_unscored_steps: Count | None = 3
     """Steps in a row without any scored response that end the run with an error; null: none do."""
     shuffle: bool = False
-    """Give each sample of a step the score of another one: a control run, in which there is nothing to learn."""
+    """Give each sample the score of another one: a control run with nothing to learn."""
 
 
 class EnvironmentSettings(Section):
@@ -119,19 +119,19 @@ class EnvironmentSettings(Section):
     weight: float = 1.0
     """Factor of its reward in the score."""
     max_turns: Count = 16
-    """Turns of the model in a conversation. Each may have rollout.max_new_tokens, all of it rollout.max_model_len."""
+    """Most turns of the model in a conversation."""
     processes: Count = 1
     """Processes of the environments, which share the conversations of a step."""
     concurrency: Count = 256
     """Conversations in progress at once in each process."""
     time_limit: Positive = 60.0
-    """How long a call of reset, step or close may take, seconds, or the harness of a gateway between two turns; after
-    that the conversation begins anew."""
+    """Limit of a call of reset, step or close, or of a gateway's harness between two turns,
+    seconds; then the conversation begins anew."""
     retries: Natural = 1
     """How often a conversation that failed begins anew; then it has no score."""
     history: Literal["template", "sampled"] = "template"
-    """What the model reads of its earlier turns: what the chat template writes, in a new branch where that is not what
-    was sampled; or always what was sampled. See docs/chat-templates.md."""
+    """How the model reads its earlier turns: as the chat template writes them, in a new branch
+    where that differs, or as they were sampled. See docs/chat-templates.md."""
 
 
 class Evaluation(Section):
@@ -140,7 +140,7 @@ class Evaluation(Section):
     prompts: Source | None = None
     """Rows as of data.prompts."""
     tasks: Count | None = None
-    """Number of tasks that the environment makes: rows with an index and nothing else, in training after those of
+    """Number of tasks that the environment makes: rows with an index alone, after those of
     data.tasks. Exactly one of prompts and tasks is given."""
     samples_per_prompt: Count = 1
     """Responses to each prompt."""
@@ -149,7 +149,7 @@ class Evaluation(Section):
     temperature: Temperature | None = None
     """Divides the logits; null takes that of the rollouts."""
     pass_at: tuple[Count, ...] = Field(default=(), strict=False)
-    """Values of k for pass@k: the estimated fraction of prompts that at least one of k responses solves."""
+    """Values of k for pass@k: the fraction of prompts that at least one of k responses solves."""
     success_at: float = 1.0
     """Least score of a response that solves its prompt."""
     functions: tuple[RewardFunction, ...] = Field(default=(), strict=False)
@@ -171,20 +171,20 @@ class PeriodicEvaluation(Evaluation):
     ema: bool = False
     """Evaluate the actor's moving average, too."""
     blocking: bool = True
-    """Evaluate between two steps; false does it while the training goes on, which needs rollout.max_staleness."""
+    """Evaluate between two steps; false evaluates during them, and needs rollout.max_staleness."""
 
 
 class HeldOut(Evaluation):
     """Held-out prompts, answered and scored, and how their rows are read."""
 
     first_task: Natural | None = None
-    """Index of the first one of tasks: data.tasks of the training, for tasks that are not in it. Given with tasks."""
+    """Index of the first task, such as data.tasks of the training; given with tasks."""
     chat_template: bool = False
-    """Put text prompts into the tokenizer's chat template, as a user's message; chats always are."""
+    """Put text prompts into the chat template, as a user message; chats always are."""
     chat_template_kwargs: Mapping[str, Any] = {}
     """Arguments of the chat template, such as enable_thinking."""
     too_long: Literal["refuse", "drop"] = "refuse"
-    """Rows that leave no room for the response: refuse is an error, drop leaves them out and counts them."""
+    """Rows that leave no room for the response: an error, or left out and counted."""
 
     @property
     def drop(self) -> frozenset[Fault]:

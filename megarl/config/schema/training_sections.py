@@ -46,23 +46,23 @@ class TrainingRun(Run):
     dir: str
     """Directory of the run's output; training resumes from its last checkpoint, if there is one."""
     steps: Count | None = None
-    """Steps of the run, each of rollouts and their updates; in sft and reward_model, of an optimizer step. null:
-    those of epochs; one of the two is given."""
+    """Steps of the run, each of rollouts and their updates, or of an optimizer step in sft and
+    reward_model; null: by epochs."""
     epochs: Positive | None = None
-    """Passes over the usable rows of data.prompts or data.train, or over the random prompts, instead of steps: the run
-    has epochs * rows / rows of a step steps, rounded down."""
+    """Passes over the usable rows, instead of steps: epochs * rows / rows of a step, rounded
+    down."""
     max_skipped_steps: Count | None = 3
-    """Optimizer steps of a role in a row that are skipped, because the loss or the gradient is not finite, and end the
+    """Skipped optimizer steps in a row, with a loss or gradient that is not finite, that end the
     run with an error; null: none do."""
     time_limit: Annotated[Positive, BeforeValidator(_seconds)] | None = None
-    """Time of a start of the run, seconds or as 4:00:00: when the next step might not end in it, the run saves and ends
-    with exit code 75. A Slurm job's own limit holds as well."""
+    """Time of a start of the run, seconds or as 4:00:00: before a step that might exceed it, the
+    run saves and ends with exit code 75. A Slurm job's limit holds as well."""
     grace_period: NotNegative = 15.0
-    """Seconds after SIGTERM in which the run may finish its step, save, and end with exit code 75; 0: it ends at once,
+    """Seconds after SIGTERM to finish the step, save, and end with exit code 75; 0: it ends at once
     without a checkpoint."""
     max_restarts: Natural | None = None
-    """How often one start of the run may go on from its last checkpoint, with new processes, when a process, a node or
-    a call is lost or hangs; null: 3 in a Slurm or Ray job, 0 elsewhere."""
+    """Restarts from the last checkpoint, with new processes, after a process, node or call is lost
+    or hangs; null: 3 in a Slurm or Ray job, 0 elsewhere."""
 
     @property
     def length_field(self) -> str:
@@ -71,15 +71,15 @@ class TrainingRun(Run):
 
 
 class Profiling(Section):
-    """Steps with torch's profiler, which changes no result and takes time: traces for Perfetto, and the longest
-    kernels."""
+    """Steps with torch's profiler, which takes time: traces for Perfetto, and longest kernels."""
 
     steps: Annotated[tuple[Count, ...], Field(min_length=1, strict=False)] | None = None
-    """Steps that are profiled; null is 2, as the first step of a process also warms up, or 1 in a run of one step."""
+    """Steps that are profiled; null: step 2, after the warm-up, or 1 in a run of one step."""
     ranks: tuple[Natural, ...] = Field(default=(0,), strict=False)
     """Ranks that are profiled in each group."""
     engines: Annotated[tuple[Natural, ...], Field(strict=False)] | None = None
-    """Engines that are profiled, of one device each; null is engine 0, and none where rollout.tp is above 1."""
+    """Engines that are profiled, of one device each; null: engine 0, or none with rollout.tp above
+    1."""
 
     def profiled_steps(self, steps: int) -> tuple[int, ...]:
         """Returns the profiled steps of a run with this number of steps."""
@@ -127,8 +127,8 @@ class Health(Section):
     """The checks of the run's own metrics (docs/metrics.md)."""
 
     limits: Mapping[LimitedMetric, float | None] = {}
-    """Other limits of healthy values by metric; null is none. objective/kl, rollout/logprob_gap and
-    response_length/mean have a limit only if it is given here: three steps above it begin a finding."""
+    """Limits of healthy values by metric; null is none. objective/kl, rollout/logprob_gap and
+    response_length/mean have one only here: three steps above it begin a finding."""
     stop: Annotated[tuple[CheckedMetric, ...], Field(strict=False)] = ()
     """Metrics whose findings end the run with an error, after a checkpoint, when they begin."""
 
@@ -137,12 +137,12 @@ class Optimizer(Section):
     """Adam with decoupled weight decay."""
 
     adam: Literal["pytorch", "tensorflow"] = "pytorch"
-    """pytorch adds eps to the root of the second moment after its bias correction, tensorflow before."""
+    """pytorch adds eps to the second moment's root after bias correction, tensorflow before."""
     lr: Positive
     """Highest learning rate."""
     schedule: Literal["constant", "linear", "cosine", "anneal"] = "constant"
-    """The learning rate from the warm-up to the run's last optimizer step. anneal is linear from lr to 0 over the run's
-    steps: all optimizer steps of a step have the same rate."""
+    """Learning rate from the warm-up to the last optimizer step. anneal: linear from lr to 0 by
+    steps, whose optimizer steps share a rate."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the run's optimizer steps in which the learning rate rises linearly from 0."""
     final_lr: NotNegative = 0.0
@@ -165,7 +165,7 @@ class Actor(Section):
 
 
 class EMASettings(Section):
-    """An exponential moving average of the actor's weights, in float32, updated after every optimizer step."""
+    """A moving average of the actor's weights, in float32, updated by every optimizer step."""
 
     decay: Decay = 0.992
     """Decay of the average per optimizer step."""
@@ -182,7 +182,7 @@ class BestCheckpoint(Section):
     """Which checkpoint is the best."""
 
     metric: str
-    """Metric of the evaluations, such as eval/loss; a checkpoint has it if its step has an evaluation."""
+    """Metric of the evaluations, such as eval/loss, at the step of the checkpoint."""
     mode: Literal["max", "min"] = "max"
     """Whether higher or lower values are better."""
 
@@ -193,8 +193,8 @@ class CheckpointSettings(Section):
     every: Count | None = None
     """Steps between checkpoints; the last step always has one. null: the last step alone."""
     async_save: bool = True
-    """Write checkpoints while the training goes on: each rank copies its part to host memory, and writes the copy. The
-    last one is written at once."""
+    """Write checkpoints during the training, from copies in host memory; the last one is written at
+    once."""
     keep: Count = 2
     """Number of checkpoints to keep, the newest ones; others are removed."""
     keep_every: Count | None = None
@@ -209,20 +209,20 @@ class Tracking(Section):
     tensorboard: bool = True
     """Write TensorBoard events into the run's directory."""
     wandb_project: str | None = None
-    """Project of Weights & Biases to log to; null does not. Needs the package wandb, and a key (wandb login) unless
-    WANDB_MODE is offline."""
+    """Project of Weights & Biases to log to, with the package wandb and a key unless WANDB_MODE is
+    offline; null does not."""
     mlflow_experiment: str | None = None
     """Experiment of MLflow to log to; null does not. Needs the package mlflow, or mlflow-skinny."""
     trackio_project: str | None = None
     """Project of Trackio to log to; null does not. Needs the package trackio."""
     samples: Natural | Literal["all"] = 4
-    """Samples of each step with rollouts, and of each evaluation, in samples.jsonl, with texts and scores: all those of
-    some prompts, so there may be more; or all samples."""
+    """Samples of each step and evaluation in samples.jsonl, with texts and scores: this many,
+    rounded up to whole prompts, or all."""
     samples_mib: Count = 1024
-    """Limit of samples.jsonl, MiB. At the limit every other step of its older half leaves, but not the first one."""
+    """Limit of samples.jsonl, MiB; at it, every other step of the older half but the first goes."""
     tokens: bool = False
-    """Write the values of each token of these samples, too: log-probabilities of engine, actor and reference,
-    advantages, weights and masks, and in the update ratio and clipping; some 70 bytes a token."""
+    """Write values per token of these samples, too: log-probabilities, advantages, weights, masks,
+    ratio and clipping; some 70 bytes a token."""
 
 
 class ValueNorm(Section):
@@ -240,7 +240,7 @@ class Critic(Section):
     optimizer: Optimizer
     """Optimizer of the critic."""
     path: str | None = None
-    """Hugging Face checkpoint of the critic's initial body, such as a reward model's; null takes the model's."""
+    """Hugging Face checkpoint of the critic's initial body; null takes the model's."""
     head: Literal["new", "loaded"] = "new"
     """The initial value head: a new one, or the score head of path."""
     head_std: NotNegative = 0.0
@@ -269,16 +269,16 @@ class PTX(Section):
     loss_on: LossOn = "all"
     """Tokens in the loss."""
     chat_template: bool = False
-    """Put text prompts into the tokenizer's chat template, as a user's message; chats always are."""
+    """Put text prompts into the chat template, as a user message; chats always are."""
 
 
 class RewardTraining(Section):
-    """The reward model's training; its body starts as the model's, its head from a normal distribution."""
+    """The reward model's training, from the model's body and a head of random weights."""
 
     optimizer: Optimizer
     """Optimizer of the reward model."""
     head_std: Literal["inverse_sqrt", "inverse"] = "inverse_sqrt"
-    """Standard deviation of the head's initial weights: 1 / sqrt(hidden + 1), or 1 / (hidden + 1)."""
+    """Deviation of the head's initial weights: 1 / sqrt(hidden + 1), or 1 / (hidden + 1)."""
     head_seed: Seed = 0
     """Seed of the head's initial weights."""
     loss: Annotated[Choice, PREFERENCE_LOSSES] = PREFERENCE_LOSSES("pairwise")
@@ -286,7 +286,7 @@ class RewardTraining(Section):
 
 
 class Normalisation(Section):
-    """Scales the trained scores to a mean and std over reference samples, drawn from the model before training."""
+    """Scales the trained scores by reference samples, drawn from the model before training."""
 
     prompts: Source
     """Rows with a prompt each."""
@@ -297,6 +297,6 @@ class Normalisation(Section):
     std: Positive = 1.0
     """Standard deviation of the scaled scores."""
     ddof: Literal[0, 1] = 0
-    """Degrees of freedom in the measured variance: 0 divides by the number of samples n, 1 by n - 1."""
+    """Degrees of freedom in the measured variance: 0 divides by n samples, 1 by n - 1."""
     before: bool = False
     """Scale the head by the same samples before training, too."""
