@@ -1,8 +1,8 @@
 """Options of algorithms, read from the source of their functions, so that it works without torch.
 
-An option is a keyword-only parameter. Its annotation may use the names of ``typing``, of ``megarl.bounds`` and of the
-module itself, such as ``Level = Literal["batch", "group"]``. Its meaning is its entry in the ``Args`` of the function's
-docstring, or else of the module's.
+An option is a keyword-only parameter. Its annotation may use ``Literal``, the names of ``megarl.bounds`` and those of
+the module itself, such as ``Level = Literal["batch", "group"]``. Its meaning is its entry in the ``Args`` of the
+function's docstring, or else of the module's.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import ast
 import functools
 import inspect
 import re
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from megarl import bounds
 
+_NAMES: Final = {"bool": bool, "int": int, "float": float, **vars(bounds)}
 REQUIRED: Final = ...
 """The default of an option that has none."""
 
@@ -49,22 +49,24 @@ def signature_of(module: str, function: str, given: tuple[str, ...] = ()) -> Sig
         given: keyword-only parameters that are not options.
 
     Raises:
-        KeyError: the module has no such function, or an option has no meaning.
-        NameError: an annotation or a default uses a name that is unknown without torch.
+        KeyError: the module has no such function, an option has no meaning, or a name is unknown without torch.
     """
     source = _source(module)
     definition = source.functions[function]
     docstring = ast.get_docstring(definition) or ""
     meanings = {**_entries(source.docstring), **_entries(docstring)}
-    options = {
-        parameter.arg: Option(
+    options: dict[str, Option] = {}
+    for parameter, default in zip(definition.args.kwonlyargs, definition.args.kw_defaults, strict=True):
+        name = parameter.arg
+        if name in given:
+            continue
+        assert parameter.annotation is not None, "every option is annotated"
+        meaning = meanings[name]
+        options[name] = Option(
             type=source.value(parameter.annotation),
             default=REQUIRED if default is None else source.value(default),
-            meaning=_sentence(meanings[parameter.arg][0].upper() + meanings[parameter.arg][1:]),
+            meaning=_sentence(meaning[0].upper() + meaning[1:]),
         )
-        for parameter, default in zip(definition.args.kwonlyargs, definition.args.kw_defaults, strict=True)
-        if parameter.arg not in given
-    }
     return Signature(
         arguments=tuple(parameter.arg for parameter in definition.args.args),
         options=options,
@@ -72,24 +74,38 @@ def signature_of(module: str, function: str, given: tuple[str, ...] = ()) -> Sig
     )
 
 
-class _Source(dict[str, Any]):
-    """The names that an annotation may use; those that the module assigns are evaluated on access."""
+class _Source:
+    """The functions of a module, and the values of its annotations and defaults."""
 
     def __init__(self, module: str) -> None:
-        super().__init__(vars(typing) | vars(bounds))
         tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
         self.docstring = ast.get_docstring(tree) or ""
-        self.functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-        self._assigned = {
-            ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)
-        }
+        self.functions: dict[str, ast.FunctionDef] = {}
+        self._assigned: dict[str, ast.expr] = {}
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef):
+                self.functions[node.name] = node
+            elif isinstance(node, ast.Assign):
+                self._assigned[ast.unparse(node.targets[0])] = node.value
 
-    def __missing__(self, name: str) -> Any:
-        return self.value(self._assigned[name])
-
-    def value(self, node: ast.expr | None) -> Any:
-        assert node is not None, "every option is annotated"
-        return eval(compile(ast.Expression(node), "<signature>", "eval"), {}, self)
+    def value(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name) if name in self._assigned:
+                return self.value(self._assigned[name])
+            case ast.Name(id=name):
+                return _NAMES[name]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self.value(operand)
+            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+                return self.value(left) | self.value(right)
+            case ast.Tuple(elts=entries):
+                return tuple(map(self.value, entries))
+            case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
+                return Literal[self.value(choices)]
+            case _:
+                raise TypeError(f"{ast.unparse(node)} is neither a type nor a default of an option")
 
 
 _source = functools.cache(_Source)

@@ -21,6 +21,8 @@ SHORTHAND: Final = ""
 """The key under which merging files keeps a name to which another file adds options; see ``inheritance``."""
 
 _CUSTOM = "package.module:function"
+_DERIVED: Final[dict[str, type[Choice]]] = {}
+"""The classes that are derived from signatures, by title."""
 
 
 class Choice(Section):
@@ -38,6 +40,9 @@ class AlgorithmChoice(Choice):
     """A function of ``megarl/algos``; classes with its options are derived from its signature."""
 
     model_config = ConfigDict(use_attribute_docstrings=False)  # pydantic would search each class's source
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _derived_choice, (type(self).__name__,), self.__getstate__()
 
 
 def _check_function_name(name: str) -> str:
@@ -122,8 +127,13 @@ def _derive(kind: Kind[Any], names: list[str]) -> type[Choice]:
     for option, parameter in signature.options.items():
         fields[option] = (parameter.type, Field(default=parameter.default, description=parameter.meaning))
     derived = create_model(title, __base__=AlgorithmChoice, __doc__=signature.summary, __module__=__name__, **fields)
-    globals()[title] = derived  # pickle looks for the class there
+    _DERIVED[title] = derived
     return derived
+
+
+def _derived_choice(title: str) -> Choice:
+    """Makes an empty choice of a derived class, which pickle fills."""
+    return _DERIVED[title].__new__(_DERIVED[title])
 
 
 def _tag(value: object) -> str | None:
