@@ -241,8 +241,9 @@ def two_steps(role: Any, case: Case, columns: Any, budget: int, reference: Any =
     from megarl.config.schema.loss_specs import PolicySpec
     from megarl.data.batches import on_all_tokens
     from megarl.data.schedule import step_schedule, under_one_length
-    from megarl.megatron.losses import PolicyLoss, TextLoss, ValueLoss
+    from megarl.megatron.losses import PolicyLoss, value_loss
     from megarl.megatron.model_engine import AuxBatch
+    from megarl.megatron.supervised_losses import text_loss
 
     algo, everything = Algo.model_validate({"mini_batches": len(STEPS), **case.algo}), samples()
     plans = [step_schedule([everything[i] for i in members], role.layout, budget) for members in STEPS]
@@ -255,10 +256,10 @@ def two_steps(role: Any, case: Case, columns: Any, budget: int, reference: Any =
         aux = AuxBatch(
             schedules=[text.ranks[role.coords.dp] for _, text in pairs],
             chunks=chunks(),
-            make_loss=partial(TextLoss, role, mix_share=case.texts),
+            make_loss=partial(text_loss, role, mix_share=case.texts),
         )
     if case.critic:
-        make_loss = partial(ValueLoss, role, algo, columns)
+        make_loss = partial(value_loss, role, algo, columns)
     else:
         share = 1 - (case.texts or 0.0)
         spec = PolicySpec(algo=algo, temperature=TEMPERATURE, share=share)
