@@ -1,7 +1,7 @@
 """Heads: from the hidden states of a micro-batch to a number per response token or per row.
 
-Shape legend: S positions of the pack, H hidden, T response tokens of all rows (flat), B rows. Hidden states are
-[S, 1, H], or this rank's part of S under sequence parallelism.
+Shape legend: S positions of the pack, H hidden, T response tokens of all rows (flat), B rows.
+Hidden states are [S, 1, H], or this rank's part of S under sequence parallelism.
 """
 
 from __future__ import annotations

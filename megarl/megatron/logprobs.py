@@ -1,11 +1,13 @@
 """Log-probabilities, entropies and the KL divergence from a reference, over a vocabulary that is split over TP.
 
-The logits of a chunk of tokens exist only while the chunk is computed, forward and again backward, so memory does not
-grow with the pack. Megatron's vocab-parallel cross entropy reads the global parallel_state, keeps all logits, and
-computes no entropy. The divergence equals ``algos.kl.full`` of whole logits.
+The logits of a chunk of tokens exist only while the chunk is computed, forward and again backward,
+so memory does not grow with the pack. Megatron's vocab-parallel cross entropy reads the global
+parallel_state, keeps all logits, and computes no entropy. The divergence equals ``algos.kl.full``
+of whole logits.
 
-Every function is collective over the TP group, forward and backward, and the gradient of the hidden states is the whole
-one on every rank. Shape legend: T tokens, H hidden, rows of the local output layer, size of them that are real.
+Every function is collective over the TP group, forward and backward, and the gradient of the hidden
+states is the whole one on every rank. Shape legend: T tokens, H hidden, rows of the local output
+layer, size of them that are real.
 """
 
 from __future__ import annotations
@@ -259,8 +261,8 @@ def divergence(
 ) -> Tensor:
     """Returns KL(p || q) = sum over the vocabulary of p * (log p - log q), [T] nats.
 
-    p and q are softmax(hidden @ weight.T / temperature) of the policy and of the reference, which has
-    no gradient. The dtype is that of log-probabilities.
+    p and q are softmax(hidden @ weight.T / temperature) of the policy and of the reference, which
+    has no gradient. The dtype is that of log-probabilities.
 
     Args:
         hidden, ref_hidden: [T, H], equal on all TP ranks.

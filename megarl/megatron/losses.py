@@ -1,6 +1,7 @@
 """The losses of a micro-batch: from hidden states to weighted sums with the denominators of an optimizer step.
 
-A loss object is made for one optimizer step from its schedule, and called with each micro-batch and its hidden states.
+A loss object is made for one optimizer step from its schedule, and called with each micro-batch and
+its hidden states.
 
 Shape legend: B rows of the micro-batch, R response tokens of the longest of them.
 """
@@ -285,8 +286,9 @@ class PolicyLoss:
 class ReferenceDivergence:
     """KL(policy || reference) at each response token of an optimizer step; collective.
 
-    The reference, of the same layout in the same processes, first runs all micro-batches of the step and
-    keeps a hidden state per token on its last stage; logits exist for a chunk of tokens at a time.
+    The reference, of the same layout in the same processes, first runs all micro-batches of the
+    step and keeps a hidden state per token on its last stage; logits exist for a chunk of tokens at
+    a time.
     """
 
     def __init__(

@@ -18,14 +18,7 @@ from megarl.megatron.heads import response_logprobs, response_values, row_scores
 from megarl.megatron.loss_metrics import LossMetrics, reduce_metrics
 from megarl.megatron.model import build_model
 from megarl.megatron.offload import HostCopy, release
-from megarl.megatron.optimizer import (
-    LRSchedule,
-    ShardedOptimizer,
-    WeightEMA,
-    build_optimizer,
-    learning_rate,
-    shards,
-)
+from megarl.megatron.optimizer import LRSchedule, ShardedOptimizer, WeightEMA, build_optimizer, learning_rate, shards
 from megarl.megatron.parallel import GroupCache, build_groups
 from megarl.megatron.pipeline import MicroBatch, Work, micro_batches, run_forward, run_schedule
 from megarl.models import ModelSpec, model_spec
@@ -62,8 +55,8 @@ _HEAD = "output_layer.weight"
 class ModelEngine:
     """A model for inference, or with ``start_training`` for training.
 
-    Every method is collective over the role's ranks. Schedules are those of this rank's replica. The
-    ranks that report (``Layout.reports``) return results, the others None.
+    Every method is collective over the role's ranks. Schedules are those of this rank's replica.
+    The ranks that report (``Layout.reports``) return results, the others None.
 
     Args:
         name: role, which decides the head.
@@ -158,7 +151,8 @@ class ModelEngine:
     def offload(self) -> int:
         """Moves parameters, average and optimizer state to host memory; returns the bytes of device memory freed.
 
-        References to the parameters are valid again after ``onload``; until then, computation raises RuntimeError.
+        References to the parameters are valid again after ``onload``; until then, computation
+        raises RuntimeError.
         """
         if self._offloaded is not None:
             return 0
@@ -261,9 +255,9 @@ class ModelEngine:
             make_loss: maker of losses whose weights contain the global denominators of their step.
 
         Returns:
-            Per step ``loss``, the losses' metrics, ``grad_norm`` (before clipping), ``lr`` and ``skipped``
-            (1 where the step changed nothing), all global. Ranks before the last stage lack the loss and
-            its metrics.
+            Per step ``loss``, the losses' metrics, ``grad_norm`` (before clipping), ``lr`` and
+            ``skipped`` (1 where the step changed nothing), all global. Ranks before the last stage
+            lack the loss and its metrics.
         """
         model = self.model
         optimizer = self.optimizer

@@ -22,7 +22,7 @@ from megarl.megatron.pipeline import probe_loss_factor
 
 @dataclass(frozen=True, kw_only=True)
 class LRSchedule:
-    """The optimizer steps of the run, and of one of its steps; with ``anneal`` the latter have one learning rate."""
+    """Optimizer steps of the run, and of one of its steps, which with ``anneal`` have one rate."""
 
     total: int
     together: int = 1
@@ -37,10 +37,11 @@ def learning_rate(settings: Optimizer, step: int, schedule: LRSchedule) -> float
         cosine:  final_lr + (lr - final_lr) * (1 + cos(pi * p)) / 2
         anneal:  lr * (1 - s / S),                          in step s, from 0 on, of the S steps of the run
 
-    No step has the rate 0: warm-up starts from 0 a step before the first, and the decay ends after the last.
+    No step has the rate 0: warm-up starts from 0 a step before the first, and the decay ends after
+    the last.
 
     Args:
-        step: optimizer steps taken before this one; steps after the schedule's last have the last rate.
+        step: optimizer steps before this one; steps after the schedule's last have the last rate.
     """
     warmup = min(math.ceil(settings.warmup * schedule.total), schedule.total - 1)
     if step < warmup:
@@ -92,16 +93,22 @@ class ShardedOptimizer:
 
     def _gradient_buffers(self) -> list[torch.Tensor]:
         chunks: list[Any] = self.chunks  # whose ``buffers`` hide the method of torch's modules
-        return [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        buffers: list[torch.Tensor] = []
+        for chunk in chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                buffers.append(buffer.grad_data)
+        return buffers
 
     def state(self) -> Iterator[torch.Tensor]:
         """Yields the parameters that the optimizer steps, and their optimizer state."""
         for group in self.chained.param_groups:
             yield from group["params"]
-        for megatron in self.chained.chained_optimizers:
-            own: Any = megatron.optimizer
-            for values in own.state.values():
-                yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+        for sharded in self.chained.chained_optimizers:
+            adam: Any = sharded.optimizer
+            for values in adam.state.values():
+                for value in values.values():
+                    if isinstance(value, torch.Tensor):
+                        yield value
 
     def zero_grad(self) -> None:
         for chunk in self.chunks:
@@ -109,34 +116,38 @@ class ShardedOptimizer:
         self.chained.zero_grad()
 
     def step(self, lr: float, steps_before: int) -> tuple[float, bool]:
-        """Clips and takes one optimizer step, unless the gradient is not finite; collective over the role's ranks.
+        """Clips and takes one optimizer step, unless the gradient is not finite; collective.
 
         Args:
-            steps_before: without skipped ones.
+            steps_before: optimizer steps before, without skipped ones.
 
         Returns:
-            The global gradient norm before clipping, and whether the step was taken: the same on all ranks.
+            The global gradient norm before clipping, and whether the step was taken: the same on
+                all ranks.
         """
         self.chained.prepare_grads()
         norm = float(self.chained.get_grad_norm())
         if not math.isfinite(norm):
             return norm, False
-        parameters: Any = [parameter for group in self.chained.param_groups for parameter in group["params"]]
-        if self.settings.clip_grad is not None and parameters:
-            clip_grad_by_total_norm_fp32(parameters, max_norm=self.settings.clip_grad, total_norm=norm)
-        eps = self.settings.eps
-        if self.settings.adam == "tensorflow":
-            eps = tensorflow_eps(eps, self.settings.betas[1], steps_before + 1)
+        settings = self.settings
+        eps = settings.eps
+        if settings.adam == "tensorflow":
+            eps = tensorflow_eps(eps, settings.betas[1], steps_before + 1)
+        parameters: list[Any] = []
         for group in self.chained.param_groups:
-            group["lr"], group["eps"] = lr, eps
+            parameters += group["params"]
+            group["lr"] = lr
+            group["eps"] = eps
+        if settings.clip_grad is not None and parameters:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=settings.clip_grad, total_norm=norm)
         self.chained.step_with_ready_grads()
         return norm, True
 
     def publish(self) -> None:
         """Copies the optimizer's weights into the model on all replicas, as a step does; collective."""
-        for megatron in self.chained.chained_optimizers:
-            own: Any = megatron
-            own._copy_main_params_to_model_params()
+        sharded: Any
+        for sharded in self.chained.chained_optimizers:
+            sharded._copy_main_params_to_model_params()
         for chunk in self.chunks:
             chunk.start_param_sync(force_sync=True)
 
@@ -144,7 +155,8 @@ class ShardedOptimizer:
 def build_optimizer(model: RoleModel, settings: Optimizer, schedule: LRSchedule) -> ShardedOptimizer:
     """Makes the optimizer of a model whose weights are set; collective over the role's ranks.
 
-    Gradients are reduced, and optimizer state is kept, in float32. As in Megatron, biases and norms do not decay.
+    Gradients are reduced, and optimizer state is kept, in float32. As in Megatron, biases and norms
+    do not decay.
 
     Raises:
         ValueError: the model is in float16, whose range needs a loss scale.
@@ -186,9 +198,9 @@ class OptimizerShard:
     """A rank's part of a local parameter.
 
     Args:
-        span: in the flattened parameter.
-        main: what Adam steps, [len(span)]: a view of the parameter, or a float32 copy of a 16-bit one.
-        optimizer: torch's, or a fused one.
+        span: place in the flattened parameter.
+        main: values that Adam steps, [len(span)]: a view, or a float32 copy of 16-bit ones.
+        optimizer: torch's Adam, or a fused one.
     """
 
     name: str
@@ -205,18 +217,23 @@ class OptimizerShard:
 def shards(model: RoleModel, optimizer: ShardedOptimizer) -> Iterator[OptimizerShard]:
     """Yields this rank's shards, possibly none."""
     names = {parameter: name for name, parameter in model.parameters().items()}
-    for megatron in optimizer.chained.chained_optimizers:
-        own: Any = megatron
-        buckets = [bucket for by_dtype in own.gbuf_ranges for per_dtype in by_dtype.values() for bucket in per_dtype]
-        for bucket in buckets:
-            for parameter, ranges in bucket["param_map"].items():
-                group, order = own.model_param_group_index_map[parameter]
-                yield OptimizerShard(
-                    name=names[parameter],
-                    span=range(ranges["param"].start, ranges["param"].end),
-                    main=own.optimizer.param_groups[group]["params"][order],
-                    optimizer=own.optimizer,
-                )
+    sharded: Any
+    for sharded in optimizer.chained.chained_optimizers:
+        adam = sharded.optimizer
+        ranges_of: dict[torch.nn.Parameter, Any] = {}
+        for by_dtype in sharded.gbuf_ranges:
+            for buckets in by_dtype.values():
+                for bucket in buckets:
+                    ranges_of.update(bucket["param_map"])
+        for parameter, ranges in ranges_of.items():
+            group, order = sharded.model_param_group_index_map[parameter]
+            local = ranges["param"]
+            yield OptimizerShard(
+                name=names[parameter],
+                span=range(local.start, local.end),
+                main=adam.param_groups[group]["params"][order],
+                optimizer=adam,
+            )
 
 
 class WeightEMA:

@@ -47,7 +47,8 @@ def text_loss(engine: ModelEngine, schedule: RankSchedule, *, mix_share: float |
 class PreferenceLoss:
     """The reward model's loss: the mean over the preferences of the step; see ``algos.preference_loss``.
 
-    The responses of a preference are neighbours in a pack, the best one first. The spread ``score`` covers all of them.
+    The responses of a preference are neighbours in a pack, the best one first. The spread ``score``
+    covers all of them.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class PreferenceLoss:
         """Returns terms [U] of scores [U, N]."""
         settings = self._settings
         if settings.name == "best_of_n":
-            # The best one last, so that it does not count as found where another has the same score.
+            # The best one last, so that it does not count as found where another has the same
+            # score.
             best = torch.full((len(scores),), scores.shape[1] - 1, device=scores.device)
             return best_of_n(scores.flip(-1), best)
         chosen, rejected = scores.unbind(-1)

@@ -42,7 +42,8 @@ PerSample = dict[int, np.typing.NDArray[np.float32]]
 class MegatronWorker:
     """A rank of a group with all its roles. Every rank of the group gets every call, in the same order.
 
-    A role's reporting ranks (TP 0 of the last stage, one per replica) return results; the others return None.
+    A role's reporting ranks (TP 0 of the last stage, one per replica) return results; the others
+    return None.
     """
 
     def __init__(self, config: RunConfig, group: str, rank: int) -> None:

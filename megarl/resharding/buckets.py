@@ -63,8 +63,9 @@ def recv_views(message: Message, bucket: Bucket, views: Mapping[str, torch.Tenso
 
 def _within(box: Box, bucket: Bucket) -> tuple[slice, ...]:
     """Returns a box as an index of the bucket's part of its parameter."""
-    origin = (0,) * len(box.start) if bucket.box is None else bucket.box.start
-    return tuple(slice(a - o, b - o) for a, b, o in zip(box.start, box.stop, origin, strict=True))
+    if bucket.box is not None:
+        box = box.relative_to(bucket.box)
+    return box.slices
 
 
 def frames_bytes(messages: Iterable[Message]) -> int:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import add, lt, sub
+from operator import add, ge, le, lt, sub
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
@@ -46,12 +46,15 @@ class Box(NamedTuple):
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(map(lt, start, stop)) else None
 
+    def relative_to(self, other: Box) -> Box:
+        """Returns this box in coordinates from the other one's start."""
+        start = tuple(map(sub, self.start, other.start))
+        return Box(start, tuple(map(sub, self.stop, other.start)))
+
     def contains(self, other: Box) -> bool:
-        return (
-            len(self.start) == len(other.start)
-            and all(a <= b for a, b in zip(self.start, other.start, strict=True))
-            and all(a >= b for a, b in zip(self.stop, other.stop, strict=True))
-        )
+        if len(self.start) != len(other.start):
+            return False
+        return all(map(le, self.start, other.start)) and all(map(ge, self.stop, other.stop))
 
     def without(self, other: Box) -> list[Box]:
         """Returns disjoint boxes that cover this box outside of another one."""

@@ -40,8 +40,8 @@ class _CoreFinder(MetaPathFinder):
 
 
 def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-    # Megatron warns at import that Transformer Engine and apex are absent, and torch that nvcc is here without a GPU;
-    # `megarl doctor` says it better.
+    # Megatron warns at import that Transformer Engine and apex are absent, and torch that nvcc is
+    # here without a GPU; `megarl doctor` says it better.
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     # It calls collectives by names that torch 2.13 has renamed (0.19).
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")

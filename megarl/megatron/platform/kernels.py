@@ -1,7 +1,7 @@
 """What computes each part of a pass on each device, and why.
 
-``TABLE`` alone decides between a kernel's operations one by one and the same fused by ``torch.compile``. Layers are of
-one kind for a whole model, see ``layer_kind``.
+``TABLE`` alone decides between a kernel's operations one by one and the same fused by
+``torch.compile``. Layers are of one kind for a whole model, see ``layer_kind``.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ TABLE: dict[tuple[Kernel, str], tuple[Literal["eager", "compiled"], str]] = {
 }
 """The implementation of each kernel on each device, and why.
 
-Only measurements change it: the part ``kernels`` of ``benchmarks.gpu`` prints the faster one. The times
-on CUDA are an H200's (2026-11-27), forward and backward, for 8,192 tokens of a 1.5B model
+Only measurements change it: the part ``kernels`` of ``benchmarks.gpu`` prints the faster one. The
+times on CUDA are an H200's (2026-11-27), forward and backward, for 8,192 tokens of a 1.5B model
 (``benchmarks/results/gpu.txt``).
 """
 
