@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,32 +20,19 @@ from megarl.megatron.offload import HostCopy, release
 from megarl.megatron.optimizer import LRSchedule, ShardedOptimizer, WeightEMA, build_optimizer, learning_rate, shards
 from megarl.megatron.parallel import GroupCache, build_groups
 from megarl.megatron.pipeline import MicroBatch, Work, micro_batches, run_forward, run_schedule
+from megarl.megatron.worker_requests import PretrainBatch
 from megarl.models import ModelSpec, model_spec
 from megarl.role_specs import Recompute, RoleSpec
 from megarl.types import HEADS, HeadName, Layout, PackRow, Ragged, RankSchedule, RoleName
 from megarl.weights.hf_files import load_shard, read_config
 from megarl.weights.shard_map import ShardMap
 
-Chunk = TypeVar("Chunk", bound=TokenChunk)
 Loss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, LossMetrics]]
 """Maps a micro-batch and its hidden states to a weighted sum over its tokens, a scalar, and metrics."""
 
 MakeLoss = Callable[[RankSchedule], Loss]
 
 Head = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuxBatch[Chunk: TokenChunk]:
-    """Additional micro-batches of optimizer steps; their loss is added to the step's.
-
-    Args:
-        schedules: one per optimizer step, with packs as long as the step's.
-    """
-
-    schedules: Sequence[RankSchedule]
-    chunks: Chunks[Chunk]
-    make_loss: MakeLoss
 
 
 _HEAD = "output_layer.weight"
@@ -244,15 +230,16 @@ class ModelEngine:
     def update(
         self,
         schedules: Sequence[RankSchedule],
-        chunks: Chunks[Chunk],
+        chunks: Chunks[TokenChunk],
         make_loss: MakeLoss,
-        aux: AuxBatch[Any] | None = None,
+        texts: tuple[PretrainBatch[RankSchedule], MakeLoss] | None = None,
     ) -> list[dict[str, float]]:
         """Takes one optimizer step per schedule; one without a finite loss and gradient changes nothing.
 
         Args:
             chunks: tokens and the columns that the loss reads.
             make_loss: maker of losses whose weights contain the global denominators of their step.
+            texts: texts of the same steps, and the maker of their losses, which are added to the others.
 
         Returns:
             Per step ``loss``, the losses' metrics, ``grad_norm`` (before clipping), ``lr`` and
@@ -267,8 +254,9 @@ class ModelEngine:
         with optimizer.gradients():
             for index, schedule in enumerate(schedules):
                 work = self._work(schedule, chunks, make_loss)
-                if aux is not None:
-                    work += self._work(aux.schedules[index], aux.chunks, aux.make_loss)
+                if texts is not None:
+                    batch, make_text_loss = texts
+                    work += self._work(batch.schedules[index], batch.chunks, make_text_loss)
                 optimizer.zero_grad()
                 pack_tokens = schedule.pack_tokens
                 results = run_schedule(model, optimizer.chunks, work, pack_tokens, optimizer.loss_factor)
@@ -276,14 +264,14 @@ class ModelEngine:
                 steps.append({**self._reduced(results), **taken})
         return steps
 
-    def evaluate(self, schedule: RankSchedule, chunks: Chunks[Chunk], make_loss: MakeLoss) -> dict[str, float]:
+    def evaluate(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], make_loss: MakeLoss) -> dict[str, float]:
         """Returns ``loss`` and the loss's metrics without a step; empty on ranks before the last stage."""
         work = self._work(schedule, chunks, make_loss)
         with torch.no_grad():
             results = run_schedule(self.model, self.model.chunks, work, schedule.pack_tokens)
         return self._reduced(results)
 
-    def _work(self, schedule: RankSchedule, chunks: Chunks[Chunk], make_loss: MakeLoss) -> list[Work]:
+    def _work(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], make_loss: MakeLoss) -> list[Work]:
         loss = make_loss(schedule)
         return [(batch, loss) for batch in micro_batches(self.model, schedule, chunks)]
 

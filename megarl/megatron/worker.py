@@ -156,7 +156,6 @@ class MegatronWorker:
     def update(self, role: RoleName, request: UpdateRequest[RankSchedule]) -> list[dict[str, float]] | None:
         """Takes one optimizer step per schedule; returns the steps' metrics."""
         from megarl.megatron.losses import loss_maker, report
-        from megarl.megatron.model_engine import AuxBatch
         from megarl.megatron.supervised_losses import text_loss
 
         spec = self._loss_spec(role)
@@ -166,12 +165,10 @@ class MegatronWorker:
             reference = self._roles["reference"]
         else:
             engine = self._offloader.onload(role)
-        aux = None
-        texts = request.texts
-        if texts is not None:
+        texts = None
+        if request.texts is not None:
             assert isinstance(spec, PolicySpec), "only a policy is trained on texts beside its rollouts"
-            aux_loss = partial(text_loss, engine, mix_share=spec.mix_share)
-            aux = AuxBatch(schedules=texts.schedules, chunks=texts.chunks, make_loss=aux_loss)
+            texts = request.texts, partial(text_loss, engine, mix_share=spec.mix_share)
         make_loss = loss_maker(
             spec,
             engine,
@@ -180,7 +177,7 @@ class MegatronWorker:
             reference=reference,
             token_values=self._token_values if self._config.tracking.tokens else None,
         )
-        steps = engine.update(request.schedules, request.chunks, make_loss, aux)
+        steps = engine.update(request.schedules, request.chunks, make_loss, texts)
         if self._engine_shares_device:
             torch.cuda.empty_cache()  # for its weights, which come before roles are offloaded
         if not engine.reports:

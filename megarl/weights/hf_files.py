@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatch
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -105,11 +104,8 @@ class HFDirectory:
                     problems.append(f"{file.name} lacks {name}")
         if problems:
             raise CheckpointError(f"{self.path} cannot be read", problems)
-        files = sorted(set(self.file_of.values()))
-        if files != [single] and single.is_file():
-            copies = (_header(single), self.tensors)
-            differing = chain.from_iterable(_differing(single, file) for file in files)
-            refuse_other_copy(single, INDEX_FILE, copies, differing, readers="MegaRL and vLLM read")
+        if single.is_file() and set(self.file_of.values()) != {single}:
+            self._refuse_other_copy(single)
 
     def map(self, manifest: Manifest) -> ShardMap:
         """Returns the shard map: the manifest's tensors, whole, under the names of this directory."""
@@ -133,40 +129,36 @@ class HFDirectory:
         with _open(self.file_of[name]) as reader:
             return reader.get_slice(name)[box.slices]
 
+    def _refuse_other_copy(self, single: Path) -> None:
+        """Raises CheckpointError where a single file, which transformers prefers, and the index's differ."""
+        other = _header(single)
+        names: list[str] = []
+        for name in sorted(self.tensors.keys() | other.keys()):
+            if self.tensors.get(name) != other.get(name):
+                names.append(name)
+        if not names and single.stat().st_size > _MAX_COMPARED_BYTES:
+            reason = "too large to be compared"
+        else:
+            names = names or [name for name in other if self._differs(name, single)]
+            if not names:
+                return
+            reason = f"different in {len(names)} tensors, such as {names[0]}"
+        places = f"in {single.name}, which transformers reads, and in the files of {INDEX_FILE}"
+        problem = f"{self.path} has its weights twice, {places}, which MegaRL and vLLM read"
+        raise CheckpointError(f"{problem}; they are {reason}: remove one of the two")
 
-def refuse_other_copy(
-    single: Path, index: str, copies: Sequence[Mapping[str, TensorInfo]], differing: Iterable[str], *, readers: str
-) -> None:
-    """Raises CheckpointError where a single file, which transformers prefers, and the files of an index differ.
+    def _differs(self, name: str, single: Path) -> bool:
+        """Returns whether a tensor has other bits in a file; NaNs of the same bits are equal."""
+        import torch
 
-    Args:
-        copies: tensors of both.
-        differing: names of tensors with different values; evaluated if all shapes and dtypes agree.
-        readers: programs that read the files of the index.
-    """
-    left, right = copies
-    names = sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
-    if not names and single.stat().st_size > _MAX_COMPARED_BYTES:
-        reason = "too large to be compared"
-    else:
-        names = names or list(differing)
-        if not names:
-            return
-        reason = f"different in {len(names)} tensors, such as {names[0]}"
-    places = f"in {single.name}, which transformers reads, and in the files of {index}, which {readers}"
-    problem = f"{single.parent} has its weights twice, {places}"
-    raise CheckpointError(f"{problem}; they are {reason}: remove one of the two")
-
-
-def same_bits(info: TensorInfo, read: Callable[[Box], tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Returns whether two copies of a tensor, read by box, are equal; NaNs are equal to themselves."""
-    import torch
-
-    for box in Box.whole(info.shape).split(_COMPARED):
-        one, other = read(box)
-        if not torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8)):
-            return False
-    return True
+        with _open(self.file_of[name]) as left, _open(single) as right:
+            one = left.get_slice(name)
+            other = right.get_slice(name)
+            for box in Box.whole(self.tensors[name].shape).split(_COMPARED):
+                bits = one[box.slices].flatten().view(torch.uint8)
+                if not torch.equal(bits, other[box.slices].flatten().view(torch.uint8)):
+                    return True
+        return False
 
 
 def misfits(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[str]:
@@ -254,16 +246,6 @@ def load_shard(shard_map: ShardMap, directory: str | Path, manifest: Manifest) -
             values = readers[file].get_slice(copy.source)[copy.source_box.slices]
             tensors[copy.target][copy.target_box.slices] = copy.arranged(values)
     return tensors
-
-
-def _differing(single: Path, shard: Path) -> Iterator[str]:
-    """Yields the tensors of a file whose bits differ in a file that has all of them."""
-    with _open(single) as left, _open(shard) as right:
-        for name, info in _header(shard).items():
-            a = left.get_slice(name)
-            b = right.get_slice(name)
-            if not same_bits(info, lambda box, a=a, b=b: (a[box.slices], b[box.slices])):
-                yield name
 
 
 def _open(file: Path) -> Any:
