@@ -81,7 +81,7 @@ def shards_within(whole: ShardMap, boxes: Mapping[str, tuple[str, Box]]) -> Iter
     """Yields what boxes of the parameters of ``whole`` hold of canonical tensors.
 
     Args:
-        boxes: parameter and box, by the name that the box gets as a parameter of its own.
+        boxes: parameter and box, by the name that the box gets as a parameter.
     """
     # Parameters may stack matrices along leading axes: shards are found by these indices.
     leading: dict[str, int] = defaultdict(int)

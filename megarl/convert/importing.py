@@ -27,7 +27,7 @@ from megarl.weights.shard_map import ITEM_BYTES, Box, ShardMap, TensorInfo
 
 MAX_FILE_BYTES = 1 << 30
 _CHUNK_BYTES = 64 << 20
-"""Largest part of a tensor with an index entry of its own."""
+"""Largest part of a tensor with a separate index entry."""
 _COMMON = {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": {"singleton_local_shards": False}}
 """The part of ``common.pt`` that Megatron-LM reads (megatron/training/checkpointing.py): the order
 of the rows of queries, keys and values (3.0: by group), and how its modules make keys."""
@@ -57,8 +57,7 @@ def import_checkpoint(
         out: Megatron-LM's save directory; it appears when it is complete.
         dtype: dtype of all weights; that of the files by default.
         allow_pickle: read ``pytorch_model.bin`` where there is no safetensors file.
-        max_file_bytes: size of the tensors in a file; a tensor that is larger has a file of its
-            own.
+        max_file_bytes: size of the tensors in a file; a larger tensor has a separate file.
     """
     spec = read_spec(hf)
     with PartialOutput(out) as output:

@@ -159,7 +159,7 @@ class PolicyLoss:
     Args:
         kl_coef: coefficient of a penalty in the loss, per nat.
         reference: model of the engine's layout, where the penalty compares whole distributions.
-        token_values: receives the ratio and the clip of each token; None keeps nothing.
+        token_values: record of the ratio and the clip of each token; None keeps nothing.
     """
 
     def __init__(

@@ -188,7 +188,7 @@ class RoleModel:
 
 
 class _Stages(PipelineParallelLayerLayout):
-    """The layers of each model chunk; Megatron's own table reads the global parallel state."""
+    """The layers of each model chunk; Megatron's table reads the global parallel state."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, stage: int) -> None:
         rows: list[list[str]] = []

@@ -46,7 +46,7 @@ class ModelEngine:
 
     Args:
         name: role, which decides the head.
-        vocab_size: token ids in use; further ids have no probability.
+        vocab_size: token ids in use; other ids have no probability.
         dtype: dtype of parameters and activations.
         trainable: whether ``start_training`` will follow.
     """

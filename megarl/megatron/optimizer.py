@@ -65,9 +65,9 @@ class ShardedOptimizer:
     """The optimizer of a role's model on one rank.
 
     Args:
-        chunks: the model's chunks in Megatron's DDP wrapper.
+        chunks: model chunks in Megatron's DDP wrapper.
         chained: sharded over DP, that of experts over the replicas with the same experts.
-        loss_factor: see ``probe_loss_factor``.
+        loss_factor: result of ``probe_loss_factor``.
     """
 
     chunks: list[DistributedDataParallel]

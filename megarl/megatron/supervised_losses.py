@@ -47,7 +47,7 @@ def text_loss(engine: ModelEngine, schedule: RankSchedule, *, mix_share: float |
 class PreferenceLoss:
     """The reward model's loss: the mean over the preferences of the step; see ``algos.preference_loss``.
 
-    The responses of a preference are neighbours in a pack, the best one first. The spread ``score``
+    The responses of a preference are neighbors in a pack, the best one first. The spread ``score``
     covers all of them.
     """
 

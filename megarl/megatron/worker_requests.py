@@ -51,7 +51,7 @@ class ExperienceRequest[S: (Schedule, RankSchedule)]:
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainBatch[S: (Schedule, RankSchedule)]:
-    """Texts of optimizer steps, with a schedule for each, whose packs are as long as the step's own."""
+    """Texts of optimizer steps, with a schedule for each, with packs as long as the step's."""
 
     schedules: Sequence[S]
     chunks: Selectable[TextChunk]

@@ -1,6 +1,6 @@
 """Layers of Transformer Engine: the models that they take, and the names of their parameters.
 
-The maps have the names of Megatron's own layers, whose norms are modules. Transformer Engine has
+The maps have the names of Megatron's local layers, whose norms are modules. Transformer Engine has
 them in the linear layer that follows.
 """
 
@@ -24,7 +24,7 @@ def name_in_maps(parameter: str) -> str:
 
 
 def refusals(dims: Dims, dtype: str) -> list[str]:
-    """Returns why a model keeps Megatron's own layers; none if it need not.
+    """Returns why a model keeps Megatron's local layers; none if it need not.
 
     cuDNN has packed attention forward and backward for these heads on every device that has it at
     all; with others, Transformer Engine may take one that stores the products of all positions

@@ -18,7 +18,7 @@ from megarl.weights.topology import Distance, Place
 LINKS = {"device": Distance.DEVICE, "node": Distance.NODE, "network": Distance.NETWORK}
 _SPEEDS = {"device": 2000.0, "node": 400.0, "network": 50.0}
 """GB/s of one rank, each way: copies in a GPU's memory, NVLink 4, a 400 Gbit/s network card per GPU."""
-_LEAST_BUCKET_BYTES = max(ITEM_BYTES.values())
+_MIN_BUCKET_BYTES = max(ITEM_BYTES.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +85,8 @@ def parse_request(
     with collected("--link", link, "write device=...,node=...,network=...; any subset"):
         speeds |= _parse_pairs(link, tuple(LINKS), "a number above 0 (GB/s)", _positive)
     bucket_bytes = bucket_mib * 2**20
-    if not _LEAST_BUCKET_BYTES <= bucket_bytes < math.inf:
-        rule = f"must be at least {_LEAST_BUCKET_BYTES} bytes, an element of any dtype"
+    if not _MIN_BUCKET_BYTES <= bucket_bytes < math.inf:
+        rule = f"must be at least {_MIN_BUCKET_BYTES} bytes, an element of any dtype"
         problems.append(Problem("--bucket-mib", str(bucket_mib), rule, "256 is the default of a run"))
     if devices_per_node < 1:
         given = str(devices_per_node)

@@ -121,7 +121,7 @@ def _checkpoints(settings: CheckpointSettings) -> str:
     if settings.best is not None:
         text += f", and that with the {settings.best.mode} of {settings.best.metric}"
     if settings.async_save:
-        text += "; written while the training goes on"
+        text += "; written during training"
     return text
 
 

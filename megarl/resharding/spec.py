@@ -19,11 +19,9 @@ class RecvBufferPlan:
     """The receive buffer of one receiver, laid out as the parameters of a bucket.
 
     Args:
-        owner: the rank that owns the memory: the receiver itself, or the trainer on its device.
-        via_network: senders that cannot map the memory; they send frames to the owner, which
-            unpacks them.
-        depth: buckets that the buffer holds; one where frames arrive, which have memory of their
-            own.
+        owner: rank that owns the memory: the receiver, or the trainer on its device.
+        via_network: senders that cannot map the memory, and send frames to the owner.
+        depth: number of buckets in the buffer; one where frames arrive, which have other memory.
     """
 
     owner: int
@@ -187,7 +185,7 @@ class ConnectRequest:
     """The ranks of a sync that a process connects, an engine's by tensor-parallel rank.
 
     Args:
-        link: a trainer has one connection of each link at a time.
+        link: number of the link; a trainer has one connection of each link at a time.
     """
 
     sync: SyncSpec

@@ -109,7 +109,7 @@ def _replicas(holders: Sequence[Holder]) -> list[list[Holder]]:
 
 
 def _buckets(shard_map: ShardMap, bucket_bytes: int) -> Iterator[Bucket]:
-    """Groups small parameters; a parameter larger than a bucket gets buckets of its own."""
+    """Groups small parameters; a parameter larger than a bucket has separate buckets."""
     params: list[str] = []
     nbytes = 0
     for param, info in shard_map.params.items():

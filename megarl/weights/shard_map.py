@@ -145,8 +145,8 @@ class Shard(NamedTuple):
     box has extent 1.
 
     Args:
-        region: has the last extents of ``box``, exchanged where transposed.
-        transposed: the tensor is a matrix, and the parameter stores its transpose.
+        region: box with the last extents of ``box``, exchanged where transposed.
+        transposed: whether the parameter stores the transpose of a matrix.
     """
 
     param: str

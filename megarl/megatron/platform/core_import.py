@@ -47,7 +47,8 @@ def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    # Megatron else takes the commit of a repository around it for its own (package_info.py, 0.19).
+    # Otherwise Megatron reports the commit of a repository around it (package_info.py, 0.19).
     os.environ["NO_VCS_VERSION"] = "1"
-    with compiled_at_first_call(), absent("wandb"):  # which its inference engine logs to, if it can be imported
+    # Its inference engine imports wandb where it can.
+    with compiled_at_first_call(), absent("wandb"):
         execute(module)
