@@ -17,7 +17,7 @@ from megarl.megatron.heads import response_logprobs, response_values, row_scores
 from megarl.megatron.loss_metrics import LossMetrics, reduce_metrics
 from megarl.megatron.model import build_model
 from megarl.megatron.offload import HostCopy, release
-from megarl.megatron.optimizer import LRSchedule, ShardedOptimizer, WeightEMA, build_optimizer, learning_rate, shards
+from megarl.megatron.optimizer import ShardedOptimizer, WeightEMA, build_optimizer, learning_rate, shards
 from megarl.megatron.parallel import GroupCache, build_groups
 from megarl.megatron.pipeline import MicroBatch, Work, micro_batches, run_forward, run_schedule
 from megarl.megatron.worker_requests import PretrainBatch
@@ -108,9 +108,9 @@ class ModelEngine:
     def start_training(
         self, settings: Optimizer, total_steps: int, *, together: int = 1, decay: float | None = None
     ) -> None:
-        """Makes the optimizer, with an ``LRSchedule``, and with ``decay`` the average of the weights."""
-        schedule = LRSchedule(total=total_steps, together=together)
-        self.optimizer = build_optimizer(self.model, settings, schedule)
+        """Makes the optimizer, see ``learning_rate``, and with ``decay`` the average of the weights."""
+        self._learning_rate = partial(learning_rate, settings, total=total_steps, together=together)
+        self.optimizer = build_optimizer(self.model, settings)
         if decay is not None:
             self.ema = WeightEMA(self.model, self.optimizer, decay)
 
@@ -276,7 +276,7 @@ class ModelEngine:
         return [(batch, loss) for batch in micro_batches(self.model, schedule, chunks)]
 
     def _optimizer_step(self, optimizer: ShardedOptimizer) -> dict[str, float]:
-        lr = learning_rate(optimizer.settings, self.steps_taken, optimizer.schedule)
+        lr = self._learning_rate(self.steps_taken)
         grad_norm, stepped = optimizer.step(lr, self.adam_steps)
         self.steps_taken += 1
         self.adam_steps += stepped

@@ -20,15 +20,7 @@ from megarl.megatron.model import RoleModel
 from megarl.megatron.pipeline import probe_loss_factor
 
 
-@dataclass(frozen=True, kw_only=True)
-class LRSchedule:
-    """Optimizer steps of the run, and of one of its steps, which with ``anneal`` have one rate."""
-
-    total: int
-    together: int = 1
-
-
-def learning_rate(settings: Optimizer, step: int, schedule: LRSchedule) -> float:
+def learning_rate(settings: Optimizer, step: int, *, total: int, together: int = 1) -> float:
     """Returns the learning rate of an optimizer step.
 
     With W warm-up steps of N, step k < W has lr * (k + 1) / (W + 1); step W has lr, and later steps
@@ -42,17 +34,19 @@ def learning_rate(settings: Optimizer, step: int, schedule: LRSchedule) -> float
 
     Args:
         step: optimizer steps before this one; steps after the schedule's last have the last rate.
+        total: optimizer steps of the run.
+        together: optimizer steps of one step of the run, which with ``anneal`` have one rate.
     """
-    warmup = min(math.ceil(settings.warmup * schedule.total), schedule.total - 1)
+    warmup = min(math.ceil(settings.warmup * total), total - 1)
     if step < warmup:
         return settings.lr * (step + 1) / (warmup + 1)
-    progress = min(1.0, (step - warmup) / (schedule.total - warmup))
+    progress = min(1.0, (step - warmup) / (total - warmup))
     match settings.schedule:
         case "constant":
             return settings.lr
         case "anneal":
-            last = min(step, schedule.total - 1)
-            return linear_anneal(settings.lr, last // schedule.together, schedule.total // schedule.together)
+            last = min(step, total - 1)
+            return linear_anneal(settings.lr, last // together, total // together)
         case "linear":
             height = 1.0 - progress
         case "cosine":
@@ -73,7 +67,6 @@ class ShardedOptimizer:
     chunks: list[DistributedDataParallel]
     chained: ChainedOptimizer
     settings: Optimizer
-    schedule: LRSchedule
     loss_factor: float
 
     @contextmanager
@@ -152,7 +145,7 @@ class ShardedOptimizer:
             chunk.start_param_sync(force_sync=True)
 
 
-def build_optimizer(model: RoleModel, settings: Optimizer, schedule: LRSchedule) -> ShardedOptimizer:
+def build_optimizer(model: RoleModel, settings: Optimizer) -> ShardedOptimizer:
     """Makes the optimizer of a model whose weights are set; collective over the role's ranks.
 
     Gradients are reduced, and optimizer state is kept, in float32. As in Megatron, biases and norms
@@ -186,9 +179,7 @@ def build_optimizer(model: RoleModel, settings: Optimizer, schedule: LRSchedule)
     for group in chained.param_groups:
         # Megatron leaves the exemption of biases and norms to its learning-rate scheduler.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
-    optimizer = ShardedOptimizer(
-        chunks=chunks, chained=chained, settings=settings, schedule=schedule, loss_factor=loss_factor
-    )
+    optimizer = ShardedOptimizer(chunks=chunks, chained=chained, settings=settings, loss_factor=loss_factor)
     optimizer.release_gradients()
     return optimizer
 
