@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from operator import sub
 
 import torch
 
@@ -82,7 +81,7 @@ def shards_within(whole: ShardMap, boxes: Mapping[str, tuple[str, Box]]) -> Iter
     """Yields what boxes of the parameters of ``whole`` hold of canonical tensors.
 
     Args:
-        boxes: parameter and box, by the name that the box gets as a parameter of its own.
+        boxes: parameter and box, by the name that the box gets as a parameter.
     """
     # Parameters may stack matrices along leading axes: shards are found by these indices.
     leading: dict[str, int] = defaultdict(int)
@@ -96,6 +95,4 @@ def shards_within(whole: ShardMap, boxes: Mapping[str, tuple[str, Box]]) -> Iter
             for shard in shards_at[param, index]:
                 part = shard.within(box)
                 if part is not None:
-                    start = tuple(map(sub, part.box.start, box.start))
-                    stop = tuple(map(sub, part.box.stop, box.start))
-                    yield part._replace(param=name, box=Box(start, stop))
+                    yield part._replace(param=name, box=part.box.relative_to(box))

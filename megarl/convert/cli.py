@@ -140,7 +140,7 @@ def inspect(
 
 @contextmanager
 def _exit_codes() -> Iterator[None]:
-    """Ends the command with an error's own message: exit code 2 for the user's mistakes, 1 for anything else."""
+    """Ends the command with an error's message: exit code 2 for the user's mistakes, 1 for anything else."""
     from megarl.errors import RunError, UsageError
     from megarl.weights.hf_files import CheckpointError
 

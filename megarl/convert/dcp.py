@@ -6,6 +6,7 @@ import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +56,8 @@ class DCPIndex:
         try:
             index = _parse(content)
         except Exception as error:  # a damaged pickle has anything
-            raise CheckpointError(f"{directory} cannot be read", [f"{METADATA} is corrupted: {error!r}"]) from None
+            problem = f"{METADATA} is corrupted: {error!r}"
+            raise CheckpointError(f"{directory} cannot be read", [problem]) from None
         problems = _problems(directory, index)
         if problems:
             raise CheckpointError(f"{directory} is broken", problems)
@@ -67,23 +69,27 @@ class DCPIndex:
         places: dict[MetadataIndex, Any] = {}
         for key, info in self.tensors.items():
             properties = metadata.TensorProperties(dtype=getattr(torch, info.dtype))
-            entries[key] = TensorStorageMetadata(properties=properties, size=torch.Size(info.shape), chunks=[])
+            size = torch.Size(info.shape)
+            entries[key] = TensorStorageMetadata(properties=properties, size=size, chunks=[])
         for chunk in self.chunks:
+            start = torch.Size(chunk.box.start)
             chunks = entries[chunk.key].chunks
-            places[MetadataIndex(chunk.key, chunk.box.start, len(chunks))] = filesystem._StorageInfo(*chunk.place)
-            chunks.append(metadata.ChunkStorageMetadata(torch.Size(chunk.box.start), torch.Size(chunk.box.shape)))
+            index = MetadataIndex(chunk.key, start, len(chunks))
+            places[index] = filesystem._StorageInfo(*chunk.place)
+            chunks.append(metadata.ChunkStorageMetadata(start, torch.Size(chunk.box.shape)))
         for key, place in self.objects.items():
             entries[key] = metadata.BytesStorageMetadata()
             places[MetadataIndex(key)] = filesystem._StorageInfo(*place)
-        content = Metadata(entries, planner_data={}, storage_data=places, storage_meta=metadata.StorageMeta())
+        content = Metadata(entries, planner_data={}, storage_data=places)
+        content.storage_meta = metadata.StorageMeta()
         content.version = _FORMAT_VERSION
         with write_errors(path):
             path.write_bytes(pickle.dumps(content))
 
     def stored(self, directory: Path, chunk: TensorChunk) -> ArchivedTensor:
+        file, offset, nbytes = chunk.place
         info = TensorInfo(chunk.box.shape, self.tensors[chunk.key].dtype)
-        place = chunk.place
-        return ArchivedTensor(path=directory / place.file, offset=place.offset, nbytes=place.nbytes, info=info)
+        return ArchivedTensor(path=directory / file, offset=offset, nbytes=nbytes, info=info)
 
 
 def _parse(content: Metadata) -> DCPIndex:
@@ -98,10 +104,11 @@ def _parse(content: Metadata) -> DCPIndex:
         if not isinstance(entry, TensorStorageMetadata):
             objects[key] = places[key, None]
             continue
-        tensors[key] = TensorInfo(tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        tensors[key] = TensorInfo(tuple(entry.size), dtype)
         for part in entry.chunks:
             start = tuple(part.offsets)
-            box = Box(start, tuple(a + n for a, n in zip(start, part.sizes, strict=True)))
+            box = Box(start, tuple(map(add, start, part.sizes)))
             chunks.append(TensorChunk(key=key, box=box, place=places[key, start]))
     return DCPIndex(tensors=tensors, chunks=chunks, objects=objects)
 
@@ -110,7 +117,7 @@ def _problems(directory: Path, index: DCPIndex) -> list[str]:
     """Returns the problems of the files, and boxes outside of their tensors."""
     problems: list[str] = []
     needed: Counter[str] = Counter()
-    for place in (*(chunk.place for chunk in index.chunks), *index.objects.values()):
+    for place in (*[chunk.place for chunk in index.chunks], *index.objects.values()):
         needed[place.file] = max(needed[place.file], place.offset + place.nbytes)
     for name, nbytes in sorted(needed.items()):
         path = directory / name

@@ -39,9 +39,10 @@ def export_checkpoint(
     Args:
         checkpoint, role, step: see ``find_checkpoint``.
         out: Hugging Face directory; it appears when it is complete.
-        template: an HF directory of the model, where the checkpoint does not name one; its tokenizer is copied.
+        template: HF directory of the model, where the checkpoint names none; its tokenizer is
+            copied.
         dtype: dtype of all weights; that of the checkpoint by default.
-        max_file_bytes: a file is closed before it would exceed this.
+        max_file_bytes: size that no file of several tensors exceeds.
     """
     found = find_checkpoint(checkpoint, role=role, step=step)
     spec, side_directories = _model_of(found, template)
@@ -49,17 +50,21 @@ def export_checkpoint(
     with PartialOutput(out) as output:
         found.verify()
         source = MegatronCheckpoint.open(found, spec, head)
-        tensors = {name: replace(info, dtype=dtype or info.dtype) for name, info in source.tensors.items()}
+        tensors = dict(source.tensors)
+        if dtype is not None:
+            tensors = {name: replace(info, dtype=dtype) for name, info in tensors.items()}
         layouts = lay_out(tensors, max_file_bytes)
+        assemblies = source.assemble(map(_in_file_order, layouts))
         files: list[OutputFile] = []
-        for layout, assembly in zip(layouts, source.assemble(map(_in_file_order, layouts)), strict=True):
+        for layout, assembly in zip(layouts, assemblies, strict=True):
             files.append(OutputFile(path=layout.name, assembly=assembly, header=layout.header))
         inputs = {tensor.path for tensor in source.stored.values()}
         output.write(f"export {checkpoint.name}", files, inputs=inputs, resources=resources)
         write_index(output.directory, layouts)
         for directory in side_directories:
             copy_side_files(directory, output.directory)
-        write_json(output.directory / _HF_CONFIG, replace(spec, dtype=_main_dtype(tensors)).hf_config(head))
+        written = replace(spec, dtype=_main_dtype(tensors))
+        write_json(output.directory / _HF_CONFIG, written.hf_config(head))
         output.publish()
 
 
@@ -68,10 +73,8 @@ def _model_of(found: FoundCheckpoint, template: Path | None) -> tuple[ModelSpec,
     if template is not None or found.kind == "megatron":
         directory = template or found.root / HF_FILES
         if template is None and not (directory / _HF_CONFIG).is_file():
-            raise UsageError(
-                f"{found.root} does not say which model it is of; name a directory that has its config.json and "
-                "tokenizer with --hf"
-            )
+            fix = "name a directory that has its config.json and tokenizer with --hf"
+            raise UsageError(f"{found.root} does not say which model it is of; {fix}")
         return read_spec(directory), (directory,)
     path = found.root / "config.yaml"  # of the run, with the model from which the role started
     try:
@@ -80,9 +83,8 @@ def _model_of(found: FoundCheckpoint, template: Path | None) -> tuple[ModelSpec,
         fields: Mapping[str, Any] = config.model.hf_config()
         spec = model_spec(fields) if start is None else read_spec(Path(start))
     except (ConfigError, OSError, ValueError) as error:
-        raise UsageError(
-            f"{path} does not lead to the model's config.json ({error}); name a directory that has it with --hf"
-        ) from None
+        problem = f"{path} does not lead to the model's config.json ({error})"
+        raise UsageError(f"{problem}; name a directory that has it with --hf") from None
     directories = (config.model.path, config.model.tokenizer, start)
     return spec, tuple(Path(directory) for directory in directories if directory is not None)
 

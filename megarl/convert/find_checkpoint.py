@@ -54,12 +54,13 @@ def find_checkpoint(path: Path, *, role: RoleName | None = None, step: int | Non
     """Finds the checkpoint of a path; raises UsageError where there is none, or role or step have no meaning.
 
     Args:
-        path: Megatron-LM's save directory or one iteration in it; or a run of MegaRL, one checkpoint of it, or a role's
-            directory in that.
+        path: Megatron-LM's save directory or one iteration in it; or a run of MegaRL, one
+            checkpoint of it, or a role's directory in that.
         role: role of a run's checkpoint; the actor, or the only one, by default.
         step: step of the checkpoint; the latest by default.
     """
-    path = Path(os.path.abspath(path))  # its name and parent tell what it is; links stay where they are
+    # Its name and parent say what it is; links stay where they are.
+    path = Path(os.path.abspath(path))
     if (path / CHECKPOINTS).is_dir():
         return _in_run(_step_directory(path, step), role)
     if (path / TRACKER).is_file() or _iterations(path):
@@ -70,14 +71,13 @@ def find_checkpoint(path: Path, *, role: RoleName | None = None, step: int | Non
         return _in_run(path, role)
     _refuse(path, role=role)
     if not (path / METADATA).is_file():
-        raise UsageError(
-            f"{path} has no checkpoint: neither Megatron-LM's ({TRACKER} or {METADATA}) nor a run's ({CHECKPOINTS}); "
-            "choose another one"
-        )
+        kinds = f"neither Megatron-LM's ({TRACKER} or {METADATA}) nor a run's ({CHECKPOINTS})"
+        raise UsageError(f"{path} has no checkpoint: {kinds}; choose another one")
     if (path.parent / MANIFEST).is_file():
         return _in_run(path.parent, path.name)
     match = _ITERATION.fullmatch(path.name)
-    return FoundCheckpoint(kind="megatron", directory=path, root=path.parent, step=int(match[1]) if match else None)
+    step = int(match[1]) if match else None
+    return FoundCheckpoint(kind="megatron", directory=path, root=path.parent, step=step)
 
 
 def _step_directory(run: Path, step: int | None) -> Path:
@@ -98,8 +98,13 @@ def _in_run(directory: Path, role: str | None) -> FoundCheckpoint:
         role = roles[0] if len(roles) == 1 else "actor"
     for name in roles:
         if name == role:
-            root = directory.parent.parent
-            return FoundCheckpoint(kind="megarl", directory=directory / name, root=root, step=manifest.step, role=name)
+            return FoundCheckpoint(
+                kind="megarl",
+                directory=directory / name,
+                root=directory.parent.parent,
+                step=manifest.step,
+                role=name,
+            )
     raise UsageError(f"{directory} has no {role}; choose --role {' or '.join(roles)}")
 
 

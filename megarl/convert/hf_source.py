@@ -24,14 +24,14 @@ def open_hf(directory: Path, manifest: Manifest, *, allow_pickle: bool) -> Mappi
     if _has_one(directory, _SAFETENSORS):
         stored = _safetensors(directory)
     elif not _has_one(directory, _PICKLED):
-        raise UsageError(f"{directory} has no weights: neither {' nor '.join(_SAFETENSORS)}; choose another --hf")
+        files = " nor ".join(_SAFETENSORS)
+        raise UsageError(f"{directory} has no weights: neither {files}; choose another --hf")
     elif allow_pickle:
         stored = _pickled(directory)
     else:
-        raise UsageError(
-            f"{directory} has weights in pickle files alone, which could run code; convert them to safetensors, "
-            "or trust them with --allow-pickle"
-        )
+        problem = f"{directory} has weights in pickle files alone, which could run code"
+        fix = "convert them to safetensors, or trust them with --allow-pickle"
+        raise UsageError(f"{problem}; {fix}")
     tensors = {name: tensor.info for name, tensor in stored.items()}
     problems = hf_files.misfits(tensors, manifest)
     if not problems:
@@ -68,9 +68,8 @@ def _pickled(directory: Path) -> dict[str, PickledTensor]:
     single = directory / _PICKLED[0]
     index = directory / _PICKLED[1]
     if single.is_file() and index.is_file():
-        raise CheckpointError(
-            f"{directory} has its weights twice, in {single.name} and in files of {index.name}; remove one of the two"
-        )
+        places = f"in {single.name} and in files of {index.name}"
+        raise CheckpointError(f"{directory} has its weights twice, {places}; remove one of the two")
     weight_map = read_weight_map(index) if index.is_file() else {}
     stored: dict[str, PickledTensor] = {}
     problems: list[str] = []

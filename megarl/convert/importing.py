@@ -27,10 +27,10 @@ from megarl.weights.shard_map import ITEM_BYTES, Box, ShardMap, TensorInfo
 
 MAX_FILE_BYTES = 1 << 30
 _CHUNK_BYTES = 64 << 20
-"""Largest part of a tensor with an index entry of its own."""
+"""Largest part of a tensor with a separate index entry."""
 _COMMON = {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": {"singleton_local_shards": False}}
-"""The part of ``common.pt`` that Megatron-LM reads (megatron/training/checkpointing.py): the order of the rows of
-queries, keys and values (3.0: by group), and how its modules make keys."""
+"""The part of ``common.pt`` that Megatron-LM reads (megatron/training/checkpointing.py): the order
+of the rows of queries, keys and values (3.0: by group), and how its modules make keys."""
 _BACKENDS = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -57,7 +57,7 @@ def import_checkpoint(
         out: Megatron-LM's save directory; it appears when it is complete.
         dtype: dtype of all weights; that of the files by default.
         allow_pickle: read ``pytorch_model.bin`` where there is no safetensors file.
-        max_file_bytes: size of the tensors in a file; a tensor that is larger has a file of its own.
+        max_file_bytes: size of the tensors in a file; a larger tensor has a separate file.
     """
     spec = read_spec(hf)
     with PartialOutput(out) as output:
@@ -65,21 +65,26 @@ def import_checkpoint(
         tensors = {name: tensor.info for name, tensor in stored.items()}
         whole = _with_dtypes(_global_map(spec), tensors, dtype)
         boxes = _stored_boxes(whole)
-        chunks = {name: TensorInfo(box.shape, whole.params[key].dtype) for name, (key, box) in boxes.items()}
+        chunks: dict[str, TensorInfo] = {}
+        for name, (key, box) in boxes.items():
+            chunks[name] = TensorInfo(box.shape, whole.params[key].dtype)
         copies: list[Copy] = []
-        for part in shards_within(whole, boxes):
-            target_dtype = chunks[part.param].dtype
-            copies.append(Copy(part.name, part.region, part.param, part.box, target_dtype, part.transposed))
+        for param, box, name, region, transposed in shards_within(whole, boxes):
+            copies.append(Copy(name, region, param, box, chunks[param].dtype, transposed))
         files: list[OutputFile] = []
-        for number, assembly in enumerate(assemble(group_tensors(chunks, max_file_bytes), copies, stored)):
-            files.append(OutputFile(path=f"{RELEASE}/__{number}_0.distcp", assembly=assembly, header=None))
+        groups = group_tensors(chunks, max_file_bytes)
+        for number, assembly in enumerate(assemble(groups, copies, stored)):
+            path = f"{RELEASE}/__{number}_0.distcp"
+            files.append(OutputFile(path=path, assembly=assembly, header=None))
         inputs = {tensor.path for tensor in stored.values()}
         written = output.write(f"import {hf.name}", files, inputs=inputs, resources=resources)
         _write_indices(output.directory / RELEASE, whole, _chunks(files, boxes, written))
         write_durably(output.directory / TRACKER, RELEASE)
-        (output.directory / HF_FILES).mkdir(exist_ok=True)
-        copy_side_files(hf, output.directory / HF_FILES)
-        write_durably(output.directory / HF_FILES / "config.json", (hf / "config.json").read_text(encoding="utf-8"))
+        hf_files = output.directory / HF_FILES
+        hf_files.mkdir(exist_ok=True)
+        copy_side_files(hf, hf_files)
+        config = (hf / "config.json").read_text(encoding="utf-8")
+        write_durably(hf_files / "config.json", config)
         output.publish()
 
 
@@ -97,7 +102,10 @@ def _with_dtypes(whole: ShardMap, tensors: Mapping[str, TensorInfo], dtype: str 
     dtypes: dict[str, set[str]] = defaultdict(set)
     for shard in whole.shards:
         dtypes[shard.param].add(dtype or tensors[shard.name].dtype)
-    mixed = [f"{key}: {' and '.join(sorted(found))}" for key, found in dtypes.items() if len(found) > 1]
+    mixed: list[str] = []
+    for key, found in dtypes.items():
+        if len(found) > 1:
+            mixed.append(f"{key}: {' and '.join(sorted(found))}")
     if mixed:
         problem = "tensors that Megatron stores together have different dtypes; choose one with --dtype:"
         raise UsageError("\n  ".join([problem, *mixed]))
@@ -112,10 +120,11 @@ def _stored_boxes(whole: ShardMap) -> dict[str, tuple[str, Box]]:
     for key, info in whole.params.items():
         stacked = info.shape[: leading[key]]
         inner = info.shape[leading[key] :]
+        chunk_size = _CHUNK_BYTES // ITEM_BYTES[info.dtype]
         for index in product(*map(range, stacked)):
-            start = (*index, *(0 for _ in inner))
-            stop = (*(at + 1 for at in index), *inner)
-            for part in Box(start, stop).split(_CHUNK_BYTES // ITEM_BYTES[info.dtype]):
+            start = index + (0,) * len(inner)
+            stop = tuple(at + 1 for at in index) + inner
+            for part in Box(start, stop).split(chunk_size):
                 boxes[f"{key}{part}"] = (key, part)
     return boxes
 
@@ -126,19 +135,22 @@ def _chunks(
     """Returns the place of each box of a tensor in the files."""
     chunks: list[TensorChunk] = []
     for file in files:
-        for name, (begin, end) in zip(file.assembly.tensors, pairwise(written[file.path]), strict=True):
+        ranges = pairwise(written[file.path])
+        for name, (begin, end) in zip(file.assembly.tensors, ranges, strict=True):
             key, box = boxes[name]
-            chunks.append(TensorChunk(key=key, box=box, place=FileRange(Path(file.path).name, begin, end - begin)))
+            place = FileRange(Path(file.path).name, begin, end - begin)
+            chunks.append(TensorChunk(key=key, box=box, place=place))
     return chunks
 
 
 def _write_indices(directory: Path, whole: ShardMap, chunks: Sequence[TensorChunk]) -> None:
     """Writes ``.metadata`` and the other files that Megatron expects beside the weights."""
-    empty = io.BytesIO()
-    torch.save([None], empty)
-    objects = dict.fromkeys(_extra_states(whole), FileRange(_OBJECTS_FILE, 0, len(empty.getvalue())))
+    stream = io.BytesIO()
+    torch.save([None], stream)
+    empty = stream.getvalue()
+    objects = dict.fromkeys(_extra_states(whole), FileRange(_OBJECTS_FILE, 0, len(empty)))
     with write_errors(directory / _OBJECTS_FILE):
-        (directory / _OBJECTS_FILE).write_bytes(empty.getvalue())
+        (directory / _OBJECTS_FILE).write_bytes(empty)
     with write_errors(directory / "common.pt"):
         torch.save(_COMMON, directory / "common.pt")
     write_durably(directory / "metadata.json", json.dumps(_BACKENDS))
@@ -148,8 +160,9 @@ def _write_indices(directory: Path, whole: ShardMap, chunks: Sequence[TensorChun
 def _extra_states(whole: ShardMap) -> list[str]:
     """Returns the keys of the extra state of Megatron's modules, which is empty without quantization.
 
-    Modules need it when they load: those of Transformer Engine all, others the linear layers. The key of a part names
-    its indices along the leading axes (ShardedObject.unique_key, megatron-core 0.19.2).
+    Modules need it when they load: those of Transformer Engine all, others the linear layers. The
+    key of a part names its indices along the leading axes (ShardedObject.unique_key, megatron-core
+    0.19.2).
     """
     leading = {shard.param: shard.leading for shard in whole.shards}
     modules: dict[str, tuple[int, ...]] = {}
@@ -161,6 +174,8 @@ def _extra_states(whole: ShardMap) -> list[str]:
     modules[attention.replace("linear_proj", "core_attention")] = modules[attention]
     keys: list[str] = []
     for module, shape in modules.items():
+        extents = ".".join(map(str, shape))
         for index in product(*map(range, shape)):
-            keys.append(f"{module}._extra_state/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}")
+            place = ".".join(map(str, index))
+            keys.append(f"{module}._extra_state/shard_{place}_{extents}")
     return keys

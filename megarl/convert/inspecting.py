@@ -25,7 +25,12 @@ def inspect(checkpoint: Path, *, role: RoleName | None = None, step: int | None 
     for key, info in sorted(index.tensors.items()):
         # Any dtype of torch may be there, not only those of weights.
         nbytes = torch.Size(info.shape).numel() * getattr(torch, info.dtype).itemsize
-        tensors[key] = {"shape": list(info.shape), "dtype": info.dtype, "nbytes": nbytes, "chunks": chunks[key]}
+        tensors[key] = {
+            "shape": list(info.shape),
+            "dtype": info.dtype,
+            "nbytes": nbytes,
+            "chunks": chunks[key],
+        }
         dtypes[info.dtype] += nbytes
     return {
         "kind": found.kind,

@@ -67,7 +67,8 @@ class MegatronCheckpoint:
             ignored += known.params
         problems = misfits(index.tensors, Manifest(tensors=whole.params, ignored=tuple(ignored)))
         if problems:
-            raise CheckpointError(f"{found.directory} does not fit the {spec.family.model_type} model", problems)
+            model = f"the {spec.family.model_type} model"
+            raise CheckpointError(f"{found.directory} does not fit {model}", problems)
         stored: dict[str, Stored] = {}
         boxes: dict[str, tuple[str, Box]] = {}
         for chunk in index.chunks:
@@ -78,7 +79,8 @@ class MegatronCheckpoint:
         tensors: dict[str, TensorInfo] = {}
         canonical = spec.canonical(head)
         for shard in whole.shards:
-            tensors[shard.name] = replace(canonical[shard.name], dtype=index.tensors[shard.param].dtype)
+            dtype = index.tensors[shard.param].dtype
+            tensors[shard.name] = replace(canonical[shard.name], dtype=dtype)
         shards = list(shards_within(whole, boxes))
         _check_coverage(found.directory, tensors, shards)
         return cls(tensors={name: tensors[name] for name in canonical}, stored=stored, shards=shards)
@@ -86,9 +88,8 @@ class MegatronCheckpoint:
     def assemble(self, groups: Iterable[Mapping[str, TensorInfo]]) -> list[Assembly]:
         """Returns an assembly for each group of canonical tensors, which may have other dtypes."""
         copies: list[Copy] = []
-        for shard in self.shards:
-            dtype = self.tensors[shard.name].dtype
-            copies.append(Copy(shard.param, shard.box, shard.name, shard.region, dtype, shard.transposed))
+        for param, box, name, region, transposed in self.shards:
+            copies.append(Copy(param, box, name, region, self.tensors[name].dtype, transposed))
         return assemble(groups, copies, self.stored)
 
 
@@ -115,17 +116,21 @@ def _role_map(spec: ModelSpec, head: HeadName) -> ShardMap:
 
 
 def _megatron_maps(index: DCPIndex, spec: ModelSpec, head: HeadName) -> list[ShardMap]:
-    """Returns maps of modules with and without Transformer Engine, with the checkpoint's padding of the vocabulary."""
+    """Returns maps of modules with and without Transformer Engine, with the checkpoint's vocabulary rows."""
     embedding = index.tensors.get(f"{spec.table.embedding.names.megatron}.weight")
-    rows = max(spec.dims.vocab, embedding.shape[0]) if embedding else None
-    return [spec.checkpoint_map(head, vocab_rows=rows, transformer_engine=te) for te in (True, False)]
+    rows = None
+    if embedding is not None:
+        rows = max(spec.dims.vocab, embedding.shape[0])
+    with_te = spec.checkpoint_map(head, vocab_rows=rows, transformer_engine=True)
+    without = spec.checkpoint_map(head, vocab_rows=rows, transformer_engine=False)
+    return [with_te, without]
 
 
 def _stacked(index: DCPIndex) -> DCPIndex:
     """Returns a Megatron checkpoint's index with layers and experts as leading axes.
 
-    Some models write them so; others write a tensor for each (``non_homogeneous_layers`` and ``singleton_local_shards``
-    of TransformerBlock, SequentialMLP and MLP, megatron-core 0.19.2).
+    Some models write them so; others write a tensor for each (``non_homogeneous_layers`` and
+    ``singleton_local_shards`` of TransformerBlock, SequentialMLP and MLP, megatron-core 0.19.2).
     """
     places = {key: _StackPlace.of(key) for key in index.tensors}
     counts: Counter[tuple[str, int]] = Counter()
@@ -140,10 +145,12 @@ def _stacked(index: DCPIndex) -> DCPIndex:
         rows, *inner = info.shape or (1,)
         stacked = TensorInfo((*leading, rows * place.halves, *inner), info.dtype)
         if tensors.setdefault(place.key, stacked) != stacked:
-            problems.append(f"{key} is {list(info.shape)} of {info.dtype}, unlike others of {place.key}")
+            found = f"{list(info.shape)} of {info.dtype}"
+            problems.append(f"{key} is {found}, unlike others of {place.key}")
     if problems:
         raise CheckpointError("tensors that belong together differ", problems)
-    return DCPIndex(tensors=tensors, chunks=[*_stacked_chunks(index, places)], objects=index.objects)
+    chunks = list(_stacked_chunks(index, places))
+    return DCPIndex(tensors=tensors, chunks=chunks, objects=index.objects)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +182,10 @@ class _StackPlace:
 def _stacked_chunks(index: DCPIndex, places: Mapping[str, _StackPlace]) -> Iterator[TensorChunk]:
     for chunk in index.chunks:
         place = places[chunk.key]
-        rows = (index.tensors[chunk.key].shape or (1,))[0]
-        (first, *start) = chunk.box.start or (0,)
-        (last, *stop) = chunk.box.stop or (1,)
+        rows, *_ = index.tensors[chunk.key].shape or (1,)
+        first, *start = chunk.box.start or (0,)
+        last, *stop = chunk.box.stop or (1,)
         offset = rows * place.half
-        box = Box((*place.at, first + offset, *start), (*(at + 1 for at in place.at), last + offset, *stop))
+        after = tuple(at + 1 for at in place.at)
+        box = Box((*place.at, first + offset, *start), (*after, last + offset, *stop))
         yield replace(chunk, key=place.key, box=box)

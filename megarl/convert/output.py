@@ -35,8 +35,8 @@ class OutputFile:
     Args:
         path: path relative to the output.
         assembly: tensors of the file.
-        header: bytes before the bare elements of a safetensors file; None: each tensor becomes a file of ``torch.save``
-            within the file.
+        header: bytes before the bare elements of a safetensors file; None: each tensor becomes a
+            file of ``torch.save`` within the file.
     """
 
     path: str
@@ -79,8 +79,8 @@ class PartialOutput:
         output/         gets the output's name
         lock            held by the running conversion
 
-    A conversion with the same settings and inputs keeps the finished files. One that ends before the manifest is
-    written leaves nothing. The target must not exist.
+    A conversion with the same settings and inputs keeps the finished files. One that ends before
+    the manifest is written leaves nothing. The target must not exist.
     """
 
     def __init__(self, target: Path) -> None:
@@ -119,8 +119,8 @@ class PartialOutput:
 
         Raises:
             CheckpointError: a source cannot be read, or has changed meanwhile.
-            UsageError: the unfinished output has other settings or inputs, the memory is too small, or a value does
-                not fit.
+            UsageError: the unfinished output has other settings or inputs, the memory is too small,
+                or a value does not fit.
             RunError, OSError: a worker was killed, or a write failed; finished files are kept.
         """
         manifest: dict[str, Any] = {"inputs": _fingerprint(inputs), "settings": _plan_digest(files)}
@@ -133,11 +133,14 @@ class PartialOutput:
         for file in files:
             (self.directory / file.path).parent.mkdir(parents=True, exist_ok=True)
         self._save(manifest)
-        _say(f"{title}: {len(finished)} of {len(files)} files are finished; working processes: {workers}")
-        for file, ends in run_tasks(remaining, partial(OutputFile.write, directory=self.directory), workers):
+        done = f"{len(finished)} of {len(files)} files"
+        _say(f"{title}: {done} are finished; working processes: {workers}")
+        work = partial(OutputFile.write, directory=self.directory)
+        for file, ends in run_tasks(remaining, work, workers):
             finished[file.path] = ends
             self._save(manifest)
-            _say(f"{title}: {len(finished)} of {len(files)} files; wrote {file.path}, {format_bytes(ends[-1])}")
+            done = f"{len(finished)} of {len(files)} files"
+            _say(f"{title}: {done}; wrote {file.path}, {format_bytes(ends[-1])}")
         if _fingerprint(inputs) != manifest["inputs"]:
             (self.root / _MANIFEST).unlink()
             raise CheckpointError(f"{title}: files that it reads have changed meanwhile; run it again")
@@ -182,7 +185,8 @@ def _plan_digest(files: Sequence[OutputFile]) -> str:
     """Returns a digest of everything that the bytes of the files depend on besides the inputs."""
     digest = hashlib.sha256()
     for file in files:
-        digest.update(repr((file.path, file.header, file.assembly.tensors, file.assembly.copies)).encode())
+        content = file.path, file.header, file.assembly.tensors, file.assembly.copies
+        digest.update(repr(content).encode())
     return digest.hexdigest()
 
 
@@ -203,7 +207,8 @@ def _check_space(directory: Path, nbytes: int) -> None:
     """Raises OSError where the disk has less space than the remaining files need."""
     free = shutil.disk_usage(directory).free
     if nbytes > free:
-        reason = f"{os.strerror(errno.ENOSPC)} ({format_bytes(nbytes)} needed, {format_bytes(free)} free)"
+        sizes = f"{format_bytes(nbytes)} needed, {format_bytes(free)} free"
+        reason = f"{os.strerror(errno.ENOSPC)} ({sizes})"
         raise OSError(errno.ENOSPC, reason, str(directory))
 
 

@@ -1,6 +1,7 @@
 """Tensors in files: where each one is, and how its rows are read.
 
-Files of ``torch.save`` are read with ``weights_only``, which knows tensors and plain containers and runs no code.
+Files of ``torch.save`` are read with ``weights_only``, which knows tensors and plain containers and
+runs no code.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class ArchivedTensor:
             leading = len(self.info.shape) - found.dim()
             if (1,) * leading + tuple(found.shape) == self.info.shape:
                 return found.reshape(self.info.shape)[first:stop]
-        raise CheckpointError(f"{self.path.name} is corrupted", [f"at byte {self.offset} is no {self.info}"])
+        problem = f"at byte {self.offset} is no {self.info}"
+        raise CheckpointError(f"{self.path.name} is corrupted", [problem])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,8 @@ Stored = SafeTensor | ArchivedTensor | PickledTensor
 def read_pickle(path: Path) -> dict[str, torch.Tensor]:
     """Returns the tensors of a file of ``torch.save`` that holds a dictionary of them, mapped into memory.
 
-    Raises CheckpointError where the file is damaged, or holds more than tensors and plain containers.
+    Raises CheckpointError where the file is damaged, or holds more than tensors and plain
+    containers.
     """
     with _named_errors(path):
         content: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -126,10 +129,12 @@ def _named_errors(path: Path, where: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read", [f"{error.strerror or error}: {path}"]) from None
+        reason = f"{error.strerror or error}: {path}"
+        raise CheckpointError(f"{path.name} cannot be read", [reason]) from None
     except pickle.UnpicklingError:  # its text advises against weights_only
         reason = f"it is damaged{where}, or holds more than tensors"
         raise CheckpointError(f"{path.name} is corrupted", [reason]) from None
     except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path.name} is corrupted", [f"it is damaged{where}: {reason}"]) from None
+        text, _, _ = str(error).partition("\n")
+        reason = f"it is damaged{where}: {text}"
+        raise CheckpointError(f"{path.name} is corrupted", [reason]) from None

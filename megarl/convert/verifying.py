@@ -18,6 +18,7 @@ from megarl.convert.stored import Stored, copy_values
 from megarl.errors import UsageError
 from megarl.types import RoleName
 from megarl.weights.export import group_tensors
+from megarl.weights.shard_map import TensorInfo
 
 _GROUP_BYTES = 256 << 20
 _STRIP = 1 << 16
@@ -54,7 +55,9 @@ def compare(
         expected = original[name].info.dtype
         if dtype is None and info.dtype != expected:
             problems.append(f"{name}: {info.dtype}, not {expected}")
-    tensors = {name: replace(tensor.info, dtype=dtype or tensor.info.dtype) for name, tensor in original.items()}
+    tensors: dict[str, TensorInfo] = {}
+    for name, tensor in original.items():
+        tensors[name] = replace(tensor.info, dtype=dtype or tensor.info.dtype)
     tasks: list[_CompareTask] = []
     for assembly in converted.assemble(group_tensors(tensors, _GROUP_BYTES)):
         originals = {name: original[name] for name in assembly.tensors}
@@ -98,9 +101,11 @@ def _difference(values: torch.Tensor, expected: torch.Tensor) -> tuple[int, floa
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
     count = 0
     largest = 0.0
-    for left, right in zip(values.flatten().split(_STRIP), expected.flatten().split(_STRIP), strict=True):
+    strips = zip(values.flatten().split(_STRIP), expected.flatten().split(_STRIP), strict=True)
+    for left, right in strips:
         different = int((left.view(integers) != right.view(integers)).sum())
         if different:
             count += different
-            largest = max(largest, float((left.double() - right.double()).abs().nan_to_num(0.0, 0.0).max()))
+            distances = (left.double() - right.double()).abs().nan_to_num(0.0, 0.0)
+            largest = max(largest, float(distances.max()))
     return count, largest

@@ -1,7 +1,8 @@
 """The Megatron engine: the only importer of ``megatron.core``.
 
-It runs under one process per device and one ``torch.distributed`` world per group, with Ray, torchrun or a plain
-process pool around it. The driver imports ``worker``, which imports megatron-core at its first call.
+It runs under one process per device and one ``torch.distributed`` world per group, with Ray,
+torchrun or a plain process pool around it. The driver imports ``worker``, which imports
+megatron-core at its first call.
 """
 
 from megarl.megatron.platform.core_import import prepare_core_import

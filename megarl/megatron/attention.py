@@ -1,11 +1,12 @@
 """Attention over packed sequences (THD): torch's, for which Megatron needs Transformer Engine, and that.
 
-Shape legend: S positions of the pack, P places of an arrangement, H query heads, K KV heads, D head dim.
+Shape legend: S positions of the pack, P places of an arrangement, H query heads, K KV heads, D head
+dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,8 +21,9 @@ from torch import Tensor
 from megarl.data.packing import PackShape
 
 LENGTH_STEP = 16
-"""Sequences whose lengths round up to the same multiple share a rectangle. A call costs many times the attention in a
-short sequence; a larger step pads more."""
+"""Sequences whose lengths round up to the same multiple share a rectangle.
+
+A call costs many times the attention in a short sequence; a larger step pads more."""
 
 HEAD_STEP = 8
 LARGEST_HEAD = 256
@@ -54,7 +56,8 @@ def arrange(shape: PackShape, device: torch.device) -> Arrangement:
         members = steps == step
         columns = np.arange(lengths[members].max())
         rectangles.append((int(members.sum()), len(columns)))
-        positions.append(np.where(columns < lengths[members], starts[members] + columns, total).ravel())
+        places = np.where(columns < lengths[members], starts[members] + columns, total)
+        positions.append(places.ravel())
     position_of = np.concatenate(positions)
     place_of = np.argsort(position_of, kind="stable")[:total]
     return Arrangement(
@@ -68,8 +71,8 @@ def arrange(shape: PackShape, device: torch.device) -> Arrangement:
 class PackParams(PackedSeqParams):
     """The parameters of a pack, which Megatron passes through the layers to rope and attention.
 
-    Rope sees one sequence, for which ``PackedModel`` looks up the table by ``positions``: Megatron would number the
-    positions of many sequences one by one, in each layer.
+    Rope sees one sequence, for which ``PackedModel`` looks up the table by ``positions``: Megatron
+    would number the positions of many sequences one by one, in each layer.
 
     Args:
         positions: [S] int64, each position's index in its sequence.
@@ -81,8 +84,10 @@ class PackParams(PackedSeqParams):
     @classmethod
     def of(cls, shape: PackShape, device: torch.device | int) -> PackParams:
         bounds = torch.from_numpy(shape.cu_seqlens).to(device)
-        one_sequence = torch.tensor([0, shape.cu_seqlens[-1]], dtype=torch.int32, device="cpu")  # rope reads it there
+        # Rope reads it on the CPU.
+        one_sequence = torch.tensor([0, shape.cu_seqlens[-1]], dtype=torch.int32, device="cpu")
         starts = np.repeat(shape.cu_seqlens[:-1], np.diff(shape.cu_seqlens)).astype(np.int64)
+        positions = np.arange(len(starts)) - starts
         return cls(
             qkv_format="thd",
             cu_seqlens_q=bounds,
@@ -92,7 +97,7 @@ class PackParams(PackedSeqParams):
             max_seqlen_q=shape.max_seqlen,
             max_seqlen_kv=shape.max_seqlen,
             shape=shape,
-            positions=torch.from_numpy(np.arange(len(starts)) - starts).to(device),
+            positions=torch.from_numpy(positions).to(device),
         )
 
     @cached_property
@@ -101,22 +106,30 @@ class PackParams(PackedSeqParams):
 
     @cached_property
     def sequences(self) -> PackedSeqParams:
-        """The ends of the sequences without rope's, which Transformer Engine would take for those of padding."""
-        names = ("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
-        return PackedSeqParams(**{name: getattr(self, name) for name in names})
+        """The ends of the sequences without rope's, which Transformer Engine would take for padding."""
+        return PackedSeqParams(
+            qkv_format=self.qkv_format,
+            cu_seqlens_q=self.cu_seqlens_q,
+            cu_seqlens_kv=self.cu_seqlens_kv,
+            max_seqlen_q=self.max_seqlen_q,
+            max_seqlen_kv=self.max_seqlen_kv,
+        )
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each sequence of a pack, with grouped KV heads, built by Megatron's ``Attention``.
+    """Causal attention within each sequence of a pack, with grouped KV heads.
 
-    It uses torch's variable-length kernel where ``kernel_takes`` the heads, padded to a size that the kernel has; else
-    one ``scaled_dot_product_attention`` per rectangle of an arrangement.
+    It uses torch's variable-length kernel where ``kernel_takes`` the heads, padded to a size that
+    the kernel has; else one ``scaled_dot_product_attention`` per rectangle of an arrangement.
+    Megatron's ``Attention`` makes it.
     """
 
     def __init__(self, *, config: TransformerConfig, softmax_scale: float | None = None, **_unused: Any) -> None:
         super().__init__()
         assert config.kv_channels is not None
-        self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.scale = softmax_scale
+        if softmax_scale is None:
+            self.scale = config.kv_channels**-0.5
 
     def forward(
         self,
@@ -135,26 +148,39 @@ class PackedAttention(torch.nn.Module):
         return self._by_rectangle(query, key, value, packed_seq_params.arrangement)
 
     def _variable_length(self, query: Tensor, key: Tensor, value: Tensor, pack: PackParams) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn  # with torch's compiler, which takes a third of a second
+        # It imports torch's compiler, which takes a third of a second.
+        from torch.nn.attention.varlen import varlen_attn
 
-        bounds = pack.cu_seqlens_q, pack.cu_seqlens_kv, pack.shape.max_seqlen, pack.shape.max_seqlen
         gqa = query.shape[1] != key.shape[1]
         size = query.shape[2]
         if missing := -size % HEAD_STEP:
             query, key, value = (F.pad(x, (0, missing)) for x in (query, key, value))
-        output: Any = varlen_attn(query, key, value, *bounds, scale=self.scale, window_size=(-1, 0), enable_gqa=gqa)
+        output: Any = varlen_attn(
+            query,
+            key,
+            value,
+            pack.cu_seqlens_q,
+            pack.cu_seqlens_kv,
+            pack.shape.max_seqlen,
+            pack.shape.max_seqlen,
+            scale=self.scale,
+            window_size=(-1, 0),
+            enable_gqa=gqa,
+        )
         return output[..., :size].flatten(1)
 
     def _by_rectangle(self, query: Tensor, key: Tensor, value: Tensor, arrangement: Arrangement) -> Tensor:
         """Causal attention does not see padding at the ends; the outputs of padding are not read."""
+        gqa = query.shape[1] != key.shape[1]
         sizes = [sequences * length for sequences, length in arrangement.rectangles]
-        split = [_Move.apply(x, arrangement, _spread, _collect).split(sizes) for x in (query, key, value)]
-        parts = []
+        split: list[Sequence[Tensor]] = []
+        for x in (query, key, value):
+            spread: Tensor = _Move.apply(x, arrangement, _spread, _collect)
+            split.append(spread.split(sizes))
+        parts: list[Tensor] = []
         for rectangle, *qkv in zip(arrangement.rectangles, *split, strict=True):
             q, k, v = (x.unflatten(0, rectangle).transpose(1, 2) for x in qkv)
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=gqa)
             parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         return _Move.apply(torch.cat(parts), arrangement, _collect, _spread)
 
@@ -177,7 +203,9 @@ class FusedPackedAttention(torch.nn.Module):
 
 def kernel_takes(query: Tensor) -> bool:
     """Returns whether torch's variable-length kernel takes heads of this kind, if need be padded."""
-    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= LARGEST_HEAD
+    if not query.is_cuda or query.shape[-1] > LARGEST_HEAD:
+        return False
+    return query.dtype in (torch.float16, torch.bfloat16)
 
 
 def _spread(x: Tensor, arrangement: Arrangement) -> Tensor:
@@ -194,7 +222,7 @@ Mover = Callable[[Tensor, Arrangement], Tensor]
 
 
 class _Move(torch.autograd.Function):
-    """Moves between positions and places. Each position has one place, so the gradient moves ``back`` without a sum."""
+    """Moves between positions and places; as each position has one place, the gradient moves ``back``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, arrangement: Arrangement, there: Mover, back: Mover) -> Tensor:

@@ -1,7 +1,7 @@
 """Heads: from the hidden states of a micro-batch to a number per response token or per row.
 
-Shape legend: S positions of the pack, H hidden, T response tokens of all rows (flat), B rows. Hidden states are
-[S, 1, H], or this rank's part of S under sequence parallelism.
+Shape legend: S positions of the pack, H hidden, T response tokens of all rows (flat), B rows.
+Hidden states are [S, 1, H], or this rank's part of S under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -14,11 +14,18 @@ from megarl.megatron.logprobs import logprobs_and_entropy, vocab_shard
 from megarl.megatron.model import RoleModel, ScalarHead
 from megarl.megatron.pipeline import MicroBatch
 
+Positions = np.typing.NDArray[np.int64]
+
 
 def response_logprobs(
-    model: RoleModel, batch: MicroBatch, hidden: torch.Tensor, *, vocab_size: int, temperature: float
+    model: RoleModel,
+    batch: MicroBatch,
+    hidden: torch.Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the log-probability of each response token and the entropy of its distribution, [T] float32 nats each."""
+    """Returns each response token's log-probability and the entropy of its distribution, [T] float32 nats."""
     weight = model.chunks[-1].output_weight()
     shard = vocab_shard(model.groups.tp, len(weight), vocab_size)
     states = response_states(model, batch, hidden)
@@ -42,18 +49,20 @@ def row_scores(model: RoleModel, batch: MicroBatch, hidden: torch.Tensor) -> tor
 
 
 def token_scores(model: RoleModel, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-    """Returns the reward model's score after each response token, [T] float32; a row's last is its ``row_scores``."""
+    """Returns the reward model's score after each response token, [T] float32."""
     return _scalars(model, hidden, batch.tokens.source_positions + 1)
 
 
-def _scalars(model: RoleModel, hidden: torch.Tensor, positions: np.typing.NDArray[np.int64]) -> torch.Tensor:
+def _scalars(model: RoleModel, hidden: torch.Tensor, positions: Positions) -> torch.Tensor:
     head = model.chunks[-1].output_layer
     assert isinstance(head, ScalarHead), "this role has an LM head"
     return head(_at(model, hidden, positions))
 
 
-def _at(model: RoleModel, hidden: torch.Tensor, positions: np.typing.NDArray[np.int64]) -> torch.Tensor:
-    """[positions, H]. The heads give every TP rank the whole gradient, so the backward of the gather only splits it."""
+def _at(model: RoleModel, hidden: torch.Tensor, positions: Positions) -> torch.Tensor:
+    """[positions, H]."""
     if model.config.sequence_parallel:
+        # The heads give every TP rank the whole gradient, so the backward only splits it.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=model.groups.tp)
-    return hidden.squeeze(1).index_select(0, torch.as_tensor(positions, device=hidden.device))
+    indices = torch.as_tensor(positions, device=hidden.device)
+    return hidden.squeeze(1).index_select(0, indices)

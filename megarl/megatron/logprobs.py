@@ -1,11 +1,13 @@
 """Log-probabilities, entropies and the KL divergence from a reference, over a vocabulary that is split over TP.
 
-The logits of a chunk of tokens exist only while the chunk is computed, forward and again backward, so memory does not
-grow with the pack. Megatron's vocab-parallel cross entropy reads the global parallel_state, keeps all logits, and
-computes no entropy. The divergence equals ``algos.kl.full`` of whole logits.
+The logits of a chunk of tokens exist only while the chunk is computed, forward and again backward,
+so memory does not grow with the pack. Megatron's vocab-parallel cross entropy reads the global
+parallel_state, keeps all logits, and computes no entropy. The divergence equals ``algos.kl.full``
+of whole logits.
 
-Every function is collective over the TP group, forward and backward, and the gradient of the hidden states is the whole
-one on every rank. Shape legend: T tokens, H hidden, rows of the local output layer, size of them that are real.
+Every function is collective over the TP group, forward and backward, and the gradient of the hidden
+states is the whole one on every rank. Shape legend: T tokens, H hidden, rows of the local output
+layer, size of them that are real.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ def vocab_shard(group: dist.ProcessGroup, rows: int, vocab_size: int) -> VocabSh
     """Returns the shard of this rank.
 
     Args:
-        rows: of the local output layer, padding included; the same on every rank.
-        vocab_size: without padding, over all ranks.
+        rows: rows of the local output layer, padding included; the same on every rank.
+        vocab_size: ids without padding, over all ranks.
     """
     start = group.rank() * rows
     return VocabShard(group=group, start=start, size=max(0, min(rows, vocab_size - start)))
@@ -65,7 +67,7 @@ def logprobs_and_entropy(
         weight: [rows, H], this rank's rows of the output layer.
         labels: [T] int64, ids over the whole vocabulary.
         chunk_tokens: tokens whose logits exist at a time.
-        fused: by compiled kernels; None: as ``platform.kernels`` has it.
+        fused: whether compiled kernels compute it; None: as ``platform.kernels`` has it.
     """
     if fused is None:
         fused = is_compiled("logprobs", hidden.device.type)
@@ -87,13 +89,15 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(hidden), dtype=wide(hidden), device=hidden.device)
         entropy = torch.empty_like(logprobs)
         log_z = torch.empty_like(logprobs)
-        sums_of = _fused_sums if fused and shard.size else _sums
+        fused = fused and shard.size > 0
+        sums_of_chunk = _fused_sums if fused else _sums
         for begin in range(0, len(hidden), chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
-            top, sums = sums_of(hidden[part], weight, labels[part], shard, temperature)
-            log_z[part] = top + sums[0].log()
-            logprobs[part] = sums[2] - log_z[part]
-            entropy[part] = log_z[part] - sums[1] / sums[0]
+            top, sums = sums_of_chunk(hidden[part], weight, labels[part], shard, temperature)
+            total, weighted_total, target = sums
+            log_z[part] = top + total.log()
+            logprobs[part] = target - log_z[part]
+            entropy[part] = log_z[part] - weighted_total / total
         ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
         ctx.shard = shard
         ctx.temperature = temperature
@@ -106,24 +110,26 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
         shard: VocabShard = ctx.shard
 
-        def of_logits(part: slice) -> Tensor:
-            if ctx.fused and shard.size:
+        def logits_gradient(part: slice) -> Tensor:
+            local, here = _local_labels(labels[part], shard)
+            columns = log_z[part], entropy[part], grad_logprobs[part], grad_entropy[part]
+            if ctx.fused:
                 products = hidden[part] @ weight[: shard.size].T
-                marks = _local_labels(labels[part], shard)
-                columns = (values[part] for values in (log_z, entropy, grad_logprobs, grad_entropy))
-                return compiled(gradient_of_products)(products, *marks, *columns, temperature=ctx.temperature)
+                gradient = compiled(gradient_of_products)
+                return gradient(products, local, here, *columns, temperature=ctx.temperature)
+            log_z_of, entropy_of, logprob_slope, entropy_slope = (x.unsqueeze(-1) for x in columns)
             logits = shard_logits(hidden[part], weight, shard, ctx.temperature)
-            log_p = logits.sub_(log_z[part].unsqueeze(-1))
+            log_p = logits.sub_(log_z_of)
             p = log_p.exp()
             # d logprob / d logits = onehot - p;   d entropy / d logits = -p (log p + entropy)
-            of_entropy = log_p.add_(entropy[part].unsqueeze(-1)).mul_(p).mul_(grad_entropy[part].unsqueeze(-1))
-            grad = p.neg_().mul_(grad_logprobs[part].unsqueeze(-1)).sub_(of_entropy)
-            local, here = _local_labels(labels[part], shard)
+            entropy_part = log_p.add_(entropy_of).mul_(p).mul_(entropy_slope)
+            grad = p.neg_().mul_(logprob_slope).sub_(entropy_part)
             if shard.size:
-                grad.scatter_add_(-1, local.unsqueeze(-1), (grad_logprobs[part] * here).unsqueeze(-1))
+                grad.scatter_add_(-1, local.unsqueeze(-1), logprob_slope * here.unsqueeze(-1))
             return grad.div_(ctx.temperature)
 
-        return *linear_gradients(hidden, weight, shard, ctx.chunk_tokens, of_logits), None, None, None, None, None
+        gradients = linear_gradients(hidden, weight, shard, ctx.chunk_tokens, logits_gradient)
+        return *gradients, None, None, None, None, None
 
 
 def _sums(
@@ -131,15 +137,26 @@ def _sums(
 ) -> tuple[Tensor, Tensor]:
     """Returns the largest logits and the ``sums_of_products``, [T] and [3, T], over all shards."""
     logits = shard_logits(hidden, weight, shard, temperature)
-    top = logits.max(-1).values if shard.size else logits.new_full((len(hidden),), -torch.inf)
-    over_shards(top, shard, dist.ReduceOp.MAX)
+    top = _largest(logits, shard)
     exp = (logits - top.unsqueeze(-1)).exp_()
     total = exp.sum(-1)
-    local, here = _local_labels(labels, shard)
-    target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) * here if shard.size else torch.zeros_like(top)
+    target = torch.zeros_like(top)
+    if shard.size:
+        local, here = _local_labels(labels, shard)
+        target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) * here
     sums = torch.stack([total, exp.mul_(logits).sum(-1), target])
     over_shards(sums, shard)
     return top, sums
+
+
+def _largest(logits: Tensor, shard: VocabShard) -> Tensor:
+    """Returns the largest logit of each token over all shards, [T]."""
+    if shard.size:
+        top = logits.max(-1).values
+    else:
+        top = logits.new_full((len(logits),), -torch.inf)
+    over_shards(top, shard, dist.ReduceOp.MAX)
+    return top
 
 
 def _fused_sums(
@@ -149,7 +166,8 @@ def _fused_sums(
     products = hidden @ weight[: shard.size].T
     top = compiled(top_of_products)(products, temperature)
     over_shards(top, shard, dist.ReduceOp.MAX)
-    sums = compiled(sums_of_products)(products, top, *_local_labels(labels, shard), temperature)
+    local, here = _local_labels(labels, shard)
+    sums = compiled(sums_of_products)(products, top, local, here, temperature)
     over_shards(sums, shard)
     return top, sums
 
@@ -160,11 +178,7 @@ def top_of_products(products: Tensor, temperature: float) -> Tensor:
 
 
 def sums_of_products(products: Tensor, top: Tensor, local: Tensor, here: Tensor, temperature: float) -> Tensor:
-    """Returns sum exp(logit - top), sum exp(logit - top) * logit, and the label's logit or 0, [3, T].
-
-    Args:
-        local, here: see ``_local_labels``.
-    """
+    """Returns sum exp(logit - top), sum exp(logit - top) * logit, and the label's logit or 0, [3, T]."""
     logits = products.to(wide(products)) / temperature
     exp = (logits - top.unsqueeze(-1)).exp()
     target = products.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(top.dtype) / temperature
@@ -181,12 +195,12 @@ def gradient_of_products(
     grad_entropy: Tensor,
     temperature: float,
 ) -> Tensor:
-    """Returns the gradient of the products, [T, size], in their dtype; see ``_VocabParallelLogprobs.backward``."""
+    """Returns the gradient of the products, [T, size], in their dtype, by the formulas of ``backward``."""
     log_p = products.to(wide(products)) / temperature - log_z.unsqueeze(-1)
     ids = torch.arange(products.shape[-1], device=products.device)
     label = (ids == local.unsqueeze(-1)) * (grad_logprobs * here).unsqueeze(-1)
-    of_entropy = (log_p + entropy.unsqueeze(-1)) * grad_entropy.unsqueeze(-1)
-    grad = label - log_p.exp() * (grad_logprobs.unsqueeze(-1) + of_entropy)
+    entropy_part = (log_p + entropy.unsqueeze(-1)) * grad_entropy.unsqueeze(-1)
+    grad = label - log_p.exp() * (grad_logprobs.unsqueeze(-1) + entropy_part)
     return (grad / temperature).to(products.dtype)
 
 
@@ -202,18 +216,22 @@ def shard_logits(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature:
 
 
 def linear_gradients(
-    hidden: Tensor, weight: Tensor, shard: VocabShard, chunk_tokens: int, of_logits: Callable[[slice], Tensor]
+    hidden: Tensor,
+    weight: Tensor,
+    shard: VocabShard,
+    chunk_tokens: int,
+    logits_gradient: Callable[[slice], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of hidden states, summed over the shards, and of this rank's output weights.
 
     Args:
-        of_logits: the gradient of ``hidden @ weight.T`` for a chunk of tokens, [tokens, size].
+        logits_gradient: gradient of ``hidden @ weight.T`` for a chunk of tokens, [tokens, size].
     """
     grad_hidden = torch.empty_like(hidden)
     grad_weight = torch.zeros_like(weight, dtype=wide(weight))  # so that chunks do not add up rounding
     for begin in range(0, len(hidden), chunk_tokens):
         part = slice(begin, begin + chunk_tokens)
-        grad = of_logits(part).to(weight.dtype)
+        grad = logits_gradient(part).to(weight.dtype)
         grad_hidden[part] = grad @ weight[: shard.size]
         grad_weight[: shard.size] += grad.T @ hidden[part]
     over_shards(grad_hidden, shard)
@@ -225,7 +243,7 @@ def wide(tensor: Tensor) -> torch.dtype:
 
 
 def _local_labels(labels: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Returns the local row of each label, [T], 0 where another rank has it, and [T] float 1 where this rank has it."""
+    """Returns the local row of each label, [T], 0 on other ranks, and [T] float 1 where this rank has it."""
     local = labels - shard.start
     here = (local >= 0) & (local < shard.size)
     return local.where(here, torch.zeros_like(local)), here.float()
@@ -241,9 +259,10 @@ def divergence(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
 ) -> Tensor:
-    """Returns KL(p || q) = sum over the vocabulary of p * (log p - log q), [T] nats, in the dtype of log-probabilities.
+    """Returns KL(p || q) = sum over the vocabulary of p * (log p - log q), [T] nats.
 
-    p and q are softmax(hidden @ weight.T / temperature) of the policy and of the reference, which has no gradient.
+    p and q are softmax(hidden @ weight.T / temperature) of the policy and of the reference, which
+    has no gradient. The dtype is that of log-probabilities.
 
     Args:
         hidden, ref_hidden: [T, H], equal on all TP ranks.
@@ -283,21 +302,21 @@ class _Divergence(torch.autograd.Function):
         hidden, weight, ref_hidden, ref_weight, result = ctx.saved_tensors
         shard: VocabShard = ctx.shard
 
-        def of_logits(part: slice) -> Tensor:
+        def logits_gradient(part: slice) -> Tensor:
             log_p = _log_softmax(hidden[part], weight, shard, ctx.temperature)
             log_q = _log_softmax(ref_hidden[part], ref_weight, shard, ctx.temperature)
             # d KL / d logits = p (log p - log q - KL)
             slope = log_p.exp() * (log_p - log_q - result[part].unsqueeze(-1))
             return slope * grad_result[part].unsqueeze(-1) / ctx.temperature
 
-        return *linear_gradients(hidden, weight, shard, ctx.chunk_tokens, of_logits), None, None, None, None, None
+        gradients = linear_gradients(hidden, weight, shard, ctx.chunk_tokens, logits_gradient)
+        return *gradients, None, None, None, None, None
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float) -> Tensor:
     """Returns the log-probabilities of this rank's rows, normalized over all ranks, [T, size]."""
     logits = shard_logits(hidden, weight, shard, temperature)
-    top = logits.max(-1).values if shard.size else logits.new_full((len(hidden),), -torch.inf)
-    over_shards(top, shard, dist.ReduceOp.MAX)
+    top = _largest(logits, shard)
     total = (logits - top.unsqueeze(-1)).exp().sum(-1)
     over_shards(total, shard)
     return logits - (top + total.log()).unsqueeze(-1)

@@ -1,11 +1,12 @@
 """A role's model: Megatron GPT chunks for one rank, with an LM, a value or a score head.
 
 Under sequence parallelism each TP rank sees a part of the tokens; parameters are marked so that
-``finalize_model_grads`` sums their gradients over the TP group. It finds the norms of single heads, which see all
-tokens of a part of the heads, by name.
+``finalize_model_grads`` sums their gradients over the TP group. It finds the norms of single heads,
+which see all tokens of a part of the heads, by name.
 
-Tokens go to their experts by all-to-all without a capacity, so none is dropped. No loss balances the routing. Every
-pass is collective over the ranks that share the experts: a rank without samples runs it on padding.
+Tokens go to their experts by all-to-all without a capacity, so none is dropped. No loss balances
+the routing. Every pass is collective over the ranks that share the experts: a rank without samples
+runs it on padding.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from megarl.types import HeadName, Layout
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight, computed in float32 and rounded before the weight as in Hugging Face's Qwen2 and Llama."""
+    """x / rms(x) * weight in float32, rounded before the weight as in Hugging Face's Qwen2 and Llama."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -89,9 +90,10 @@ def _parameter(config: TransformerConfig, size: int) -> torch.nn.Parameter:
 
 
 class Router(TopKRouter):
-    """Chooses experts by logits in the dtype of the hidden states and their softmax in float32, as Hugging Face does.
+    """Chooses experts by logits in the hidden states' dtype and their softmax in float32, as Hugging Face.
 
-    Megatron makes the weight on the CPU and moves it in the first pass (moe/router.py, 0.19), which breaks references.
+    Megatron makes the weight on the CPU and moves it in the first pass (moe/router.py, 0.19), which
+    breaks references.
     """
 
     def __init__(self, config: TransformerConfig, **arguments: Any) -> None:
@@ -117,8 +119,9 @@ class ScalarHead(torch.nn.Module):
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=torch.cuda.current_device()))
-        # As Megatron marks its own output layers.
+        device = torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
+        # As Megatron marks its output layers.
         self.weight.is_embedding_or_output_parameter = True
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -136,10 +139,11 @@ class PackedModel(GPTModel):
             self.output_layer = ScalarHead(self.config.hidden_size, self.config.params_dtype)
         if self.pre_process and self.position_embedding_type == "learned_absolute":
             # Megatron makes it in float32 on the CPU.
-            self.embedding.position_embeddings.to(torch.cuda.current_device(), self.config.params_dtype)
+            device = torch.cuda.current_device()
+            self.embedding.position_embeddings.to(device, self.config.params_dtype)
 
     def _preprocess(self, *, position_ids: None, packed_seq_params: PackParams, **kwargs: Any) -> tuple[Any, ...]:
-        """Looks up each position of the pack in the table of learned positions or of rope; see ``PackParams``."""
+        """Looks up each position in the table of learned positions or of rope; see ``PackParams``."""
         assert position_ids is None, "the pack has them"
         rows = packed_seq_params.positions
         # Padding sequences may be longer than a table of learned positions.
@@ -149,7 +153,9 @@ class PackedModel(GPTModel):
         packed = replace(packed_seq_params, max_seqlen_q=length)
         answer: Any = super()._preprocess(position_ids=learned, packed_seq_params=packed, **kwargs)
         embedded, rope, *rest = answer
-        return embedded, None if rope is None else rope[rows], *rest
+        if rope is not None:
+            rope = rope[rows]
+        return embedded, rope, *rest
 
     def output_weight(self) -> torch.Tensor:
         """Returns the rows of the LM head on this TP rank."""
@@ -169,11 +175,11 @@ class RoleModel:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Returns the local parameters by shard-map name, ``chunk:name``; raises RuntimeError if offloaded."""
         self.require_memory()
-        return {
-            f"{index}:{name_in_maps(name)}": parameter
-            for index, chunk in enumerate(self.chunks)
-            for name, parameter in chunk.named_parameters()
-        }
+        named: dict[str, torch.nn.Parameter] = {}
+        for index, chunk in enumerate(self.chunks):
+            for name, parameter in chunk.named_parameters():
+                named[f"{index}:{name_in_maps(name)}"] = parameter
+        return named
 
     def require_memory(self) -> None:
         """Raises RuntimeError if the parameters are offloaded."""
@@ -182,43 +188,59 @@ class RoleModel:
 
 
 class _Stages(PipelineParallelLayerLayout):
-    """The layers of each model chunk; Megatron's own table reads the global parallel state."""
+    """The layers of each model chunk; Megatron's table reads the global parallel state."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, stage: int) -> None:
-        chunks = [(stage, chunk) for chunk in range(layout.vpp) for stage in range(layout.pp)]
-        rows = [["decoder"] * len(spec.layers(layout, stage, chunk)) for stage, chunk in chunks]
+        rows: list[list[str]] = []
+        self._first: list[int] = []
+        for chunk in range(layout.vpp):
+            for other in range(layout.pp):
+                layers = spec.layers(layout, other, chunk)
+                rows.append(["decoder"] * len(layers))
+                if other == stage:
+                    self._first.append(layers.start)
         rows[0].insert(0, "embedding")
         rows[-1].append("loss")
         super().__init__(rows, layout.pp)
-        self._first = [spec.layers(layout, stage, chunk).start for chunk in range(layout.vpp)]
 
     def get_layer_offset(
-        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+        self,
+        layer_type: LayerType = LayerType.decoder,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
     ) -> int:
         return self._first[vp_stage or 0]
 
 
 def _transformer_config(
-    arguments: MegatronArgs, layout: Layout, stages: _Stages, dtype: torch.dtype, recompute: Recompute, device: str
+    arguments: MegatronArgs,
+    layout: Layout,
+    stages: _Stages,
+    dtype: torch.dtype,
+    recompute: Recompute,
+    device: str,
 ) -> TransformerConfig:
     """Returns Megatron's configuration of a role.
 
-    ``calculate_per_token_loss`` keeps Megatron from averaging; see ``pipeline``. Under interleaving, two stages that
-    are each other's previous and next silently mix up the messages of the batched exchange (0.19), so interleaving uses
-    the separate one. That sends in the background, so outputs are not freed after they are handed over: Gloo would
-    silently send other data.
+    ``calculate_per_token_loss`` keeps Megatron from averaging; see ``pipeline``. Under
+    interleaving, two stages that are each other's previous and next silently mix up the messages of
+    the batched exchange (0.19), so interleaving uses the separate one. That sends in the
+    background, so outputs are not freed after they are handed over: Gloo would silently send other
+    data.
     """
     interleaved = layout.vpp > 1
-    experts = {
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.tp,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_router_load_balancing_type": "none",
-    }
+    experts: dict[str, Any] = {}
+    if "num_moe_experts" in arguments.transformer:
+        experts = {
+            "expert_model_parallel_size": layout.ep,
+            "expert_tensor_parallel_size": layout.tp,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "none",
+        }
     return TransformerConfig(
         **arguments.transformer,
         **_RECOMPUTE[recompute],
-        **(experts if "num_moe_experts" in arguments.transformer else {}),
+        **experts,
         activation_func=_ACTIVATIONS[arguments.activation],
         bias_activation_fusion=arguments.activation == "silu" and is_compiled("activation", device),
         tensor_model_parallel_size=layout.tp,
@@ -249,7 +271,7 @@ def build_model(
     recompute: Recompute = "none",
     layers: LayerChoice = "auto",
 ) -> RoleModel:
-    """Builds this rank's chunks; parameters are uninitialized. ``dtype`` is that of parameters and activations.
+    """Builds this rank's chunks; parameters are uninitialized.
 
     Raises:
         ValueError: Transformer Engine's layers are wanted, and cannot compute the model here.
@@ -259,14 +281,18 @@ def build_model(
     arguments = spec.transformer(layout.tp, head)
     stage = groups.pp.rank()
     device = torch.empty(0, device=torch.cuda.current_device()).device.type
-    config = _transformer_config(arguments, layout, _Stages(spec, layout, stage), dtype, recompute, device)
-    kind = _agreed(layer_kind(layers, spec.dims, str(dtype).removeprefix("torch."), device), groups.intra_dist_opt)
-    chunks = []
+    stages = _Stages(spec, layout, stage)
+    config = _transformer_config(arguments, layout, stages, dtype, recompute, device)
+    kind = layer_kind(layers, spec.dims, str(dtype).removeprefix("torch."), device)
+    _require_agreement(kind, groups.intra_dist_opt)
+    layer, norm = _local_layer(config) if kind == "local" else _fused_layer(config)
+    chunks: list[PackedModel] = []
     for chunk in range(layout.vpp):
+        layer_specs = [layer] * len(spec.layers(layout, stage, chunk))
         model = PackedModel(
             head=head,
             config=config,
-            transformer_layer_spec=_block(config, len(spec.layers(layout, stage, chunk)), kind),
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm),
             pre_process=stage == 0 and chunk == 0,
             post_process=stage == layout.pp - 1 and chunk == layout.vpp - 1,
             pg_collection=groups,
@@ -279,33 +305,28 @@ def build_model(
     return RoleModel(chunks=chunks, config=config, groups=groups)
 
 
-def _agreed(kind: LayerKind, ranks: dist.ProcessGroup) -> LayerKind:
-    """Returns the kind of layers that all ranks have chosen; the orders of their parameters differ."""
+def _require_agreement(kind: LayerKind, ranks: dist.ProcessGroup) -> None:
+    """Raises RunError if the ranks have chosen different layers, whose parameters have other orders."""
     kinds: list[Any] = [None] * ranks.size()
     dist.all_gather_object(kinds, kind, group=ranks)
     if len(set(kinds)) > 1:
         chosen = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+        problem = f"model.layers = auto: the ranks have chosen different layers ({chosen})"
         fix = "install Transformer Engine on all nodes, or set model.layers to local"
-        raise RunError(f"model.layers = auto: the ranks have chosen different layers ({chosen}); {fix}")
-    return kind
+        raise RunError(f"{problem}; {fix}")
 
 
 def _add_rng_states() -> None:
     """Adds the random states that experts and, around dropout even at rate 0, sequence parallelism enter."""
     tracker: Any = get_cuda_rng_tracker()
-    for seed, name in enumerate((_MODEL_PARALLEL_RNG_TRACKER_NAME, get_expert_parallel_rng_tracker_name())):
+    names = _MODEL_PARALLEL_RNG_TRACKER_NAME, get_expert_parallel_rng_tracker_name()
+    for seed, name in enumerate(names):
         if name not in tracker.get_states():
             tracker.add(name, seed=seed)
 
 
-def _block(config: TransformerConfig, layers: int, kind: LayerKind) -> TransformerBlockSubmodules:
-    """Returns layers of one kind, and the norm after them."""
-    layer, norm = _local_layer(config) if kind == "local" else _fused_layer(config)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
-
-
 def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, Any]:
-    """Returns Megatron's local layer with this package's norms, attention and router."""
+    """Returns Megatron's local layer with this package's norms, attention and router, and the norm."""
     norm = _NORMS[config.normalization]
     layer: Any = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
     if config.num_moe_experts is not None:
@@ -313,17 +334,18 @@ def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, Any]:
         layer.submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
     layer.submodules.input_layernorm = norm
     layer.submodules.pre_mlp_layernorm = norm
-    attention = layer.submodules.self_attention
-    attention.submodules.core_attention = PackedAttention
-    attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm if config.qk_layernorm else IdentityOp
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    attention.q_layernorm = norm if config.qk_layernorm else IdentityOp
+    attention.k_layernorm = attention.q_layernorm
     return layer, norm
 
 
 def _fused_layer(config: TransformerConfig) -> tuple[ModuleSpec, Any]:
-    """Returns Megatron's layer of Transformer Engine's modules, which has the norms in the linear layers."""
+    """Returns Megatron's layer of Transformer Engine's modules, with norms in linear layers, and the norm."""
     specs: Any = gpt_layer_specs  # its TESpecProvider is None without Transformer Engine
     modules = specs.TESpecProvider()
     layer: Any = specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    attention = layer.submodules.self_attention
-    attention.submodules.core_attention = partial(FusedPackedAttention, modules.core_attention())
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = partial(FusedPackedAttention, modules.core_attention())
     return layer, modules.layer_norm()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,16 +17,16 @@ from megarl.megatron.heads import response_logprobs, response_values, row_scores
 from megarl.megatron.loss_metrics import LossMetrics, reduce_metrics
 from megarl.megatron.model import build_model
 from megarl.megatron.offload import HostCopy, release
-from megarl.megatron.optimizer import LRSchedule, ShardedOptimizer, WeightEMA, build_optimizer, learning_rate, shards
+from megarl.megatron.optimizer import ShardedOptimizer, WeightEMA, build_optimizer, learning_rate, shards
 from megarl.megatron.parallel import GroupCache, build_groups
 from megarl.megatron.pipeline import MicroBatch, Work, micro_batches, run_forward, run_schedule
+from megarl.megatron.worker_requests import PretrainBatch
 from megarl.models import ModelSpec, model_spec
 from megarl.role_specs import Recompute, RoleSpec
 from megarl.types import HEADS, HeadName, Layout, PackRow, Ragged, RankSchedule, RoleName
 from megarl.weights.hf_files import load_shard, read_config
 from megarl.weights.shard_map import ShardMap
 
-Chunk = TypeVar("Chunk", bound=TokenChunk)
 Loss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, LossMetrics]]
 """Maps a micro-batch and its hidden states to a weighted sum over its tokens, a scalar, and metrics."""
 
@@ -35,32 +35,19 @@ MakeLoss = Callable[[RankSchedule], Loss]
 Head = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AuxBatch[Chunk: TokenChunk]:
-    """Further micro-batches of optimizer steps, with a loss of their own that is added to the step's.
-
-    Args:
-        schedules: one per optimizer step, with packs as long as the step's own.
-    """
-
-    schedules: Sequence[RankSchedule]
-    chunks: Chunks[Chunk]
-    make_loss: MakeLoss
-
-
 _HEAD = "output_layer.weight"
 
 
 class ModelEngine:
-    """A model for inference, or with ``start_training`` for training. Every method is collective over the role's ranks.
+    """A model for inference, or with ``start_training`` for training.
 
-    Schedules are those of this rank's replica. The ranks that report (``Layout.reports``) return results, the others
-    None.
+    Every method is collective over the role's ranks. Schedules are those of this rank's replica.
+    The ranks that report (``Layout.reports``) return results, the others None.
 
     Args:
-        name: decides the head.
-        vocab_size: token ids in use; further ids have no probability.
-        dtype: of parameters and activations.
+        name: role, which decides the head.
+        vocab_size: token ids in use; other ids have no probability.
+        dtype: dtype of parameters and activations.
         trainable: whether ``start_training`` will follow.
     """
 
@@ -108,24 +95,28 @@ class ModelEngine:
         """Sets every local parameter, by the names of the shard map; raises ValueError if names or shapes differ."""
         assert self.optimizer is None, "the optimizer would keep the old weights"
         parameters = self.model.parameters()
-        if parameters.keys() != tensors.keys():
-            raise ValueError(f"{self.name}: parameters {sorted(parameters.keys() ^ tensors.keys())} do not match")
+        unmatched = sorted(parameters.keys() ^ tensors.keys())
+        if unmatched:
+            raise ValueError(f"{self.name}: parameters {unmatched} do not match")
         for name, parameter in parameters.items():
-            if parameter.shape != tensors[name].shape:
-                raise ValueError(f"{self.name}: {name} is {tuple(parameter.shape)}, not {tuple(tensors[name].shape)}")
+            expected = tuple(parameter.shape)
+            found = tuple(tensors[name].shape)
+            if expected != found:
+                raise ValueError(f"{self.name}: {name} is {expected}, not {found}")
             parameter.data.copy_(tensors[name])
 
     def start_training(
         self, settings: Optimizer, total_steps: int, *, together: int = 1, decay: float | None = None
     ) -> None:
-        """Makes the optimizer, with an ``LRSchedule``, and with ``decay`` the average of the weights."""
-        self.optimizer = build_optimizer(self.model, settings, LRSchedule(total=total_steps, together=together))
+        """Makes the optimizer, see ``learning_rate``, and with ``decay`` the average of the weights."""
+        self._learning_rate = partial(learning_rate, settings, total=total_steps, together=together)
+        self.optimizer = build_optimizer(self.model, settings)
         if decay is not None:
             self.ema = WeightEMA(self.model, self.optimizer, decay)
 
     @torch.no_grad()
     def soft_update(self, other: ModelEngine, weight: float) -> None:
-        """Sets the weights to weight * other + (1 - weight) * own, in float32; both of one model, head and layout."""
+        """Sets the weights W to weight * other + (1 - weight) * W, in float32; both have one layout."""
         assert self.layout == other.layout, "the ranks have other parts of the weights"
         theirs = other.model.parameters()
         for name, parameter in self.model.parameters().items():
@@ -146,13 +137,17 @@ class ModelEngine:
     def offload(self) -> int:
         """Moves parameters, average and optimizer state to host memory; returns the bytes of device memory freed.
 
-        References to the parameters are valid again after ``onload``; until then, computation raises RuntimeError.
+        References to the parameters are valid again after ``onload``; until then, computation
+        raises RuntimeError.
         """
         if self._offloaded is not None:
             return 0
-        state = () if self.optimizer is None else self.optimizer.state()
-        average = () if self.ema is None else self.ema.values.values()
-        self._offloaded = release([*self.model.parameters().values(), *state, *average])
+        tensors: list[torch.Tensor] = [*self.model.parameters().values()]
+        if self.optimizer is not None:
+            tensors += self.optimizer.state()
+        if self.ema is not None:
+            tensors += self.ema.values.values()
+        self._offloaded = release(tensors)
         return self._offloaded.nbytes
 
     def onload(self) -> None:
@@ -167,101 +162,121 @@ class ModelEngine:
         """Returns the log-probability of each response token, nats, by chunk."""
 
         def head(batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-            return response_logprobs(self.model, batch, hidden, vocab_size=self.vocab_size, temperature=temperature)[0]
+            logprobs, _ = response_logprobs(
+                self.model, batch, hidden, vocab_size=self.vocab_size, temperature=temperature
+            )
+            return logprobs
 
         return self._per_token(schedule, chunks, head)
 
     def values(self, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> dict[int, Ragged] | None:
         """Returns the critic's value of the state before each response token, by chunk."""
-        return self._per_token(schedule, chunks, lambda batch, hidden: response_values(self.model, batch, hidden))
+        return self._per_token(schedule, chunks, partial(response_values, self.model))
 
     def scores(
         self, schedule: RankSchedule, chunks: Chunks[TokenChunk]
     ) -> dict[int, np.typing.NDArray[np.float32]] | None:
         """Returns the reward model's score of each sample, [N] float32 by chunk."""
-        flat = self._infer(schedule, chunks, lambda batch, hidden: row_scores(self.model, batch, hidden))
-        return None if flat is None else scatter_scalars(_rows(schedule), flat)
+        flat = self._infer(schedule, chunks, partial(row_scores, self.model))
+        if flat is None:
+            return None
+        return scatter_scalars(_rows(schedule), flat)
 
     def token_scores(self, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> dict[int, Ragged] | None:
         """Returns the reward model's scores before the first response token and after each, by chunk.
 
-        A row has one more value than tokens; its last is the score of ``scores``. A row with given tokens, which change
-        the score too, has two values per token instead: all scores before one, then all after one.
+        A row has one more value than tokens; its last is the score of ``scores``. A row with given
+        tokens, which change the score too, has two values per token instead: all scores before one,
+        then all after one.
         """
 
         def head(batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-            return torch.stack([read(self.model, batch, hidden) for read in (response_values, token_scores)], -1)
+            before = response_values(self.model, batch, hidden)
+            return torch.stack([before, token_scores(self.model, batch, hidden)], -1)
 
         flat = self._infer(schedule, chunks, head)
         if flat is None:
             return None
         rows = _rows(schedule)
-        before, after = (scatter(rows, flat[:, column]) for column in (0, 1))
+        before = scatter(rows, flat[:, 0])
+        after = scatter(rows, flat[:, 1])
         with_given = {(row.chunk, row.row) for row in rows if row.given_tokens}
-
-        def joined(chunk: int, row: int) -> np.typing.NDArray[np.float32]:
-            first = before[chunk][row]
-            return np.concatenate([first if (chunk, row) in with_given else first[:1], after[chunk][row]])
-
-        return {
-            chunk: Ragged.from_rows([joined(chunk, row) for row in range(len(after[chunk]))], np.float32)
-            for chunk in after
-        }
+        scores: dict[int, Ragged] = {}
+        for chunk, column in after.items():
+            joined: list[np.typing.NDArray[np.float32]] = []
+            for row in range(len(column)):
+                first = before[chunk][row]
+                if (chunk, row) not in with_given:
+                    first = first[:1]
+                joined.append(np.concatenate([first, column[row]]))
+            scores[chunk] = Ragged.from_rows(joined, np.float32)
+        return scores
 
     def _per_token(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], head: Head) -> dict[int, Ragged] | None:
         flat = self._infer(schedule, chunks, head)
-        return None if flat is None else scatter(_rows(schedule), flat)
+        if flat is None:
+            return None
+        return scatter(_rows(schedule), flat)
 
     def _infer(
         self, schedule: RankSchedule, chunks: Chunks[TokenChunk], head: Head
     ) -> np.typing.NDArray[np.float32] | None:
         batches = micro_batches(self.model, schedule, chunks)
         results = run_forward(self.model, batches, schedule.pack_tokens, head)
-        return torch.cat(results).cpu().numpy() if self.reports else None
+        if not self.reports:
+            return None
+        return torch.cat(results).cpu().numpy()
 
     def update(
         self,
         schedules: Sequence[RankSchedule],
-        chunks: Chunks[Chunk],
+        chunks: Chunks[TokenChunk],
         make_loss: MakeLoss,
-        aux: AuxBatch[Any] | None = None,
+        texts: tuple[PretrainBatch[RankSchedule], MakeLoss] | None = None,
     ) -> list[dict[str, float]]:
         """Takes one optimizer step per schedule; one without a finite loss and gradient changes nothing.
 
         Args:
             chunks: tokens and the columns that the loss reads.
-            make_loss: the losses' weights contain the global denominators of their optimizer step.
+            make_loss: maker of losses whose weights contain the global denominators of their step.
+            texts: texts of the same steps, and the maker of their losses, which are added to the others.
 
         Returns:
-            Per step ``loss``, the losses' metrics, ``grad_norm`` (before clipping), ``lr`` and ``skipped`` (1 where the
-            step changed nothing), all global. Ranks before the last stage lack the loss and its metrics.
+            Per step ``loss``, the losses' metrics, ``grad_norm`` (before clipping), ``lr`` and
+            ``skipped`` (1 where the step changed nothing), all global. Ranks before the last stage
+            lack the loss and its metrics.
         """
+        model = self.model
         optimizer = self.optimizer
         assert optimizer is not None, f"{self.name} is not in training"
         assert self.ema is None or not self.ema.in_use, f"{self.name} has its average for its weights"
+        steps: list[dict[str, float]] = []
         with optimizer.gradients():
-            steps: list[dict[str, float]] = []
             for index, schedule in enumerate(schedules):
                 work = self._work(schedule, chunks, make_loss)
-                if aux is not None:
-                    work += self._work(aux.schedules[index], aux.chunks, aux.make_loss)
+                if texts is not None:
+                    batch, make_text_loss = texts
+                    work += self._work(batch.schedules[index], batch.chunks, make_text_loss)
                 optimizer.zero_grad()
-                results = run_schedule(self.model, optimizer.chunks, work, schedule.pack_tokens, optimizer.loss_factor)
+                pack_tokens = schedule.pack_tokens
+                results = run_schedule(model, optimizer.chunks, work, pack_tokens, optimizer.loss_factor)
                 taken = self._optimizer_step(optimizer)
                 steps.append({**self._reduced(results), **taken})
-            return steps
+        return steps
 
-    def evaluate(self, schedule: RankSchedule, chunks: Chunks[Chunk], make_loss: MakeLoss) -> dict[str, float]:
-        """Returns ``loss`` and the loss's metrics without a step, all global; empty on ranks before the last stage."""
-        batches = micro_batches(self.model, schedule, chunks)
-        return self._reduced(run_forward(self.model, batches, schedule.pack_tokens, make_loss(schedule)))
+    def evaluate(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], make_loss: MakeLoss) -> dict[str, float]:
+        """Returns ``loss`` and the loss's metrics without a step; empty on ranks before the last stage."""
+        work = self._work(schedule, chunks, make_loss)
+        with torch.no_grad():
+            results = run_schedule(self.model, self.model.chunks, work, schedule.pack_tokens)
+        return self._reduced(results)
 
-    def _work(self, schedule: RankSchedule, chunks: Chunks[Chunk], make_loss: MakeLoss) -> list[Work]:
+    def _work(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], make_loss: MakeLoss) -> list[Work]:
         loss = make_loss(schedule)
         return [(batch, loss) for batch in micro_batches(self.model, schedule, chunks)]
 
     def _optimizer_step(self, optimizer: ShardedOptimizer) -> dict[str, float]:
-        lr = learning_rate(optimizer.settings, self.steps_taken, optimizer.schedule)
+        lr = self._learning_rate(self.steps_taken)
         grad_norm, stepped = optimizer.step(lr, self.adam_steps)
         self.steps_taken += 1
         self.adam_steps += stepped
@@ -271,14 +286,20 @@ class ModelEngine:
 
     def _reduced(self, results: Sequence[tuple[torch.Tensor, LossMetrics]]) -> dict[str, float]:
         """Reduces over micro-batches and replicas; empty where this rank has no results."""
-        metrics = [replace(own, sums={**own.sums, "loss": loss.detach()}) for loss, own in results]
-        return reduce_metrics(metrics, self.model.groups.dp) if metrics else {}
+        metrics: list[LossMetrics] = []
+        for loss, batch_metrics in results:
+            sums = {**batch_metrics.sums, "loss": loss.detach()}
+            metrics.append(replace(batch_metrics, sums=sums))
+        if not metrics:
+            return {}
+        return reduce_metrics(metrics, self.model.groups.dp)
 
 
 def load_engine(spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str) -> ModelEngine:
-    """Builds a role on this rank and reads its shards of the weights; ``model_dir`` is the run's model."""
+    """Builds a role on this rank and reads its weights; ``model_dir`` is the run's model."""
     directory = spec.checkpoint or model_dir
     model = model_spec(read_config(directory))
+    training = spec.training
     engine = ModelEngine(
         spec.name,
         model,
@@ -287,22 +308,28 @@ def load_engine(spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str) ->
         cache,
         vocab_size=spec.vocab_size or model.dims.vocab,
         dtype=getattr(torch, model.dtype),
-        trainable=spec.training is not None,
+        trainable=training is not None,
         recompute=spec.recompute,
         layers=spec.layers,
     )
     new_head = spec.new_head
-    tensors = load_shard(engine.shard_map, directory, model.manifest(engine.head, new_head=new_head is not None))
+    manifest = model.manifest(engine.head, new_head=new_head is not None)
+    tensors = load_shard(engine.shard_map, directory, manifest)
     for parameter in engine.shard_map.params.keys() - tensors.keys():
         assert new_head is not None, f"{spec.name}: {parameter} was not read"
         hidden = model.dims.hidden
-        rule = new_head.std
-        std = head_std(hidden, rule=rule) if isinstance(rule, str) else rule
-        tensors[parameter] = std * torch.randn(1, hidden, generator=torch.Generator().manual_seed(new_head.seed))
+        std = new_head.std
+        if isinstance(std, str):
+            std = head_std(hidden, rule=std)
+        generator = torch.Generator().manual_seed(new_head.seed)
+        tensors[parameter] = std * torch.randn(1, hidden, generator=generator)
     engine.load(tensors)
-    if (training := spec.training) is not None:
+    if training is not None:
         engine.start_training(
-            training.optimizer, training.total_steps, together=training.steps_together, decay=training.ema_decay
+            training.optimizer,
+            training.total_steps,
+            together=training.steps_together,
+            decay=training.ema_decay,
         )
     return engine
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,13 +18,10 @@ _SMALL = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopy:
-    """The contents of released storages; ``parts`` are pairs of a storage and the pieces of its copy on the host."""
+    """The contents of released storages; ``parts`` are storages with the pieces of their copies."""
 
-    parts: tuple[tuple[torch.UntypedStorage, tuple[torch.Tensor, ...]], ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.nbytes for _, pieces in self.parts for piece in pieces)
+    nbytes: int
+    parts: Sequence[tuple[torch.UntypedStorage, list[torch.Tensor]]]
 
     def restore(self) -> None:
         """Allocates the storages again and copies their contents back."""
@@ -38,25 +35,33 @@ class HostCopy:
 def release(tensors: Iterable[torch.Tensor]) -> HostCopy:
     """Copies the storages of tensors to host memory, pinned for a CUDA device, and releases them one by one.
 
-    Until ``restore``, torch refuses matrix products and embeddings with these tensors and their views. It does not
-    check elementwise operations on every device: code that keeps parameters keeps ``ResidentWeights``.
+    Until ``restore``, torch refuses matrix products and embeddings with these tensors and their
+    views. It does not check elementwise operations on every device: code that keeps parameters
+    keeps ``ResidentWeights``.
     """
-    storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-    parts = []
+    storages: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage
+    nbytes = 0
+    parts: list[tuple[torch.UntypedStorage, list[torch.Tensor]]] = []
     for storage in storages.values():
-        sizes = host_sizes(storage.nbytes(), pinned=storage.is_cuda)
-        pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=storage.is_cuda, device="cpu") for size in sizes]
-        for part, piece in zip(_bytes(storage).split(sizes), pieces, strict=True):
-            piece.copy_(part)
+        pinned = storage.is_cuda
+        nbytes += storage.nbytes()
+        pieces: list[torch.Tensor] = []
+        for part in _bytes(storage).split(host_sizes(storage.nbytes(), pinned=pinned)):
+            piece = torch.empty(len(part), dtype=torch.uint8, pin_memory=pinned, device="cpu")
+            pieces.append(piece.copy_(part))
         storage.resize_(0)
-        parts.append((storage, tuple(pieces)))
-    return HostCopy(parts=tuple(parts))
+        parts.append((storage, pieces))
+    return HostCopy(nbytes=nbytes, parts=parts)
 
 
 def host_sizes(nbytes: int, *, pinned: bool) -> list[int]:
     """Returns the sizes of the pieces in which the host keeps a storage.
 
-    torch rounds pinned memory up to powers of two, so these are such powers, but for what is left of a MiB.
+    torch rounds pinned memory up to powers of two, so these are such powers, except for the last
+    one.
     """
     sizes: list[int] = []
     while pinned and nbytes > _SMALL:
@@ -71,8 +76,9 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def require_memory(*tensors: torch.Tensor) -> None:
     """Raises RuntimeError if the storage of a tensor is released."""
-    if any(tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0 for tensor in tensors):
-        raise RuntimeError("the role is offloaded: its parameters have no memory; onload it first")
+    for tensor in tensors:
+        if tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
+            raise RuntimeError("the role is offloaded: its parameters have no memory; onload it first")
 
 
 class ResidentWeights(Mapping[str, torch.Tensor]):
@@ -100,7 +106,7 @@ class Offloader:
         self._offloadable = frozenset(offloadable)
 
     def onload(self, name: RoleName, *others: RoleName) -> ModelEngine:
-        """Returns the role with its memory on the device; offloads every offloadable role but it and ``others``."""
+        """Returns the role with its memory on the device; offloads all roles but it and ``others``."""
         self.offload_all(but=(name, *others))
         for present in (name, *others):
             self._roles[present].onload()
@@ -108,6 +114,9 @@ class Offloader:
 
     def offload_all(self, but: Collection[RoleName] = ()) -> None:
         """Offloads every offloadable role, so that another process can use the device."""
-        idle = (self._offloadable & self._roles.keys()).difference(but)
-        if sum(self._roles[name].offload() for name in sorted(idle)):
+        freed = 0
+        for name in sorted(self._offloadable & self._roles.keys()):
+            if name not in but:
+                freed += self._roles[name].offload()
+        if freed:
             torch.cuda.empty_cache()  # for other processes

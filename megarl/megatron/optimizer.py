@@ -20,15 +20,7 @@ from megarl.megatron.model import RoleModel
 from megarl.megatron.pipeline import probe_loss_factor
 
 
-@dataclass(frozen=True, kw_only=True)
-class LRSchedule:
-    """The optimizer steps of the run, and of one of its steps; with ``anneal`` the latter have one learning rate."""
-
-    total: int
-    together: int = 1
-
-
-def learning_rate(settings: Optimizer, step: int, schedule: LRSchedule) -> float:
+def learning_rate(settings: Optimizer, step: int, *, total: int, together: int = 1) -> float:
     """Returns the learning rate of an optimizer step.
 
     With W warm-up steps of N, step k < W has lr * (k + 1) / (W + 1); step W has lr, and later steps
@@ -37,21 +29,24 @@ def learning_rate(settings: Optimizer, step: int, schedule: LRSchedule) -> float
         cosine:  final_lr + (lr - final_lr) * (1 + cos(pi * p)) / 2
         anneal:  lr * (1 - s / S),                          in step s, from 0 on, of the S steps of the run
 
-    No step has the rate 0: warm-up starts from 0 a step before the first, and the decay ends after the last.
+    No step has the rate 0: warm-up starts from 0 a step before the first, and the decay ends after
+    the last.
 
     Args:
-        step: optimizer steps taken before this one; steps after the schedule's last have the last rate.
+        step: optimizer steps before this one; steps after the schedule's last have the last rate.
+        total: optimizer steps of the run.
+        together: optimizer steps of one step of the run, which with ``anneal`` have one rate.
     """
-    warmup = min(math.ceil(settings.warmup * schedule.total), schedule.total - 1)
+    warmup = min(math.ceil(settings.warmup * total), total - 1)
     if step < warmup:
         return settings.lr * (step + 1) / (warmup + 1)
-    progress = min(1.0, (step - warmup) / (schedule.total - warmup))
+    progress = min(1.0, (step - warmup) / (total - warmup))
     match settings.schedule:
         case "constant":
             return settings.lr
         case "anneal":
-            last = min(step, schedule.total - 1)
-            return linear_anneal(settings.lr, last // schedule.together, schedule.total // schedule.together)
+            last = min(step, total - 1)
+            return linear_anneal(settings.lr, last // together, total // together)
         case "linear":
             height = 1.0 - progress
         case "cosine":
@@ -64,15 +59,14 @@ class ShardedOptimizer:
     """The optimizer of a role's model on one rank.
 
     Args:
-        chunks: the model's chunks in Megatron's DDP wrapper.
+        chunks: model chunks in Megatron's DDP wrapper.
         chained: sharded over DP, that of experts over the replicas with the same experts.
-        loss_factor: see ``probe_loss_factor``.
+        loss_factor: result of ``probe_loss_factor``.
     """
 
     chunks: list[DistributedDataParallel]
     chained: ChainedOptimizer
     settings: Optimizer
-    schedule: LRSchedule
     loss_factor: float
 
     @contextmanager
@@ -92,16 +86,22 @@ class ShardedOptimizer:
 
     def _gradient_buffers(self) -> list[torch.Tensor]:
         chunks: list[Any] = self.chunks  # whose ``buffers`` hide the method of torch's modules
-        return [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        buffers: list[torch.Tensor] = []
+        for chunk in chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                buffers.append(buffer.grad_data)
+        return buffers
 
     def state(self) -> Iterator[torch.Tensor]:
         """Yields the parameters that the optimizer steps, and their optimizer state."""
         for group in self.chained.param_groups:
             yield from group["params"]
-        for megatron in self.chained.chained_optimizers:
-            own: Any = megatron.optimizer
-            for values in own.state.values():
-                yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+        for sharded in self.chained.chained_optimizers:
+            adam: Any = sharded.optimizer
+            for values in adam.state.values():
+                for value in values.values():
+                    if isinstance(value, torch.Tensor):
+                        yield value
 
     def zero_grad(self) -> None:
         for chunk in self.chunks:
@@ -109,42 +109,47 @@ class ShardedOptimizer:
         self.chained.zero_grad()
 
     def step(self, lr: float, steps_before: int) -> tuple[float, bool]:
-        """Clips and takes one optimizer step, unless the gradient is not finite; collective over the role's ranks.
+        """Clips and takes one optimizer step, unless the gradient is not finite; collective.
 
         Args:
-            steps_before: without skipped ones.
+            steps_before: optimizer steps before, without skipped ones.
 
         Returns:
-            The global gradient norm before clipping, and whether the step was taken: the same on all ranks.
+            The global gradient norm before clipping, and whether the step was taken: the same on
+                all ranks.
         """
         self.chained.prepare_grads()
         norm = float(self.chained.get_grad_norm())
         if not math.isfinite(norm):
             return norm, False
-        parameters: Any = [parameter for group in self.chained.param_groups for parameter in group["params"]]
-        if self.settings.clip_grad is not None and parameters:
-            clip_grad_by_total_norm_fp32(parameters, max_norm=self.settings.clip_grad, total_norm=norm)
-        eps = self.settings.eps
-        if self.settings.adam == "tensorflow":
-            eps = tensorflow_eps(eps, self.settings.betas[1], steps_before + 1)
+        settings = self.settings
+        eps = settings.eps
+        if settings.adam == "tensorflow":
+            eps = tensorflow_eps(eps, settings.betas[1], steps_before + 1)
+        parameters: list[Any] = []
         for group in self.chained.param_groups:
-            group["lr"], group["eps"] = lr, eps
+            parameters += group["params"]
+            group["lr"] = lr
+            group["eps"] = eps
+        if settings.clip_grad is not None and parameters:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=settings.clip_grad, total_norm=norm)
         self.chained.step_with_ready_grads()
         return norm, True
 
     def publish(self) -> None:
         """Copies the optimizer's weights into the model on all replicas, as a step does; collective."""
-        for megatron in self.chained.chained_optimizers:
-            own: Any = megatron
-            own._copy_main_params_to_model_params()
+        sharded: Any
+        for sharded in self.chained.chained_optimizers:
+            sharded._copy_main_params_to_model_params()
         for chunk in self.chunks:
             chunk.start_param_sync(force_sync=True)
 
 
-def build_optimizer(model: RoleModel, settings: Optimizer, schedule: LRSchedule) -> ShardedOptimizer:
+def build_optimizer(model: RoleModel, settings: Optimizer) -> ShardedOptimizer:
     """Makes the optimizer of a model whose weights are set; collective over the role's ranks.
 
-    Gradients are reduced, and optimizer state is kept, in float32. As in Megatron, biases and norms do not decay.
+    Gradients are reduced, and optimizer state is kept, in float32. As in Megatron, biases and norms
+    do not decay.
 
     Raises:
         ValueError: the model is in float16, whose range needs a loss scale.
@@ -174,9 +179,7 @@ def build_optimizer(model: RoleModel, settings: Optimizer, schedule: LRSchedule)
     for group in chained.param_groups:
         # Megatron leaves the exemption of biases and norms to its learning-rate scheduler.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
-    optimizer = ShardedOptimizer(
-        chunks=chunks, chained=chained, settings=settings, schedule=schedule, loss_factor=loss_factor
-    )
+    optimizer = ShardedOptimizer(chunks=chunks, chained=chained, settings=settings, loss_factor=loss_factor)
     optimizer.release_gradients()
     return optimizer
 
@@ -186,9 +189,9 @@ class OptimizerShard:
     """A rank's part of a local parameter.
 
     Args:
-        span: in the flattened parameter.
-        main: what Adam steps, [len(span)]: a view of the parameter, or a float32 copy of a 16-bit one.
-        optimizer: torch's, or a fused one.
+        span: place in the flattened parameter.
+        main: values that Adam steps, [len(span)]: a view, or a float32 copy of 16-bit ones.
+        optimizer: torch's Adam, or a fused one.
     """
 
     name: str
@@ -205,18 +208,23 @@ class OptimizerShard:
 def shards(model: RoleModel, optimizer: ShardedOptimizer) -> Iterator[OptimizerShard]:
     """Yields this rank's shards, possibly none."""
     names = {parameter: name for name, parameter in model.parameters().items()}
-    for megatron in optimizer.chained.chained_optimizers:
-        own: Any = megatron
-        buckets = [bucket for by_dtype in own.gbuf_ranges for per_dtype in by_dtype.values() for bucket in per_dtype]
-        for bucket in buckets:
-            for parameter, ranges in bucket["param_map"].items():
-                group, order = own.model_param_group_index_map[parameter]
-                yield OptimizerShard(
-                    name=names[parameter],
-                    span=range(ranges["param"].start, ranges["param"].end),
-                    main=own.optimizer.param_groups[group]["params"][order],
-                    optimizer=own.optimizer,
-                )
+    sharded: Any
+    for sharded in optimizer.chained.chained_optimizers:
+        adam = sharded.optimizer
+        ranges_of: dict[torch.nn.Parameter, Any] = {}
+        for by_dtype in sharded.gbuf_ranges:
+            for buckets in by_dtype.values():
+                for bucket in buckets:
+                    ranges_of.update(bucket["param_map"])
+        for parameter, ranges in ranges_of.items():
+            group, order = sharded.model_param_group_index_map[parameter]
+            local = ranges["param"]
+            yield OptimizerShard(
+                name=names[parameter],
+                span=range(local.start, local.end),
+                main=adam.param_groups[group]["params"][order],
+                optimizer=adam,
+            )
 
 
 class WeightEMA:

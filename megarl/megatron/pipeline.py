@@ -1,9 +1,10 @@
 """Micro-batches through the stages of a role: Megatron's schedules behind one call.
 
-Losses are weighted sums whose weights contain the global denominator, so the gradient of an optimizer step must be the
-plain sum over micro-batches and DP ranks. How Megatron scales a loss depends on its version, on the number of values
-that the loss function returns, on ``calculate_per_token_loss`` and on the DDP settings. Instead of repeating its rules,
-a probe of two parameters, a shared one and an expert's, runs through the same schedule and gradient reductions at
+Losses are weighted sums whose weights contain the global denominator, so the gradient of an
+optimizer step must be the plain sum over micro-batches and DP ranks. How Megatron scales a loss
+depends on its version, on the number of values that the loss function returns, on
+``calculate_per_token_loss`` and on the DDP settings. Instead of repeating its rules, a probe of two
+parameters, a shared one and an expert's, runs through the same schedule and gradient reductions at
 start-up and measures the factor.
 """
 
@@ -38,10 +39,11 @@ LossOutput = tuple[Tensor, Tensor, object]
 def as_megatron_loss(loss: Tensor, collected: object, factor: float) -> LossOutput:
     """Returns the result of a loss function for Megatron's schedules.
 
-    That is the loss divided by ``probe_loss_factor``, zero tokens (a count would make Megatron divide by it), and the
-    value that the schedule returns for the micro-batch.
+    That is the loss divided by ``probe_loss_factor``, zero tokens (Megatron would divide by a
+    count), and the value that the schedule returns for the micro-batch.
     """
-    return loss / factor, torch.zeros((), dtype=torch.int, device=loss.device), collected
+    no_tokens = torch.zeros((), dtype=torch.int, device=loss.device)
+    return loss / factor, no_tokens, collected
 
 
 class _Probe(MegatronModule):
@@ -65,8 +67,9 @@ def probe_loss_factor(
 ) -> float:
     """Returns the factor by which Megatron multiplies a loss; collective over the role's ranks.
 
-    Two micro-batches on each of N ranks that share a weight, each with the loss ``1.0 * weight``, should give 2 * N.
-    Raises RuntimeError if the factor is not finite and positive, or is different for experts.
+    Two micro-batches on each of N ranks that share a weight, each with the loss ``1.0 * weight``,
+    should give 2 * N. Raises RuntimeError if the factor is not positive and finite, or differs for
+    experts.
     """
     micro_batches = 2
     groups = copy.copy(groups)
@@ -92,15 +95,15 @@ def probe_loss_factor(
     shared = _factor(probe.shared, groups.dp_cp, micro_batches)
     expert = _factor(probe.expert, groups.expt_dp, micro_batches)
     if not 0.0 < shared < float("inf") or shared != expert:
-        raise RuntimeError(
-            f"megatron-core scales a loss by {shared}, and by {expert} for experts; this version is not supported"
-        )
+        scales = f"megatron-core scales a loss by {shared}, and by {expert} for experts"
+        raise RuntimeError(f"{scales}; this version is not supported")
     return shared
 
 
 def _factor(weight: Any, replicas: torch.distributed.ProcessGroup, micro_batches: int) -> float:
     """Returns a weight's gradient over the right one."""
-    # The distributed optimizer leaves the sum with the rank that owns the buffer, its own term with each other one.
+    # The distributed optimizer leaves the sum on the rank that owns the buffer, and terms on
+    # others.
     gradient: Tensor = weight.main_grad.detach().clone()
     torch.distributed.all_reduce(gradient, torch.distributed.ReduceOp.MAX, group=replicas)
     return gradient.item() / (micro_batches * replicas.size())
@@ -108,7 +111,7 @@ def _factor(weight: Any, replicas: torch.distributed.ProcessGroup, micro_batches
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """A pack on one stage; stages between the first and the last fetch no tokens, so their ``batch`` is None."""
+    """A pack on one stage; ``batch`` is None on stages between the first and the last."""
 
     rows: tuple[PackRow, ...]
     shape: PackShape
@@ -121,7 +124,7 @@ class MicroBatch:
 
 
 LastStage = Callable[[MicroBatch, Tensor], Any]
-"""The last stage's computation on a micro-batch and its hidden states, [S, 1, H] or a sequence-parallel part of it."""
+"""The last stage's computation on a micro-batch and its hidden states, [S, 1, H], or a part of S."""
 
 Work = tuple[MicroBatch, LastStage]
 
@@ -132,16 +135,20 @@ def micro_batches(model: RoleModel, schedule: RankSchedule, chunks: Chunks[Token
     needs_tokens = is_pp_first_stage(pp) or is_pp_last_stage(pp)
     batches: list[MicroBatch] = []
     for rows in schedule.packs:
-        batch = pack(rows, chunks, schedule.pack_tokens) if needs_tokens else None
-        shape = batch.shape if batch is not None else pack_shape(rows, schedule.pack_tokens)
-        batches.append(MicroBatch(rows=rows, shape=shape, batch=batch))
+        if needs_tokens:
+            batch = pack(rows, chunks, schedule.pack_tokens)
+            batches.append(MicroBatch(rows=rows, shape=batch.shape, batch=batch))
+        else:
+            shape = pack_shape(rows, schedule.pack_tokens)
+            batches.append(MicroBatch(rows=rows, shape=shape, batch=None))
     return batches
 
 
 def run_forward(model: RoleModel, batches: Sequence[MicroBatch], pack_tokens: int, last_stage: LastStage) -> list[Any]:
-    """Runs forward passes without gradients; returns the last stage's results, none on the other stages."""
+    """Runs forward passes without gradients; returns the last stage's results, none on the others."""
+    work = [(batch, last_stage) for batch in batches]
     with torch.no_grad():
-        return run_schedule(model, model.chunks, [(batch, last_stage) for batch in batches], pack_tokens)
+        return run_schedule(model, model.chunks, work, pack_tokens)
 
 
 def run_schedule(
@@ -155,9 +162,9 @@ def run_schedule(
 
     Args:
         modules: the model's chunks, in Megatron's DDP wrapper where there is a backward pass.
-        work: in training the last stage's functions return a loss and metrics; losses are summed over micro-batches
-            and ranks.
-        loss_factor: by ``probe_loss_factor``; None runs forward passes only.
+        work: micro-batches; in training their functions return a loss and metrics, and losses are
+            summed over micro-batches and ranks.
+        loss_factor: result of ``probe_loss_factor``; None runs forward passes only.
 
     Returns:
         The results of the last stage, losses detached; empty on the other stages.
@@ -187,21 +194,28 @@ def run_schedule(
 
 
 def _finish(
-    last_stage: LastStage, batch: MicroBatch, loss_factor: float | None, hidden: Tensor, non_loss_data: bool = False
+    last_stage: LastStage,
+    batch: MicroBatch,
+    loss_factor: float | None,
+    hidden: Tensor,
+    non_loss_data: bool = False,
 ) -> Any:
-    """Computes the last stage's result; the schedules pass ``non_loss_data=True`` in forward-only passes."""
+    """Computes the last stage's result; forward-only schedules pass ``non_loss_data=True``."""
     result = last_stage(batch, hidden)
     if loss_factor is None:
         return result
     loss, metrics = result
-    # The gradient of a loss that is not finite may be; with NaN, the norm tells all ranks to skip the step.
+    # The gradient of a loss that is not finite may be; with NaN, the norm tells all ranks to skip
+    # the step.
     kept = loss * torch.where(loss.isfinite(), torch.ones_like(loss), float("nan"))
     return as_megatron_loss(kept, (loss.detach(), metrics), loss_factor)
 
 
 def _forward(module: Module, batch: MicroBatch) -> Tensor:
     device = torch.cuda.current_device()
-    tokens = None if batch.batch is None else torch.from_numpy(batch.batch.tokens).to(device).unsqueeze(0)
+    tokens = None
+    if batch.batch is not None:
+        tokens = torch.from_numpy(batch.batch.tokens).to(device).unsqueeze(0)
     pack = PackParams.of(batch.shape, device)
     return module(tokens, None, None, packed_seq_params=pack, output_processor=_hidden_states)
 

@@ -1,8 +1,8 @@
 """A role's state on disk: boxes of canonical tensors, in the format of torch.distributed.checkpoint.
 
-Weights, their average and optimizer state are stored as boxes of Hugging Face tensors: any layout loads what any other
-has saved, padding is not stored, and each element is written once. This file uses the default process group, which is
-the group's world.
+Weights, their average and optimizer state are stored as boxes of Hugging Face tensors: any layout
+loads what any other has saved, padding is not stored, and each element is written once. Collectives
+use the default process group, the world of the group.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
-from operator import sub
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +46,7 @@ def save_role(role: ModelEngine, directory: Path) -> list[FileRecord]:
     """Writes the state of a role, in training or not; collective over the role's ranks.
 
     Args:
-        directory: to make; on a file system that all ranks share.
+        directory: new directory on a file system that all ranks share.
 
     Returns:
         The files that this rank wrote and synced to disk, relative to the directory.
@@ -64,11 +63,12 @@ def plan_role(
     """Returns what writes this rank's part of a role's state, see `save_role`.
 
     Args:
-        group: of the same ranks, for the write alone; what is written is then a copy in host memory, so that the write
-            may run in a thread while the role is trained.
+        group: process group of the same ranks, for the write alone. The state is then copied to
+            host memory, so that a thread may write it while the role is trained.
     """
     assert role.ema is None or not role.ema.in_use, f"{role.name} has its average for its weights"
-    planner = _SavePlanner([box for box in _held(role) if box.written], copied=group is not None)
+    boxes = [box for box in _held(role) if box.written]
+    planner = _SavePlanner(boxes, copied=group is not None)
     writer = _Writer(directory, {name: getattr(role, name) for name in _COUNTERS})
 
     def write() -> list[FileRecord]:
@@ -86,24 +86,30 @@ def plan_role(
 
 
 def restore_role(role: ModelEngine, directory: Path) -> None:
-    """Loads a role's state, saved under any layout; raises RuntimeError if it belongs to another model. Collective."""
+    """Loads a role's state, saved under any layout; collective.
+
+    Raises RuntimeError if it belongs to another model.
+    """
     with _first_error(f"{role.name} cannot be restored from {directory}"):
-        check_tensors_alone(directory)  # torch reads the pickle again, without restrictions (FileSystemReader, 2.13)
+        # torch reads the pickle again, without restrictions (FileSystemReader, 2.13).
+        check_tensors_alone(directory)
         counters = torch.load(directory / _COUNTERS_FILE, weights_only=True)["counters"]
         for name in _COUNTERS:
             setattr(role, name, counters[name])
         _set_adam_steps(role)
         # In place: the boxes are views of the parameters and of the optimizer's state.
-        load_state({}, storage_reader=FileSystemReader(directory), planner=_LoadPlanner(_held(role)))
+        reader = FileSystemReader(directory)
+        load_state({}, storage_reader=reader, planner=_LoadPlanner(_held(role)))
 
 
 @contextmanager
 def _first_error(what: str) -> Iterator[None]:
-    """Raises the lowest rank's error: torch raises all of them in a BaseException, which would end a Ray actor."""
+    """Raises the lowest rank's error: torch's BaseException of all of them would end a Ray actor."""
     try:
         yield
     except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        rank = min(error.failures)
+        cause, _ = error.failures[rank]
         raise RuntimeError(f"{what}: rank {rank}: {cause}") from cause
     except (OSError, CheckpointError) as error:
         raise RuntimeError(f"{what}: {error}") from error
@@ -113,8 +119,8 @@ class _HeldBox(NamedTuple):
     """A box of a stored tensor on this rank.
 
     Args:
-        data: its elements, a view.
-        written: by this rank; others may hold it as well.
+        data: view of its elements.
+        written: whether this rank writes it; others may hold it as well.
     """
 
     index: MetadataIndex
@@ -124,21 +130,26 @@ class _HeldBox(NamedTuple):
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Plans boxes, and gives each to the writer as a copy in host memory, which is freed when it asks for the next one.
+    """Plans boxes, and gives each to the writer as a copy in host memory, until it takes the next one.
 
-    torch.save leaves what it has written to the garbage collector: its pickler is a class that is made for the call
-    (torch/serialization.py, 2.13), and the copies of a whole checkpoint might wait there.
+    torch.save leaves what it has written to the garbage collector: its pickler is a class that is
+    made for the call (torch/serialization.py, 2.13), and the copies of a whole checkpoint might
+    wait there.
 
     Args:
-        copied: all are copied now.
+        copied: whether all are copied now.
     """
 
     def __init__(self, boxes: Sequence[_HeldBox], *, copied: bool) -> None:
         super().__init__(flatten_state_dict=False)
         self.nbytes = sum(box.data.nbytes for box in boxes)
-        self._items = [WriteItem(index=box.index, type=WriteItemType.SHARD, tensor_data=box.info) for box in boxes]
         self._copied = copied
-        self._tensors = {box.index: box.data.to("cpu", copy=True) if copied else box.data for box in boxes}
+        self._items: list[WriteItem] = []
+        self._tensors: dict[MetadataIndex, torch.Tensor] = {}
+        for box in boxes:
+            item = WriteItem(index=box.index, type=WriteItemType.SHARD, tensor_data=box.info)
+            self._items.append(item)
+            self._tensors[box.index] = box.data.to("cpu", copy=True) if copied else box.data
         self._written = torch.empty(0)
 
     def create_local_plan(self) -> SavePlan:
@@ -146,8 +157,9 @@ class _SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         self._written.untyped_storage().resize_(0)
-        tensor = self._tensors.pop(write_item.index)
-        self._written = tensor if self._copied else tensor.to("cpu", copy=True)
+        self._written = self._tensors.pop(write_item.index)
+        if not self._copied:
+            self._written = self._written.to("cpu", copy=True)
         return self._written
 
 
@@ -155,7 +167,7 @@ class _Writer(FileSystemWriter):
     """Writes a file per rank, and those of all on the first; errors name the file."""
 
     def __init__(self, directory: Path, counters: Mapping[str, int]) -> None:
-        # Copying ahead waits for the device's work, which is that of the training.
+        # Copying ahead would wait for the work of training on the device.
         super().__init__(directory, per_thread_copy_ahead=0, overwrite=False)
         self._directory = directory
         self._counters = counters
@@ -200,88 +212,91 @@ def _set_adam_steps(role: ModelEngine) -> None:
     """Initializes the optimizer's state as after ``role.adam_steps`` steps, with moments of zero."""
     steps = role.adam_steps
     for shard in _shards(role):
-        shard.optimizer.state.pop(shard.main, None)
+        state = shard.optimizer.state
+        state.pop(shard.main, None)
         if steps > 0:
-            shard.optimizer.state[shard.main] = {name: torch.zeros_like(shard.main) for name in _MOMENTS}
+            state[shard.main] = {name: torch.zeros_like(shard.main) for name in _MOMENTS}
         if not isinstance(shard.optimizer, torch.optim.Adam):  # the fused ones count by group
             for group in shard.optimizer.param_groups:
                 group["step"] = steps
         elif steps > 0:
-            shard.optimizer.state[shard.main]["step"] = torch.tensor(float(steps))
+            state[shard.main]["step"] = torch.tensor(float(steps))
 
 
 def _shards(role: ModelEngine) -> Iterator[OptimizerShard]:
-    """Empty for a role that is not in training."""
-    return iter(()) if role.optimizer is None else shards(role.model, role.optimizer)
+    """Yields this rank's shards; none of a role that is not in training."""
+    if role.optimizer is not None:
+        yield from shards(role.model, role.optimizer)
+
+
+def _runs(role: ModelEngine) -> Iterator[tuple[str, str, torch.Tensor, range]]:
+    """Yields this rank's values: their kind, the parameter, and their place in it, flattened."""
+    parameters = role.model.parameters()
+    for name, parameter in parameters.items():
+        yield "weight", name, parameter.detach().view(-1), range(parameter.numel())
+    for shard in _shards(role):
+        for moment in _MOMENTS:
+            if moment in shard.adam:
+                yield moment, shard.name, shard.adam[moment], shard.span
+        if shard.main.dtype != parameters[shard.name].dtype:
+            yield "master", shard.name, shard.main.detach(), shard.span
+        if role.ema is not None:
+            yield "average", shard.name, role.ema.values[shard.name], shard.span
+
+
+def _writers(role: ModelEngine) -> dict[tuple[str, Box], RankCoords]:
+    """Returns the least busy of the ranks that hold each region of a tensor.
+
+    Replicas hold it, and several ranks of each where it is of tied weights, norms and the like.
+    """
+    layout = role.layout
+    holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
+    for pp, tp, ep in product(range(layout.pp), range(layout.tp), range(layout.ep)):
+        replicas = range(ep, layout.dp, layout.ep)
+        ranks = [layout.rank(RankCoords(tp=tp, dp=dp, pp=pp)) for dp in replicas]
+        for shard in role.spec.megatron_map(layout, ranks[0], role.head).shards:
+            holders[shard.name, shard.region] += ranks
+    loads = [0] * layout.world_size
+    writers: dict[tuple[str, Box], RankCoords] = {}
+    for (name, region), ranks in holders.items():
+        writer = min(ranks, key=loads.__getitem__)
+        loads[writer] += region.size
+        writers[name, region] = layout.coords(writer)
+    return writers
 
 
 def _held(role: ModelEngine) -> list[_HeldBox]:
     """Returns the boxes of all tensors of the role that this rank holds."""
-    parameters = role.model.parameters()
-    divide = _Boxes(role)
+    coords = role.coords
+    tensors = role.spec.canonical(role.head)
+    writers = _writers(role)
+    shards_by_param: dict[str, list[Shard]] = defaultdict(list)
+    for shard in role.shard_map.shards:
+        shards_by_param[shard.param].append(shard)
     held: list[_HeldBox] = []
-    for name, parameter in parameters.items():
-        held += divide("weight", name, parameter.detach().view(-1), range(parameter.numel()))
-    for shard in _shards(role):
-        state = {name: shard.adam[name] for name in _MOMENTS if name in shard.adam}
-        if shard.main.dtype != parameters[shard.name].dtype:
-            state["master"] = shard.main.detach()
-        if role.ema is not None:
-            state["average"] = role.ema.values[shard.name]
-        for kind, values in state.items():
-            held += divide(kind, shard.name, values, shard.span)
-    return held
-
-
-class _Boxes:
-    """Divides a rank's parameters into boxes of canonical tensors."""
-
-    def __init__(self, role: ModelEngine) -> None:
-        self._role = role
-        self._tensors = role.spec.canonical(role.head)
-        self._shards: dict[str, list[Shard]] = defaultdict(list)
-        for shard in role.shard_map.shards:
-            self._shards[shard.param].append(shard)
-        holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
-        """Ranks by region: replicas, and several ranks of each where it is of tied weights, norms and the like."""
-        layout = role.layout
-        for pp, tp, ep in product(range(layout.pp), range(layout.tp), range(layout.ep)):
-            ranks = [layout.rank(RankCoords(tp=tp, dp=dp, pp=pp)) for dp in range(ep, layout.dp, layout.ep)]
-            for shard in role.spec.megatron_map(layout, ranks[0], role.head).shards:
-                holders[shard.name, shard.region] += ranks
-        loads = [0] * layout.world_size
-        self._writers: dict[tuple[str, Box], RankCoords] = {}
-        """The least busy of the ranks that hold a region."""
-        for (name, region), ranks in holders.items():
-            writer = min(ranks, key=loads.__getitem__)
-            loads[writer] += region.size
-            self._writers[name, region] = layout.coords(writer)
-
-    def __call__(self, kind: str, param: str, values: torch.Tensor, span: range) -> Iterator[_HeldBox]:
-        """Divides a run of a flattened parameter, or of its optimizer state, [len(span)]."""
-        coords = self._role.coords
-        for box in row_major_boxes(self._role.shard_map.params[param].shape, span.start, span.stop):
-            block = values[: box.size].view(box.shape)
-            values = values[box.size :]
-            for shard in self._shards[param]:
+    for kind, param, values, span in _runs(role):
+        offset = 0
+        for box in row_major_boxes(role.shard_map.params[param].shape, span.start, span.stop):
+            block = values[offset : offset + box.size].view(box.shape)
+            offset += box.size
+            for shard in shards_by_param[param]:
                 part = shard.within(box)
                 if part is None:
                     continue
-                inside = Box(*(tuple(map(sub, edge, box.start)) for edge in (part.box.start, part.box.stop)))
-                data = block[inside.slices]
-                data = (data.mT if part.transposed else data).view(part.region.shape)
-                writer = self._writers[shard.name, shard.region]
+                data = block[part.box.relative_to(box).slices]
+                if part.transposed:
+                    data = data.mT
+                data = data.view(part.region.shape)
+                writer = writers[shard.name, shard.region]
                 if kind != "weight":
                     # Replicas divide it, and other ranks of TP or PP divide it in other places.
                     writer = replace(writer, dp=coords.dp)
                 start = torch.Size(part.region.start)
-                yield _HeldBox(
-                    index=MetadataIndex(f"{kind}.{part.name}", start),
-                    info=TensorWriteData(
-                        chunk=ChunkStorageMetadata(offsets=start, sizes=data.shape),
-                        properties=TensorProperties(dtype=data.dtype),
-                        size=torch.Size(self._tensors[part.name].shape),
-                    ),
-                    data=data,
-                    written=writer == coords,
+                info = TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=start, sizes=data.shape),
+                    properties=TensorProperties(dtype=data.dtype),
+                    size=torch.Size(tensors[part.name].shape),
                 )
+                index = MetadataIndex(f"{kind}.{part.name}", start)
+                held.append(_HeldBox(index=index, info=info, data=data, written=writer == coords))
+    return held

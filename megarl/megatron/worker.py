@@ -23,7 +23,7 @@ from megarl.experience.records import ExperienceChunk, ExperienceReport
 from megarl.files import FileRecord
 from megarl.garbage_collection import importing
 from megarl.megatron.offload import Offloader, ResidentWeights
-from megarl.megatron.platform import Platform, start_platform, start_world
+from megarl.megatron.platform import start_platform, start_world
 from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest, UpdateRequest
 from megarl.remote import remote
 from megarl.resharding import Connection, ConnectRequest, Sender, SyncStats, connect
@@ -42,17 +42,19 @@ PerSample = dict[int, np.typing.NDArray[np.float32]]
 class MegatronWorker:
     """A rank of a group with all its roles. Every rank of the group gets every call, in the same order.
 
-    A role's reporting ranks (TP 0 of the last stage, one per replica) return results; the others return None.
+    A role's reporting ranks (TP 0 of the last stage, one per replica) return results; the others
+    return None.
     """
 
     def __init__(self, config: RunConfig, group: str, rank: int) -> None:
         self._config = config
         self._group = group
         self._rank = rank
-        self._platform: Platform | None = None
+        self._started_device: torch.device | None = None
         self._specs = role_specs(config, group)
         self._roles: dict[RoleName, ModelEngine] = {}
-        self._offloader = Offloader(self._roles, [name for name, spec in self._specs.items() if spec.offload])
+        offloadable: list[RoleName] = [name for name, spec in self._specs.items() if spec.offload]
+        self._offloader = Offloader(self._roles, offloadable)
         self._engine_shares_device = isinstance(config, RolloutTrainingConfig) and config.rollout.sleep
         self._senders: dict[int, tuple[Connection, Sender]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -63,26 +65,28 @@ class MegatronWorker:
     @remote(phase="start")
     def start(self, init_method: str) -> None:
         """Joins the group's world by torch.distributed's ``tcp://host:port``, where rank 0 listens."""
+        config = self._config
+        patience = config.cluster.time_limits.patience
         with importing():
-            self._platform = start_platform(self._config.cluster.device)
+            self._started_device = start_platform(config.cluster.device)
             import megarl.megatron.model_engine  # noqa: F401  (`load` needs it)
             from megarl.megatron.parallel import collectives
         start_world(
-            self._platform,
+            self._started_device,
             rank=self._rank,
-            world_size=len(self._config.device_list(self._group)),
+            world_size=len(config.device_list(self._group)),
             init_method=init_method,
-            timeout_seconds=self._config.cluster.time_limits.patience,
+            timeout_seconds=patience,
         )
         tell_waits(collectives)
-        if isinstance(self._config, TrainingConfig) and self._config.checkpoint.async_save:
+        if isinstance(config, TrainingConfig) and config.checkpoint.async_save:
             # For the writing thread: collectives of two threads must not meet in one group.
-            limit = timedelta(seconds=self._config.cluster.time_limits.patience)
+            limit = timedelta(seconds=patience)
             self._write_group = dist.new_group(backend="gloo", timeout=limit, group_desc="checkpoint")
 
     @remote(phase="start")
     def load(self, model_dir: str) -> None:
-        """Builds the group's roles and reads their weights; ``model_dir`` is the HF directory of the run's model."""
+        """Builds the group's roles and reads their weights; ``model_dir`` has the run's model."""
         from megarl.megatron.model_engine import load_engine
         from megarl.megatron.parallel import GroupCache
 
@@ -94,7 +98,8 @@ class MegatronWorker:
     @remote(phase="inference")
     def logprobs(self, role: RoleName, request: ForwardRequest[RankSchedule]) -> dict[int, Ragged] | None:
         """Returns the log-probabilities of the responses, nats, by chunk."""
-        return self._offloader.onload(role).logprobs(request.schedule, request.chunks, temperature=request.temperature)
+        engine = self._offloader.onload(role)
+        return engine.logprobs(request.schedule, request.chunks, temperature=request.temperature)
 
     @remote(phase="inference")
     def values(self, role: RoleName, request: ForwardRequest[RankSchedule]) -> dict[int, Ragged] | None:
@@ -110,17 +115,20 @@ class MegatronWorker:
     def token_scores(
         self, role: RoleName, request: ForwardRequest[RankSchedule]
     ) -> tuple[dict[int, Ragged], PerSample] | None:
-        """Returns the scores before the first response token and after each, and those of ``scores``, both by chunk."""
+        """Returns the scores before the first response token and after each, and ``scores``, by chunk."""
         columns = self._offloader.onload(role).token_scores(request.schedule, request.chunks)
         if columns is None:
             return None
-        return columns, {chunk: column.values[column.offsets[1:] - 1] for chunk, column in columns.items()}
+        scores: PerSample = {}
+        for chunk, column in columns.items():
+            scores[chunk] = column.values[column.offsets[1:] - 1]
+        return columns, scores
 
     @remote(phase="inference")
     def build_experience(
         self, role: RoleName, request: ExperienceRequest[RankSchedule]
     ) -> tuple[dict[int, ExperienceChunk], ExperienceReport] | None:
-        """Returns the experience of this replica's chunks, and the report, which is the same on all replicas."""
+        """Returns the experience of this replica's chunks, and the report of all replicas."""
         actor = self._roles[role]
         loss = self._loss_spec(role)
         assert isinstance(loss, PolicySpec), "experience is for a policy loss"
@@ -133,30 +141,34 @@ class MegatronWorker:
             dist.all_reduce(shared, op=operation, group=actor.model.groups.dp)
             return shared.to(vector.device)
 
-        add, maximum = (partial(reduce, operation=operation) for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX))
-        chunks = request.schedule.chunks
-        columns = request.columns
-        context = request.context
-        return build_experience(chunks, request.rollouts, columns, loss.algo, loss.value_norm, context, add, maximum)
+        return build_experience(
+            request.schedule.chunks,
+            request.rollouts,
+            request.columns,
+            loss.algo,
+            loss.value_norm,
+            request.context,
+            partial(reduce, operation=dist.ReduceOp.SUM),
+            partial(reduce, operation=dist.ReduceOp.MAX),
+        )
 
     @remote(phase="update")
     def update(self, role: RoleName, request: UpdateRequest[RankSchedule]) -> list[dict[str, float]] | None:
-        """Takes one optimizer step per schedule; returns their metrics, as ``policy/name``, ``sft/name`` and so on."""
-        from megarl.megatron.losses import TextLoss, loss_maker, report
-        from megarl.megatron.model_engine import AuxBatch
+        """Takes one optimizer step per schedule; returns the steps' metrics."""
+        from megarl.megatron.losses import loss_maker, report
+        from megarl.megatron.supervised_losses import text_loss
 
         spec = self._loss_spec(role)
         reference = None
-        aux = None
         if isinstance(spec, PolicySpec) and spec.algo.kl.reads_distributions:
             engine = self._offloader.onload(role, "reference")
             reference = self._roles["reference"]
         else:
             engine = self._offloader.onload(role)
-        if (texts := request.texts) is not None:
+        texts = None
+        if request.texts is not None:
             assert isinstance(spec, PolicySpec), "only a policy is trained on texts beside its rollouts"
-            text_loss = partial(TextLoss, engine, mix_share=spec.mix_share)
-            aux = AuxBatch(schedules=texts.schedules, chunks=texts.chunks, make_loss=text_loss)
+            texts = request.texts, partial(text_loss, engine, mix_share=spec.mix_share)
         make_loss = loss_maker(
             spec,
             engine,
@@ -165,17 +177,21 @@ class MegatronWorker:
             reference=reference,
             token_values=self._token_values if self._config.tracking.tokens else None,
         )
-        steps = engine.update(request.schedules, request.chunks, make_loss, aux)
+        steps = engine.update(request.schedules, request.chunks, make_loss, texts)
         if self._engine_shares_device:
             torch.cuda.empty_cache()  # for its weights, which come before roles are offloaded
-        return [report(spec, step) for step in steps] if engine.reports else None
+        if not engine.reports:
+            return None
+        return [report(spec, step) for step in steps]
 
     @remote(phase="update")
     def take_token_values(self, role: RoleName) -> TokenValues:
         """Pops the per-token values of the last update."""
         values = self._token_values
         self._token_values = {}
-        return values if self._roles[role].reports else {}
+        if not self._roles[role].reports:
+            return {}
+        return values
 
     @remote(phase="inference")
     def evaluate(self, role: RoleName, request: ForwardRequest[RankSchedule]) -> dict[str, float] | None:
@@ -183,9 +199,11 @@ class MegatronWorker:
         from megarl.megatron.losses import loss_maker
 
         engine = self._offloader.onload(role)
-        chunks = request.chunks
-        metrics = engine.evaluate(request.schedule, chunks, loss_maker(self._loss_spec(role), engine, chunks))
-        return {f"eval/{name}": value for name, value in metrics.items()} if engine.reports else None
+        make_loss = loss_maker(self._loss_spec(role), engine, request.chunks)
+        metrics = engine.evaluate(request.schedule, request.chunks, make_loss)
+        if not engine.reports:
+            return None
+        return {f"eval/{name}": value for name, value in metrics.items()}
 
     @remote(phase="inference")
     def scale_head(self, role: RoleName, gain: float) -> None:
@@ -194,9 +212,11 @@ class MegatronWorker:
 
     @remote(phase="start")
     def connect(self, request: ConnectRequest) -> None:
-        """Connects to engines; waits for all ranks of the connection. Ends an earlier connection of the link."""
+        """Connects to engines, which waits for all ranks; ends an earlier connection of the link."""
         (rank,) = request.ranks
-        version = self._senders[request.link][1].version if request.link in self._senders else -1
+        version = -1
+        if request.link in self._senders:
+            version = self._senders[request.link][1].version
         self._disconnect(request.link)
         connection = connect(request.sync, rank, self._device)
         weights = ResidentWeights(self._offloader.onload("actor").model.parameters())
@@ -204,9 +224,9 @@ class MegatronWorker:
 
     @remote(phase="sync")
     def send_weights(self, version: int, link: int = 0) -> SyncStats:
-        """Sends this rank's part of the actor's weights; returns when all ranks of the link have committed the version.
+        """Sends this rank's part of the actor's weights; returns when all ranks have committed the version.
 
-        The seconds of ``offload`` are those of bringing the actor to the device.
+        The stage ``offload`` brings the actor to the device.
         """
         start = perf_counter()
         self._offloader.onload("actor")
@@ -217,20 +237,24 @@ class MegatronWorker:
 
     @remote(phase="checkpoint")
     def save(self, role: RoleName, directory: str, *, in_background: bool = False) -> list[FileRecord] | None:
-        """Writes a role's part of a checkpoint, see ``state.save_role``; or copies it, for ``saved`` to return."""
+        """Writes a role's part of a checkpoint, or starts to; see ``state.save_role``."""
         from megarl.megatron.state import plan_role, save_role
 
         engine = self._offloader.onload(role)
         if not in_background:
             return save_role(engine, Path(directory))
         assert self._write_group is not None, "checkpoint.async_save is false"
-        self._writes[role] = self._writer.submit(plan_role(engine, Path(directory), self._write_group))
+        write = plan_role(engine, Path(directory), self._write_group)
+        self._writes[role] = self._writer.submit(write)
         return None
 
     @remote(phase="checkpoint")
     def saved(self, role: RoleName, *, wait: bool) -> list[FileRecord] | None:
-        """Returns what ``save`` has written in the background; None if it still writes, and ``wait`` is not given."""
-        return self._writes[role].result() if wait or self._writes[role].done() else None
+        """Returns the files of a ``save`` in the background; None if it still writes, without ``wait``."""
+        write = self._writes[role]
+        if wait or write.done():
+            return write.result()
+        return None
 
     @remote(phase="checkpoint")
     def restore(self, role: RoleName, directory: str) -> None:
@@ -241,7 +265,7 @@ class MegatronWorker:
 
     @remote(phase="checkpoint")
     def export(self, role: RoleName, directory: str, model_dir: str) -> None:
-        """Writes a role as an HF directory, which must not exist; every rank writes its own part.
+        """Writes a role as an HF directory, which must not exist; every rank writes a part.
 
         The tokenizer and generation settings of ``model_dir`` are copied.
         """
@@ -308,5 +332,5 @@ class MegatronWorker:
 
     @property
     def _device(self) -> torch.device:
-        assert self._platform is not None, "start comes first"
-        return self._platform.device
+        assert self._started_device is not None, "start comes first"
+        return self._started_device

@@ -1,7 +1,7 @@
 """The requests of calls on Megatron workers.
 
-The driver makes a request with ``Schedule``s for all ranks; ``part`` returns the request of a replica's ranks, with
-``RankSchedule``s and references to the chunks that they read.
+The driver makes a request with ``Schedule``s for all ranks; ``part`` returns the request of a
+replica's ranks, with ``RankSchedule``s and references to the chunks that they read.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class ForwardRequest[S: (Schedule, RankSchedule)]:
     temperature: float = 1.0
 
     def part(self: ForwardRequest[Schedule], replica: int) -> ForwardRequest[RankSchedule]:
-        own = self.schedule.ranks[replica]
-        return ForwardRequest(schedule=own, chunks=self.chunks.only(own.chunks), temperature=self.temperature)
+        schedule = self.schedule.ranks[replica]
+        chunks = self.chunks.only(schedule.chunks)
+        return ForwardRequest(schedule=schedule, chunks=chunks, temperature=self.temperature)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +40,18 @@ class ExperienceRequest[S: (Schedule, RankSchedule)]:
     context: StepContext
 
     def part(self: ExperienceRequest[Schedule], replica: int) -> ExperienceRequest[RankSchedule]:
-        own = self.schedule.ranks[replica]
-        rollouts = self.rollouts.only(own.chunks)
-        columns = self.columns.only(own.chunks)
-        return ExperienceRequest(schedule=own, rollouts=rollouts, columns=columns, context=self.context)
+        schedule = self.schedule.ranks[replica]
+        return ExperienceRequest(
+            schedule=schedule,
+            rollouts=self.rollouts.only(schedule.chunks),
+            columns=self.columns.only(schedule.chunks),
+            context=self.context,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainBatch[S: (Schedule, RankSchedule)]:
-    """Texts of optimizer steps, with a schedule for each, whose packs are as long as the step's own."""
+    """Texts of optimizer steps, with a schedule for each, with packs as long as the step's."""
 
     schedules: Sequence[S]
     chunks: Selectable[TextChunk]
@@ -63,8 +67,8 @@ class UpdateRequest[S: (Schedule, RankSchedule)]:
 
     Args:
         schedules: one per optimizer step.
-        chunks: with the columns that the loss reads.
-        kl_coef: of a penalty in the loss, per nat.
+        chunks: tokens, with the columns that the loss reads.
+        kl_coef: coefficient of a penalty in the loss, per nat.
         texts: pretraining texts of the same optimizer steps, for the actor only.
     """
 
@@ -75,12 +79,17 @@ class UpdateRequest[S: (Schedule, RankSchedule)]:
 
     def part(self: UpdateRequest[Schedule], replica: int) -> UpdateRequest[RankSchedule]:
         schedules, chunks = _part(self.schedules, self.chunks, replica)
-        texts = None if self.texts is None else self.texts.part(replica)
+        texts = None
+        if self.texts is not None:
+            texts = self.texts.part(replica)
         return UpdateRequest(schedules=schedules, chunks=chunks, kl_coef=self.kl_coef, texts=texts)
 
 
 def _part[C: Selectable[Any]](
     schedules: Sequence[Schedule], chunks: C, replica: int
 ) -> tuple[tuple[RankSchedule, ...], C]:
-    own = tuple(schedule.ranks[replica] for schedule in schedules)
-    return own, chunks.only(sorted({chunk for schedule in own for chunk in schedule.chunks}))
+    parts = tuple(schedule.ranks[replica] for schedule in schedules)
+    needed: set[int] = set()
+    for part in parts:
+        needed.update(part.chunks)
+    return parts, chunks.only(sorted(needed))

@@ -28,10 +28,9 @@ from megarl.models.transformer_engine import INPUT_NORM, MLP_NORM
 from megarl.types import HeadName, Layout
 from megarl.weights.shard_map import Manifest, Padding, Shard, ShardMap, TensorInfo
 
-FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, MIXTRAL, QWEN3_MOE)
-}
-"""By HF's ``model_type``."""
+_FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, MIXTRAL, QWEN3_MOE)
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}
+"""Families by HF's ``model_type``."""
 
 _PrefixedStacks = tuple[str, str, Sequence[Stack]]
 """Stacks, which layers share, after the prefixes of their local and canonical names."""
@@ -43,31 +42,37 @@ def _family_of(config: HFConfig) -> tuple[Family, HeadName]:
     """Returns the family of a config and the head of its architecture."""
     stated: Any = config.get("architectures") or []
     model_type: str | None = config.get("model_type")
-    if not isinstance(stated, list) or not all(
-        isinstance(name, str) for name in (*cast(Any, stated), model_type or "")
-    ):
+    names: list[Any] = [model_type or ""]
+    if isinstance(stated, list):
+        names += cast(list[Any], stated)
+    if not isinstance(stated, list) or not all(isinstance(name, str) for name in names):
         raise UnsupportedModelError("architectures is not a list of names, or model_type is not a name")
     architectures = cast(list[str], stated)
-    heads: dict[str, tuple[Family, HeadName]] = {}
-    for family in FAMILIES.values():
-        heads |= {family.lm_class: (family, "lm"), family.score_class: (family, "score")}
     if not architectures and model_type is not None and model_type in FAMILIES:
         return FAMILIES[model_type], "lm"
+    heads: dict[str, tuple[Family, HeadName]] = {}
+    for family in FAMILIES.values():
+        heads[family.lm_class] = family, "lm"
+        heads[family.score_class] = family, "score"
     if len(architectures) != 1 or architectures[0] not in heads:
-        named = shown(", ".join(architectures), str) if architectures else f"model_type {shown(model_type)}"
-        raise UnsupportedModelError(f"architecture {named} is not supported; supported are {', '.join(heads)}")
+        named = f"model_type {shown(model_type)}"
+        if architectures:
+            named = shown(", ".join(architectures), str)
+        supported = ", ".join(heads)
+        raise UnsupportedModelError(f"architecture {named} is not supported; supported are {supported}")
     family, head = heads[architectures[0]]
     if model_type not in (None, family.model_type):
-        raise UnsupportedModelError(f"model_type {shown(model_type)} contradicts the architecture {architectures[0]}")
+        contradiction = f"contradicts the architecture {architectures[0]}"
+        raise UnsupportedModelError(f"model_type {shown(model_type)} {contradiction}")
     return family, head
 
 
 def pipeline_layers(layers: int, layout: Layout, stage: int, chunk: int) -> range:
     """Returns the layers of a model chunk.
 
-    The first chunks of all stages come before the second ones. The sizes of chunks differ by at most one, and so do
-    those of stages. The shorter chunks are on the last stage, which has the output layer, then on the first, which has
-    the embedding.
+    The first chunks of all stages come before the second ones. The sizes of chunks differ by at
+    most one, and so do those of stages. The shorter chunks are on the last stage, which has the
+    output layer, then on the first, which has the embedding.
 
     Args:
         chunk: index among the virtual stages of the pipeline rank ``stage``.
@@ -76,11 +81,13 @@ def pipeline_layers(layers: int, layout: Layout, stage: int, chunk: int) -> rang
     vpp = layout.vpp
     full = -(-layers // (pp * vpp))
     short = -layers % (pp * vpp)
-    stages = [pp - 1, *range(pp - 1)]
-    order = [(stage, vpp - 1 - i if stage == pp - 1 else i) for i in range(vpp) for stage in stages]
-    shorter = {i * pp + stage for stage, i in order[:short]}
+    order: list[int] = []
+    for i in range(vpp):
+        order.append((vpp - 1 - i) * pp + pp - 1)
+        order += range(i * pp, i * pp + pp - 1)
+    shorter = order[:short]
     index = chunk * pp + stage
-    start = full * index - sum(1 for other in shorter if other < index)
+    start = full * index - sum(other < index for other in shorter)
     return range(start, start + full - (index in shorter))
 
 
@@ -98,10 +105,10 @@ class ModelSpec:
     """Everything that follows from a model's HF config.
 
     Args:
-        rope: None where positions are learned.
-        dtype: of every parameter in the maps.
-        tied: the output layer of the language model is the embedding.
-        head: of the checkpoint.
+        rope: rotary embedding; None where positions are learned.
+        dtype: dtype of every parameter in the maps.
+        tied: whether the output layer of the language model is the embedding.
+        head: head of the checkpoint.
     """
 
     family: Family
@@ -115,37 +122,48 @@ class ModelSpec:
 
     def canonical(self, head: HeadName = "lm") -> dict[str, TensorInfo]:
         """Returns the HF tensors of the model with a head; a tied output layer is not among them."""
-        named: list[tuple[str, ParamType]] = [("", param_type) for param_type in self._first()]
-        prefix = self.table.layer_prefix.hf
-        named += [(prefix.format(i), param_type) for i in range(self.dims.layers) for param_type in self.table.layer]
-        named += [("", param_type) for param_type in (*self.table.final, *self._output(head))]
-        return {
-            f"{prefix}{name}": TensorInfo(shape, self.dtype)
-            for prefix, param_type in named
-            for name, shape in param_type.tensors(self.dims).items()
-        }
+        groups: list[tuple[str, Sequence[ParamType]]] = [("", self._first())]
+        for i in range(self.dims.layers):
+            groups.append((self.table.layer_prefix.hf.format(i), self.table.layer))
+        groups.append(("", (*self.table.final, *self._output(head))))
+        tensors: dict[str, TensorInfo] = {}
+        for prefix, param_types in groups:
+            for param_type in param_types:
+                for name, shape in param_type.tensors(self.dims).items():
+                    tensors[f"{prefix}{name}"] = TensorInfo(shape, self.dtype)
+        return tensors
 
     def manifest(self, head: HeadName = "lm", *, new_head: bool = False) -> Manifest:
-        """Returns what a checkpoint must contain; ``new_head``: a value or score head is neither needed nor loaded."""
+        """Returns what a checkpoint must contain; with ``new_head`` no value or score head is read."""
         tensors = self.canonical(head)
-        output = self.table.output.names.hf
+        output = f"{self.table.output.names.hf}.weight"
         ignored = ["*.rotary_emb.inv_freq", *self.family.ignored]
-        if f"{output}.weight" not in tensors:
-            ignored.append(f"{output}.weight")
+        if output not in tensors:
+            ignored.append(output)
         if new_head:
             score = f"{self.table.score.names.hf}.weight"
             del tensors[score]
             ignored.append(score)
-        tied = {f"{output}.weight": f"{self.table.embedding.names.hf}.weight"} if self.tied and head == "lm" else {}
-        return Manifest(tensors=tensors, ignored=tuple(ignored), bare_prefix=self.family.bare_prefix, tied=tied)
+        tied: dict[str, str] = {}
+        if self.tied and head == "lm":
+            tied[output] = f"{self.table.embedding.names.hf}.weight"
+        return Manifest(
+            tensors=tensors,
+            ignored=tuple(ignored),
+            bare_prefix=self.family.bare_prefix,
+            tied=tied,
+        )
 
     def hf_config(self, head: HeadName = "lm") -> dict[str, Any]:
         """Returns the ``config.json`` of a checkpoint of the model with this head."""
         config = {name: value for name, value in self.config.items() if name != "torch_dtype"}
         config["dtype"] = self.dtype
-        config["architectures"] = [self.family.lm_class if head == "lm" else self.family.score_class]
-        if head != "lm":
-            config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        if head == "lm":
+            config["architectures"] = [self.family.lm_class]
+        else:
+            config["architectures"] = [self.family.score_class]
+            config["id2label"] = {"0": "LABEL_0"}
+            config["label2id"] = {"LABEL_0": 0}
         return config
 
     def layers(self, layout: Layout, pp: int, chunk: int) -> range:
@@ -153,12 +171,11 @@ class ModelSpec:
         return pipeline_layers(self.dims.layers, layout, pp, chunk)
 
     def megatron_map(self, layout: Layout, rank: int, head: HeadName = "lm") -> ShardMap:
-        """Returns the map of a rank of a Megatron role; parameters are named ``{model chunk}:{name in GPTModel}``."""
+        """Returns the map of a rank of a role; parameters are named ``{model chunk}:{name in GPTModel}``."""
         self.check_megatron(layout)
         coords = layout.coords(rank)
-        at = ShardCoords(
-            tp=GroupRank(rank=coords.tp, size=layout.tp), ep=GroupRank(rank=layout.expert_rank(coords), size=layout.ep)
-        )
+        expert_rank = GroupRank(rank=layout.expert_rank(coords), size=layout.ep)
+        at = ShardCoords(tp=GroupRank(rank=coords.tp, size=layout.tp), ep=expert_rank)
         stacks = self._stacks(self.table.layer, "megatron", at)
         groups: list[_PrefixedStacks] = []
         for chunk in range(layout.vpp):
@@ -183,9 +200,9 @@ class ModelSpec:
         """Returns the map of the global tensors of a Megatron-LM distributed checkpoint, by their keys.
 
         Args:
-            vocab_rows: of embedding and output layer, padding included; by default the vocabulary.
-            transformer_engine: the modules are Transformer Engine's; otherwise the norm before the experts has another
-                key.
+            vocab_rows: rows of embedding and output layer, with padding; by default the vocabulary.
+            transformer_engine: whether the modules are Transformer Engine's; otherwise the norm
+                before the experts has another key.
         """
         coords = ShardCoords(tp=GroupRank())
         norm_in_mlp = self.dims.experts == 0 or not transformer_engine
@@ -210,8 +227,10 @@ class ModelSpec:
         prefix = self.table.layer_prefix
         stacks = self._stacks(self.table.layer, "vllm", coords)
         groups: list[_PrefixedStacks] = [("", "", self._stacks(self._first(), "vllm", coords))]
-        groups += [(prefix.of("vllm").format(i), prefix.hf.format(i), stacks) for i in range(self.dims.layers)]
-        groups.append(("", "", self._stacks((*self.table.final, *self._output("lm")), "vllm", coords)))
+        for i in range(self.dims.layers):
+            groups.append((prefix.of("vllm").format(i), prefix.hf.format(i), stacks))
+        last = (*self.table.final, *self._output("lm"))
+        groups.append(("", "", self._stacks(last, "vllm", coords)))
         return self._shard_map(groups)
 
     def transformer(self, tp: int, head: HeadName = "lm") -> MegatronArgs:
@@ -253,33 +272,43 @@ class ModelSpec:
         qkv = (dims.heads + 2 * dims.kv_heads) * dims.head_dim
         problems = _tp_problems(layout.tp, dims, {"rows of queries, keys and values": qkv})
         if dims.layers < chunks:
-            problems.append(f"{layout.pp} stages x {layout.vpp} chunks are more than the {dims.layers} layers")
+            parts = f"{layout.pp} stages x {layout.vpp} chunks"
+            problems.append(f"{parts} are more than the {dims.layers} layers")
         if layout.vpp > 1 and layout.pp == 1:
             problems.append(f"vpp {layout.vpp} needs pp > 1")
         if layout.ep > 1 and dims.experts == 0:
-            problems.append(f"ep {layout.ep} needs experts, which the {self.family.model_type} model does not have")
+            model = f"the {self.family.model_type} model"
+            problems.append(f"ep {layout.ep} needs experts, which {model} does not have")
         elif dims.experts % layout.ep:
             problems.append(f"ep {layout.ep} does not divide the {dims.experts} experts")
         _refuse("Megatron cannot hold the model in this layout", problems)
 
     def check_vllm(self, tp: int) -> None:
         """Raises ValueError, with every reason, where vLLM cannot hold the model at this TP."""
-        problems = _tp_problems(tp, self.dims, {"padded vocabulary rows": self.dims.padded_vocab("vllm", tp)})
+        rows = self.dims.padded_vocab("vllm", tp)
+        problems = _tp_problems(tp, self.dims, {"padded vocabulary rows": rows})
         if 0 < self.dims.experts < tp:
             problems.append(f"tp {tp} exceeds the {self.dims.experts} experts")
         _refuse("vLLM cannot hold the model", problems)
 
     def _first(self) -> tuple[ParamType, ...]:
-        return (self.table.embedding, *((self.table.positions,) if self.table.positions else ()))
+        if self.table.positions is None:
+            return (self.table.embedding,)
+        return (self.table.embedding, self.table.positions)
 
     def _output(self, head: HeadName) -> tuple[ParamType, ...]:
-        """Returns the output layer's own tensors; none where it is tied."""
+        """Returns the output layer; none where it is tied."""
         if head != "lm":
             return (self.table.score,)
-        return () if self.tied else (self.table.output,)
+        if self.tied:
+            return ()
+        return (self.table.output,)
 
     def _stacks(self, param_types: Iterable[ParamType], engine: Engine, coords: ShardCoords) -> list[Stack]:
-        return [stack for param_type in param_types for stack in param_type.stacks(engine, self.dims, coords)]
+        stacks: list[Stack] = []
+        for param_type in param_types:
+            stacks += param_type.stacks(engine, self.dims, coords)
+        return stacks
 
     def _shard_map(self, groups: Iterable[_PrefixedStacks]) -> ShardMap:
         """Returns the map of a holder of these stacks."""
@@ -302,11 +331,13 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     """Returns the specification of a model; an UnsupportedModelError lists every problem.
 
     Args:
-        config: the fields of its ``config.json``.
-        dtype: of the maps; by default the stored one.
+        config: fields of its ``config.json``.
+        dtype: dtype of the maps; by default the stored one.
     """
     family, head = _family_of(config)
-    stated = dict(config) if dtype is None else {**config, "dtype": dtype}
+    stated = dict(config)
+    if dtype is not None:
+        stated["dtype"] = dtype
     reader = HFConfigReader(stated, fields=family.fields, defaults=family.defaults)
     dims = reader.dims(rotary=family.rotary, mlp_ratio=family.mlp_ratio)
     rope = reader.rope() if family.rotary else None
@@ -334,16 +365,18 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
 def _in_checkpoint(stack: Stack, layer: int, dims: Dims, norm_in_mlp: bool) -> Stack:
     """Returns a layer's stack, whole, as Megatron's distributed checkpoints store it (megatron-core 0.16.1).
 
-    Layers are a leading axis (TransformerBlock.sharded_state_dict), and below it experts (SequentialMLP's). Norms have
-    the names that they have where Transformer Engine fuses them into the linear layer that follows
-    (``sharded_state_dict_keys_map`` of models/gpt/gpt_layer_specs.py), that before the MLP only with ``norm_in_mlp``.
+    Layers are a leading axis (TransformerBlock.sharded_state_dict), and below it experts
+    (SequentialMLP's). Norms have the names that they have where Transformer Engine fuses them into
+    the linear layer that follows (``sharded_state_dict_keys_map`` of
+    models/gpt/gpt_layer_specs.py), that before the MLP only with ``norm_in_mlp``.
     """
     param = stack.param
     at = (layer, *stack.at)
     of = (dims.layers, *stack.of)
-    for own, fused in (INPUT_NORM, MLP_NORM)[: 2 if norm_in_mlp else 1]:
-        if param.startswith(own):
-            param = fused + param.removeprefix(own)
+    norms = (INPUT_NORM, MLP_NORM) if norm_in_mlp else (INPUT_NORM,)
+    for module, fused in norms:
+        if param.startswith(module):
+            param = fused + param.removeprefix(module)
     expert = _EXPERT.match(param)
     if expert:
         param = f"mlp.experts.experts{param[expert.end() :]}"

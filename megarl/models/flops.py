@@ -1,8 +1,8 @@
 """Floating-point operations of a model's passes, and the peaks of devices.
 
-Counted are the matrix products that a pass needs, two operations per multiplication: those of the layers for every
-token, causal attention, and the head where it is read. Padding, what is computed twice to save memory, embeddings,
-norms and activations do not count.
+Counted are the matrix products that a pass needs, two operations per multiplication: those of the
+layers for every token, causal attention, and the head where it is read. Padding, what is computed
+twice to save memory, embeddings, norms and activations do not count.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def token_flops(spec: ModelSpec) -> int:
     dims = spec.dims
     megatron = spec.table.megatron
     attention = 2 * dims.hidden * dims.head_dim * (dims.heads + dims.kv_heads)
-    mlp = (3 if megatron["gated_linear_unit"] else 2) * dims.hidden * dims.ffn * megatron.get("moe_router_topk", 1)
+    matrices = 3 if megatron["gated_linear_unit"] else 2
+    mlp = matrices * dims.hidden * dims.ffn * megatron.get("moe_router_topk", 1)
     return 2 * dims.layers * (attention + mlp + dims.hidden * dims.experts)
 
 
@@ -67,8 +68,9 @@ def forward_flops(spec: ModelSpec, head: HeadName, sequences: Iterable[TokenCoun
     read = 0
     for sequence in sequences:
         length = sequence.tokens
-        tokens = tokens + length
-        pairs = pairs + length * (length + 1) // 2
-        read = read + sequence.response_tokens
+        tokens += length
+        pairs += length * (length + 1) // 2
+        read += sequence.response_tokens
     attention = 4 * dims.layers * dims.heads * dims.head_dim * pairs
-    return token_flops(spec) * tokens + attention + 2 * dims.hidden * (dims.vocab if head == "lm" else 1) * read
+    outputs = dims.vocab if head == "lm" else 1
+    return token_flops(spec) * tokens + attention + 2 * dims.hidden * outputs * read

@@ -25,13 +25,13 @@ MEGATRON_EXPERTS = "mlp.experts.local_experts.{}"
 class FusedQKV:
     """The query, key and value projections in one matrix.
 
-    Megatron stacks [query heads of the group; key; value] per KV group; TP splits these rows, and cuts groups where it
-    exceeds their number. vLLM stacks [query; key; value] of the rank's heads; where TP exceeds the KV heads,
-    neighbouring ranks hold the same one.
+    Megatron stacks [query heads of the group; key; value] per KV group; TP splits these rows, and
+    cuts groups where it exceeds their number. vLLM stacks [query; key; value] of the rank's heads;
+    where TP exceeds the KV heads, neighboring ranks hold the same one.
 
     Args:
-        hf: queries, keys and values; those of one name are concatenated in one tensor.
-        transposed: HF stores [hidden, rows].
+        hf: names of queries, keys and values; those of one name are concatenated in one tensor.
+        transposed: whether HF stores [hidden, rows].
     """
 
     hf: tuple[str, str, str]
@@ -44,9 +44,12 @@ class FusedQKV:
         return column_tensors(self._projections(dims), dims, self.bias, self.transposed)
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
-        megatron = engine == "megatron"
-        parts = self._megatron_parts(dims, coords) if megatron else self._vllm_parts(dims, coords)
-        name = self.megatron if megatron else self.vllm
+        if engine == "megatron":
+            name = self.megatron
+            parts = self._megatron_parts(dims, coords)
+        else:
+            name = self.vllm
+            parts = self._vllm_parts(dims, coords)
         yield from column_stacks(name, parts, dims, self.bias, self.transposed)
 
     def _projections(self, dims: Dims) -> list[tuple[str, int]]:
@@ -59,8 +62,10 @@ class FusedQKV:
         whole: list[TensorRange] = []
         for group in range(dims.kv_heads):
             whole.append(_heads(query, group * per_group, (group + 1) * per_group, dims))
-            whole += (_heads(part, group, group + 1, dims) for part in (key, value))
-        return _slice(whole, *coords.tp.range(sum(part.size for part in whole)))
+            whole.append(_heads(key, group, group + 1, dims))
+            whole.append(_heads(value, group, group + 1, dims))
+        start, stop = coords.tp.range(sum(part.size for part in whole))
+        return _slice(whole, start, stop)
 
     def _vllm_parts(self, dims: Dims, coords: ShardCoords) -> list[TensorRange]:
         query, key, value = projection_ranges(self._projections(dims))
@@ -70,7 +75,7 @@ class FusedQKV:
             first = coords.tp.rank // (coords.tp.size // dims.kv_heads)
             last = first + 1
         queries = _heads(query, *coords.tp.range(dims.heads), dims)
-        return [queries, *(_heads(part, first, last, dims) for part in (key, value))]
+        return [queries, _heads(key, first, last, dims), _heads(value, first, last, dims)]
 
 
 def _heads(projection: TensorRange, first: int, last: int, dims: Dims) -> TensorRange:
@@ -94,11 +99,12 @@ def _slice(parts: Sequence[TensorRange], start: int, stop: int) -> list[TensorRa
 class Experts:
     """The experts of a layer: gated MLPs without biases.
 
-    Megatron has a module per local expert, fused as in a dense model. vLLM has two parameters for all experts:
-    [experts, gate shard; up shard, hidden] and [experts, hidden, channels of the shard].
+    Megatron has a module per local expert, fused as in a dense model. vLLM has two parameters for
+    all experts: [experts, gate shard; up shard, hidden] and [experts, hidden, channels of the
+    shard].
 
     Args:
-        module: HF's, of all experts; vLLM's parameters are in ``routed_experts`` of it.
+        module: HF's module of all experts; vLLM's parameters are in ``routed_experts`` of it.
         gate, up, down: HF's matrices of an expert.
     """
 
@@ -108,10 +114,12 @@ class Experts:
     down: str
 
     def tensors(self, dims: Dims) -> dict[str, Shape]:
-        inner = (dims.ffn, dims.hidden)
-        outer = (dims.hidden, dims.ffn)
-        shapes = ((self.gate, inner), (self.up, inner), (self.down, outer))
-        return {self._tensor(e, name): shape for e in range(dims.experts) for name, shape in shapes}
+        tensors: dict[str, Shape] = {}
+        for expert in range(dims.experts):
+            tensors[self._tensor(expert, self.gate)] = (dims.ffn, dims.hidden)
+            tensors[self._tensor(expert, self.up)] = (dims.ffn, dims.hidden)
+            tensors[self._tensor(expert, self.down)] = (dims.hidden, dims.ffn)
+        return tensors
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
         experts = range(*coords.ep.range(dims.experts))
@@ -135,9 +143,12 @@ class Experts:
         self, param: str, expert: int, dims: Dims, coords: ShardCoords, at: Shape = (), of: Shape = ()
     ) -> Stack:
         start, stop = coords.tp.range(dims.ffn)
-        parts = tuple(TensorRange(self._tensor(expert, name), start, stop) for name in (self.gate, self.up))
-        return Stack(param=param, shape=(2 * (stop - start), dims.hidden), parts=parts, at=at, of=of)
+        gate = TensorRange(self._tensor(expert, self.gate), start, stop)
+        up = TensorRange(self._tensor(expert, self.up), start, stop)
+        shape = (gate.size + up.size, dims.hidden)
+        return Stack(param=param, shape=shape, parts=(gate, up), at=at, of=of)
 
     def _down(self, param: str, expert: int, dims: Dims, coords: ShardCoords, at: Shape = (), of: Shape = ()) -> Stack:
         part = TensorRange(self._tensor(expert, self.down), *coords.tp.range(dims.ffn))
-        return Stack(param=param, shape=(dims.hidden, part.size), parts=(part,), axis=1, at=at, of=of)
+        shape = (dims.hidden, part.size)
+        return Stack(param=param, shape=shape, parts=(part,), axis=1, at=at, of=of)

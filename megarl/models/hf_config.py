@@ -31,11 +31,12 @@ class ParamTable:
     """The parameters of a family, in the order in which vLLM loads them.
 
     Args:
-        layer_prefix: of a layer's names, with ``{}`` for its index (Megatron counts within a model chunk).
-        layer: of one layer, without that prefix.
-        final: after the last layer.
-        score: the [1, hidden] head that replaces ``output`` in value and reward models.
-        megatron: the family's own fields of ``TransformerConfig``: norms, biases, the MLP.
+        layer_prefix: prefix of a layer's names, with ``{}`` for its index (Megatron counts within a
+            model chunk).
+        layer: parameters of one layer, without that prefix.
+        final: parameters after the last layer.
+        score: [1, hidden] head that replaces ``output`` in value and reward models.
+        megatron: fields of ``TransformerConfig`` that differ by family: norms, biases, the MLP.
     """
 
     embedding: VocabRows
@@ -54,12 +55,13 @@ class Family:
 
     Args:
         lm_class, score_class: HF's classes with a language-model head and with a score head.
-        describe: returns the table of a config; adds what is not supported to the reader's problems.
+        describe: function that returns the table of a config, and adds what is not supported to the
+            reader's problems.
         fields: unusual config names of fields; see ``HFConfigReader``.
         defaults: HF's values for fields that a config lacks, by their usual names.
-        rotary: positions are rotary; otherwise learned.
+        rotary: whether positions are rotary; otherwise they are learned.
         mlp_ratio: default ratio of the MLP's channels to the hidden ones.
-        bare_prefix: of names; checkpoints of the model without a head may omit it.
+        bare_prefix: prefix of names, which checkpoints of the model without a head may omit.
         ignored: patterns (as of fnmatch) of tensors that checkpoints may contain as well.
     """
 
@@ -78,12 +80,12 @@ class Family:
 
 HFConfig = Mapping[str, Any]
 
-_MOST = {"num_hidden_layers": 10_000, "num_experts": 10_000}
-"""Largest values of fields that count parameters, whose list fits into memory; of other fields, what 32 bits hold."""
-_MOST_EXPERTS = 100_000
-"""Of all layers together."""
-_LARGEST = 1e30
-"""Of numbers, far from the range of float32."""
+_MAX_COUNTS = {"num_hidden_layers": 10_000, "num_experts": 10_000}
+"""Largest values of fields that count parameters, whose list fits into memory; others fit in 32 bits."""
+_MAX_EXPERTS = 100_000
+"""Largest number of experts in all layers together."""
+_MAX_NUMBER = 1e30
+"""Largest number, far from the range of float32."""
 _LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of llama3 rope scaling in Megatron (RotaryEmbedding of megatron-core 0.19.2)."""
 
@@ -91,7 +93,9 @@ _LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_
 def shown(value: object, write: Callable[[object], str] = repr) -> str:
     """Returns a value of a config as text of at most 80 characters."""
     text = write(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    if len(text) > 80:
+        return f"{text[:77]}..."
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,17 +127,19 @@ class HFConfigReader:
 
     def get(self, field: str) -> Any:
         """Returns a field's value, or HF's default."""
-        name = self.name(field)
-        return self.config[name] if name in self.config else self.defaults.get(field)
+        return self.config.get(self.name(field), self.defaults.get(field))
 
     def positive(self, field: str, default: int | None = None) -> int:
         """Reads a positive integer; null counts as ``default``."""
         value = self.get(field)
-        most = _MOST.get(field, 2**31 - 1)
-        value = default if value is None else value
-        if type(value) is int and 0 < value <= most:
-            return value
-        rule = f"above {most}" if type(value) is int and value > 0 else "not a positive integer"
+        if value is None:
+            value = default
+        largest = _MAX_COUNTS.get(field, 2**31 - 1)
+        rule = "not a positive integer"
+        if type(value) is int and value > 0:
+            if value <= largest:
+                return value
+            rule = f"above {largest}"
         self.problems.append(f"{self.name(field)}: {shown(value)} is {rule}")
         return 1
 
@@ -142,7 +148,7 @@ class HFConfigReader:
         return self._number(self.name(field), self.get(field), above=0)
 
     def _number(self, name: str, value: Any, *, above: float) -> float:
-        if type(value) in (int, float) and above < value < _LARGEST:
+        if type(value) in (int, float) and above < value < _MAX_NUMBER:
             return float(value)
         self.problems.append(f"{name}: {shown(value)} is not a number above {above:g}")
         return 1.0
@@ -181,16 +187,18 @@ class HFConfigReader:
             self.problems.append(f"{field}: {dims.kv_heads} does not divide the {dims.heads} heads")
         if rotary and dims.head_dim % 2:
             self.problems.append(f"head_dim: {dims.head_dim} is odd, which rotary embeddings cannot split")
-        if dims.layers * dims.experts > _MOST_EXPERTS:
-            problem = f"{dims.layers} layers x {dims.experts} experts are more than {_MOST_EXPERTS}"
+        if dims.layers * dims.experts > _MAX_EXPERTS:
+            problem = f"{dims.layers} layers x {dims.experts} experts are more than {_MAX_EXPERTS}"
             self.problems.append(f"{self.name('num_experts')}: {problem}")
         return dims
 
     def dtype(self) -> str:
         """Reads the dtype of the stored weights; HF's default is float32."""
-        name = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
+        stated = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
+        name = str(stated).removeprefix("torch.")
         if name not in ITEM_BYTES:
-            self.problems.append(f"dtype: {shown(name, str)} is not supported; supported are {', '.join(ITEM_BYTES)}")
+            supported = ", ".join(ITEM_BYTES)
+            self.problems.append(f"dtype: {shown(name, str)} is not supported; supported are {supported}")
         return name
 
     def rope(self) -> Rope:
@@ -202,16 +210,23 @@ class HFConfigReader:
         return self._rope(cast(Mapping[str, Any], settings))
 
     def _rope(self, settings: Mapping[str, Any]) -> Rope:
-        base = settings.get("rope_theta") or self.config.get("rope_theta") or self.defaults.get("rope_theta")
+        stated = settings.get("rope_theta") or self.config.get("rope_theta")
+        base: Any = stated or self.defaults.get("rope_theta")
         if base is None:
             self.problems.append("rope_theta: missing, and engines differ in what they assume; state it")
+        else:
+            base = self._number("rope_theta", base, above=0)
         if settings.get("partial_rotary_factor", 1.0) != 1.0:
-            self.problems.append("rope_parameters.partial_rotary_factor: only full rotary embeddings are supported")
+            rule = "only full rotary embeddings are supported"
+            self.problems.append(f"rope_parameters.partial_rotary_factor: {rule}")
         kind = settings.get("rope_type") or settings.get("type") or "default"
-        if kind not in ("default", "llama3"):
-            self.problems.append(f"rope_type: {shown(kind, str)} is not supported; supported are default, llama3")
-        factor = self._llama3_factor(settings) if kind == "llama3" else None
-        return Rope(base=1.0 if base is None else self._number("rope_theta", base, above=0), llama3_factor=factor)
+        factor = None
+        if kind == "llama3":
+            factor = self._llama3_factor(settings)
+        elif kind != "default":
+            rule = "is not supported; supported are default, llama3"
+            self.problems.append(f"rope_type: {shown(kind, str)} {rule}")
+        return Rope(base=base or 1.0, llama3_factor=factor)
 
     def _llama3_factor(self, settings: Mapping[str, Any]) -> float:
         for name, value in _LLAMA3_FIXED.items():
@@ -219,7 +234,7 @@ class HFConfigReader:
                 found = shown(settings.get(name))
                 self.problems.append(f"{name}: {found}; Megatron's llama3 scaling has {value} fixed")
         factor: Any = settings.get("factor")
-        if type(factor) not in (int, float) or not 1 <= factor < _LARGEST:
+        if type(factor) not in (int, float) or not 1 <= factor < _MAX_NUMBER:
             self.problems.append(f"factor: {shown(factor)} is not a number of at least 1")
             return 1.0
         return float(factor)
@@ -231,7 +246,10 @@ class HFConfigReader:
         self.require("partial_rotary_factor", 1.0, only="full rotary embeddings")
         self.require("quantization_config", only="weights that are not quantised")
         kinds: Any = self.get("layer_types") or []
-        kinds = cast(list[Any], kinds if isinstance(kinds, list) else [kinds])
-        others = [kind for kind in kinds if kind != "full_attention"]
-        if others:
-            self.problems.append(f"layer_types: {shown(others[0], str)} is not supported (only full_attention)")
+        if not isinstance(kinds, list):
+            kinds = [kinds]
+        for kind in cast(list[Any], kinds):
+            if kind != "full_attention":
+                rule = "is not supported (only full_attention)"
+                self.problems.append(f"layer_types: {shown(kind, str)} {rule}")
+                break

@@ -33,10 +33,10 @@ def llama_table(
     """Returns Llama's parameters, with what differs in other families.
 
     Args:
-        head_norms: of each head's query and key.
+        head_norms: norms of each head's query and key.
         mlp: the MLP, or the router and the experts.
-        output_bias: of the attention's output projection.
-        megatron: further fields of ``TransformerConfig``.
+        output_bias: whether the attention's output projection has a bias.
+        megatron: additional fields of ``TransformerConfig``.
     """
     attention_output = Names("self_attn.o_proj", "self_attention.linear_proj")
     return ParamTable(

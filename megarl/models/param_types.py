@@ -1,7 +1,8 @@
 """Parameter types: how Megatron and vLLM store groups of canonical tensors, for any TP and EP.
 
-Every local parameter is a stack: ranges of canonical tensors concatenated along one axis, maybe below leading axes. A
-parameter type says which ranges each engine stacks; the shard maps of both engines follow from that.
+Every local parameter is a stack: ranges of canonical tensors concatenated along one axis, maybe
+below leading axes. A parameter type says which ranges each engine stacks; the shard maps of both
+engines follow from that.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Dims:
     Args:
         ffn: channels of the MLP, or of each expert.
         positions: maximum sequence length.
-        experts: per layer; 0 in a dense model.
+        experts: number per layer; 0 in a dense model.
     """
 
     vocab: int
@@ -40,13 +41,23 @@ class Dims:
     positions: int
     experts: int = 0
 
-    def size(self, of: Size) -> int:
-        sizes = {"one": 1, "hidden": self.hidden, "ffn": self.ffn, "positions": self.positions, "head": self.head_dim}
-        return {**sizes, "attention": self.heads * self.head_dim, "experts": self.experts}[of]
+    def size(self, name: Size) -> int:
+        sizes: dict[Size, int] = {
+            "one": 1,
+            "hidden": self.hidden,
+            "attention": self.heads * self.head_dim,
+            "ffn": self.ffn,
+            "head": self.head_dim,
+            "positions": self.positions,
+            "experts": self.experts,
+        }
+        return sizes[name]
 
     def padded_vocab(self, engine: Engine, tp: int) -> int:
         """Returns the rows of an engine's embedding over all TP ranks."""
-        multiple = VOCAB_MULTIPLE * (tp if engine == "megatron" else 1)
+        multiple = VOCAB_MULTIPLE
+        if engine == "megatron":
+            multiple *= tp
         return -(-self.vocab // multiple) * multiple
 
 
@@ -66,7 +77,7 @@ class GroupRank:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardCoords:
-    """The part of a layer that an engine's rank holds: its TP shard of every matrix, of its EP shard of the experts."""
+    """The part of a layer that a rank holds: a TP shard of every matrix, of an EP shard of the experts."""
 
     tp: GroupRank
     ep: GroupRank = GroupRank()
@@ -94,10 +105,10 @@ class Stack:
     """A local parameter, or one of the matrices or vectors that it has along leading axes.
 
     Args:
-        shape: of the matrix or vector.
-        parts: concatenated along ``axis``.
-        transposed: the canonical tensors are stored with rows and columns exchanged.
-        at, of: the indices of the matrix along the parameter's leading axes, and the extents of those.
+        shape: shape of the matrix or vector.
+        parts: ranges that are concatenated along ``axis``.
+        transposed: whether the canonical tensors have rows and columns exchanged.
+        at, of: indices of the matrix along the parameter's leading axes, and the extents of those.
     """
 
     param: str
@@ -126,7 +137,8 @@ class Stack:
     def _along_axis(self, start: int, stop: int) -> Box:
         low = [0] * len(self.shape)
         high = list(self.shape)
-        low[self.axis], high[self.axis] = start, stop
+        low[self.axis] = start
+        high[self.axis] = stop
         return Box(tuple(low), tuple(high))
 
 
@@ -151,19 +163,22 @@ class Names:
     vllm: str | None = None
 
     def of(self, engine: Engine) -> str:
-        return self.megatron if engine == "megatron" else self.vllm or self.hf
+        if engine == "megatron":
+            return self.megatron
+        return self.vllm or self.hf
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replicated:
-    """A weight, and maybe a bias of its shape, whole on every TP rank: a norm, learned positions, a router, a head."""
+    """A weight, and maybe a bias of its shape, whole on every TP rank, such as a norm or a router."""
 
     names: Names
     shape: tuple[Size, ...] = ("hidden",)
     bias: bool = False
 
     def tensors(self, dims: Dims) -> dict[str, Shape]:
-        return {f"{self.names.hf}.{kind}": tuple(map(dims.size, self.shape)) for kind in _kinds(self.bias)}
+        shape = tuple(map(dims.size, self.shape))
+        return {f"{self.names.hf}.{kind}": shape for kind in _kinds(self.bias)}
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
         shape = tuple(map(dims.size, self.shape))
@@ -182,23 +197,28 @@ class VocabRows:
         return {f"{self.names.hf}.weight": (dims.vocab, dims.hidden)}
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
-        yield self.rows(engine, dims, *coords.tp.range(dims.padded_vocab(engine, coords.tp.size)))
+        start, stop = coords.tp.range(dims.padded_vocab(engine, coords.tp.size))
+        yield self.rows(engine, dims, start, stop)
 
     def rows(self, engine: Engine, dims: Dims, start: int, stop: int) -> Stack:
         """Returns rows [start, stop) of the padded matrix."""
         known = max(start, min(stop, dims.vocab))
-        parts = (TensorRange(f"{self.names.hf}.weight", start, known), TensorRange(None, known, stop))
-        filled = tuple(part for part in parts if part.size)
-        return Stack(param=f"{self.names.of(engine)}.weight", shape=(stop - start, dims.hidden), parts=filled)
+        parts: list[TensorRange] = []
+        if start < known:
+            parts.append(TensorRange(f"{self.names.hf}.weight", start, known))
+        if known < stop:
+            parts.append(TensorRange(None, known, stop))
+        param = f"{self.names.of(engine)}.weight"
+        return Stack(param=param, shape=(stop - start, dims.hidden), parts=tuple(parts))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnParallel:
-    """[width, hidden] matrices, and maybe their biases, whose outputs TP splits; engines stack their shards in one.
+    """[width, hidden] matrices, and maybe biases, whose outputs TP splits; engines stack their shards.
 
     Args:
-        hf: of each matrix; those of one name are concatenated in one tensor.
-        transposed: HF stores [hidden, width].
+        hf: name of each matrix; those of one name are concatenated in one tensor.
+        transposed: whether HF stores [hidden, width].
     """
 
     hf: tuple[str, ...]
@@ -223,7 +243,7 @@ class ColumnParallel:
 
 @dataclass(frozen=True, kw_only=True)
 class RowParallel:
-    """A [hidden, width] matrix, in HF maybe transposed, whose inputs TP splits, and maybe its bias, which is whole."""
+    """A [hidden, width] matrix, in HF maybe transposed, whose inputs TP splits, and maybe a whole bias."""
 
     names: Names
     inputs: Size
@@ -231,27 +251,38 @@ class RowParallel:
     transposed: bool = False
 
     def tensors(self, dims: Dims) -> dict[str, Shape]:
-        shape = (dims.hidden, dims.size(self.inputs))
-        weight = {f"{self.names.hf}.weight": shape[::-1] if self.transposed else shape}
-        return weight | ({f"{self.names.hf}.bias": (dims.hidden,)} if self.bias else {})
+        shape: Shape = (dims.hidden, dims.size(self.inputs))
+        if self.transposed:
+            shape = shape[::-1]
+        tensors = {f"{self.names.hf}.weight": shape}
+        if self.bias:
+            tensors[f"{self.names.hf}.bias"] = (dims.hidden,)
+        return tensors
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
         hf = self.names.hf
         local = self.names.of(engine)
         columns = TensorRange(f"{hf}.weight", *coords.tp.range(dims.size(self.inputs)))
-        shape = (dims.hidden, columns.size)
-        yield Stack(param=f"{local}.weight", shape=shape, parts=(columns,), axis=1, transposed=self.transposed)
+        yield Stack(
+            param=f"{local}.weight",
+            shape=(dims.hidden, columns.size),
+            parts=(columns,),
+            axis=1,
+            transposed=self.transposed,
+        )
         if self.bias:
-            yield Stack(param=f"{local}.bias", shape=(dims.hidden,), parts=(TensorRange(f"{hf}.bias", 0, dims.hidden),))
+            whole = TensorRange(f"{hf}.bias", 0, dims.hidden)
+            yield Stack(param=f"{local}.bias", shape=(dims.hidden,), parts=(whole,))
 
 
 def column_tensors(
     projections: Sequence[tuple[str, int]], dims: Dims, bias: bool, transposed: bool
 ) -> dict[str, Shape]:
-    """Returns the canonical tensors of projections, given by name and rows; those of one name are concatenated."""
+    """Returns the canonical tensors of projections, by name and rows; those of one name are concatenated."""
     tensors: dict[str, Shape] = {}
     for part in projection_ranges(projections):  # the last one of a name has its end
-        tensors[f"{part.tensor}.weight"] = (dims.hidden, part.stop) if transposed else (part.stop, dims.hidden)
+        shape = (part.stop, dims.hidden)
+        tensors[f"{part.tensor}.weight"] = shape[::-1] if transposed else shape
         if bias:
             tensors[f"{part.tensor}.bias"] = (part.stop,)
     return tensors
@@ -273,12 +304,14 @@ def column_stacks(
 ) -> Iterator[Stack]:
     """Yields a fused projection's weight, and maybe its bias, stacked from the same rows of projections."""
     rows = sum(part.size for part in parts)
+    shapes: dict[str, Shape] = {"weight": (rows, dims.hidden), "bias": (rows,)}
     for kind in _kinds(bias):
         named = tuple(part._replace(tensor=f"{part.tensor}.{kind}") for part in parts)
-        matrix = kind == "weight"
-        shape = (rows, dims.hidden) if matrix else (rows,)
-        yield Stack(param=f"{param}.{kind}", shape=shape, parts=named, transposed=transposed and matrix)
+        exchanged = transposed and kind == "weight"
+        yield Stack(param=f"{param}.{kind}", shape=shapes[kind], parts=named, transposed=exchanged)
 
 
 def _kinds(bias: bool) -> tuple[str, ...]:
-    return ("weight", "bias") if bias else ("weight",)
+    if bias:
+        return ("weight", "bias")
+    return ("weight",)

@@ -1,7 +1,7 @@
 """Layers of Transformer Engine: the models that they take, and the names of their parameters.
 
-The maps have the names of Megatron's own layers, whose norms are modules. Transformer Engine has them in the linear
-layer that follows.
+The maps have the names of Megatron's local layers, whose norms are modules. Transformer Engine has
+them in the linear layer that follows.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ _LARGEST_HEAD = 128
 
 def name_in_maps(parameter: str) -> str:
     """Returns the name in shard maps of a parameter of either kind of layers."""
-    for own, fused in (INPUT_NORM, MLP_NORM):
-        parameter = parameter.replace(fused, own)
+    for module, fused in (INPUT_NORM, MLP_NORM):
+        parameter = parameter.replace(fused, module)
     return parameter
 
 
 def refusals(dims: Dims, dtype: str) -> list[str]:
-    """Returns why a model keeps Megatron's own layers; none if it need not.
+    """Returns why a model keeps Megatron's local layers; none if it need not.
 
-    cuDNN has packed attention forward and backward for these heads on every device that has it at all; with others,
-    Transformer Engine may take one that stores the products of all positions (common/fused_attn/fused_attn.cpp, 2.8 to
-    2.18). Its matrix products of float32 are in TF32 (common/gemm/cublaslt_gemm.cu).
+    cuDNN has packed attention forward and backward for these heads on every device that has it at
+    all; with others, Transformer Engine may take one that stores the products of all positions
+    (common/fused_attn/fused_attn.cpp, 2.8 to 2.18). Its matrix products of float32 are in TF32
+    (common/gemm/cublaslt_gemm.cu).
     """
     found: list[str] = []
     if dtype not in ("bfloat16", "float16"):

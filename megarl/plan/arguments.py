@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.config import ConfigError, Problem
 from megarl.models import ModelSpec, model_spec
@@ -17,7 +18,7 @@ from megarl.weights.topology import Distance, Place
 LINKS = {"device": Distance.DEVICE, "node": Distance.NODE, "network": Distance.NETWORK}
 _SPEEDS = {"device": 2000.0, "node": 400.0, "network": 50.0}
 """GB/s of one rank, each way: copies in a GPU's memory, NVLink 4, a 400 Gbit/s network card per GPU."""
-_LEAST_BUCKET_BYTES = max(ITEM_BYTES.values())
+_MIN_BUCKET_BYTES = max(ITEM_BYTES.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +26,8 @@ class WeightPlanRequest:
     """What to plan.
 
     Args:
-        layout: of the trainer, on devices 0, 1, ...
-        tp, replicas: of the engines, on the devices that follow, or with ``colocated`` on the trainer's.
+        layout: layout of the trainer, on devices 0, 1, ...
+        tp, replicas: sizes of the engines, on the next devices, or with ``colocated`` on the trainer's.
         bucket_bytes: maximum size of a message.
         speeds: bytes per second of a rank's links, each way.
     """
@@ -45,12 +46,21 @@ class WeightPlanRequest:
         trainers = self.layout.world_size
         engines = self.tp * self.replicas
         first = 0 if self.colocated else trainers
-        places = [Place(node=i // self.devices_per_node, device=i) for i in range(max(trainers, first + engines))]
+        places: list[Place] = []
+        for device in range(max(trainers, first + engines)):
+            places.append(Place(node=device // self.devices_per_node, device=device))
         return places[:trainers], places[first : first + engines]
 
 
 def parse_request(
-    *, hf: str, train: str, rollout: str, devices_per_node: int, colocated: bool, bucket_mib: float, link: str
+    *,
+    hf: str,
+    train: str,
+    rollout: str,
+    devices_per_node: int,
+    colocated: bool,
+    bucket_mib: float,
+    link: str,
 ) -> WeightPlanRequest:
     """Parses the arguments of ``megarl plan weights``; raises ConfigError with every problem."""
     problems: list[Problem] = []
@@ -64,22 +74,23 @@ def parse_request(
 
     layout = engines = spec = None
     speeds = dict(_SPEEDS)
-    with collected("--train", train, "write tp=...,pp=...,dp=...,vpp=...,ep=...; any subset, ep a divisor of dp"):
-        sizes = _parse_pairs(train, ("tp", "pp", "dp", "vpp", "ep"), "a whole number, 1 or more", _count)
-        tp, pp, dp, vpp, ep = (sizes.get(key, 1) for key in ("tp", "pp", "dp", "vpp", "ep"))
-        layout = Layout(tp=tp, pp=pp, dp=dp, vpp=vpp, ep=ep)
+    count = "a whole number, 1 or more"
+    fix = "write tp=...,pp=...,dp=...,vpp=...,ep=...; any subset, ep a divisor of dp"
+    with collected("--train", train, fix):
+        sizes: dict[str, Any] = _parse_pairs(train, ("tp", "pp", "dp", "vpp", "ep"), count, _count)
+        layout = Layout(**sizes)
     with collected("--rollout", rollout, "write tp=...,replicas=...; any subset"):
-        engines = {"tp": 1, "replicas": 1} | _parse_pairs(
-            rollout, ("tp", "replicas"), "a whole number, 1 or more", _count
-        )
+        engines = {"tp": 1, "replicas": 1}
+        engines |= _parse_pairs(rollout, ("tp", "replicas"), count, _count)
     with collected("--link", link, "write device=...,node=...,network=...; any subset"):
         speeds |= _parse_pairs(link, tuple(LINKS), "a number above 0 (GB/s)", _positive)
     bucket_bytes = bucket_mib * 2**20
-    if not _LEAST_BUCKET_BYTES <= bucket_bytes < math.inf:
-        rule = f"must be at least {_LEAST_BUCKET_BYTES} bytes, an element of any dtype"
+    if not _MIN_BUCKET_BYTES <= bucket_bytes < math.inf:
+        rule = f"must be at least {_MIN_BUCKET_BYTES} bytes, an element of any dtype"
         problems.append(Problem("--bucket-mib", str(bucket_mib), rule, "256 is the default of a run"))
     if devices_per_node < 1:
-        problems.append(Problem("--devices-per-node", str(devices_per_node), "must be 1 or more", "8 is the default"))
+        given = str(devices_per_node)
+        problems.append(Problem("--devices-per-node", given, "must be 1 or more", "8 is the default"))
     with collected("--hf", hf, "give a supported model's directory or its config.json"):
         spec = model_spec(read_config(hf))
     if spec and layout:
@@ -88,10 +99,12 @@ def parse_request(
     if spec and engines:
         with collected("--rollout", rollout, "choose a layout that fits"):
             spec.check_vllm(engines["tp"])
-    if colocated and layout and engines and engines["tp"] * engines["replicas"] > layout.world_size:
+    if colocated and layout and engines:
         ranks = engines["tp"] * engines["replicas"]
-        rule = f"its {ranks} ranks exceed the trainer's {layout.world_size} devices"
-        problems.append(Problem("--rollout", rollout, rule, "use fewer replicas, or leave --colocated away"))
+        if ranks > layout.world_size:
+            rule = f"its {ranks} ranks exceed the trainer's {layout.world_size} devices"
+            fix = "use fewer replicas, or leave --colocated away"
+            problems.append(Problem("--rollout", rollout, rule, fix))
     if problems:
         raise ConfigError(problems, "megarl plan weights")
     return WeightPlanRequest(
@@ -106,11 +119,14 @@ def parse_request(
 
 
 def _parse_pairs[T](text: str, keys: Sequence[str], what: str, read: Callable[[str], T | None]) -> dict[str, T]:
-    """Parses ``key=value,key=value``; ``read`` returns None for a wrong value. Raises ValueError with every problem."""
+    """Parses ``key=value,key=value``; raises ValueError with every problem.
+
+    ``read`` returns None for a wrong value.
+    """
     values: dict[str, T] = {}
     rules: list[str] = []
     for entry in filter(None, text.split(",")):
-        key, _, given = (part.strip() for part in entry.partition("="))
+        key, _, given = map(str.strip, entry.partition("="))
         value = read(given)
         if key not in keys:
             rules.append(f"{key!r} is not one of {', '.join(keys)}")
@@ -126,7 +142,9 @@ def _parse_pairs[T](text: str, keys: Sequence[str], what: str, read: Callable[[s
 
 
 def _count(text: str) -> int | None:
-    return int(text) if text.isdecimal() and int(text) > 0 else None
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    return None
 
 
 def _positive(text: str) -> float | None:
@@ -134,4 +152,6 @@ def _positive(text: str) -> float | None:
         number = float(text)
     except ValueError:
         return None
-    return number if 0 < number < math.inf else None
+    if 0 < number < math.inf:
+        return number
+    return None

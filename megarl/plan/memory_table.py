@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import groupby
 
 from rich.console import Console
@@ -36,7 +35,7 @@ Phases = tuple[PhaseMemory, ...]
 
 
 def print_memory(config: RunConfig, console: Console | None = None) -> None:
-    """Prints the memory of each device in each phase, and for phases that may not fit what would help."""
+    """Prints the memory of each device in each phase, and what would help where it may not fit."""
     out = console or Console(highlight=False)
     room = capacity(config)
     peaks = 0
@@ -60,9 +59,8 @@ def print_memory(config: RunConfig, console: Console | None = None) -> None:
     if room.shared:
         lines[0] += f"; at most {format_bytes(peaks)} on all virtual devices together"
     elif offloaded:
-        lines[0] += (
-            f" on each device; at most {format_bytes(offloaded)} on the hosts for offloaded roles and checkpoints"
-        )
+        lines[0] += f" on each device; at most {format_bytes(offloaded)} on the hosts"
+        lines[0] += " for offloaded roles and checkpoints"
     for line in (*lines, *worries):
         out.print(f"{'memory':14}{line}", soft_wrap=True, markup=False)
 
@@ -73,13 +71,11 @@ def _table(title: str, phases: Phases) -> Table:
     for phase in phases:
         table.add_column(phase.phase, justify="right")
     table.add_row("", *(phase.role or "" for phase in phases))
-    for name, text in _rows(phases):
-        table.add_row(text, *(f"{size / 2**30:.2f}" if (size := getattr(phase, name)) else "" for phase in phases))
+    for name, text in _ROWS.items():
+        if _largest(phases, name):
+            sizes = [getattr(phase, name) for phase in phases]
+            table.add_row(text, *(f"{size / 2**30:.2f}" if size else "" for size in sizes))
     return table
-
-
-def _rows(phases: Phases) -> Iterator[tuple[str, str]]:
-    yield from ((name, text) for name, text in _ROWS.items() if _largest(phases, name))
 
 
 def _largest(phases: Phases, name: str) -> int:

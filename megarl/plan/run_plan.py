@@ -39,16 +39,18 @@ def print_plan(
     """Prints the placement of the roles, and the plan's lines.
 
     Args:
-        resume: where the run in run.dir continues.
-        first_prompt: of the environment; else it is the first row's.
+        resume: text about where the run in run.dir continues.
+        first_prompt: ids of the environment's first prompt; without them, the first row's are shown.
     """
     out = console or Console(highlight=False)
     table = Table("role", "group", "devices", "TP", "PP", "VPP", "DP", "EP", "SP", "tokens/micro-batch", box=None)
     for row in _placement_rows(config):
         table.add_row(*row)
     out.print(table)
-    resumes = [] if resume is None else [("resume", resume)]
-    for key, text in (*plan_lines(config, sets, first_prompt), *resumes):
+    lines = list(plan_lines(config, sets, first_prompt))
+    if resume is not None:
+        lines.append(("resume", resume))
+    for key, text in lines:
         out.print(f"{key:{_KEY_WIDTH}}{text}", soft_wrap=True, markup=False)
 
 
@@ -56,9 +58,10 @@ def _placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:
     for name, group in config.groups.items():
         for role, settings in group.roles.items():
             layout = config.layout(role)
-            sizes = (str(size) for size in (layout.tp, layout.pp, layout.vpp, layout.dp, layout.ep))
+            sizes = map(str, (layout.tp, layout.pp, layout.vpp, layout.dp, layout.ep))
             sequence = "yes" if layout.sequence_parallel else "no"
-            yield (role, name, group.devices, *sizes, sequence, str(settings.tokens_per_micro_batch))
+            budget = str(settings.tokens_per_micro_batch)
+            yield (role, name, group.devices, *sizes, sequence, budget)
     rollout = config.engine_settings
     if rollout is not None:
         yield ("rollout", "", rollout.devices, str(rollout.tp), "", "", str(rollout.engines), "", "", "")
@@ -79,60 +82,82 @@ def plan_lines(config: RunConfig, sets: Sets, first_prompt: Sequence[int] = ()) 
     yield from config.plan_lines(rows, len(sets.rows.get(config.rows_field, ())))
     if isinstance(config, SamplingConfig) and config.environment is not None:
         environment = config.environment
-        turns = f"up to {counted(environment.max_turns, 'turn')} of up to {config.rollout.max_new_tokens} tokens"
-        yield "environment", f"{environment.name}, {turns}, {config.rollout.max_model_len} in all"
-    if (first := _first_prompt(sets, first_prompt)) is not None:
+        rollout = config.rollout
+        turns = f"up to {counted(environment.max_turns, 'turn')} of up to {rollout.max_new_tokens} tokens"
+        yield "environment", f"{environment.name}, {turns}, {rollout.max_model_len} in all"
+    first = _first_prompt(sets, first_prompt)
+    if first is not None:
         yield "first prompt", first
     if not isinstance(config, TrainingConfig):
         yield "run", f"seed {config.run.seed}, into {config.run.dir}"
         return
     for role in config.trained:
         if config.has_role(role):
-            yield "learning rate", f"{role}: {_schedule(config.optimizer(role), config.optimizer_steps(role))}"
+            schedule = _schedule(config.optimizer(role), config.optimizer_steps(role))
+            yield "learning rate", f"{role}: {schedule}"
     yield "checkpoints", _checkpoints(config.checkpoint)
     yield "run", f"{counted(config.steps, 'step')}, seed {config.run.seed}, into {config.run.dir}"
 
 
 def _layers(config: RunConfig) -> str:
     """Returns which layers the run's model has on a GPU that Transformer Engine supports."""
+    if config.model.layers == "local":
+        return "Megatron's own"
     spec = model_spec(config.model.hf_config())
     reasons = refusals(spec.dims, spec.dtype)
-    if config.model.layers == "local" or reasons:
-        return "; ".join(["Megatron's own", *(reasons if config.model.layers != "local" else [])])
-    return f"Transformer Engine's{', where it is installed' if config.model.layers == 'auto' else ''}"
+    if reasons:
+        return "; ".join(["Megatron's own", *reasons])
+    if config.model.layers == "auto":
+        return "Transformer Engine's, where it is installed"
+    return "Transformer Engine's"
 
 
 def _checkpoints(settings: CheckpointSettings) -> str:
     if settings.every is None:
         return "after the last step"
-    kept = [f"{settings.keep} kept"]
-    kept += [] if settings.keep_every is None else [f"those of every {settings.keep_every} steps"]
-    kept += [] if settings.best is None else [f"that with the {settings.best.mode} of {settings.best.metric}"]
-    written = "; written while the training goes on" if settings.async_save else ""
-    return f"{every_steps(settings.every)}, {', and '.join(kept)}{written}"
+    text = f"{every_steps(settings.every)}, {settings.keep} kept"
+    if settings.keep_every is not None:
+        text += f", and those of every {settings.keep_every} steps"
+    if settings.best is not None:
+        text += f", and that with the {settings.best.mode} of {settings.best.metric}"
+    if settings.async_save:
+        text += "; written during training"
+    return text
 
 
 def _devices(cluster: Cluster) -> str:
-    kind = "GPU" if cluster.device == "cuda" else "virtual device"
-    nodes = f" on each of {counted(cluster.nodes, 'node')}" if cluster.nodes > 1 else ""
-    unseen = "" if cluster.is_here else ", as configured: the cluster was not looked at"
-    threads = cluster.threads_per_device
-    each = f"; threads: {threads.trainers} of each trainer rank, {threads.engines} of each engine rank"
-    of_cpu = f" of the CPU{each if threads != Threads() else ''}" if cluster.device == "cpu" else ""
-    return f"{counted(cluster.devices_per_node, kind)}{of_cpu}{nodes}{unseen}"
+    if cluster.device == "cuda":
+        text = counted(cluster.devices_per_node, "GPU")
+    else:
+        text = f"{counted(cluster.devices_per_node, 'virtual device')} of the CPU"
+        threads = cluster.threads_per_device
+        if threads != Threads():
+            text += f"; threads: {threads.trainers} of each trainer rank, "
+            text += f"{threads.engines} of each engine rank"
+    if cluster.nodes > 1:
+        text += f" on each of {counted(cluster.nodes, 'node')}"
+    if not cluster.is_here:
+        text += ", as configured: the cluster was not looked at"
+    return text
 
 
 def _first_prompt(sets: Sets, given: Sequence[int]) -> str | None:
-    """Returns the first prompt as the model sees it, in quotes, with its special tokens; None without a tokenizer."""
-    rows = next((rows for rows in sets.rows.values() if rows), None)
+    """Returns the first prompt as the model sees it, with special tokens; None without a tokenizer."""
+    rows = next(filter(None, sets.rows.values()), None)
     if sets.tokenizer is None or not rows:
         return None
     row: Any = rows[0]
-    ids = given or (row.token_ids if hasattr(row, "token_ids") else row.prompt_ids.tolist())
+    if given:
+        ids = given
+    elif hasattr(row, "token_ids"):
+        ids = row.token_ids
+    else:
+        ids = row.prompt_ids.tolist()
     text = sets.tokenizer.decode(ids, special=True)
-    middle = f" ... {len(text) - 2 * _SHOWN} characters ... "
-    cut = text if len(text) <= 3 * _SHOWN else f"{text[:_SHOWN]}{middle}{text[-_SHOWN:]}"
-    return f"{counted(len(ids), 'token')}: {json.dumps(cut, ensure_ascii=False)}"
+    if len(text) > 3 * _SHOWN:
+        middle = f" ... {len(text) - 2 * _SHOWN} characters ... "
+        text = f"{text[:_SHOWN]}{middle}{text[-_SHOWN:]}"
+    return f"{counted(len(ids), 'token')}: {json.dumps(text, ensure_ascii=False)}"
 
 
 def _row_texts(sets: Sets) -> Mapping[str, str]:
@@ -152,7 +177,8 @@ def _row_text(used: int, faults: Counter[str]) -> str:
 
 
 def _schedule(optimizer: Optimizer, steps: int) -> str:
-    rise = f"rising over the first {optimizer.warmup:.0%}, then " if optimizer.warmup else ""
+    text = f"{optimizer.lr:g} in {counted(steps, 'optimizer step')}, "
+    if optimizer.warmup:
+        text += f"rising over the first {optimizer.warmup:.0%}, then "
     ends = {"constant": "constant", "anneal": "annealed to 0 by the steps of the run"}
-    end = ends.get(optimizer.schedule) or f"{optimizer.schedule} to {optimizer.final_lr:g}"
-    return f"{optimizer.lr:g} in {counted(steps, 'optimizer step')}, {rise}{end}"
+    return text + (ends.get(optimizer.schedule) or f"{optimizer.schedule} to {optimizer.final_lr:g}")

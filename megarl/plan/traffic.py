@@ -23,22 +23,30 @@ class Traffic:
     """
 
     def __init__(self, plan: TransferPlan, sources: Iterable[Holder], destinations: Iterable[Holder]) -> None:
-        by_rank = [{holder.rank: holder for holder in side} for side in (sources, destinations)]
-        messages = [message for part in plan.senders.values() for message in part.messages]
-        senders, receivers, bucket, _, nbytes = zip(*messages, strict=True) if messages else ((),) * 5
-        ranks, numbers = np.unique(np.array((senders, receivers), dtype=np.int64), return_inverse=True)
+        source_of = {holder.rank: holder for holder in sources}
+        destination_of = {holder.rank: holder for holder in destinations}
+        rows: list[tuple[int, int, int, int]] = []
+        for part in plan.senders.values():
+            for message in part.messages:
+                rows.append((message.sender, message.receiver, message.bucket, message.nbytes))
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        ranks, numbers = np.unique(columns[:2], return_inverse=True)
         self._ranks = len(ranks)
         self.sender, self.receiver = numbers.reshape(2, -1)
-        self.bucket = np.array(bucket, dtype=np.int64)
-        self.nbytes = np.array(nbytes, dtype=np.int64)
+        self.bucket = columns[2]
+        self.nbytes = columns[3]
         pairs, pair = np.unique(self.sender * self._ranks + self.receiver, return_inverse=True)
-        apart = [
-            by_rank[0][int(ranks[a])].distance(by_rank[1][int(ranks[b])])
-            for a, b in zip(*np.divmod(pairs, max(1, self._ranks)), strict=True)
-        ]
-        self.distance = np.array(apart, dtype=np.int64)[pair]
-        self.sent = {distance: self._bytes(self.sender, distance, self._ranks) for distance in Distance}
-        self.received = {distance: self._bytes(self.receiver, distance, self._ranks) for distance in Distance}
+        distances: list[int] = []
+        for number in pairs.tolist():
+            sender, receiver = divmod(number, self._ranks)
+            source = source_of[int(ranks[sender])]
+            distances.append(source.distance(destination_of[int(ranks[receiver])]))
+        self.distance = np.array(distances, dtype=np.int64)[pair]
+        self.sent: dict[Distance, Ints] = {}
+        self.received: dict[Distance, Ints] = {}
+        for distance in Distance:
+            self.sent[distance] = self._bytes(self.sender, distance, self._ranks)
+            self.received[distance] = self._bytes(self.receiver, distance, self._ranks)
 
     def messages(self, distance: Distance) -> int:
         return int(np.count_nonzero(self.distance == distance))
@@ -46,9 +54,10 @@ class Traffic:
     def seconds(self, speeds: Mapping[Distance, float]) -> tuple[float, float]:
         """Estimates the duration as (of the slowest rank alone, of all ranks in step).
 
-        In step, all ranks begin every bucket together: the sum over buckets of each one's slowest rank. A transfer with
-        two buckets under way lies between the two. Ranks send and receive at the same time, at the link's speed in each
-        direction, and use one link after the other; packing, loading and congestion are ignored.
+        In step, all ranks begin every bucket together: the sum over buckets of each one's slowest rank. A
+        transfer with two buckets under way lies between the two. Ranks send and receive at the same time,
+        at the link's speed in each direction, and use one link after the other; packing, loading and
+        congestion are ignored.
 
         Args:
             speeds: bytes per second of a rank's links.

@@ -27,8 +27,8 @@ class LinkTraffic:
 
     Args:
         sent, received: bytes of the ranks that send and receive the most over it.
-        bytes_per_second: each way.
-        seconds: of the rank that needs it longest.
+        bytes_per_second: speed each way.
+        seconds: time of the rank that needs it longest.
     """
 
     messages: int
@@ -44,15 +44,16 @@ class WeightsReport:
     """The size and the estimated duration of a transfer.
 
     Args:
-        parameters, model_bytes: of all canonical tensors.
+        parameters, model_bytes: number and size of all canonical tensors' elements.
         nbytes: payload of all messages.
         needed_bytes: every element of every engine rank's shard once, in its dtype, without padding.
         redundancy: ``nbytes / needed_bytes``.
-        sent, received: median and maximum of the bytes per trainer rank, and per engine rank; idle ranks count as 0.
-        bucket_bytes: of the largest bucket.
-        staging_bytes: per rank, two such buckets.
-        plan_seconds: shard maps included.
-        links: by distance.
+        sent, received: median and maximum of the bytes per trainer rank, and per engine rank; idle ranks
+            count as 0.
+        bucket_bytes: size of the largest bucket.
+        staging_bytes: size of two such buckets, which each rank has.
+        plan_seconds: time of planning, shard maps included.
+        links: traffic by distance.
         slowest_rank_seconds, in_step_seconds: see ``Traffic.seconds``.
     """
 
@@ -79,14 +80,19 @@ class WeightsReport:
 def plan_weights(request: WeightPlanRequest) -> WeightsReport:
     start = perf_counter()
     spec = request.spec
-    (trainers, engines) = request.places()
+    trainers, engines = request.places()
     sources = trainer_holders(spec, request.layout, trainers)
     destinations = engine_holders(spec, request.tp, engines, first=len(sources))
     transfer = plan(sources, destinations, request.bucket_bytes)
     plan_seconds = perf_counter() - start
     traffic = Traffic(transfer, sources, destinations)
     needed = request.replicas * sum(_content_bytes(holder.map) for holder in destinations[: request.tp])
-    sent = {rank: part.nbytes for rank, part in transfer.senders.items()}
+    sent = [0] * len(sources)
+    for rank, part in transfer.senders.items():
+        sent[rank] = part.nbytes
+    links: dict[str, LinkTraffic] = {}
+    for name, distance in LINKS.items():
+        links[name] = _link(traffic, distance, request.speeds[distance])
     tensors = spec.canonical()
     slowest, in_step = traffic.seconds(request.speeds)
     return WeightsReport(
@@ -98,13 +104,13 @@ def plan_weights(request: WeightPlanRequest) -> WeightsReport:
         nbytes=transfer.nbytes,
         needed_bytes=needed,
         redundancy=transfer.nbytes / needed,
-        sent=_spread([sent.get(rank, 0) for rank in range(len(sources))]),
+        sent=_spread(sent),
         received=_spread([part.nbytes for part in transfer.receivers.values()]),
         messages=transfer.num_messages,
         bucket_bytes=transfer.staging_bytes,
         staging_bytes=2 * transfer.staging_bytes,
         plan_seconds=plan_seconds,
-        links={name: _link(traffic, distance, request.speeds[distance]) for name, distance in LINKS.items()},
+        links=links,
         slowest_rank_seconds=slowest,
         in_step_seconds=in_step,
     )
@@ -112,8 +118,10 @@ def plan_weights(request: WeightPlanRequest) -> WeightsReport:
 
 def _content_bytes(shard_map: ShardMap) -> int:
     """Returns the bytes of a map's parameters without padding."""
-    item = {param: ITEM_BYTES[info.dtype] for param, info in shard_map.params.items()}
-    return shard_map.nbytes - sum(padding.box.size * item[padding.param] for padding in shard_map.padding)
+    nbytes = shard_map.nbytes
+    for padding in shard_map.padding:
+        nbytes -= padding.box.size * ITEM_BYTES[shard_map.params[padding.param].dtype]
+    return nbytes
 
 
 def _spread(nbytes: Sequence[int]) -> dict[str, int]:
@@ -147,11 +155,18 @@ def print_weights(request: WeightPlanRequest, report: WeightsReport, console: Co
     for key, text in _lines(request, report):
         out.print(f"{key:{_KEY_WIDTH}}{text}", soft_wrap=True, markup=False)
     out.print()
-    table = Table("distance", "messages", "bytes", "most sent", "most received", "GB/s", "seconds", box=None)
+    headings = ("distance", "messages", "bytes", "most sent", "most received", "GB/s", "seconds")
+    table = Table(*headings, box=None)
     for name, link in report.links.items():
-        most = (format_bytes(link.sent), format_bytes(link.received)) if link.messages else ("", "")
-        speed = f"{link.bytes_per_second / 1e9:g}"
-        table.add_row(_FAR[name], str(link.messages), format_bytes(link.nbytes), *most, speed, f"{link.seconds:.3f}")
+        table.add_row(
+            _FAR[name],
+            str(link.messages),
+            format_bytes(link.nbytes),
+            format_bytes(link.sent) if link.messages else "",
+            format_bytes(link.received) if link.messages else "",
+            f"{link.bytes_per_second / 1e9:g}",
+            f"{link.seconds:.3f}",
+        )
     out.print(table)
     out.print()
     seconds = f"{report.slowest_rank_seconds:.3f} s to {report.in_step_seconds:.3f} s"
@@ -161,8 +176,10 @@ def print_weights(request: WeightPlanRequest, report: WeightsReport, console: Co
 def _lines(request: WeightPlanRequest, report: WeightsReport) -> list[tuple[str, str]]:
     layout = request.layout
     degrees = f"TP {layout.tp} x PP {layout.pp} x DP {layout.dp}"
-    degrees += f", VPP {layout.vpp}" if layout.vpp > 1 else ""
-    degrees += f", EP {layout.ep}" if layout.ep > 1 else ""
+    if layout.vpp > 1:
+        degrees += f", VPP {layout.vpp}"
+    if layout.ep > 1:
+        degrees += f", EP {layout.ep}"
     where = "the trainer's devices" if request.colocated else "devices of their own"
     model_bytes = f"{format_bytes(report.model_bytes)} in {request.spec.dtype}"
     return [

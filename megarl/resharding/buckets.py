@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -40,19 +41,21 @@ def recv_buffer_bytes(buffer: RecvBufferPlan) -> int:
 
 
 def bucket_views(memory: torch.Tensor, buffer: RecvBufferPlan, index: int) -> dict[str, torch.Tensor]:
-    """Returns the parameters of a bucket (or a part of one) as views of a flat uint8 receive buffer, in their order.
+    """Returns the parameters of a bucket (or a part of one) as views of a flat uint8 receive buffer.
 
-    In memory, larger dtypes come first, so that alignment wastes nothing.
+    The order is the bucket's. In memory, larger dtypes come first, so that alignment wastes
+    nothing.
     """
     bucket = buffer.buckets[index]
     views: dict[str, torch.Tensor] = dict.fromkeys(bucket.params, memory)
     offset = half_bytes(buffer) * (index % buffer.depth)
     for name in sorted(bucket.params, key=lambda name: -ITEM_BYTES[buffer.params[name].dtype]):
         info = buffer.params[name]
-        shape = info.shape if bucket.box is None else bucket.box.shape
-        nbytes = info.nbytes if bucket.box is None else bucket.nbytes
-        views[name] = memory[offset : offset + nbytes].view(getattr(torch, info.dtype)).view(shape)
-        offset += nbytes
+        if bucket.box is not None:
+            info = replace(info, shape=bucket.box.shape)
+        part = memory[offset : offset + info.nbytes]
+        views[name] = part.view(getattr(torch, info.dtype)).view(info.shape)
+        offset += info.nbytes
     return views
 
 
@@ -63,8 +66,9 @@ def recv_views(message: Message, bucket: Bucket, views: Mapping[str, torch.Tenso
 
 def _within(box: Box, bucket: Bucket) -> tuple[slice, ...]:
     """Returns a box as an index of the bucket's part of its parameter."""
-    origin = (0,) * len(box.start) if bucket.box is None else bucket.box.start
-    return tuple(slice(a - o, b - o) for a, b, o in zip(box.start, box.stop, origin, strict=True))
+    if bucket.box is not None:
+        box = box.relative_to(bucket.box)
+    return box.slices
 
 
 def frames_bytes(messages: Iterable[Message]) -> int:
@@ -76,7 +80,8 @@ def payload(message: Message, frame: torch.Tensor) -> list[torch.Tensor]:
     parts: list[torch.Tensor] = []
     offset = 0
     for copy in message.copies:
-        parts.append(frame[offset : offset + copy.nbytes].view(getattr(torch, copy.dtype)).view(copy.target_box.shape))
+        part = frame[offset : offset + copy.nbytes].view(getattr(torch, copy.dtype))
+        parts.append(part.view(copy.target_box.shape))
         offset += copy.nbytes
     return parts
 
@@ -84,7 +89,8 @@ def payload(message: Message, frame: torch.Tensor) -> list[torch.Tensor]:
 class Checksum:
     """xxh3 of a message: its version, sender, receiver and bucket, then its elements in row-major order.
 
-    On CUDA, of their row sums, so that the host gets a 512th of the bytes; the ranks of a sync have one kind of device.
+    On CUDA, of their row sums, so that the host gets a 512th of the bytes; the ranks of a sync have
+    one kind of device.
     """
 
     def __init__(self, message: Message, stats: SyncStats) -> None:
@@ -96,7 +102,9 @@ class Checksum:
         for part in _slabs(values):
             with self._stats.stage("verify"):
                 content = part.contiguous().view(-1).view(torch.uint8)
-                self._hash.update((row_sums(content).cpu() if content.is_cuda else content).numpy().data)
+                if content.is_cuda:
+                    content = row_sums(content).cpu()
+                self._hash.update(content.numpy().data)
 
     @property
     def value(self) -> int:
@@ -105,10 +113,11 @@ class Checksum:
 
 
 def row_sums(content: torch.Tensor) -> torch.Tensor:
-    """Returns a number for every 1024 words of 32 bits: their sum mod 2^64, weighted by odd random numbers of 64 bits.
+    """Returns the sum mod 2^64 of every 1024 words of 32 bits, weighted by odd random numbers of 64 bits.
 
-    Every device gets the same. A changed word, or two exchanged ones, always change a row's sum; other changes are
-    missed with a probability of 2^-32 (multilinear hashing; Lemire and Kaser, arXiv 1202.4961).
+    Every device gets the same. A changed word, or two exchanged ones, always change a row's sum;
+    other changes are missed with a probability of 2^-32 (multilinear hashing; Lemire and Kaser,
+    arXiv 1202.4961).
 
     Args:
         content: bytes, flat; zeros are added to the last row.
@@ -129,11 +138,18 @@ def _row_weights(device: torch.device) -> torch.Tensor:
 
 
 def pack(
-    message: Message, params: Mapping[str, torch.Tensor], targets: Sequence[torch.Tensor], checksum: Checksum | None
+    message: Message,
+    params: Mapping[str, torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    checksum: Checksum | None,
 ) -> int:
-    """Writes a message's copies to targets in their dtype, hashing while they are cached; returns the bytes written."""
+    """Writes a message's copies to targets in their dtype; returns the bytes written.
+
+    A checksum adds them while they are cached.
+    """
     for copy, target in zip(message.copies, targets, strict=True):
-        source = copy.arranged(params[copy.source].detach()[copy.source_box.slices])
+        box = params[copy.source].detach()[copy.source_box.slices]
+        source = copy.arranged(box)
         if checksum is None:
             target.copy_(source)
             continue
@@ -152,10 +168,10 @@ def _slabs(values: torch.Tensor, item_bytes: int = 0) -> Iterator[torch.Tensor]:
     """Cuts a tensor, in row-major order, into parts of at most a slab."""
     nbytes = values.numel() * (item_bytes or values.element_size())
     limit = _SLAB_BYTES if values.device.type == "cpu" else _DEVICE_SLAB_BYTES
-    axis = next((i for i, extent in enumerate(values.shape) if extent > 1), None)
-    if nbytes <= limit or axis is None:
+    if nbytes <= limit or values.numel() == 1:
         yield values
         return
+    axis = next(axis for axis, extent in enumerate(values.shape) if extent > 1)
     rows = limit * values.shape[axis] // nbytes
     for part in values.split(max(1, rows), dim=axis):
         if rows:
@@ -167,4 +183,6 @@ def _slabs(values: torch.Tensor, item_bytes: int = 0) -> Iterator[torch.Tensor]:
 def named(message: Message) -> str:
     """Names the parameters of a message, for errors."""
     first, *more = dict.fromkeys(copy.target for copy in message.copies)
-    return f"{first} and {len(more)} more" if more else first
+    if more:
+        return f"{first} and {len(more)} more"
+    return first

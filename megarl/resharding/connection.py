@@ -1,8 +1,7 @@
-"""The connection of one rank of a sync with the others, and its control messages."""
+"""The connection of one rank of a sync with the others, and the messages that it waits for."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -30,10 +29,20 @@ def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Co
     barrier.ahead = done
     with ExitStack() as opened:  # until all ranks are connected
         try:
-            members = range(spec.world_size)
-            control = GlooTransport(PrefixStore("control", store), members, rank, spec.peers(rank), spec.timeout_s)
+            control = GlooTransport(
+                PrefixStore("control", store),
+                range(spec.world_size),
+                rank,
+                spec.peers(rank),
+                spec.timeout_s,
+            )
             connection = Connection(
-                spec=spec, rank=rank, device=torch.device(device), store=store, barrier=barrier, control=control
+                spec=spec,
+                rank=rank,
+                device=torch.device(device),
+                store=store,
+                barrier=barrier,
+                control=control,
             )
             opened.callback(connection.abort)
             connection.ways[False] = SharedMemory(connection)
@@ -60,52 +69,11 @@ class MessageReady(NamedTuple):
     checksum: int
 
 
-class Outbox:
-    """Control messages that are sent without waiting for their arrival."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._under_way: list[tuple[GlooTransfer, str]] = []
-
-    def send(self, peer: int, tag: int, numbers: Sequence[int], what: str) -> None:
-        """Sends numbers about ``what``, after pending work on the device."""
-        self._connection.settle()
-        self._under_way.append((self._connection.control.send(peer, tag, torch.tensor(numbers)), what))
-
-    def drain(self) -> None:
-        """Waits until all have arrived; raises PeerError if a peer is gone."""
-        for transfer, what in self._under_way:
-            try:
-                transfer.wait()
-            except PeerError as error:
-                raise PeerError(f"the message about {what} was not received: {error}") from error
-        self._under_way.clear()
-
-
-class Credits:
-    """The buckets that this rank may write, by receiver; at first, as many as the receive buffer holds."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._granted: dict[int, int] = defaultdict(int)
-
-    def wait(self, message: Message) -> None:
-        """Waits until the previous bucket in a message's memory is loaded; raises PeerError."""
-        receiver = message.receiver
-        bucket = message.bucket
-        while bucket >= max(self._connection.spec.recv_buffers[receiver].depth, self._granted[receiver] + 1):
-            number = torch.empty(1, dtype=torch.int64)
-            try:
-                self._connection.control.receive(receiver, receiver, number).wait()
-            except PeerError as error:
-                raise PeerError(f"rank {receiver} takes no {named(message)}: {error}") from error
-            self._granted[receiver] = int(number)
-
-
 class Inbox:
-    """The messages of a receive buffer for which this rank waits; a bucket arrives while the previous one is loaded.
+    """The messages of a receive buffer for which this rank waits.
 
-    A receiver waits for all of them; a trainer that owns the buffer of another rank, for those of the network.
+    A receiver waits for all of them; a trainer that owns the buffer of another rank, for those of
+    the network. A bucket arrives while the previous one is loaded.
 
     Attributes:
         messages: messages by bucket.
@@ -122,13 +90,16 @@ class Inbox:
 
     def expect(self, bucket: int) -> None:
         """Starts to receive the messages of a bucket, if there is one."""
-        if bucket < len(self._network) and self._network[bucket]:
-            self._connection.ways[True].expect(self._network[bucket])
         self._pending = []
-        for message in self.messages[bucket] if bucket < len(self.messages) else ():
+        if bucket >= len(self.messages):
+            return
+        if self._network and self._network[bucket]:
+            self._connection.ways[True].expect(self._network[bucket])
+        for message in self.messages[bucket]:
             peer = message.sender if self._by_network(message) else self._buffer.writer(message)
             numbers = torch.empty(4, dtype=torch.int64)
-            self._pending.append((message, numbers, self._connection.control.receive(peer, message.sender, numbers)))
+            transfer = self._connection.control.receive(peer, message.sender, numbers)
+            self._pending.append((message, numbers, transfer))
 
     def receive(self, bucket: int, version: int) -> list[tuple[Message, Sequence[torch.Tensor], MessageReady]]:
         """Waits for the messages of a bucket, and starts to receive the next bucket's.
@@ -136,7 +107,7 @@ class Inbox:
         Raises PeerError if a message does not come or does not match the plan.
 
         Returns:
-            Messages, with their elements and what their senders say of them.
+            Messages, with their elements and control messages.
         """
         arrived: list[tuple[Message, Sequence[torch.Tensor], MessageReady]] = []
         views = bucket_views(self._connection.mapped[self._plan.rank], self._buffer, bucket)
@@ -146,12 +117,11 @@ class Inbox:
             except PeerError as error:
                 raise PeerError(f"rank {message.sender} did not deliver {named(message)}: {error}") from error
             ready = MessageReady(*numbers.tolist())
-            if (ready.version, ready.bucket, ready.nbytes) != (version, message.bucket, message.nbytes):
-                raise PeerError(
-                    f"rank {message.sender} delivered version {ready.version}, bucket {ready.bucket}, {ready.nbytes} "
-                    f"bytes for {named(message)}; planned was version {version}, bucket {message.bucket}, "
-                    f"{message.nbytes} bytes"
-                )
+            delivered = f"version {ready.version}, bucket {ready.bucket}, {ready.nbytes} bytes"
+            planned = f"version {version}, bucket {message.bucket}, {message.nbytes} bytes"
+            if delivered != planned:
+                what = f"{delivered} for {named(message)}"
+                raise PeerError(f"rank {message.sender} delivered {what}; planned was {planned}")
             targets = recv_views(message, self._plan.buckets[bucket], views)
             if self._by_network(message):
                 self._connection.ways[True].receive(message, targets)

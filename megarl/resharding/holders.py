@@ -14,9 +14,14 @@ from megarl.weights.topology import Place
 
 
 def trainer_holders(
-    spec: ModelSpec, layout: Layout, places: Sequence[Place], *, head: HeadName = "lm", first: int = 0
+    spec: ModelSpec,
+    layout: Layout,
+    places: Sequence[Place],
+    *,
+    head: HeadName = "lm",
+    first: int = 0,
 ) -> list[Holder]:
-    """Returns the ranks of a Megatron role, from ``first`` on; raises ValueError if the layout does not fit."""
+    """Returns a Megatron role's ranks, from ``first`` on; raises ValueError if the layout does not fit."""
     maps: dict[tuple[int, int, int], ShardMap] = {}
     holders: list[Holder] = []
     for rank, place in zip(range(layout.world_size), places, strict=True):
@@ -29,21 +34,28 @@ def trainer_holders(
 
 
 def engine_holders(spec: ModelSpec, tp: int, places: Sequence[Place], *, first: int = 0) -> list[Holder]:
-    """Returns the ranks of vLLM engines, engine by engine, from ``first`` on; raises ValueError if TP does not fit."""
+    """Returns vLLM engines' ranks, one by one, from ``first`` on; raises ValueError if TP does not fit."""
     maps = [spec.vllm_map(tp, rank) for rank in range(tp)]
-    return [
-        Holder(rank=first + index, map=maps[index % tp], node=place.node, device=place.device)
-        for index, place in enumerate(places)
-    ]
+    holders: list[Holder] = []
+    for index, place in enumerate(places):
+        holder = Holder(rank=first + index, map=maps[index % tp], node=place.node, device=place.device)
+        holders.append(holder)
+    return holders
 
 
 @collector_paused()
 def plan_sync(
-    spec: ModelSpec, layout: Layout, trainers: Sequence[Place], tp: int, engines: Sequence[Place], bucket_bytes: int
+    spec: ModelSpec,
+    layout: Layout,
+    trainers: Sequence[Place],
+    tp: int,
+    engines: Sequence[Place],
+    bucket_bytes: int,
 ) -> TransferPlan:
-    """Plans the transfer of a trainer's weights to engines; ranks are the trainer's, then the engines', one by one.
+    """Plans the transfer of a trainer's weights to engines; the trainer's ranks are the first.
 
-    Raises ValueError if the layout or the engines' TP does not fit the model; every reason is listed.
+    Raises ValueError if the layout or the engines' TP does not fit the model; every reason is
+    listed.
     """
     sources = trainer_holders(spec, layout, trainers)
     return plan(sources, engine_holders(spec, tp, engines, first=layout.world_size), bucket_bytes)

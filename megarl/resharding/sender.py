@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megarl.resharding.buckets import Checksum, named, pack
-from megarl.resharding.connection import Credits, Inbox, MessageReady, Outbox
-from megarl.resharding.sync_barrier import SyncStats
+from megarl.resharding.connection import Inbox, MessageReady
+from megarl.resharding.sync_barrier import PeerError, SyncStats
 from megarl.resharding.sync_rank import SyncRank
 from megarl.resharding.transfers.transfer import Connection
 from megarl.weights.plan import Message
@@ -18,7 +18,8 @@ from megarl.weights.plan import Message
 class Sender(SyncRank):
     """Sends a rank's part of a plan.
 
-    On CUDA, the rank also owns the receive buffer of the engine on its device, and receives the frames for it.
+    On CUDA, the rank also owns the receive buffer of the engine on its device, and receives its
+    frames.
 
     Args:
         params: local parameters, by the plan's names; every sync reads the mapping.
@@ -33,6 +34,11 @@ class Sender(SyncRank):
         self._messages: dict[int, list[Message]] = defaultdict(list)
         for message in sorted(self._plan.messages, key=lambda message: not self._by_network(message)):
             self._messages[message.bucket].append(message)
+        self._buckets = max(self._messages, default=-1) + 1
+        for inbox in self._inboxes.values():
+            self._buckets = max(self._buckets, len(inbox.messages))
+        self._granted: dict[int, int] = {}
+        """The last bucket that this rank may write, by receiver."""
 
     def send(self, version: int) -> SyncStats:
         """Sends the current parameters; returns when all ranks have committed the version, or raises SyncError."""
@@ -52,24 +58,27 @@ class Sender(SyncRank):
     def _send(self, stats: SyncStats) -> None:
         """Sends bucket by bucket: frames first, which take time, then direct writes.
 
-        A rank waits only for others' work on earlier buckets and for pending frames, so there is no deadlock.
+        A rank waits only for others' work on earlier buckets and for pending frames, so there is no
+        deadlock.
         """
-        outbox = Outbox(self._connection)
-        credits = Credits(self._connection)
+        for receiver, buffer in self._connection.spec.recv_buffers.items():
+            self._granted[receiver] = buffer.depth - 1
         for inbox in self._inboxes.values():
             inbox.expect(0)
-        buckets = max([-1, *self._messages, *(len(inbox.messages) - 1 for inbox in self._inboxes.values())]) + 1
-        for bucket in range(buckets):
+        for bucket in range(self._buckets):
             for message in self._messages.get(bucket, ()):
-                self._deliver(message, credits, outbox, stats)
+                self._deliver(message, stats)
             for receiver, inbox in self._inboxes.items():
-                self._pass_on(receiver, inbox, bucket, credits, outbox, stats)
+                if bucket < len(inbox.messages):
+                    self._pass_on(receiver, inbox, bucket, stats)
         with stats.stage("transfer"):
-            outbox.drain()
+            self._connection.drain()
 
-    def _deliver(self, message: Message, credits: Credits, outbox: Outbox, stats: SyncStats) -> None:
+    def _deliver(self, message: Message, stats: SyncStats) -> None:
         """Sends a message by its way, and notifies the rank that reads it next."""
-        checksum = Checksum(message, stats) if self._connection.spec.verify else None
+        checksum = None
+        if self._connection.spec.verify:
+            checksum = Checksum(message, stats)
 
         def write(targets: Sequence[torch.Tensor]) -> int:
             with stats.stage("pack"):
@@ -78,25 +87,35 @@ class Sender(SyncRank):
         by_network = self._by_network(message)
         with stats.stage("transfer"):
             if not by_network:
-                credits.wait(message)
+                self._wait_for_memory(message)
             nbytes = self._connection.ways[by_network].send(message, write)
         stats.nbytes += nbytes
         stats.messages += 1
-        peer = self._connection.spec.recv_buffers[message.receiver].owner if by_network else message.receiver
-        ready = MessageReady(stats.version, message.bucket, nbytes, checksum.value if checksum else 0)
-        outbox.send(peer, message.sender, ready, named(message))
+        peer = message.receiver
+        if by_network:
+            peer = self._connection.spec.recv_buffers[message.receiver].owner
+        value = 0 if checksum is None else checksum.value
+        ready = MessageReady(stats.version, message.bucket, nbytes, value)
+        self._connection.notify(peer, message.sender, ready, named(message))
 
-    def _pass_on(
-        self, receiver: int, inbox: Inbox, bucket: int, credits: Credits, outbox: Outbox, stats: SyncStats
-    ) -> None:
+    def _pass_on(self, receiver: int, inbox: Inbox, bucket: int, stats: SyncStats) -> None:
         """Unpacks frames for the engine on this device, and notifies it."""
-        if bucket >= len(inbox.messages):
-            return
         with stats.stage("transfer"):
             for message in inbox.messages[bucket]:
-                credits.wait(message)
+                self._wait_for_memory(message)
             for message, _, ready in inbox.receive(bucket, stats.version):
-                outbox.send(receiver, message.sender, ready, named(message))
+                self._connection.notify(receiver, message.sender, ready, named(message))
+
+    def _wait_for_memory(self, message: Message) -> None:
+        """Waits until the previous bucket in a message's memory is loaded; raises PeerError."""
+        receiver = message.receiver
+        while message.bucket > self._granted[receiver]:
+            number = torch.empty(1, dtype=torch.int64)
+            try:
+                self._connection.control.receive(receiver, receiver, number).wait()
+            except PeerError as error:
+                raise PeerError(f"rank {receiver} takes no {named(message)}: {error}") from error
+            self._granted[receiver] = int(number)
 
     def _by_network(self, message: Message) -> bool:
         return self._plan.rank in self._connection.spec.recv_buffers[message.receiver].via_network

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,9 +19,9 @@ class RecvBufferPlan:
     """The receive buffer of one receiver, laid out as the parameters of a bucket.
 
     Args:
-        owner: the rank that owns the memory: the receiver itself, or the trainer on its device.
-        via_network: senders that cannot map the memory; they send frames to the owner, which unpacks them.
-        depth: buckets that the buffer holds; one where frames arrive, which have memory of their own.
+        owner: rank that owns the memory: the receiver, or the trainer on its device.
+        via_network: senders that cannot map the memory, and send frames to the owner.
+        depth: number of buckets in the buffer; one where frames arrive, which have other memory.
     """
 
     owner: int
@@ -39,15 +40,15 @@ class SyncSpec:
     """The ranks' specification of a sync; made by ``of``.
 
     Args:
-        name: of this connection; unique per store.
-        host, port: of the store.
-        world_size: the trainers' ranks, then the engines'.
-        staging_bytes: of the plan's largest bucket.
-        senders, receivers, recv_buffers: by rank.
+        name: name of this connection; unique per store.
+        host, port: address of the store.
+        world_size: number of the trainers' ranks and the engines', in this order.
+        staging_bytes: size of the plan's largest bucket.
+        senders, receivers, recv_buffers: parts by rank.
         wire: ranks that send or receive frames.
         transport: the configuration's choice, or the class of the frames' way as module:Class.
-        verify: messages carry checksums.
-        timeout_s: of a wait for other ranks.
+        verify: whether messages carry checksums.
+        timeout_s: limit of a wait for other ranks.
     """
 
     name: str
@@ -81,13 +82,15 @@ class SyncSpec:
         """Returns the spec with all parts of a plan.
 
         Args:
-            places: by rank, the trainers' first.
-            transport: way of messages. On CPUs, ``auto`` is shared memory within a node and Gloo between nodes, which
-                ``shared_memory`` refuses; on CUDA, it is CUDA IPC and NCCL, and ``gloo`` and ``shared_memory`` are
-                refused. A class of the user brings all messages.
+            places: places by rank, the trainers' first.
+            transport: way of messages. On CPUs, ``auto`` is shared memory within a node and Gloo
+                between nodes, which ``shared_memory`` refuses; on CUDA, it is CUDA IPC and NCCL,
+                and ``gloo`` and ``shared_memory`` are refused. A class of the user brings all
+                messages.
 
         Raises:
-            ValueError: the transport does not reach, or the places are impossible; all problems are listed.
+            ValueError: the transport does not reach, or the places are impossible; all problems are
+                listed.
         """
         recv_buffers = plan_recv_buffers(plan, places, device=device, transport=transport)
         return cls(
@@ -109,9 +112,16 @@ class SyncSpec:
     def only(self, ranks: Collection[int]) -> SyncSpec:
         """Returns the spec with only these ranks' parts, for their process."""
         senders = {rank: part for rank, part in self.senders.items() if rank in ranks}
-        reached = {message.receiver for part in senders.values() for message in part.messages}
-        receivers = {r: part for r, part in self.receivers.items() if r in ranks or self.recv_buffers[r].owner in ranks}
-        recv_buffers = {r: buffer for r, buffer in self.recv_buffers.items() if r in reached or r in receivers}
+        reached: set[int] = set()
+        for part in senders.values():
+            reached.update(message.receiver for message in part.messages)
+        receivers: dict[int, ReceiverPlan] = {}
+        recv_buffers: dict[int, RecvBufferPlan] = {}
+        for receiver, buffer in self.recv_buffers.items():
+            if receiver in ranks or buffer.owner in ranks:
+                receivers[receiver] = self.receivers[receiver]
+            if receiver in receivers or receiver in reached:
+                recv_buffers[receiver] = buffer
         return replace(self, senders=senders, receivers=receivers, recv_buffers=recv_buffers)
 
     def owned(self, rank: int) -> list[int]:
@@ -120,14 +130,17 @@ class SyncSpec:
 
     def written(self, rank: int) -> set[int]:
         """Returns the receivers whose buffers a rank writes in place, or reads as their receiver."""
-        messages = self.sender(rank).messages
-        written = {m.receiver for m in messages if rank not in self.recv_buffers[m.receiver].via_network}
-        return written | (self.receivers.keys() & {rank})
+        written = self.receivers.keys() & {rank}
+        for message in self.sender(rank).messages:
+            if rank not in self.recv_buffers[message.receiver].via_network:
+                written.add(message.receiver)
+        return written
 
     def network_messages(self, receiver: int) -> list[list[Message]]:
         """Returns the messages to a receiver that its buffer's owner gets over the network, by bucket."""
         senders = self.recv_buffers[receiver].via_network
-        return [[m for m in bucket if m.sender in senders] for bucket in self.receivers[receiver].messages]
+        messages = self.receivers[receiver].messages
+        return [[message for message in bucket if message.sender in senders] for bucket in messages]
 
     def wire_peers(self, rank: int) -> list[int]:
         """Returns the ranks with which a rank exchanges frames."""
@@ -139,21 +152,28 @@ class SyncSpec:
         for receiver, part in self.receivers.items():
             buffer = self.recv_buffers[receiver]
             if receiver == rank:
-                peers.update(buffer.owner if s in buffer.via_network else s for s in senders_of(part))
+                for bucket in part.messages:
+                    peers.update(buffer.writer(message) for message in bucket)
             elif buffer.owner == rank and buffer.via_network:
                 peers.add(receiver)
         return sorted(peers - {rank})
 
     def network_receivers(self, rank: int) -> set[int]:
         """Returns the owners to which a rank sends frames."""
-        recv_buffers = [self.recv_buffers[message.receiver] for message in self.sender(rank).messages]
-        return {buffer.owner for buffer in recv_buffers if rank in buffer.via_network}
+        owners: set[int] = set()
+        for message in self.sender(rank).messages:
+            buffer = self.recv_buffers[message.receiver]
+            if rank in buffer.via_network:
+                owners.add(buffer.owner)
+        return owners
 
     def network_senders(self, rank: int) -> set[int]:
         """Returns the ranks that send frames to an owner."""
-        return {
-            sender for buffer in self.recv_buffers.values() if buffer.owner == rank for sender in buffer.via_network
-        }
+        senders: set[int] = set()
+        for buffer in self.recv_buffers.values():
+            if buffer.owner == rank:
+                senders |= buffer.via_network
+        return senders
 
     def sender(self, rank: int) -> SenderPlan:
         """Returns a rank's sending part; an empty one where another replica sends."""
@@ -162,10 +182,10 @@ class SyncSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectRequest:
-    """The ranks of a sync that a process connects, an engine's by tensor-parallel rank, with their parts of it.
+    """The ranks of a sync that a process connects, an engine's by tensor-parallel rank.
 
     Args:
-        link: a trainer has one connection of each link at a time.
+        link: number of the link; a trainer has one connection of each link at a time.
     """
 
     sync: SyncSpec
@@ -175,8 +195,11 @@ class ConnectRequest:
 
 def wire_ranks(recv_buffers: Mapping[int, RecvBufferPlan]) -> tuple[int, ...]:
     """Returns the ranks that exchange frames."""
-    framed = [buffer for buffer in recv_buffers.values() if buffer.via_network]
-    return tuple(sorted({rank for buffer in framed for rank in (buffer.owner, *buffer.via_network)}))
+    ranks: set[int] = set()
+    for buffer in recv_buffers.values():
+        if buffer.via_network:
+            ranks |= {buffer.owner, *buffer.via_network}
+    return tuple(sorted(ranks))
 
 
 def plan_recv_buffers(
@@ -187,45 +210,53 @@ def plan_recv_buffers(
     if problems:
         raise ValueError("; ".join(problems))
     trainers = {place.device: rank for rank, place in enumerate(places) if rank not in plan.receivers}
+    shared = device == "cpu" and transport in ("auto", "shared_memory")
     recv_buffers: dict[int, RecvBufferPlan] = {}
     for rank, part in plan.receivers.items():
-        owner = trainers.get(places[rank].device, rank) if device == "cuda" and transport == "auto" else rank
-        shared = device == "cpu" and transport in ("auto", "shared_memory")
-        near = {s for s in senders_of(part) if shared and places[s].node == places[rank].node}
-        framed = frozenset(senders_of(part)) - near - {owner}
+        owner = rank
+        if device == "cuda" and transport == "auto":
+            owner = trainers.get(places[rank].device, rank)
+        framed = senders_of(part) - {owner}
+        if shared:
+            framed = {sender for sender in framed if places[sender].node != places[rank].node}
         recv_buffers[rank] = RecvBufferPlan(
-            owner=owner, via_network=framed, depth=1 if framed else 2, params=part.params, buckets=part.buckets
+            owner=owner,
+            via_network=frozenset(framed),
+            depth=1 if framed else 2,
+            params=part.params,
+            buckets=part.buckets,
         )
     return recv_buffers
 
 
-def _problems(plan: TransferPlan, places: Sequence[Place], kind_of_device: Device, transport: str) -> list[str]:
+def _problems(plan: TransferPlan, places: Sequence[Place], device: Device, transport: str) -> list[str]:
     problems: list[str] = []
-    if kind_of_device == "cuda":
+    if device == "cuda":
         if transport in ("gloo", "shared_memory"):
             problems.append(f"transport {transport} is for CPUs; on CUDA it must be auto")
-        for kind, ranks in (("trainers", set(range(len(places))) - set(plan.receivers)), ("engines", plan.receivers)):
-            on_device: dict[int | None, list[int]] = {}
-            for rank in sorted(ranks):
-                on_device.setdefault(places[rank].device, []).append(rank)
-            problems += [
-                f"ranks {at} of the {kind} are all on device {device}; one is possible"
-                for device, at in on_device.items()
-                if len(at) > 1 and device is not None
-            ]
+        trainers = [rank for rank in range(len(places)) if rank not in plan.receivers]
+        for kind, ranks in (("trainers", trainers), ("engines", sorted(plan.receivers))):
+            by_device: dict[int | None, list[int]] = defaultdict(list)
+            for rank in ranks:
+                by_device[places[rank].device].append(rank)
+            for number, sharing in by_device.items():
+                if len(sharing) > 1 and number is not None:
+                    problem = f"ranks {sharing} of the {kind} are all on device {number}"
+                    problems.append(f"{problem}; one is possible")
         unplaced = [rank for rank, place in enumerate(places) if place.device is None]
         if unplaced:
             problems.append(f"ranks {unplaced} have no device, which CUDA needs")
     if transport == "shared_memory":
-        problems += [
-            f"transport shared_memory does not reach from rank {sender} on node {places[sender].node} to rank {rank} "
-            f"on node {places[rank].node}; set it to auto or gloo"
-            for rank, part in plan.receivers.items()
-            for sender in senders_of(part)
-            if places[sender].node != places[rank].node
-        ]
+        for rank, part in plan.receivers.items():
+            target = places[rank].node
+            for sender in sorted(senders_of(part)):
+                source = places[sender].node
+                if source != target:
+                    ranks_apart = f"rank {sender} on node {source} to rank {rank} on node {target}"
+                    problem = f"transport shared_memory does not reach from {ranks_apart}"
+                    problems.append(f"{problem}; set it to auto or gloo")
     return problems
 
 
-def senders_of(part: ReceiverPlan) -> list[int]:
-    return sorted({message.sender for bucket in part.messages for message in bucket})
+def senders_of(part: ReceiverPlan) -> set[int]:
+    return {message.sender for bucket in part.messages for message in bucket}

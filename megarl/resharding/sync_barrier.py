@@ -33,11 +33,11 @@ class SyncStats:
     """One rank's statistics of one sync.
 
     Args:
-        nbytes: payload sent or received, without frames that a trainer unpacks for the engine on its device.
-        peak_staging_bytes: most memory of the rank's buffers at once.
-        seconds: by stage. All: ``agree`` on the version, ``verify`` (checksums), ``transfer`` (waiting for others, and
-            unpacking frames), ``commit``; senders ``pack`` (copies out of the parameters); receivers ``load`` (into the
-            engine's layers).
+        nbytes: payload sent or received, without frames for the engine on a trainer's device.
+        peak_staging_bytes: largest memory of the rank's buffers.
+        seconds: durations by stage: ``agree`` (on the version), ``verify`` (checksums),
+            ``transfer`` (waiting for others, unpacking frames) and ``commit``; ``pack`` of senders
+            (copies out of parameters), ``load`` of receivers (into the engine's layers).
     """
 
     version: int
@@ -76,8 +76,9 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 class SyncBarrier:
     """One rank's barriers in a store that all ranks share, with abort.
 
-    A place is a key prefix at which the ranks meet once. The first rank to decide sets its verdict: the last rank to
-    arrive lets all continue; a rank that fails or waits too long aborts. Ranks wait in the store without polling.
+    A place is a key prefix at which the ranks meet once. The first rank to decide sets its verdict:
+    the last rank to arrive lets all continue; a rank that fails or waits too long aborts. Ranks
+    wait in the store without polling.
 
     Attributes:
         ahead: the place of the next meeting.
@@ -120,7 +121,10 @@ class SyncBarrier:
 
     def forget(self, place: str) -> None:
         """Deletes the keys of a place that all ranks have left."""
-        for key in (str(self._rank), *(("count", "facts", "verdict") if self._rank == 0 else ())):
+        keys = [f"{self._rank}"]
+        if self._rank == 0:
+            keys += ["count", "facts", "verdict"]
+        for key in keys:
             self._store.delete_key(f"{place}/{key}")
 
     def post(self, key: str, value: str) -> None:
@@ -134,26 +138,27 @@ class SyncBarrier:
         """Aborts unless the facts of all ranks are equal."""
         mine = "\n".join(facts.values())
         first = self._store.compare_set(f"{place}/facts", "", mine).decode()
-        differing = [
-            f"{name} {value} differs from another rank's, {other}"
-            for (name, value), other in zip(facts.items(), first.split("\n"), strict=True)
-            if value != other
-        ]
+        differing: list[str] = []
+        for (name, value), other in zip(facts.items(), first.split("\n"), strict=True):
+            if value != other:
+                differing.append(f"{name} {value} differs from another rank's, {other}")
         if differing:
             self.abort(place, "; ".join(differing))
 
     def _decide(self, place: str, reason: str) -> str:
         message = f"sync aborted: rank {self._rank}: {reason}"
         verdict = self._store.compare_set(_verdict(place), "", message).decode()
-        return message if verdict == _GO else verdict
+        if verdict == _GO:
+            return message
+        return verdict
 
 
 class BarrierWatch:
     """The driver's view of a connection's barriers.
 
     Args:
-        store: the one that the ranks share, see `serve_store`.
-        name: of the connection.
+        store: store that the ranks share, see `serve_store`.
+        name: name of the connection.
     """
 
     def __init__(self, store: Store, name: str, size: int) -> None:
@@ -172,7 +177,7 @@ class BarrierWatch:
         return [rank for rank in range(self._size) if not self._store.check([f"{self._places[0]}/{rank}"])]
 
     def abort(self, reason: str) -> None:
-        """Lets all ranks raise SyncError that wait in a barrier; those that wait for a transfer see a peer's end."""
+        """Lets all ranks raise SyncError that wait in a barrier; in a transfer, they see a peer's end."""
         for place in self._places:
             self._store.compare_set(_verdict(place), "", f"sync aborted: {reason}")
 
@@ -189,10 +194,11 @@ def serve_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
     """Starts a store of ranks; it lives as long as the object.
 
     Args:
-        host: the only address at which it listens; the store has no other protection.
-        port: 0 for a free one, then in ``.port``.
+        host: address at which alone it listens; the store has no other protection.
+        port: port number; 0 for a free one, then in ``.port``.
     """
-    # A TCPStore that opens its port itself listens on all addresses, whichever host it is given (torch 2.13).
+    # A TCPStore that opens its port itself listens on all addresses, whatever its host (torch
+    # 2.13).
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(address[:2], family=family)
     port = listener.getsockname()[1]

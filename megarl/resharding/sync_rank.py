@@ -35,9 +35,9 @@ class SyncRank:
     ) -> SyncStats:
         """Transfers one version; returns when all ranks have committed it.
 
-        Before the transfers, all ranks meet twice: to agree on the version, and when all ways have begun. An error on
-        any rank ends the sync on all; one in a transfer breaks the connection. Every rank raises SyncError, with the
-        reason of the rank that failed first.
+        Before the transfers, all ranks meet twice: to agree on the version, and when all ways have
+        begun. An error on any rank ends the sync on all; one in a transfer breaks the connection.
+        Every rank raises SyncError, with the reason of the rank that failed first.
 
         Args:
             check: checks this rank's parameters against the plan.

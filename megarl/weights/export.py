@@ -1,6 +1,6 @@
-"""Writes an HF directory from shards: every rank writes its own byte ranges into preallocated files, and sends nothing.
+"""Writes an HF directory from shards: every rank writes byte ranges into preallocated files.
 
-The ranks share a coherent file system.
+The ranks share a coherent file system, and send nothing.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class SafetensorsFile:
     nbytes: int
 
     def create(self, directory: Path) -> None:
-        """Writes the header and reserves space for the data; raises OSError, with the file, where there is too little.
+        """Writes the header and reserves space for the data; raises OSError where there is too little.
 
-        A write to a memory map without reserved space ends the process when the disk is full (SIGBUS).
+        A write to a memory map without reserved space ends the process when the disk is full
+        (SIGBUS).
         """
         path = directory / self.name
         with write_errors(path, self.nbytes), open(path, "w+b") as stream:
@@ -69,7 +70,8 @@ class SafetensorsFile:
 def export_plan(maps: Sequence[ShardMap], tensors: Mapping[str, TensorInfo]) -> TransferPlan:
     """Plans which of all ranks writes which regions of the canonical tensors; replicas share the writing."""
     sources = [Holder(rank=rank, map=shard_map) for rank, shard_map in enumerate(maps)]
-    return plan(sources, [Holder(rank=FILES_RANK, map=ShardMap.identity(tensors))], bucket_bytes=1 << 28)
+    files = Holder(rank=FILES_RANK, map=ShardMap.identity(tensors))
+    return plan(sources, [files], bucket_bytes=1 << 28)
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,9 @@ class Export:
     """Writes an HF directory. Every rank makes one with equal arguments and calls ``run``.
 
     Args:
-        directory: appears when it is complete.
+        directory: directory that appears when it is complete.
         tensors: canonical tensors with the dtypes to write.
-        max_file_bytes: a file is closed before it would exceed this.
+        max_file_bytes: size that no file of several tensors exceeds.
     """
 
     directory: Path
@@ -107,16 +109,17 @@ class Export:
     ) -> None:
         """Writes this rank's regions; returns on all ranks when the directory is complete.
 
-        Waits at the barrier three times: before the first write, after the last write, and after the rename. The rename
-        follows the second barrier, so either all ranks or none find the directory before the first.
+        Waits at the barrier three times: before the first write, after the last write, and after
+        the rename. The rename follows the second barrier, so either all ranks or none find the
+        directory before the first.
 
         Args:
-            part: of ``export_plan``; None where the rank writes nothing.
-            params: the local parameters.
+            part: part of ``export_plan``; None where the rank writes nothing.
+            params: local parameters.
             config: fields of ``config.json``.
             template: directory whose tokenizer and generation files are copied.
             lead: True on exactly one rank, which creates the files and renames the directory.
-            barrier: returns when every rank has called it.
+            barrier: function that returns when every rank has called it.
 
         Raises:
             FileExistsError: the directory exists; on every rank, and nothing is written.
@@ -127,7 +130,7 @@ class Export:
             self.create()
         barrier()
         if part:
-            self.write([copy for message in part.messages for copy in message.copies], params)
+            self.write(part.copies, params)
         barrier()
         if lead:
             self.finish(config, template)
@@ -146,18 +149,21 @@ class Export:
 
     def write(self, copies: Sequence[Copy], params: Mapping[str, torch.Tensor]) -> None:
         """Writes boxes of local parameters into the files."""
-        file_of = {name: file for file in self._files for name in file.tensors}
+        file_of: dict[str, SafetensorsFile] = {}
+        for file in self._files:
+            file_of.update(dict.fromkeys(file.tensors, file))
         open_files: dict[str, np.memmap[Any, np.dtype[np.uint8]]] = {}
         for copy in copies:
             file = file_of[copy.target]
             if file.name not in open_files:
-                open_files[file.name] = np.memmap(self.partial / file.name, dtype=np.uint8, mode="r+")
+                path = self.partial / file.name
+                open_files[file.name] = np.memmap(path, dtype=np.uint8, mode="r+")
             info = self.tensors[copy.target]
             start = file.offsets[copy.target]
             item = ITEM_BYTES[info.dtype]
             data: npt.NDArray[np.uint8] = open_files[file.name][start : start + info.nbytes]
-            *rows, last = copy.target_box.slices
             target = data.reshape(*info.shape[:-1], info.shape[-1] * item)
+            *rows, last = copy.target_box.slices
             target[*rows, slice(last.start * item, last.stop * item)] = _bytes(copy, params)
         for data in open_files.values():
             data.flush()
@@ -175,12 +181,15 @@ class Export:
 
 
 def lay_out(tensors: Mapping[str, TensorInfo], max_file_bytes: int = MAX_FILE_BYTES) -> list[SafetensorsFile]:
-    """Returns the files of a directory: tensors in order, split where a file would exceed ``max_file_bytes``."""
+    """Returns the files of a directory: tensors in order, in several files where one would be too large."""
     groups = group_tensors(tensors, max_file_bytes)
     if len(groups) == 1:
         return [_layout(SINGLE_FILE, groups[0])]
-    names = (f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1))
-    return [_layout(name, group) for name, group in zip(names, groups, strict=True)]
+    files: list[SafetensorsFile] = []
+    for number, group in enumerate(groups, start=1):
+        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        files.append(_layout(name, group))
+    return files
 
 
 def group_tensors(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[dict[str, TensorInfo]]:
@@ -199,9 +208,14 @@ def group_tensors(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[dic
 def write_index(directory: Path, files: Sequence[SafetensorsFile]) -> None:
     """Writes the index where there are several files."""
     if len(files) > 1:
-        total = sum(info.nbytes for file in files for info in file.tensors.values())
-        weight_map = {name: file.name for file in files for name in file.tensors}
-        write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        total = 0
+        weight_map: dict[str, str] = {}
+        for file in files:
+            for name, info in file.tensors.items():
+                total += info.nbytes
+                weight_map[name] = file.name
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(directory / INDEX_FILE, index)
 
 
 def copy_side_files(source: Path, target: Path) -> None:
@@ -227,8 +241,10 @@ def _layout(name: str, tensors: Mapping[str, TensorInfo]) -> SafetensorsFile:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    start = {tensor: len(header) + offset for tensor, offset in offsets.items()}
-    return SafetensorsFile(name=name, tensors=tensors, header=header, offsets=start, nbytes=len(header) + end)
+    for tensor in offsets:
+        offsets[tensor] += len(header)
+    nbytes = len(header) + end
+    return SafetensorsFile(name=name, tensors=tensors, header=header, offsets=offsets, nbytes=nbytes)
 
 
 def _bytes(copy: Copy, params: Mapping[str, torch.Tensor]) -> npt.NDArray[np.uint8]:
@@ -236,7 +252,7 @@ def _bytes(copy: Copy, params: Mapping[str, torch.Tensor]) -> npt.NDArray[np.uin
     import torch
 
     values = copy.arranged(params[copy.source].detach()[copy.source_box.slices])
-    # A fresh tensor: contiguous() keeps odd strides of axes with one element, which a view as bytes refuses.
+    # contiguous() keeps odd strides of axes with one element, which a view as bytes refuses.
     fresh = torch.empty(values.shape, dtype=getattr(torch, copy.dtype)).copy_(values)
     return fresh.view(torch.uint8).numpy()
 

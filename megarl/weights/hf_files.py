@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megarl.files import open_file, read_json
+from megarl.weights.plan import Copy
 from megarl.weights.planner import Holder, plan
-from megarl.weights.shard_map import ITEM_BYTES, Box, Manifest, ShardMap, TensorInfo
+from megarl.weights.shard_map import ITEM_BYTES, Box, Manifest, Shard, ShardMap, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -33,14 +34,20 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be read or does not fit; the message lists every problem."""
 
     def __init__(self, what: str, problems: Sequence[str] = ()) -> None:
-        lines = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}..." for line in problems]
-        super().__init__("\n  ".join([f"{what}:", *lines]) if lines else what)
+        if problems:
+            what += ":"
+        for line in problems:
+            if len(line) > _LONGEST_LINE:
+                line = f"{line[:_LONGEST_LINE]}..."
+            what += f"\n  {line}"
+        super().__init__(what)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Returns the fields of a ``config.json``, given its path or its directory; raises CheckpointError without one."""
+    """Returns the fields of a ``config.json``, given its path or its directory, or raises CheckpointError."""
     path = Path(path)
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "config.json"
     try:
         config: object = read_json(path)
     except FileNotFoundError:
@@ -56,7 +63,8 @@ def read_weight_map(path: Path) -> dict[str, str]:
     """Returns the file of each tensor, which lies beside an index such as ``model.safetensors.index.json``."""
     try:
         held: dict[str, str] = read_json(path)["weight_map"]
-        foreign = sorted({file for file in held.values() if Path(file).name != file or file in ("", "..")})
+        files = sorted(set(held.values()))
+        foreign = [file for file in files if Path(file).name != file or file in ("", "..")]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} is corrupted: no index of tensors ({error!r})") from None
     if foreign:
@@ -77,30 +85,38 @@ class HFDirectory:
         if index_file.is_file():
             index = {name: self.path / file for name, file in read_weight_map(index_file).items()}
         elif not single.is_file():
-            raise CheckpointError(f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE} (pickle files are not read)")
+            missing = f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE}"
+            raise CheckpointError(f"{missing} (pickle files are not read)")
         problems: list[str] = []
-        for file in sorted(set(index.values())) if index else [single]:
+        for file in sorted(set(index.values())) or [single]:
             try:
                 held = _header(file)
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
-            problems += [f"{n} is in {self.file_of[n].name} and in {file.name}" for n in held if n in self.file_of]
-            self.tensors |= held
-            self.file_of |= dict.fromkeys(held, file)
-            problems += [f"{file.name} lacks {n}" for n, f in index.items() if f == file and n not in held]
+            for name, info in held.items():
+                if name in self.file_of:
+                    problems.append(f"{name} is in {self.file_of[name].name} and in {file.name}")
+                self.tensors[name] = info
+                self.file_of[name] = file
+            for name, named_file in index.items():
+                if named_file == file and name not in held:
+                    problems.append(f"{file.name} lacks {name}")
         if problems:
             raise CheckpointError(f"{self.path} cannot be read", problems)
-        files = sorted(set(self.file_of.values()))
-        if files != [single] and single.is_file():
-            copies = (_header(single), self.tensors)
-            differing = (name for file in files for name in _differing(single, file))
-            refuse_other_copy(single, INDEX_FILE, copies, differing, readers="MegaRL and vLLM read")
+        if single.is_file() and set(self.file_of.values()) != {single}:
+            self._refuse_other_copy(single)
 
     def map(self, manifest: Manifest) -> ShardMap:
         """Returns the shard map: the manifest's tensors, whole, under the names of this directory."""
-        params = {name: info for name, info in self.tensors.items() if manifest.canonical(name) in manifest.tensors}
-        shards = (shard._replace(name=manifest.canonical(shard.name)) for shard in ShardMap.identity(params).shards)
+        params: dict[str, TensorInfo] = {}
+        shards: list[Shard] = []
+        for name, info in self.tensors.items():
+            canonical = manifest.canonical(name)
+            if canonical in manifest.tensors:
+                params[name] = info
+                box = Box.whole(info.shape)
+                shards.append(Shard(name, box, canonical, box))
         return ShardMap(params=params, shards=tuple(shards))
 
     def check(self, manifest: Manifest) -> None:
@@ -113,38 +129,36 @@ class HFDirectory:
         with _open(self.file_of[name]) as reader:
             return reader.get_slice(name)[box.slices]
 
+    def _refuse_other_copy(self, single: Path) -> None:
+        """Raises CheckpointError where a single file, which transformers prefers, and the index's differ."""
+        other = _header(single)
+        names: list[str] = []
+        for name in sorted(self.tensors.keys() | other.keys()):
+            if self.tensors.get(name) != other.get(name):
+                names.append(name)
+        if not names and single.stat().st_size > _MAX_COMPARED_BYTES:
+            reason = "too large to be compared"
+        else:
+            names = names or [name for name in other if self._differs(name, single)]
+            if not names:
+                return
+            reason = f"different in {len(names)} tensors, such as {names[0]}"
+        places = f"in {single.name}, which transformers reads, and in the files of {INDEX_FILE}"
+        problem = f"{self.path} has its weights twice, {places}, which MegaRL and vLLM read"
+        raise CheckpointError(f"{problem}; they are {reason}: remove one of the two")
 
-def refuse_other_copy(
-    single: Path, index: str, copies: Sequence[Mapping[str, TensorInfo]], differing: Iterable[str], *, readers: str
-) -> None:
-    """Raises CheckpointError where a single file, which transformers prefers, and the files of an index differ.
+    def _differs(self, name: str, single: Path) -> bool:
+        """Returns whether a tensor has other bits in a file; NaNs of the same bits are equal."""
+        import torch
 
-    Args:
-        copies: the tensors of both.
-        differing: names of tensors with different values; evaluated if all shapes and dtypes agree.
-        readers: who reads the files of the index.
-    """
-    left, right = copies
-    names = sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
-    if not names and single.stat().st_size > _MAX_COMPARED_BYTES:
-        reason = "too large to be compared"
-    else:
-        names = names or list(differing)
-        if not names:
-            return
-        reason = f"different in {len(names)} tensors, such as {names[0]}"
-    raise CheckpointError(
-        f"{single.parent} has its weights twice, in {single.name}, which transformers reads, and in the files of "
-        f"{index}, which {readers}; they are {reason}: remove one of the two"
-    )
-
-
-def same_bits(info: TensorInfo, read: Callable[[Box], tuple[torch.Tensor, ...]]) -> bool:
-    """Returns whether two copies of a tensor, read by box, are equal; NaNs are equal to themselves."""
-    import torch
-
-    boxes = Box.whole(info.shape).split(_COMPARED)
-    return all(torch.equal(*(part.flatten().view(torch.uint8) for part in read(box))) for box in boxes)
+        with _open(self.file_of[name]) as left, _open(single) as right:
+            one = left.get_slice(name)
+            other = right.get_slice(name)
+            for box in Box.whole(self.tensors[name].shape).split(_COMPARED):
+                bits = one[box.slices].flatten().view(torch.uint8)
+                if not torch.equal(bits, other[box.slices].flatten().view(torch.uint8)):
+                    return True
+        return False
 
 
 def misfits(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[str]:
@@ -152,28 +166,34 @@ def misfits(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[str]:
     needed = manifest.tensors
     named = {manifest.canonical(name) for name in tensors}
     problems = [f"missing: {name} {list(info.shape)}" for name, info in needed.items() if name not in named]
-    for name, info in sorted(tensors.items(), key=lambda item: (manifest.canonical(item[0]) not in needed, item[0])):
+    unknown: list[str] = []
+    for name, info in sorted(tensors.items()):
         canonical = manifest.canonical(name)
         wanted = needed.get(canonical)
+        if wanted is None:
+            if not any(fnmatch(name, pattern) for pattern in manifest.ignored):
+                unknown.append(f"unknown: {name} {list(info.shape)}")
+            continue
         if name != canonical and canonical in tensors:
             problems.append(f"twice: {name} is {canonical}")
-        if wanted is not None and wanted.shape != info.shape:
+        if wanted.shape != info.shape:
             problems.append(f"misshapen: {name} is {list(info.shape)}, not {list(wanted.shape)}")
-        if wanted is not None and info.dtype not in ITEM_BYTES:
-            problems.append(f"of another dtype: {name} is {info.dtype}; supported are {', '.join(ITEM_BYTES)}")
-        if wanted is None and not any(fnmatch(name, pattern) for pattern in manifest.ignored):
-            problems.append(f"unknown: {name} {list(info.shape)}")
-    return problems
+        if info.dtype not in ITEM_BYTES:
+            supported = ", ".join(ITEM_BYTES)
+            problems.append(f"of another dtype: {name} is {info.dtype}; supported are {supported}")
+    return problems + unknown
 
 
 def untied(
     tensors: Mapping[str, TensorInfo], manifest: Manifest, read: Callable[[str, Box], torch.Tensor]
 ) -> list[str]:
-    """Lists tensors that should equal others by ``manifest.tied`` and do not: transformers unties them, vLLM does not.
+    """Lists tensors that differ from others that they should equal by ``manifest.tied``.
+
+    transformers unties them, vLLM does not.
 
     Args:
-        tensors: of the checkpoint; they fit the manifest.
-        read: returns a box of one of them.
+        tensors: tensors of the checkpoint; they fit the manifest.
+        read: function that returns a box of one of them.
     """
     import torch
 
@@ -181,13 +201,14 @@ def untied(
     problems: list[str] = []
     for name, canonical in manifest.tied.items():
         info = tensors.get(name)
-        other = stored[canonical]
-        if info is None or (
-            info == tensors[other]
-            and all(torch.equal(read(name, box), read(other, box)) for box in Box.whole(info.shape).split(_COMPARED))
-        ):
+        if info is None:
             continue
-        problems.append(f"untied: {name} differs from {other}, against tie_word_embeddings; set that to false")
+        other = stored[canonical]
+        boxes = Box.whole(info.shape).split(_COMPARED)
+        same = info == tensors[other] and all(torch.equal(read(name, box), read(other, box)) for box in boxes)
+        if not same:
+            problem = f"untied: {name} differs from {other}, against tie_word_embeddings"
+            problems.append(f"{problem}; set that to false")
     return problems
 
 
@@ -195,8 +216,8 @@ def load_shard(shard_map: ShardMap, directory: str | Path, manifest: Manifest) -
     """Reads a holder's local parameters, and nothing else, from an HF directory.
 
     Args:
-        shard_map: of the holder; tensors get its dtypes, and zeros as padding.
-        manifest: parameters of other tensors are omitted.
+        shard_map: map of the holder; tensors get its dtypes, and zeros as padding.
+        manifest: tensors to read; parameters of others are omitted.
     """
     import torch
 
@@ -210,26 +231,21 @@ def load_shard(shard_map: ShardMap, directory: str | Path, manifest: Manifest) -
     )
     files = Holder(rank=FILES_RANK, map=source.map(manifest))
     transfer = plan([files], [Holder(rank=0, map=wanted)], bucket_bytes=1 << 30)
-    tensors = {name: torch.zeros(info.shape, dtype=getattr(torch, info.dtype)) for name, info in wanted.params.items()}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, info in wanted.params.items():
+        tensors[name] = torch.zeros(info.shape, dtype=getattr(torch, info.dtype))
+    copies: list[Copy] = []
+    for sender in transfer.senders.values():
+        copies += sender.copies
     with ExitStack() as stack:
         readers: dict[Path, Any] = {}
-        for copy in (copy for s in transfer.senders.values() for message in s.messages for copy in message.copies):
+        for copy in copies:
             file = source.file_of[copy.source]
             if file not in readers:
                 readers[file] = stack.enter_context(_open(file))
             values = readers[file].get_slice(copy.source)[copy.source_box.slices]
             tensors[copy.target][copy.target_box.slices] = copy.arranged(values)
     return tensors
-
-
-def _differing(single: Path, shard: Path) -> Iterator[str]:
-    """Yields the tensors of a file whose bits differ in a file that has all of them."""
-    with _open(single) as left, _open(shard) as right:
-        for name, info in _header(shard).items():
-            a = left.get_slice(name)
-            b = right.get_slice(name)
-            if not same_bits(info, lambda box, a=a, b=b: (a[box.slices], b[box.slices])):
-                yield name
 
 
 def _open(file: Path) -> Any:
@@ -244,10 +260,12 @@ def _header(file: Path) -> dict[str, TensorInfo]:
 
     try:
         with open_file(file), _open(file) as reader:
-            slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 (not a dict)
-            codes = {name: str(view.get_dtype()) for name, view in slices.items()}
-            dtypes = {name: DTYPES.get(code, code) for name, code in codes.items()}
-            return {name: TensorInfo(tuple(view.get_shape()), dtypes[name]) for name, view in slices.items()}
+            tensors: dict[str, TensorInfo] = {}
+            for name in reader.keys():  # noqa: SIM118 (not a dict)
+                view = reader.get_slice(name)
+                code = str(view.get_dtype())
+                tensors[name] = TensorInfo(tuple(view.get_shape()), DTYPES.get(code, code))
+            return tensors
     except FileNotFoundError as error:
         raise CheckpointError(f"{file.name} is missing") from error
     except OSError as error:

@@ -1,6 +1,7 @@
 """Transfer plans: copies, messages and buckets; plain data that is sent to the ranks.
 
-Copies and messages are named tuples: a large plan has a million of them, and frozen dataclasses are slow to make.
+Copies and messages are named tuples: a large plan has a million of them, and frozen dataclasses are
+slow to make.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class Copy(NamedTuple):
     """Elements that go from a box of a source parameter to a box of a target parameter.
 
     Args:
-        target_box: has the extents of ``source_box``, the last two exchanged where transposed; the number of leading
-            extents of 1 may differ.
-        dtype: the target's; the sender casts.
-        transposed: exactly one side stores the transpose of the matrix.
+        target_box: box with the extents of ``source_box``, the last two exchanged where transposed;
+            the number of leading extents of 1 may differ.
+        dtype: dtype of the target; the sender casts.
+        transposed: whether exactly one side stores the transpose of the matrix.
     """
 
     source: str
@@ -46,7 +47,9 @@ class Copy(NamedTuple):
 
     def arranged(self, values: A) -> A:
         """Returns a view of the source box's elements with the axes of the target box."""
-        return (values.swapaxes(-2, -1) if self.transposed else values).reshape(self.target_box.shape)
+        if self.transposed:
+            values = values.swapaxes(-2, -1)
+        return values.reshape(self.target_box.shape)
 
 
 class Message(NamedTuple):
@@ -64,9 +67,10 @@ class Bucket:
     """Target parameters that arrive together, in load order, or a part of one that is larger than a bucket.
 
     Args:
-        nbytes: padding included.
-        box: the part of the only parameter, in row-major order of the buckets; None for whole parameters.
-        last: the parameters are complete with this bucket.
+        nbytes: size, padding included.
+        box: part of the only parameter, in row-major order of the buckets; None for whole
+            parameters.
+        last: whether the parameters are complete with this bucket.
     """
 
     params: tuple[str, ...]
@@ -87,16 +91,20 @@ class SenderPlan:
     def nbytes(self) -> int:
         return sum(message.nbytes for message in self.messages)
 
+    @property
+    def copies(self) -> list[Copy]:
+        return [copy for message in self.messages for copy in message.copies]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReceiverPlan:
     """What one rank receives.
 
     Args:
-        params: all local ones, in the order of the buckets.
+        params: all local parameters, in the order of the buckets.
         padded: parameters with padding, which is written as zero.
-        buckets: in order of arrival.
-        messages: by bucket, one from each of its senders.
+        buckets: buckets in order of arrival.
+        messages: messages by bucket, one from each of its senders.
     """
 
     rank: int
@@ -117,8 +125,8 @@ class TransferPlan:
 
     Args:
         fingerprint: digest of the maps, ranks, nodes and bucket size.
-        senders, receivers: by rank, without those that send or receive nothing.
-        staging_bytes: of the largest bucket.
+        senders, receivers: parts by rank, without those that send or receive nothing.
+        staging_bytes: size of the largest bucket.
     """
 
     fingerprint: str

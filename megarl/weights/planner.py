@@ -1,7 +1,7 @@
 """The planner: which rank sends which elements to which.
 
-Holders with equal shard maps are replicas. Maps are matched once per distinct destination map; replicas differ only in
-their senders and in the order of their buckets.
+Holders with equal shard maps are replicas. Maps are matched once per distinct destination map;
+replicas differ only in their senders and in the order of their buckets.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Holder:
     """A process, or a set of files, that holds weights.
 
     Args:
-        rank: a source and a destination of one rank are the same process.
-        map: replicas should share one object, which saves comparisons.
-        device: numbered over all nodes; None where the process has none.
+        rank: number of the process; a source and a destination may be the same one.
+        map: shard map; replicas should share one object, which saves comparisons.
+        device: number over all nodes; None where the process has none.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class Holder:
 
     def distance(self, other: Holder) -> Distance:
         theirs = set(other.surroundings())
-        return next(where[0] for where in self.surroundings() if where in theirs)
+        return next(distance for distance, place in self.surroundings() if (distance, place) in theirs)
 
     def surroundings(self) -> Iterator[tuple[Distance, int]]:
         """Yields what is around it, near to far; the nearest entry that two share is their distance."""
@@ -52,13 +52,14 @@ class Holder:
 def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes: int) -> TransferPlan:
     """Plans that every element of every destination is written exactly once.
 
-    The nearest holder of a region sends it (same rank, same device, same node, other); among equally near ones, one
-    that already sends to the bucket, then the one with the fewest bytes to send so far at that distance. So the loads
-    of replicas that are equally near to every destination differ by one message at most. Destination replicas begin
-    with different buckets, to spread the load. The result does not depend on the order of the holders.
+    The nearest holder of a region sends it (same rank, same device, same node, other); among
+    equally near ones, one that already sends to the bucket, then the one with the fewest bytes to
+    send so far at that distance. So the loads of replicas that are equally near to every
+    destination differ by one message at most. Destination replicas begin with different buckets, to
+    spread the load. The result does not depend on the order of the holders.
 
     Args:
-        bucket_bytes: parameters are grouped, in load order, up to this size, and larger ones are split.
+        bucket_bytes: size up to which parameters are grouped, in load order; larger ones are split.
 
     Raises:
         PlanError: no source holds some region of a destination; the first of each tensor is named.
@@ -70,8 +71,11 @@ def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes
     chooser = _SenderChooser(source_replicas, index.owners)
     waiting: list[tuple[Holder, int, list[Bucket], list[list[Route]]]] = []
     for replicas in destination_replicas:
-        buckets = list(_buckets(replicas[0].map, bucket_bytes))
-        routes = [sorted(group, key=lambda route: -route.nbytes) for group in index.routes(replicas[0].map, buckets)]
+        shard_map = replicas[0].map
+        buckets = list(_buckets(shard_map, bucket_bytes))
+        routes: list[list[Route]] = []
+        for group in index.routes(shard_map, buckets):
+            routes.append(sorted(group, key=lambda route: -route.nbytes))
         for i, holder in enumerate(replicas):
             # Replicas are spread over the buckets that begin a parameter.
             first = i * len(buckets) // len(replicas)
@@ -79,13 +83,17 @@ def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes
                 first -= 1
             waiting.append((holder, first, buckets, routes))
     waiting.sort(key=lambda entry: entry[0].rank)
-    receivers = {
-        holder.rank: chooser.receiver(holder, buckets[first:] + buckets[:first], routes[first:] + routes[:first])
-        for holder, first, buckets, routes in waiting
-    }
-    sides = [sorted((h.rank, h.node, str(h.device), h.map.fingerprint) for h in s) for s in (sources, destinations)]
+    receivers: dict[int, ReceiverPlan] = {}
+    for holder, first, buckets, routes in waiting:
+        turned = buckets[first:] + buckets[:first]
+        receivers[holder.rank] = chooser.receiver(holder, turned, routes[first:] + routes[:first])
+    sides = [_identity(sources), _identity(destinations)]
     fingerprint = hashlib.sha256(repr((sides, bucket_bytes)).encode()).hexdigest()
-    return _assemble(fingerprint, {holder.rank: holder.map for holder in sources}, receivers)
+    return _assemble(fingerprint, sources, receivers)
+
+
+def _identity(holders: Sequence[Holder]) -> list[tuple[int, int, str, str]]:
+    return sorted((h.rank, h.node, str(h.device), h.map.fingerprint) for h in holders)
 
 
 def _replicas(holders: Sequence[Holder]) -> list[list[Holder]]:
@@ -94,14 +102,14 @@ def _replicas(holders: Sequence[Holder]) -> list[list[Holder]]:
     repeated = {a.rank for a, b in pairwise(ordered) if a.rank == b.rank}
     if repeated:
         raise ValueError(f"ranks {sorted(repeated)} occur more than once on one side of the plan")
-    groups: dict[str, list[Holder]] = {}
+    groups: dict[str, list[Holder]] = defaultdict(list)
     for holder in ordered:
-        groups.setdefault(holder.map.fingerprint, []).append(holder)
+        groups[holder.map.fingerprint].append(holder)
     return list(groups.values())
 
 
 def _buckets(shard_map: ShardMap, bucket_bytes: int) -> Iterator[Bucket]:
-    """Groups small parameters; a parameter larger than a bucket gets buckets of its own."""
+    """Groups small parameters; a parameter larger than a bucket has separate buckets."""
     params: list[str] = []
     nbytes = 0
     for param, info in shard_map.params.items():
@@ -132,35 +140,47 @@ class _Candidates:
     """The ranks that can send a route, with the way in which each stores its elements."""
 
     def __init__(self, ways: Sequence[Sequence[Holder]]) -> None:
-        self.way = {holder.rank: way for way, holders in enumerate(ways) for holder in holders}
+        self.way: dict[int, int] = {}
+        candidates: list[Holder] = []
+        for way, holders in enumerate(ways):
+            candidates += holders
+            for holder in holders:
+                self.way[holder.rank] = way
         self._around: dict[tuple[Distance, int], list[int]] = defaultdict(list)
-        for holder in sorted((holder for holders in ways for holder in holders), key=attrgetter("rank")):
+        for holder in sorted(candidates, key=attrgetter("rank")):
             for where in holder.surroundings():
                 self._around[where].append(holder.rank)
 
     def nearest(self, receiver: Holder) -> tuple[Distance, list[int]]:
         """Returns the distance and the ranks of the nearest candidates."""
-        where = next(where for where in receiver.surroundings() if where in self._around)
-        return where[0], self._around[where]
+        for distance, place in receiver.surroundings():
+            if (distance, place) in self._around:
+                return distance, self._around[distance, place]
+        raise AssertionError("the whole network surrounds every holder")
 
 
 class _SenderChooser:
     """Chooses the senders of each destination by the load of every source so far."""
 
     def __init__(self, sources: Sequence[Sequence[Holder]], owners: Sequence[Owners]) -> None:
-        ways = ([[holder for i in way for holder in sources[i]] for way in group] for group in owners)
-        self._candidates = [_Candidates(way) for way in ways]
-        self._load: dict[Distance, dict[int, int]] = {
-            distance: {holder.rank: 0 for replicas in sources for holder in replicas} for distance in Distance
-        }
+        self._candidates: list[_Candidates] = []
+        for group in owners:
+            ways = [[holder for i in way for holder in sources[i]] for way in group]
+            self._candidates.append(_Candidates(ways))
+        self._load: dict[Distance, dict[int, int]] = {}
+        for distance in Distance:
+            self._load[distance] = defaultdict(int)
         self._payloads: dict[tuple[tuple[Route, int], ...], tuple[tuple[Copy, ...], int]] = {}
 
     def receiver(self, holder: Holder, buckets: Sequence[Bucket], routes: Sequence[Sequence[Route]]) -> ReceiverPlan:
         """Returns a destination's plan, from its buckets and the routes of each, the largest first."""
-        order = [param for bucket in buckets if bucket.last for param in bucket.params]
+        params: dict[str, TensorInfo] = {}
+        for bucket in buckets:
+            if bucket.last:
+                params.update((param, holder.map.params[param]) for param in bucket.params)
         return ReceiverPlan(
             rank=holder.rank,
-            params={param: holder.map.params[param] for param in order},
+            params=params,
             padded=frozenset(padding.param for padding in holder.map.padding),
             buckets=tuple(buckets),
             messages=self._messages(holder, routes),
@@ -179,10 +199,12 @@ class _SenderChooser:
                     distance, nearest = candidates.nearest(receiver)
                     found = known[route.owners] = candidates.way, self._load[distance], nearest
                 way, load, nearest = found
-                sender = min((chosen and [rank for rank in nearest if rank in chosen]) or nearest, key=load.__getitem__)
+                sending = chosen and [rank for rank in nearest if rank in chosen]
+                sender = min(sending or nearest, key=load.__getitem__)
                 chosen.setdefault(sender, []).append((route, way[sender]))
                 load[sender] += route.nbytes
-            messages.append(tuple(self._message(s, receiver.rank, bucket, chosen[s]) for s in sorted(chosen)))
+            rank = receiver.rank
+            messages.append(tuple(self._message(s, rank, bucket, chosen[s]) for s in sorted(chosen)))
         return tuple(messages)
 
     def _message(self, sender: int, receiver: int, bucket: int, picks: list[tuple[Route, int]]) -> Message:
@@ -196,19 +218,20 @@ class _SenderChooser:
         return Message(sender=sender, receiver=receiver, bucket=bucket, copies=copies, nbytes=nbytes)
 
 
-def _assemble(
-    fingerprint: str, shard_maps: Mapping[int, ShardMap], receivers: Mapping[int, ReceiverPlan]
-) -> TransferPlan:
+def _assemble(fingerprint: str, sources: Sequence[Holder], receivers: Mapping[int, ReceiverPlan]) -> TransferPlan:
     """Collects every sender's messages in order of bucket and receiver."""
     outgoing: dict[int, list[Message]] = defaultdict(list)
+    staging = 0
     for receiver in receivers.values():
+        staging = max(staging, max((bucket.nbytes for bucket in receiver.buckets), default=0))
         for messages in receiver.messages:
             for message in messages:
                 outgoing[message.sender].append(message)
-    buckets = {id(bucket): bucket.nbytes for receiver in receivers.values() for bucket in receiver.buckets}
-    staging = max(buckets.values(), default=0)
     senders: dict[int, SenderPlan] = {}
-    for rank in sorted(outgoing):
-        messages = tuple(sorted(outgoing[rank], key=attrgetter("bucket")))  # of each bucket, by receiver already
-        senders[rank] = SenderPlan(rank=rank, params=shard_maps[rank].params, messages=messages)
+    for source in sorted(sources, key=attrgetter("rank")):
+        if source.rank in outgoing:
+            # They are in order of their receivers already.
+            messages = tuple(sorted(outgoing[source.rank], key=attrgetter("bucket")))
+            params = source.map.params
+            senders[source.rank] = SenderPlan(rank=source.rank, params=params, messages=messages)
     return TransferPlan(fingerprint=fingerprint, senders=senders, receivers=receivers, staging_bytes=staging)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import add, lt, sub
+from operator import add, ge, le, lt, sub
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
@@ -44,14 +44,19 @@ class Box(NamedTuple):
     def intersect(self, other: Box) -> Box | None:
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        return Box(start, stop) if all(map(lt, start, stop)) else None
+        if all(map(lt, start, stop)):
+            return Box(start, stop)
+        return None
+
+    def relative_to(self, other: Box) -> Box:
+        """Returns this box in coordinates from the other one's start."""
+        start = tuple(map(sub, self.start, other.start))
+        return Box(start, tuple(map(sub, self.stop, other.start)))
 
     def contains(self, other: Box) -> bool:
-        return (
-            len(self.start) == len(other.start)
-            and all(a <= b for a, b in zip(self.start, other.start, strict=True))
-            and all(a >= b for a, b in zip(self.stop, other.stop, strict=True))
-        )
+        if len(self.start) != len(other.start):
+            return False
+        return all(map(le, self.start, other.start)) and all(map(ge, self.stop, other.stop))
 
     def without(self, other: Box) -> list[Box]:
         """Returns disjoint boxes that cover this box outside of another one."""
@@ -61,12 +66,13 @@ class Box(NamedTuple):
         rest: list[Box] = []
         start = list(self.start)
         stop = list(self.stop)
-        for axis in range(len(start)):
-            if start[axis] < inner.start[axis]:
-                rest.append(Box(tuple(start), (*stop[:axis], inner.start[axis], *stop[axis + 1 :])))
-            if inner.stop[axis] < stop[axis]:
-                rest.append(Box((*start[:axis], inner.stop[axis], *start[axis + 1 :]), tuple(stop)))
-            start[axis], stop[axis] = inner.start[axis], inner.stop[axis]
+        for axis, (low, high) in enumerate(zip(inner.start, inner.stop, strict=True)):
+            if start[axis] < low:
+                rest.append(Box(tuple(start), (*stop[:axis], low, *stop[axis + 1 :])))
+            if high < stop[axis]:
+                rest.append(Box((*start[:axis], high, *start[axis + 1 :]), tuple(stop)))
+            start[axis] = low
+            stop[axis] = high
         return rest
 
     def split(self, size: int) -> list[Box]:
@@ -106,8 +112,11 @@ def row_major_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
     last = stop // row
     if first > last:
         return _in_row(shape, last, start, stop)
-    whole = [Box((first, *(0 for _ in shape[1:])), (last, *shape[1:]))] if first < last else []
-    return [*_in_row(shape, first - 1, start, first * row), *whole, *_in_row(shape, last, last * row, stop)]
+    boxes = _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        origin = (0,) * (len(shape) - 1)
+        boxes.append(Box((first, *origin), (last, *shape[1:])))
+    return boxes + _in_row(shape, last, last * row, stop)
 
 
 def _in_row(shape: Shape, index: int, start: int, stop: int) -> list[Box]:
@@ -132,11 +141,12 @@ class TensorInfo:
 class Shard(NamedTuple):
     """A box of a local parameter, and the region of a canonical tensor that it holds.
 
-    A parameter may stack canonical tensors along leading axes (experts, layers), along which the box has extent 1.
+    A parameter may stack canonical tensors along leading axes (experts, layers), along which the
+    box has extent 1.
 
     Args:
-        region: has the last extents of ``box``, exchanged where transposed.
-        transposed: the tensor is a matrix, and the parameter stores its transpose.
+        region: box with the last extents of ``box``, exchanged where transposed.
+        transposed: whether the parameter stores the transpose of a matrix.
     """
 
     param: str
@@ -179,10 +189,10 @@ class Padding:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardMap:
-    """The local parameters of a holder, each tiled by shards and padding, without overlap; raises ValueError otherwise.
+    """The local parameters of a holder, each tiled by shards and padding; raises ValueError otherwise.
 
     Args:
-        params: in load order; those of a module follow one another.
+        params: parameters in load order; those of a module follow one another.
     """
 
     params: Mapping[str, TensorInfo]
@@ -192,20 +202,25 @@ class ShardMap:
     def __post_init__(self) -> None:
         boxes: dict[str, list[Box]] = {param: [] for param in self.params}
         # What the layers have in common is checked once.
-        for shard in {(shard.box, shard.region, shard.transposed): shard for shard in self.shards}.values():
+        shards = {(shard.box, shard.region, shard.transposed): shard for shard in self.shards}
+        for shard in shards.values():
             _check_extents(shard)
         for part in (*self.shards, *self.padding):
             if part.param not in boxes:
                 raise ValueError(f"shard map: {part.param} is not among the parameters")
             boxes[part.param].append(part.box)
-        for param, info in {(info, tuple(boxes[param])): (param, info) for param, info in self.params.items()}.values():
-            _check_tiling(param, info, boxes[param])
+        tilings = {(info, tuple(boxes[param])): param for param, info in self.params.items()}
+        for (info, tiles), param in tilings.items():
+            _check_tiling(param, info, tiles)
 
     @classmethod
     def identity(cls, tensors: Mapping[str, TensorInfo]) -> ShardMap:
         """Returns the map of a holder of whole canonical tensors under their own names, such as files."""
-        boxes = {name: Box.whole(info.shape) for name, info in tensors.items()}
-        return cls(params=dict(tensors), shards=tuple(Shard(name, box, name, box) for name, box in boxes.items()))
+        shards: list[Shard] = []
+        for name, info in tensors.items():
+            box = Box.whole(info.shape)
+            shards.append(Shard(name, box, name, box))
+        return cls(params=dict(tensors), shards=tuple(shards))
 
     @property
     def nbytes(self) -> int:
@@ -219,9 +234,11 @@ class ShardMap:
         geometries: dict[tuple[Box, Box, bool], int] = {}
         shards: list[tuple[str, str, int]] = []
         for param, box, name, region, transposed in self.shards:
-            shards.append((param, name, geometries.setdefault((box, region, transposed), len(geometries))))
+            geometry = geometries.setdefault((box, region, transposed), len(geometries))
+            shards.append((param, name, geometry))
         padding = [(padding.param, *padding.box) for padding in self.padding]
-        return hashlib.sha256(repr((params, shards, list(geometries), padding)).encode()).hexdigest()
+        content = repr((params, shards, list(geometries), padding))
+        return hashlib.sha256(content.encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,9 +246,9 @@ class Manifest:
     """What a checkpoint must contain.
 
     Args:
-        tensors: the canonical ones that are read.
+        tensors: canonical tensors that are read.
         ignored: patterns (as of fnmatch) of tensors that it may contain as well.
-        bare_prefix: of canonical names; the checkpoint may omit it.
+        bare_prefix: prefix of canonical names that the checkpoint may omit.
         tied: tensors that it may contain if they equal canonical ones, with the names of those.
     """
 
@@ -243,25 +260,31 @@ class Manifest:
     def canonical(self, stored: str) -> str:
         """Returns the canonical name of a stored tensor."""
         named = self.bare_prefix + stored
-        return named if stored not in self.tensors and named in self.tensors else stored
+        if stored not in self.tensors and named in self.tensors:
+            return named
+        return stored
 
 
 def _moved(box: Box, origin: Shape, base: Shape, reverse: bool) -> Box:
-    """Moves a box from one corner to another, with its axes reversed if asked."""
-    step = -1 if reverse else 1
-    start, stop = (tuple(map(sub, corner, origin))[::step] for corner in box)
+    """Moves a box from one corner to another, or also reverses its axes."""
+    start = tuple(map(sub, box.start, origin))
+    stop = tuple(map(sub, box.stop, origin))
+    if reverse:
+        start = start[::-1]
+        stop = stop[::-1]
     return Box(tuple(map(add, base, start)), tuple(map(add, base, stop)))
 
 
 def _check_extents(shard: Shard) -> None:
-    extents = shard.region.shape[::-1] if shard.transposed else shard.region.shape
-    if shard.transposed and len(extents) != 2:
-        raise ValueError(f"shard map: {shard.name}{shard.region} is not a matrix, which {shard.param} could transpose")
+    region = f"{shard.name}{shard.region}"
+    extents = shard.region.shape
+    if shard.transposed:
+        extents = extents[::-1]
+        if len(extents) != 2:
+            raise ValueError(f"shard map: {region} is not a matrix, which {shard.param} could transpose")
     leading = len(shard.box.start) - len(extents)
     if leading < 0 or shard.box.shape != (1,) * leading + extents:
-        raise ValueError(
-            f"shard map: {shard.param}{shard.box} and its region {shard.name}{shard.region} differ in extents"
-        )
+        raise ValueError(f"shard map: {shard.param}{shard.box} and its region {region} differ in extents")
 
 
 def _check_tiling(param: str, info: TensorInfo, boxes: Iterable[Box]) -> None:
@@ -270,7 +293,8 @@ def _check_tiling(param: str, info: TensorInfo, boxes: Iterable[Box]) -> None:
     ordered = sorted(boxes)
     for i, box in enumerate(ordered):
         if not whole.contains(box) or min(box.shape, default=1) < 1:
-            raise ValueError(f"shard map: {param}{box} is empty or outside the parameter's shape {info.shape}")
+            place = f"the parameter's shape {info.shape}"
+            raise ValueError(f"shard map: {param}{box} is empty or outside {place}")
         for other in ordered[i + 1 :]:
             if box.start and other.start[0] >= box.stop[0]:
                 break
@@ -278,4 +302,5 @@ def _check_tiling(param: str, info: TensorInfo, boxes: Iterable[Box]) -> None:
                 raise ValueError(f"shard map: {param}{box} and {param}{other} overlap")
     covered = sum(box.size for box in ordered)
     if covered != whole.size:
-        raise ValueError(f"shard map: the shards and padding of {param} cover {covered} of its {whole.size} elements")
+        part = f"{covered} of its {whole.size} elements"
+        raise ValueError(f"shard map: the shards and padding of {param} cover {part}")

@@ -31,9 +31,9 @@ class Route:
     """Copies for one bucket that the same source maps can send; equal to no other.
 
     Args:
-        owners: index of ``SourceIndex.owners``.
-        copies: by way of storage.
-        nbytes: of the copies from one owner.
+        owners: index in ``SourceIndex.owners``.
+        copies: copies by way of storage.
+        nbytes: size of the copies from one owner.
     """
 
     owners: int
@@ -45,27 +45,29 @@ class SourceIndex:
     """An index of what distinct shard maps hold together."""
 
     def __init__(self, maps: Sequence[ShardMap]) -> None:
-        found: dict[str, dict[Box, dict[tuple[str, Box, bool], tuple[Shard, list[int]]]]] = defaultdict(dict)
+        found: dict[str, dict[Box, dict[Shard, list[int]]]] = defaultdict(lambda: defaultdict(dict))
         for index, shard_map in enumerate(maps):
             for shard in shard_map.shards:
-                alike = found[shard.name].setdefault(shard.region, {})
-                _, owners = alike.setdefault((shard.param, shard.box, shard.transposed), (shard, []))
+                owners = found[shard.name][shard.region].setdefault(shard, [])
                 owners.append(index)
         self.owners: list[Owners] = []  # without duplicates
         known: dict[Owners, int] = {}
-        # By tensor, the distinct boxes that sources hold, in order; for each, the shards, and an index of the owners.
+        # By tensor, the distinct boxes that sources hold, in order; for each, the shards, and an
+        # index of the owners.
         self._regions: dict[str, tuple[Box, ...]] = {}
         self._ways: dict[str, list[tuple[tuple[Shard, ...], int]]] = {}
         for name, regions in found.items():
             self._regions[name] = tuple(sorted(regions))
             self._ways[name] = []
-            for held in (regions[region].values() for region in self._regions[name]):
-                owners = tuple(tuple(indices) for _, indices in held)
+            for region in self._regions[name]:
+                held = regions[region]
+                owners = tuple(map(tuple, held.values()))
                 if owners not in known:
                     known[owners] = len(self.owners)
                     self.owners.append(owners)
-                self._ways[name].append((tuple(shard for shard, _ in held), known[owners]))
-        # Layers and experts differ in their names alone: what concerns only their boxes is worked out once.
+                self._ways[name].append((tuple(held), known[owners]))
+        # Layers and experts differ in their names alone: what concerns only their boxes is worked
+        # out once.
         self._covers: dict[tuple[Box, tuple[Box, ...]], _Cover] = {}
         self._local: dict[tuple[Box, Box, bool, Box], Box] = {}
 
@@ -83,9 +85,10 @@ class SourceIndex:
                     self._add(shard, shard_map.params[param].dtype, found, missing)
             routes.append(tuple(found.values()))
         if missing:
-            named = "; ".join(list(missing.values())[:_NAMED])
-            more = f"; and {len(missing) - _NAMED} more tensors" if len(missing) > _NAMED else ""
-            raise PlanError(f"no source holds {named}{more}")
+            named = list(missing.values())[:_NAMED]
+            if len(missing) > _NAMED:
+                named.append(f"and {len(missing) - _NAMED} more tensors")
+            raise PlanError(f"no source holds {'; '.join(named)}")
         return routes
 
     def _add(self, shard: Shard, dtype: str, routes: dict[int, Route], missing: dict[str, str]) -> None:
@@ -131,15 +134,22 @@ def _cover(region: Box, stored: tuple[Box, ...]) -> _Cover:
         open_boxes = still_open
         if not open_boxes:
             break
-    return parts, open_boxes[0] if open_boxes else None
+    if open_boxes:
+        return parts, open_boxes[0]
+    return parts, None
 
 
 def _inside(shards: Sequence[Shard], box: Box | None) -> Iterable[Shard]:
-    """Yields the parts of a parameter's shards in a box of it, or all of them for None."""
+    """Returns the parts of a parameter's shards in a box of it, or all of them for None."""
     if box is None:
         return shards
-    near = (p for p in shards if p.box.start[0] < box.stop[0] and box.start[0] < p.box.stop[0])
-    return filter(None, (shard.within(box) for shard in near))
+    parts: list[Shard] = []
+    for shard in shards:
+        if shard.box.start[0] < box.stop[0] and box.start[0] < shard.box.stop[0]:
+            part = shard.within(box)
+            if part is not None:
+                parts.append(part)
+    return parts
 
 
 def _append(copies: list[Copy], new: Copy) -> None:
@@ -158,9 +168,11 @@ def _joined(a: Copy, b: Copy) -> Copy | None:
     there = adjacent_axis(a.target_box, b.target_box)
     if here is None or there is None:
         return None
-    last = here - len(b.source_box.start)  # the axes of the boxes correspond from the last one on
-    exchanged = {-1: -2, -2: -1}.get(last, last) if b.transposed else last
-    if exchanged + len(b.target_box.start) != there:
+    axis = here - len(b.source_box.start)  # the axes of the boxes correspond from the last one on
+    if b.transposed and axis >= -2:
+        axis = -3 - axis
+    if axis + len(b.target_box.start) != there:
         return None
-    source, target = (Box(x.start, y.stop) for x, y in ((a.source_box, b.source_box), (a.target_box, b.target_box)))
+    source = Box(a.source_box.start, b.source_box.stop)
+    target = Box(a.target_box.start, b.target_box.stop)
     return a._replace(source_box=source, target_box=target)

@@ -20,7 +20,7 @@ from megarl.config.schema import stage_classes
 from megarl.config.schema.schema_walk import choices, fields, section, type_of
 from megarl.preflight.user_functions import check_own_functions
 from megarl.stages.ppo.config import PPOConfig
-from tools.docs.algorithms_page import PARTS, PageItem, markdown
+from tools.docs.algorithms_page import PARTS, markdown
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -60,19 +60,19 @@ def test_kinds_lists_every_table_of_the_registry() -> None:
     assert tables == list(registry.KINDS)
 
 
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.field}: {part.choice}")
-def test_the_page_names_existing_fields(part: object) -> None:
+@pytest.mark.parametrize("place", [place for items in PARTS.values() for place, _ in items])
+def test_the_page_names_existing_fields(place: str) -> None:
     """A named choice of a field is among its names, its values, or (of reward functions) the rules."""
 
     from megarl.rewards.functions import RULES
 
-    assert isinstance(part, PageItem)
-    found = [info for schema in stage_classes().values() if (info := field(schema, part.field.split("."))) is not None]
-    assert found, f"no stage has {part.field}"
-    if part.choice is not None and part.field != "reward.functions":
-        assert any(part.choice in {*choices(info), *re.findall(r"'(\w+)'", str(info))} for info in found)
-    if part.field == "reward.functions":
-        assert part.choice in RULES
+    name, _, choice = place.partition(": ")
+    found = [info for schema in stage_classes().values() if (info := field(schema, name.split("."))) is not None]
+    assert found, f"no stage has {name}"
+    if name == "reward.functions":
+        assert choice in RULES
+    elif choice:
+        assert any(choice in {*choices(info), *re.findall(r"'(\w+)'", str(info))} for info in found)
 
 
 def field(schema: object, path: list[str]) -> object:

@@ -241,8 +241,9 @@ def two_steps(role: Any, case: Case, columns: Any, budget: int, reference: Any =
     from megarl.config.schema.loss_specs import PolicySpec
     from megarl.data.batches import on_all_tokens
     from megarl.data.schedule import step_schedule, under_one_length
-    from megarl.megatron.losses import PolicyLoss, TextLoss, ValueLoss
-    from megarl.megatron.model_engine import AuxBatch
+    from megarl.megatron.losses import PolicyLoss, value_loss
+    from megarl.megatron.supervised_losses import text_loss
+    from megarl.megatron.worker_requests import PretrainBatch
 
     algo, everything = Algo.model_validate({"mini_batches": len(STEPS), **case.algo}), samples()
     plans = [step_schedule([everything[i] for i in members], role.layout, budget) for members in STEPS]
@@ -252,13 +253,10 @@ def two_steps(role: Any, case: Case, columns: Any, budget: int, reference: Any =
         along = [step_schedule([texts[i] for i in members], role.layout, budget) for members in TEXTS]
         pairs = [under_one_length(*pair) for pair in zip(plans, along, strict=True)]
         plans = [own for own, _ in pairs]
-        aux = AuxBatch(
-            schedules=[text.ranks[role.coords.dp] for _, text in pairs],
-            chunks=chunks(),
-            make_loss=partial(TextLoss, role, mix_share=case.texts),
-        )
+        batch = PretrainBatch(schedules=[text.ranks[role.coords.dp] for _, text in pairs], chunks=chunks())
+        aux = batch, partial(text_loss, role, mix_share=case.texts)
     if case.critic:
-        make_loss = partial(ValueLoss, role, algo, columns)
+        make_loss = partial(value_loss, role, algo, columns)
     else:
         share = 1 - (case.texts or 0.0)
         spec = PolicySpec(algo=algo, temperature=TEMPERATURE, share=share)

@@ -75,8 +75,8 @@ def settings_of(name: str) -> Any:
 
 def compared(rank: int, directory: Path, name: str, layout: Layout, budget: int) -> dict[str, Any]:
     """Two steps of the reward model with the loss of that name."""
-    from megarl.megatron.losses import PreferenceLoss
     from megarl.megatron.parallel import GroupCache
+    from megarl.megatron.supervised_losses import PreferenceLoss
 
     responses, _ = LOSSES[name]
     role = load_role(directory, "reward", layout, rank, GroupCache(), trainable=True, head=random_head(directory))
@@ -141,8 +141,8 @@ def naively_tuned_on_all(directory: Path) -> Naive:
 def scaled(rank: int, directory: Path, layout: Layout, dtype: torch.dtype) -> list[Any]:
     """Scores before the head is scaled by 3, after it, and after an optimizer step that moves nothing."""
     from megarl.data.schedule import inference_schedule
-    from megarl.megatron.losses import PreferenceLoss
     from megarl.megatron.parallel import GroupCache
+    from megarl.megatron.supervised_losses import PreferenceLoss
 
     head = random_head(directory)
     role = load_role(directory, "reward", layout, rank, GroupCache(), trainable=True, head=head, dtype=dtype)

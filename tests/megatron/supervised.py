@@ -32,14 +32,14 @@ def _batches() -> tuple[list[Any], list[list[SampleInfo]]]:
 
 
 def sft(role: Any) -> Any:
-    from megarl.megatron.losses import TextLoss
+    from megarl.megatron.supervised_losses import text_loss
 
-    return partial(TextLoss, role)
+    return partial(text_loss, role)
 
 
 def preferences(role: Any) -> Any:
     from megarl.config.schema.training_sections import PREFERENCE_LOSSES
-    from megarl.megatron.losses import PreferenceLoss
+    from megarl.megatron.supervised_losses import PreferenceLoss
 
     return partial(PreferenceLoss, role, PREFERENCE_LOSSES("pairwise", centering=CENTERING), {})
 

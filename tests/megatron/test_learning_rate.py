@@ -32,18 +32,19 @@ from tests.pool import RankPool
     ],
 )
 def test_schedules_by_hand(fields: dict[str, Any], expected: list[float]) -> None:
-    from megarl.megatron.optimizer import LRSchedule, learning_rate
+    from megarl.megatron.optimizer import learning_rate
 
-    settings, schedule = Optimizer(lr=8.0, **fields), LRSchedule(total=8, together=2)
-    assert [learning_rate(settings, step, schedule) for step in range(8)] == pytest.approx(expected)
+    settings = Optimizer(lr=8.0, **fields)
+    rates = [learning_rate(settings, step, total=8, together=2) for step in range(8)]
+    assert rates == pytest.approx(expected)
 
 
 def test_steps_after_the_last_have_the_final_rate() -> None:
-    from megarl.megatron.optimizer import LRSchedule, learning_rate
+    from megarl.megatron.optimizer import learning_rate
 
-    assert learning_rate(Optimizer(lr=8.0, schedule="cosine", final_lr=2.0), 11, LRSchedule(total=10)) == 2.0
-    assert learning_rate(Optimizer(lr=8.0, schedule="cosine", warmup=0.9, final_lr=2.0), 1, LRSchedule(total=1)) == 2.0
-    assert learning_rate(Optimizer(lr=8.0, schedule="anneal"), 9, LRSchedule(total=8, together=2)) == 2.0
+    assert learning_rate(Optimizer(lr=8.0, schedule="cosine", final_lr=2.0), 11, total=10) == 2.0
+    assert learning_rate(Optimizer(lr=8.0, schedule="cosine", warmup=0.9, final_lr=2.0), 1, total=1) == 2.0
+    assert learning_rate(Optimizer(lr=8.0, schedule="anneal"), 9, total=8, together=2) == 2.0
 
 
 SETTINGS = Optimizer(lr=8e-3, schedule="linear", warmup=0.5, eps=1e-4, clip_grad=None)

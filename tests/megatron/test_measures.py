@@ -27,7 +27,7 @@ def _reported(rank: int) -> dict[str, float]:
         parts.append(collect(terms, mask, mask.float() / 4))
     pair = torch.tensor(3.0 + rank), torch.tensor(2 - rank)
     never = torch.tensor(0.0), torch.tensor(0)
-    parts.append(LossMetrics(sums={"text": torch.tensor(0.5)}, quotients={"pair": pair, "never": never}))
+    parts.append(LossMetrics(sums={"text": torch.tensor(0.5)}, means={"pair": pair, "never": never}))
     assert dist.group.WORLD is not None
     return reduce_metrics(parts, dist.group.WORLD)
 
@@ -64,8 +64,9 @@ def test_a_step_without_tokens_reports_no_metrics(pool: RankPool) -> None:
 def test_a_small_variance_is_numerically_stable() -> None:
     """In float32 the mean of the squares of numbers near 1 has no digit left of a variance of 1e-10."""
     ratio = 1 + torch.tensor([[-1e-5, 1e-5]])
-    told = collect(
-        LossTerms(values=ratio, metrics={}, spreads={"ratio": ratio}), torch.ones(1, 2).bool(), torch.full((1, 2), 0.5)
-    )
-    variance = told.squares["ratio"] - told.means["ratio_mean"] ** 2
+    terms = LossTerms(values=ratio, metrics={}, spreads={"ratio": ratio})
+    metrics = collect(terms, torch.ones(1, 2).bool(), torch.full((1, 2), 0.5))
+    mean, weight = metrics.means["ratio_mean"]
+    assert weight == 1
+    variance = metrics.squares["ratio"] - mean**2
     assert float(variance) == pytest.approx(ratio.double().var(correction=0).item(), rel=1e-4)

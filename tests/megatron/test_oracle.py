@@ -110,7 +110,7 @@ def _iteration(
     from megarl.config.schema.loss_specs import PolicySpec
     from megarl.data.schedule import inference_schedule, update_schedules
     from megarl.experience.build import build_experience
-    from megarl.megatron.losses import PolicyLoss, ValueLoss
+    from megarl.megatron.losses import PolicyLoss, value_loss
     from megarl.megatron.parallel import GroupCache
 
     random, infos = random_chunks()
@@ -152,7 +152,7 @@ def _iteration(
     spec = PolicySpec(algo=algo, temperature=TEMPERATURE)
     losses = {"actor": partial(PolicyLoss, actor, spec, experience, kl_coef=algo.kl.coef)}
     if critic is not None:
-        losses["critic"] = partial(ValueLoss, critic, algo, experience)
+        losses["critic"] = partial(value_loss, critic, algo, experience)
     results = []
     for name, loss in losses.items():
         role = roles[name]

@@ -50,7 +50,7 @@ def private_names(file: Path) -> set[str]:
             methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
             calls = {item.attr for item in ast.walk(node) if isinstance(item, ast.Attribute)}
             found |= {item.name for item in methods if item.name in calls}
-        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in {*bound, "own"}:
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in {*bound, "sharded"}:
             found.add(node.attr)
     return {name for name in found if name.startswith("_") and not name.startswith("__")}
 

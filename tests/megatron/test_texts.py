@@ -24,8 +24,8 @@ def _steps(rank: int, directory: Path, stored: Path) -> Found:
 
     None takes no texts along.
     """
-    from megarl.megatron.losses import TextLoss
     from megarl.megatron.parallel import GroupCache
+    from megarl.megatron.supervised_losses import text_loss
 
     columns = pickle.loads((stored / "experience").read_bytes())
     role = load_role(directory, "actor", Layout(), rank, GroupCache(), trainable=True, head=None)
@@ -39,7 +39,7 @@ def _steps(rank: int, directory: Path, stored: Path) -> Found:
     restart(role, start)
     texts = on_all_tokens(samples())
     plans = [step_schedule([texts[i] for i in members], Layout(), 14) for members in TEXTS]
-    steps = role.update([plan.ranks[0] for plan in plans], chunks(), partial(TextLoss, role))
+    steps = role.update([plan.ranks[0] for plan in plans], chunks(), partial(text_loss, role))
     found["texts"] = steps, deviation(role, start, stored / "texts.pt")
     return found
 

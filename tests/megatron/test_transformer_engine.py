@@ -112,14 +112,15 @@ def _choose(rank: int) -> str:
     import torch.distributed as dist
 
     from megarl.errors import RunError
-    from megarl.megatron.model import _agreed
+    from megarl.megatron.model import _require_agreement
 
     assert dist.group.WORLD is not None
-    assert _agreed("local", dist.group.WORLD) == "local"
+    _require_agreement("local", dist.group.WORLD)
     try:
-        return _agreed("local" if rank else "transformer_engine", dist.group.WORLD)
+        _require_agreement("local" if rank else "transformer_engine", dist.group.WORLD)
     except RunError as error:
         return str(error)
+    return "agreed"
 
 
 @pytest.mark.dist

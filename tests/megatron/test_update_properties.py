@@ -61,7 +61,7 @@ def _updates(rank: int, directory: Path) -> Reported:
     """One step in several variants, by name; names of variants that must agree share a prefix."""
     from megarl.config.schema.loss_specs import PolicySpec
     from megarl.data.schedule import inference_schedule, step_schedule
-    from megarl.megatron.losses import PolicyLoss, ValueLoss
+    from megarl.megatron.losses import PolicyLoss, value_loss
     from megarl.megatron.parallel import GroupCache
 
     cache, roles = GroupCache(), {}
@@ -86,7 +86,7 @@ def _updates(rank: int, directory: Path) -> Reported:
         algo, everything = Algo.model_validate({"mini_batches": 2, **fields}), samples()
         ranked = step_schedule([everything[i] for i in members], LAYOUT, 20).ranks[role.coords.dp]
         loss = (
-            partial(ValueLoss, role, algo, own)
+            partial(value_loss, role, algo, own)
             if role is critic
             else partial(PolicyLoss, role, PolicySpec(algo=algo, temperature=TEMPERATURE), own, kl_coef=KL_COEF)
         )

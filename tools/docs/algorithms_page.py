@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any, Final
 
@@ -127,57 +127,47 @@ algo:
 _RECORDS = (Samples, Groups, LossTerms)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PageItem:
-    """An algorithm that a field of the configuration turns on, and that has no name of its own.
-
-    Args:
-        title: of its section on the page.
-        choice: the value of the field that turns it on; None for any.
-    """
-
-    title: str
-    field: str
-    choice: str | None = None
-    function: Callable[..., Any]
-
-
-_REWARDS = "Rewards of tokens"
-_SCORES = "Scores"
-_STALE = "Rollouts of another policy"
-_UPDATES = "Optimizer steps"
-_VALUES = "Values"
-_MODELS = "Scale of reward models"
-_HELD_OUT = "Evaluations"
-
-PARTS: Final[tuple[PageItem, ...]] = (
-    PageItem(title=_SCORES, field="algo.scores.clip", function=reward_shaping.clip_scores),
-    PageItem(title=_SCORES, field="algo.scores.truncate_at", function=reward_shaping.first_end),
-    PageItem(title=_SCORES, field="algo.scores.missing_end", choice="mask", function=reward_shaping.keep_finished),
-    PageItem(title=_SCORES, field="reward.functions", choice="soft_overlong", function=soft_overlong),
-    PageItem(title=_REWARDS, field="algo.kl.coef", function=reward_shaping.kl_penalties),
-    PageItem(title=_REWARDS, field="algo.kl.target", function=kl.KLController),
-    PageItem(title=_REWARDS, field="algo.scores.placement", function=reward_shaping.token_rewards),
-    PageItem(title=_REWARDS, field="reward.dense", function=reward_shaping.dense_rewards),
-    PageItem(title=_REWARDS, field="algo.normalise.rewards", function=normalization.whiten_rewards),
-    PageItem(title=_REWARDS, field="algo.kl.cumulative", function=advantages.broadcast_advantages),
-    PageItem(title=_STALE, field="algo.correction.old_logprobs", function=rollout_correction.proximal_logprobs),
-    PageItem(title=_STALE, field="algo.correction.reject", function=rollout_correction.rejection),
-    PageItem(title=_STALE, field="algo.correction.sequence_mask", function=rollout_correction.off_policy_sequences),
-    PageItem(title=_STALE, field="algo.correction.m2po", function=rollout_correction.m2po),
-    PageItem(title=_UPDATES, field="algo.mini_batches", function=optimization.divided),
-    PageItem(title=_UPDATES, field="algo.early_stop", function=optimization.exceeds_target),
-    PageItem(title=_UPDATES, field="ptx.mode", function=optimization.ptx_shares),
-    PageItem(title=_UPDATES, field="actor.ema", function=optimization.ema),
-    PageItem(title=_UPDATES, field="algo.kl.reference_sync", function=optimization.ema),
-    PageItem(title=_UPDATES, field="actor.optimizer.adam", choice="tensorflow", function=optimization.tensorflow_eps),
-    PageItem(title=_UPDATES, field="actor.optimizer.schedule", choice="anneal", function=optimization.linear_anneal),
-    PageItem(title=_VALUES, field="critic.value_norm", function=value_loss.ValueMoments.update),
-    PageItem(title=_MODELS, field="reward.head_std", function=reward_shaping.head_std),
-    PageItem(title=_MODELS, field="normalisation", function=reward_shaping.score_scale),
-    PageItem(title=_HELD_OUT, field="evaluation.pass_at", function=metrics.pass_rate),
-    PageItem(title=_HELD_OUT, field="evaluation.samples_per_prompt", function=metrics.clustered_mean),
-)
+PARTS: Final[dict[str, list[tuple[str, Callable[..., Any]]]]] = {
+    "Scores": [
+        ("algo.scores.clip", reward_shaping.clip_scores),
+        ("algo.scores.truncate_at", reward_shaping.first_end),
+        ("algo.scores.missing_end: mask", reward_shaping.keep_finished),
+        ("reward.functions: soft_overlong", soft_overlong),
+    ],
+    "Rewards of tokens": [
+        ("algo.kl.coef", reward_shaping.kl_penalties),
+        ("algo.kl.target", kl.KLController),
+        ("algo.scores.placement", reward_shaping.token_rewards),
+        ("reward.dense", reward_shaping.dense_rewards),
+        ("algo.normalise.rewards", normalization.whiten_rewards),
+        ("algo.kl.cumulative", advantages.broadcast_advantages),
+    ],
+    "Rollouts of another policy": [
+        ("algo.correction.old_logprobs", rollout_correction.proximal_logprobs),
+        ("algo.correction.reject", rollout_correction.rejection),
+        ("algo.correction.sequence_mask", rollout_correction.off_policy_sequences),
+        ("algo.correction.m2po", rollout_correction.m2po),
+    ],
+    "Optimizer steps": [
+        ("algo.mini_batches", optimization.divided),
+        ("algo.early_stop", optimization.exceeds_target),
+        ("ptx.mode", optimization.ptx_shares),
+        ("actor.ema", optimization.ema),
+        ("algo.kl.reference_sync", optimization.ema),
+        ("actor.optimizer.adam: tensorflow", optimization.tensorflow_eps),
+        ("actor.optimizer.schedule: anneal", optimization.linear_anneal),
+    ],
+    "Values": [("critic.value_norm", value_loss.ValueMoments.update)],
+    "Scale of reward models": [
+        ("reward.head_std", reward_shaping.head_std),
+        ("normalisation", reward_shaping.score_scale),
+    ],
+    "Evaluations": [
+        ("evaluation.pass_at", metrics.pass_rate),
+        ("evaluation.samples_per_prompt", metrics.clustered_mean),
+    ],
+}
+"""Algorithms without names, by title of the section: the field, with a choice, that turns each on."""
 
 
 def markdown() -> str:
@@ -187,21 +177,23 @@ def markdown() -> str:
 
     def begin(title: str, modules: set[str]) -> None:
         """Adds a heading, and the docstring of the functions' module if they have the same one."""
-        new = modules - described if len(modules) == 1 else ()
-        opening = [_listed(inspect.getdoc(import_module(name)) or "") for name in new]
+        heading = f"## {title}\n"
+        if len(modules) == 1:
+            for name in modules - described:
+                heading += f"\n{_listed(inspect.getdoc(import_module(name)) or '')}\n"
         described.update(modules)
-        parts.append("\n\n".join([f"## {title}", *opening]) + "\n")
+        parts.append(heading)
 
     for kind in KINDS:
         begin(f"{kind.title}: `{kind.field}`", {f"megarl.algos.{kind.module}"})
         parts += _functions(kind)
-    for title in dict.fromkeys(part.title for part in PARTS):
-        own: dict[Callable[..., Any], list[PageItem]] = {}
-        for part in PARTS:
-            if part.title == title:
-                own.setdefault(part.function, []).append(part)
-        begin(title, {function.__module__ for function in own})
-        parts += [_part(function, places) for function, places in own.items()]
+    for title, items in PARTS.items():
+        places: dict[Callable[..., Any], list[str]] = defaultdict(list)
+        for place, function in items:
+            places[function].append(f"`{place}`")
+        begin(title, {function.__module__ for function in places})
+        for function, fields in places.items():
+            parts.append(f"### {', '.join(fields)}\n\n{_text(function)}\n")
     return "\n".join(parts)
 
 
@@ -209,20 +201,28 @@ def _kinds() -> str:
     """Returns the table of the arguments of custom functions."""
     rows = ["| field | called with | returns |", "| --- | --- | --- |"]
     for kind in KINDS:
-        if kind.own:
-            level = f", `level: {kind.level}`" if kind.level is not None else ""
-            arguments = f"`{', '.join([*kind.arguments, *(f'{name}=' for name in kind.keywords)])}`"
-            if kind.named:
-                arguments = f"any of {arguments}"
-            arguments += "".join(f"; then `{name}` with `{field}: true`" for name, field in kind.further)
-            rows.append(f"| `{kind.field}`{level} | {arguments} | {kind.returns} |")
+        if not kind.own:
+            continue
+        field = f"`{kind.field}`"
+        if kind.level is not None:
+            field += f", `level: {kind.level}`"
+        keywords = [f"{name}=" for name in kind.keywords]
+        arguments = f"`{', '.join([*kind.arguments, *keywords])}`"
+        if kind.named:
+            arguments = f"any of {arguments}"
+        for name, switch in kind.further:
+            arguments += f"; then `{name}` with `{switch}: true`"
+        rows.append(f"| {field} | {arguments} | {kind.returns} |")
     return "\n".join(rows) + "\n"
 
 
 def _records() -> str:
     """Returns the records that custom functions get or return, with every field."""
-    texts = [f"`{record.__module__}.{record.__name__}`: {inspect.getdoc(record)}" for record in _RECORDS]
-    return "\n\n".join(map(_listed, texts)) + "\n"
+    texts: list[str] = []
+    for record in _RECORDS:
+        name = f"{record.__module__}.{record.__name__}"
+        texts.append(_listed(f"`{name}`: {inspect.getdoc(record)}"))
+    return "\n\n".join(texts) + "\n"
 
 
 def _functions(kind: Kind[Any]) -> Iterator[str]:
@@ -231,34 +231,36 @@ def _functions(kind: Kind[Any]) -> Iterator[str]:
     for function in dict.fromkeys(kind.functions.values()):
         names = [name for name, target in kind.functions.items() if target == function]
         heading = ", ".join(f"`{name}`" for name in names)
-        yield f"### {heading}\n\n{_options(kind.signature(names[0]))}{_text(getattr(module, function))}\n"
-
-
-def _part(function: Callable[..., Any], places: Iterable[PageItem]) -> str:
-    """Returns an algorithm's item, headed by all fields that turn it on."""
-    fields = [part.field if part.choice is None else f"{part.field}: {part.choice}" for part in places]
-    return f"### {', '.join(f'`{field}`' for field in fields)}\n\n{_text(function)}\n"
+        options = _options(kind.signature(names[0]))
+        yield f"### {heading}\n\n{options}{_text(getattr(module, function))}\n"
 
 
 def _options(signature: Signature) -> str:
     """Returns a line of the keyword arguments that a configuration gives, with their defaults."""
-    own = [
-        f"`{name}`" + ("" if option.default is REQUIRED else f" = {_value(option.default)}")
-        for name, option in signature.options.items()
-    ]
-    return f"Options: {', '.join(own)}.\n\n" if own else ""
+    options: list[str] = []
+    for name, option in signature.options.items():
+        text = f"`{name}`"
+        if option.default is not REQUIRED:
+            text += f" = {_value(option.default)}"
+        options.append(text)
+    if not options:
+        return ""
+    return f"Options: {', '.join(options)}.\n\n"
 
 
 def _value(default: object) -> str:
     """Returns a default as YAML."""
     if isinstance(default, float):
         return f"{default:g}"
-    return "null" if default is None else str(default).lower()
+    if default is None:
+        return "null"
+    return str(default).lower()
 
 
 def _text(function: Callable[..., Any]) -> str:
     """Returns a docstring without its sections; the source last, in a paragraph of its own."""
-    text = re.split(r"^(?:Args|Returns|Raises):", inspect.getdoc(function) or "", maxsplit=1, flags=re.MULTILINE)[0]
+    docstring = inspect.getdoc(function) or ""
+    text, *_ = re.split(r"^(?:Args|Returns|Raises):", docstring, maxsplit=1, flags=re.MULTILINE)
     found = re.search(r"\s*Source:\s+(.*?)(?=\n\n|\Z)", text, flags=re.DOTALL)
     if found is None:
         return _in_markdown(text)
@@ -276,8 +278,12 @@ def _listed(text: str) -> str:
 def _in_markdown(text: str) -> str:
     """Returns paragraphs of full lines, with single backticks; lists and indented formulas stay as they are."""
     wrap = textwrap.TextWrapper(width=120, break_long_words=False, break_on_hyphens=False)
-    blocks = [block for block in re.split(r"\n\s*\n", text.replace("``", "`").strip("\n")) if block.strip()]
-    filled = (b if b.startswith(("    ", "- ")) else wrap.fill(" ".join(b.split())) for b in blocks)
+    filled: list[str] = []
+    for block in re.split(r"\n\s*\n", text.replace("``", "`").strip("\n")):
+        if block.startswith(("    ", "- ")):
+            filled.append(block)
+        elif block.strip():
+            filled.append(wrap.fill(" ".join(block.split())))
     return "\n\n".join(filled)
 
 

@@ -64,10 +64,13 @@ def markdown() -> str:
     for stage, schema in stage_classes().items():
         base = TrainingConfig if issubclass(schema, TrainingConfig) else RunConfig
         parts.append(_table(f"Stage `{stage}`", schema, _own(schema, base)))
-    for below, places in _places():
+    for below, places in _places().items():
         heading = _heading(places)
         table = choices(below)
-        parts.append(_choices(heading, table) if table else _table(heading, below, fields(below)))
+        if table:
+            parts.append(_choices(heading, table))
+        else:
+            parts.append(_table(heading, below, fields(below)))
     return "\n".join(parts)
 
 
@@ -75,23 +78,31 @@ def _contents() -> str:
     """Returns links to the sections of each stage, by path."""
     rows = ["| stage | its sections |", "| --- | --- |"]
     for stage in STAGES:
-        found = {path: _heading(places) for _, places in _places() for path in places if stage in places[path]}
-        links = [_link(f"`{path}`", heading) for path, heading in sorted(found.items())]
-        rows.append(f"| {_link(f'`{stage}`', f'Stage `{stage}`')} | {', '.join(links)} |")
+        links: list[tuple[str, str]] = []
+        for places in _places().values():
+            for path, stages in places.items():
+                if stage in stages:
+                    links.append((path, _link(f"`{path}`", _heading(places))))
+        listed = ", ".join(link for _, link in sorted(links))
+        rows.append(f"| {_link(f'`{stage}`', f'Stage `{stage}`')} | {listed} |")
     both = f"{_link('all stages', 'All stages')}, and of {_link('those that train', 'Stages that train')}"
     return "\n".join(["## Contents", "", f"Fields of {both}.", "", *rows]) + "\n"
 
 
 def _link(text: str, heading: str) -> str:
     """Returns a link to a heading, by GitHub's anchor."""
-    return f"[{text}](#{re.sub(r'[^a-z0-9_ -]', '', heading.lower()).replace(' ', '-')})"
+    anchor = re.sub(r"[^a-z0-9_ -]", "", heading.lower()).replace(" ", "-")
+    return f"[{text}](#{anchor})"
 
 
 def _heading(places: Mapping[str, Sequence[str]]) -> str:
     """Returns all paths of a section, and its stages unless all have it."""
-    stages = {stage for found in places.values() for stage in found}
     paths = ", ".join(f"`{path}`" for path in places)
-    return paths if len(stages) == len(STAGES) else f"{paths} ({', '.join(s for s in STAGES if s in stages)})"
+    having = set[str]().union(*places.values())
+    stages = [stage for stage in STAGES if stage in having]
+    if len(stages) == len(STAGES):
+        return paths
+    return f"{paths} ({', '.join(stages)})"
 
 
 def _own(schema: type[BaseModel], base: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -101,13 +112,13 @@ def _own(schema: type[BaseModel], base: type[BaseModel]) -> dict[str, FieldInfo]
     return {key: info for key, info in fields(schema).items() if rows.get(key) != _row(key, info)}
 
 
-def _places() -> Iterator[tuple[Any, dict[str, list[str]]]]:
-    """Yields every section and table of choices with its paths, and their stages."""
+def _places() -> dict[Any, dict[str, list[str]]]:
+    """Returns the paths of every section and table of choices, with their stages."""
     found: dict[Any, dict[str, list[str]]] = {}
     for stage, schema in stage_classes().items():
         for path, below in sections(schema):
             found.setdefault(below, {}).setdefault(path, []).append(stage)
-    yield from found.items()
+    return found
 
 
 def _table(heading: str, schema: type[BaseModel], rows: Mapping[str, FieldInfo]) -> str:
@@ -130,7 +141,9 @@ def _summary(schema: type[BaseModel]) -> str:
 
 
 def _row(key: str, info: FieldInfo) -> str:
-    default = "required" if info.is_required() else _default(info.default)
+    default = "required"
+    if not info.is_required():
+        default = _default(info.default)
     meaning = " ".join((info.description or "").split())
     return f"| `{key}` | {_type(info.rebuild_annotation())} | {default} | {meaning} |"
 
@@ -138,10 +151,12 @@ def _row(key: str, info: FieldInfo) -> str:
 def _default(value: object) -> str:
     if isinstance(value, BaseModel):
         name = getattr(value, "name", None)
-        return "its own" if name is None else f"`{name}`"
+        if name is None:
+            return "its own"
+        return f"`{name}`"
     if isinstance(value, str):
         return f"`{value}`"
-    return "`null`" if value is None else f"`{json.dumps(value)}`"
+    return f"`{json.dumps(value)}`"
 
 
 def _type(annotation: Any) -> str:
@@ -150,9 +165,13 @@ def _type(annotation: Any) -> str:
 
 def _alternatives(annotation: Any) -> Iterator[str]:
     if hasattr(annotation, "__metadata__"):
-        yield from ("choice",) if choices(annotation) else _alternatives(annotation.__origin__)
+        if choices(annotation):
+            yield "choice"
+        else:
+            yield from _alternatives(annotation.__origin__)
     elif get_origin(annotation) is Literal:
-        yield from (f"`{choice}`" for choice in get_args(annotation))
+        for choice in get_args(annotation):
+            yield f"`{choice}`"
     elif get_origin(annotation) in (Union, types.UnionType):
         for part in get_args(annotation):
             yield from _alternatives(part)
@@ -161,13 +180,16 @@ def _alternatives(annotation: Any) -> Iterator[str]:
 
 
 def _noun(annotation: Any, parts: Sequence[Any]) -> str:
-    if entries(annotation) is not None and section(annotation) is not None:
-        return "sections by name" if get_origin(annotation) is Mapping else "list of sections"
+    origin = get_origin(annotation)
     if section(annotation) is not None:
-        return "section"
-    if get_origin(annotation) is tuple:
-        return f"list of {_type(plain(parts[0])) if parts[-1] is Ellipsis else len(parts)}"
-    if get_origin(annotation) is Mapping:
+        if entries(annotation) is None:
+            return "section"
+        return "sections by name" if origin is Mapping else "list of sections"
+    if origin is tuple:
+        if parts[-1] is Ellipsis:
+            return f"list of {_type(plain(parts[0]))}"
+        return f"list of {len(parts)}"
+    if origin is Mapping:
         return "mapping"
     names: dict[object, str] = {str: "text", type(None): "null"}
     return names.get(annotation, str(annotation.__name__))

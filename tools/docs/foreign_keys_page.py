@@ -38,8 +38,13 @@ def _table(rows: tuple[ForeignKey, ...]) -> str:
 
 
 def _cells(row: ForeignKey) -> list[str]:
-    remark = row.remark or ("" if row.ours else "not there yet")
-    there = [f"{name}: {_code(row.keys[system])}" for system, name in SYSTEMS.items() if system in row.keys]
+    remark = row.remark
+    if not remark and not row.ours:
+        remark = "not there yet"
+    there: list[str] = []
+    for system, name in SYSTEMS.items():
+        if system in row.keys:
+            there.append(f"{name}: {_code(row.keys[system])}")
     return [_code(row.ours), "<br>".join(there), remark]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import torch
@@ -14,40 +13,39 @@ from megarl.megatron.platform.kernels import implementation
 from megarl.resharding import serve_store
 
 
-@dataclass(frozen=True, kw_only=True)
-class Platform:
-    """The device of a rank's tensors, and the backend of its process groups."""
-
-    device: torch.device
-    backend: str
-
-
-def start_platform(kind: str) -> Platform:
-    """Prepares this process for megatron-core on "cuda", with one visible device, or "cpu", with ``platform.cpu``."""
+def start_platform(kind: str) -> torch.device:
+    """Prepares this process for megatron-core on "cuda" or "cpu"; returns the device of its tensors."""
     if kind == "cpu":
         from megarl.megatron.platform import cpu
 
         cpu.install()
-        platform = Platform(device=torch.device("cpu"), backend="gloo")
+        device = torch.device("cpu")
     elif torch.cuda.is_available():
         torch.cuda.set_device(0)
-        platform = Platform(device=torch.device("cuda", 0), backend="nccl")
+        device = torch.device("cuda", 0)
     else:
         raise RuntimeError("cluster.device is cuda, but torch sees no CUDA device; set cluster.device=cpu")
     from megatron.core.models.common.embeddings import rope_utils
 
-    # Rotates queries and keys; Megatron's own fused one needs Transformer Engine.
-    rope_utils._apply_rotary_pos_emb_bshd = implementation("rope", rope_utils._apply_rotary_pos_emb_bshd, kind)
-    return platform
+    # Rotates queries and keys; Megatron's fused one needs Transformer Engine.
+    rotate = implementation("rope", rope_utils._apply_rotary_pos_emb_bshd, kind)
+    rope_utils._apply_rotary_pos_emb_bshd = rotate
+    return device
 
 
 def start_world(
-    platform: Platform, *, rank: int, world_size: int, init_method: str, timeout_seconds: float = 600.0
+    device: torch.device,
+    *,
+    rank: int,
+    world_size: int,
+    init_method: str,
+    timeout_seconds: float = 600.0,
 ) -> None:
     """Joins the torch.distributed world of the group; its collectives fail after ``timeout_seconds``.
 
     Args:
-        init_method: ``tcp://host:port`` of rank 0, which listens at this address only; or a file, as ``file://path``.
+        init_method: ``tcp://host:port`` of rank 0, which listens at this address only; or
+            ``file://path``.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     url = urlsplit(init_method)
@@ -55,10 +53,13 @@ def start_world(
     if url.scheme == "tcp":
         host = url.hostname or ""
         port = url.port or 0
-        store = serve_store(host, port) if rank == 0 else TCPStore(host, port, is_master=False, timeout=timeout)
+        if rank == 0:
+            store = serve_store(host, port)
+        else:
+            store = TCPStore(host, port, is_master=False, timeout=timeout)
         store.set_timeout(timeout)
     dist.init_process_group(
-        platform.backend,
+        "gloo" if device.type == "cpu" else "nccl",
         init_method=init_method if store is None else None,
         store=store,
         rank=rank,
@@ -67,6 +68,6 @@ def start_world(
     )
     from megatron.core import parallel_state
 
-    # Scratch memory of sequence parallelism: the only global state of Megatron's that is set.
+    # Scratch memory of sequence parallelism: the only global state of Megatron that is set.
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()

@@ -40,14 +40,15 @@ class _CoreFinder(MetaPathFinder):
 
 
 def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-    # Megatron warns at import that Transformer Engine and apex are absent, and torch that nvcc is here without a GPU;
-    # `megarl doctor` says it better.
+    # Megatron warns at import that Transformer Engine and apex are absent, and torch that nvcc is
+    # here without a GPU; `megarl doctor` says it better.
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     # It calls collectives by names that torch 2.13 has renamed (0.19).
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    # Megatron else takes the commit of a repository around it for its own (package_info.py, 0.19).
+    # Otherwise Megatron reports the commit of a repository around it (package_info.py, 0.19).
     os.environ["NO_VCS_VERSION"] = "1"
-    with compiled_at_first_call(), absent("wandb"):  # which its inference engine logs to, if it can be imported
+    # Its inference engine imports wandb where it can.
+    with compiled_at_first_call(), absent("wandb"):
         execute(module)

@@ -1,13 +1,15 @@
 """Runs megatron-core on a CPU in place of its CUDA device.
 
-megatron-core 0.19 names CUDA in places that have nothing to do with CUDA kernels: ``device="cuda"`` in factory calls,
-``torch.cuda.current_device()`` as a device, the type names ``torch.cuda.FloatTensor`` in the optimizers, streams
-around collectives, CUDA's random state in the RNG tracker. ``install`` answers all of them with the CPU, and hides the
-GPUs of the machine: torch must not start CUDA by itself, whose devices would contradict these answers. It changes torch
-for the whole process, so it runs only in a process that hosts Megatron ranks, never in one that runs vLLM.
+megatron-core 0.19 names CUDA in places that have nothing to do with CUDA kernels: ``device="cuda"``
+in factory calls, ``torch.cuda.current_device()`` as a device, the type names
+``torch.cuda.FloatTensor`` in the optimizers, streams around collectives, CUDA's random state in the
+RNG tracker. ``install`` answers all of them with the CPU, and hides the GPUs of the machine: torch
+must not start CUDA by itself, whose devices would contradict these answers. It changes torch for
+the whole process, so it runs only in a process that hosts Megatron ranks, never in one that runs
+vLLM.
 
-Experts get different numbers of tokens, so tensors that ranks gather and scatter differ in size, which Gloo refuses
-except in an all-to-all; that replaces the others.
+Experts get different numbers of tokens, so tensors that ranks gather and scatter differ in size,
+which Gloo refuses except in an all-to-all; that replaces the others.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def _of_any_sizes(all_gather: Callable[..., Any]) -> Callable[..., Any]:
     def call(tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if len({part.shape for part in tensor_list}) == 1:
             return all_gather(tensor_list, tensor, *args, **kwargs)
-        received = _exchange([tensor] * len(tensor_list), [len(part) for part in tensor_list], **kwargs)
+        sizes = [len(part) for part in tensor_list]
+        received = _exchange([tensor] * len(tensor_list), sizes, **kwargs)
         for part, values in zip(tensor_list, received, strict=True):
             part.copy_(values)
         return None
@@ -53,11 +56,12 @@ def _of_any_sizes(all_gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reduce_scatter(output: torch.Tensor, input_list: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    output.copy_(torch.stack(list(_exchange(input_list, [len(output)] * len(input_list), group=group))).sum(0))
+    received = _exchange(input_list, [len(output)] * len(input_list), group=group)
+    output.copy_(torch.stack(list(received)).sum(0))
 
 
 def _exchange(sent: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> Sequence[torch.Tensor]:
-    """Sends each rank of a group its tensor, and returns what the ranks sent, of ``sizes`` along the first axis."""
+    """Sends each rank of a group its tensor; returns the ranks' tensors, of ``sizes`` along the first axis."""
     received = sent[0].new_empty(sum(sizes), *sent[0].shape[1:])
     dist.all_to_all_single(
         received,
@@ -93,9 +97,10 @@ def install() -> None:
     _optimize_without_compiler()
     from megatron.core.tensor_parallel import random
 
-    # Megatron leaves changes of the random state to the start of CUDA, which never comes (random.py, 0.19).
+    # Megatron leaves changes of the random state to the start of CUDA, which never comes
+    # (random.py, 0.19).
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    # The tracker reports every change of the CPU's random state as a fault; here that state is the device's own.
+    # The tracker reports changes of the CPU's random state as faults; here it is the device's.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.CRITICAL)
 
 
@@ -103,7 +108,13 @@ def _optimize_without_compiler() -> None:
     """Keeps Adam from importing torch's compiler (2.13), from which its methods exempt themselves."""
     optimizer = torch.optim.Optimizer
     adam = torch.optim.Adam
-    for method in (optimizer.add_param_group, optimizer.zero_grad, optimizer.state_dict, optimizer.load_state_dict):
+    methods = (
+        optimizer.add_param_group,
+        optimizer.zero_grad,
+        optimizer.state_dict,
+        optimizer.load_state_dict,
+    )
+    for method in methods:
         plain: Any = inspect.unwrap(method)
         plain.__dynamo_disable = plain
     adam.step = torch.no_grad()(inspect.unwrap(adam.step))
@@ -131,8 +142,10 @@ def _replace_methods() -> None:
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = tensor_type(self, *args, **kwargs)
-        # The optimizers sort parameters by the names of the CUDA tensor types.
-        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+        if isinstance(answer, str):
+            # The optimizers sort parameters by the names of the CUDA tensor types.
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         args = tuple(_CPU if _is_cuda(arg) else arg for arg in args)

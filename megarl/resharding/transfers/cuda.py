@@ -1,6 +1,7 @@
 """CUDA: memory that processes share by CUDA IPC, and NCCL between GPUs.
 
-The allocators of torch and of vLLM's sleep return parts of larger blocks, which CUDA IPC shares as a whole.
+The allocators of torch and of vLLM's sleep return parts of larger blocks, which CUDA IPC shares as
+a whole.
 """
 
 from __future__ import annotations
@@ -55,8 +56,12 @@ class _Bytes:
     """Device memory that torch wraps without a copy."""
 
     def __init__(self, pointer: int, nbytes: int) -> None:
-        data = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
-        self.__cuda_array_interface__ = data
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
 
 
 class DeviceMapping:
@@ -120,14 +125,14 @@ class DeviceRecvBuffer:
 class NcclTransport:
     """NCCL between GPUs, one rank each; see ``GlooTransport`` for the other arguments.
 
-    Each pair has a communicator per direction: transfers of one communicator queue up on a stream, so two ranks that
-    both receive before they send would deadlock. Every rank connects to its peers at once and in order, so that there
-    is no deadlock.
+    Each pair has a communicator per direction: transfers of one communicator queue up on a stream,
+    so two ranks that both receive before they send would deadlock. Every rank connects to its peers
+    at once and in order, so that there is no deadlock.
 
     Args:
         to, from_: peers to which this rank sends, and from which it receives.
-        look: called now and then while waiting, as NCCL does not notice that a peer is gone; raises if the sync was
-            aborted.
+        look: function that raises if the sync was aborted; called now and then while waiting, as
+            NCCL does not notice that a peer is gone.
     """
 
     def __init__(
@@ -153,10 +158,11 @@ class NcclTransport:
         options = ProcessGroupNCCL.Options()
         # NCCL's watchdog ends the process; waits here time out earlier.
         options._timeout = timedelta(seconds=4 * timeout_s)
-        self._groups: dict[bool, Any] = {
-            upwards: ProcessGroupNCCL(PrefixStore(name, store), self._index[rank], len(members), options)
-            for upwards, name in ((True, "up"), (False, "down"))
-        }
+        self._groups: dict[bool, Any] = {}
+        for upwards, name in ((True, "up"), (False, "down")):
+            direction_store = PrefixStore(name, store)
+            group = ProcessGroupNCCL(direction_store, self._index[rank], len(members), options)
+            self._groups[upwards] = group
         hello = torch.zeros(1, dtype=torch.uint8, device=device)
         for peer in sorted({*to, *from_}):
             for upwards in (True, False):

@@ -15,9 +15,14 @@ from megarl.resharding.transfers.gloo import GlooTransfer, GlooTransport
 from megarl.resharding.transfers.transfer import Connection, WeightTransfer, Write
 from megarl.weights.plan import Message
 
+Transfer = GlooTransfer | NcclTransfer
+
 
 class Frames(WeightTransfer):
-    """Sends batches of frames from two halves of memory in turn; a bucket's frames arrive while another is loaded."""
+    """Sends batches of frames from two halves of memory in turn.
+
+    A bucket's frames arrive while another is loaded.
+    """
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
@@ -28,16 +33,19 @@ class Frames(WeightTransfer):
             if rank in spec.recv_buffers[message.receiver].via_network:
                 sent[message.bucket] += aligned(message.nbytes)
         self._half_bytes = min(max(sent.values(), default=0), aligned(spec.staging_bytes))
-        self._bucket_bytes = {r: max(map(frames_bytes, spec.network_messages(r)), default=0) for r in spec.owned(rank)}
-        self._sizes = [self._half_bytes, self._half_bytes if sent.total() > self._half_bytes else 0]
-        self.staging_bytes = sum(self._sizes) + sum(self._bucket_bytes.values())
+        self._halves_used = 2 if sent.total() > self._half_bytes else 1
+        self._bucket_bytes: dict[int, int] = {}
+        for receiver in spec.owned(rank):
+            sizes = map(frames_bytes, spec.network_messages(receiver))
+            self._bucket_bytes[receiver] = max(sizes, default=0)
+        self.staging_bytes = self._half_bytes * self._halves_used + sum(self._bucket_bytes.values())
         self._halves: list[torch.Tensor] = []
-        self._under_way: list[list[tuple[Message, GlooTransfer | NcclTransfer]]] = [[], []]
+        self._under_way: list[list[tuple[Message, Transfer]]] = [[], []]
         self._half = 1
         self._bucket = -1
         self._offset = 0
         self._arriving: dict[int, torch.Tensor] = {}
-        self._expected: dict[tuple[int, int], tuple[torch.Tensor, GlooTransfer | NcclTransfer]] = {}
+        self._expected: dict[tuple[int, int], tuple[torch.Tensor, Transfer]] = {}
 
     def connect(self) -> None:
         connection = self.connection
@@ -61,33 +69,39 @@ class Frames(WeightTransfer):
     def prepare(self) -> None:
         if self._halves:
             return
-        sizes = (*self._sizes, *self._bucket_bytes.values())
-        memory = [torch.empty(nbytes, dtype=torch.uint8, device=self.connection.device) for nbytes in sizes]
-        self._halves = memory[:2]
-        self._arriving = dict(zip(self._bucket_bytes, memory[2:], strict=True))
+
+        def memory(nbytes: int) -> torch.Tensor:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.connection.device)
+
+        self._halves = [memory(self._half_bytes) for _ in range(self._halves_used)]
+        self._arriving = {receiver: memory(nbytes) for receiver, nbytes in self._bucket_bytes.items()}
 
     def send(self, message: Message, write: Write) -> int:
-        assert self.connection.wire is not None, "connect comes first"
-        if message.bucket != self._bucket or self._offset + aligned(message.nbytes) > self._half_bytes:
-            self._half = 1 - self._half
+        wire = self.connection.wire
+        assert wire is not None, "connect comes first"
+        size = aligned(message.nbytes)
+        if message.bucket != self._bucket or self._offset + size > self._half_bytes:
+            self._half = (self._half + 1) % self._halves_used
             self._bucket = message.bucket
             self._offset = 0
             self._wait(self._half)
         frame = self._halves[self._half][self._offset : self._offset + message.nbytes]
-        self._offset += aligned(message.nbytes)
+        self._offset += size
         nbytes = write(payload(message, frame))
         owner = self.connection.spec.recv_buffers[message.receiver].owner
-        self._under_way[self._half].append((message, self.connection.wire.send(owner, message.receiver, frame)))
+        transfer = wire.send(owner, message.receiver, frame)
+        self._under_way[self._half].append((message, transfer))
         return nbytes
 
     def expect(self, messages: Sequence[Message]) -> None:
-        assert self.connection.wire is not None, "connect comes first"
+        wire = self.connection.wire
+        assert wire is not None, "connect comes first"
         memory = self._arriving[messages[0].receiver]
         offset = 0
         for message in messages:
             frame = memory[offset : offset + message.nbytes]
             offset += aligned(message.nbytes)
-            transfer = self.connection.wire.receive(message.sender, message.receiver, frame)
+            transfer = wire.receive(message.sender, message.receiver, frame)
             self._expected[message.sender, message.receiver] = frame, transfer
 
     def receive(self, message: Message, targets: Sequence[torch.Tensor]) -> None:

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,37 +22,49 @@ _ABORT_TAG = 2**31 - 1
 
 
 class GlooTransport:
-    """Gloo over TCP, in a process group of its own; GLOO_SOCKET_IFNAME names the network interfaces.
+    """Gloo over TCP, in a separate process group; GLOO_SOCKET_IFNAME names the network interfaces.
 
-    Transfers arrive in order for each pair, direction and tag; ``sent`` and ``received`` count completed bytes by peer.
-    The constructor raises RuntimeError if the network cannot be used, or a peer is gone.
+    Transfers arrive in order for each pair, direction and tag; ``sent`` and ``received`` count
+    completed bytes by peer. The constructor raises RuntimeError if the network cannot be used, or a
+    peer is gone.
 
     Args:
-        store: of this group only.
-        members: the ranks of the group.
+        store: store of this group only.
+        members: ranks of the group.
         peers: ranks to connect to, which is mutual; waits for them.
-        timeout_s: of a transfer.
+        timeout_s: limit of a transfer.
     """
 
-    def __init__(self, store: Store, members: Sequence[int], rank: int, peers: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        members: Sequence[int],
+        rank: int,
+        peers: Sequence[int],
+        timeout_s: float,
+    ) -> None:
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
         self._index = {member: i for i, member in enumerate(members)}
         group: Any = ProcessGroupGloo
         options = group._Options()
         options._timeout = timedelta(seconds=timeout_s)
-        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-        options._devices = [
-            group.create_device(interface=interface, lazy_init=True) for interface in interfaces.split(",") if interface
-        ] or [group.create_default_device(lazy_init=True)]
+        devices: list[Any] = []
+        for interface in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
+            if interface:
+                devices.append(group.create_device(interface=interface, lazy_init=True))
+        options._devices = devices or [group.create_default_device(lazy_init=True)]
         self._group: Any = group(store, self._index[rank], len(members), options)
         self._peers = peers
-        # Connects now: if a peer is gone at the first transfer, Gloo may end this process (torch 2.13).
+        # Connects now: if a peer is gone at the first transfer, Gloo may end this process (torch
+        # 2.13).
         hello = torch.zeros(1, dtype=torch.uint8)
         answer = torch.empty(1, dtype=torch.uint8)
         greetings = [self._group.send([hello], self._index[peer], 0) for peer in peers]
-        for work in (*(self._group.recv([answer], self._index[peer], 0) for peer in peers), *greetings):
-            work.wait()
+        for peer in peers:
+            self._group.recv([answer], self._index[peer], 0).wait()
+        for greeting in greetings:
+            greeting.wait()
 
     @property
     def connected(self) -> bool:
@@ -60,18 +73,21 @@ class GlooTransport:
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> GlooTransfer:
         """Starts to send a contiguous buffer, which must not change during the transfer."""
-        return GlooTransfer(lambda: self._group.send([buffer], self._index[peer], tag), peer, buffer, self.sent)
+        start = partial(self._group.send, [buffer], self._index[peer], tag)
+        return GlooTransfer(start, peer, buffer, self.sent)
 
     def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> GlooTransfer:
         """Starts to fill a contiguous buffer from the peer's transfer of this tag."""
-        return GlooTransfer(lambda: self._group.recv([buffer], self._index[peer], tag), peer, buffer, self.received)
+        start = partial(self._group.recv, [buffer], self._index[peer], tag)
+        return GlooTransfer(start, peer, buffer, self.received)
 
     def abort(self) -> None:
         """Breaks the connections: every transfer fails at once, here and at the peers."""
         if self._group is None:
             return
-        # ProcessGroupGloo.abort does nothing (torch 2.13), and destruction waits for the last work object. A wait that
-        # times out makes Gloo close all connections of the group; those to peers that are gone are closed already.
+        # ProcessGroupGloo.abort does nothing (torch 2.13), and destruction waits for the last work
+        # object. A wait that times out makes Gloo close all connections of the group; those to
+        # peers that are gone are closed already.
         for peer in self._peers:
             try:
                 nothing = [torch.empty(1, dtype=torch.uint8)]

@@ -1,6 +1,7 @@
 """Messages that senders write in place: into host memory, or by CUDA IPC into their own device's.
 
-torch's own sharing keeps reference counts in a file of /dev/shm, which a killed process leaves behind.
+torch's own sharing keeps reference counts in a file of /dev/shm, which a killed process leaves
+behind.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from megarl.weights.plan import Message
 class SharedMemory(WeightTransfer):
     """The receive buffers that this rank owns, and those of other ranks, which it maps to write or read them.
 
-    Senders write when the receiver allows it, see ``connection.Credits``. Buffers on CUDA last for one sync.
+    Senders write when the receiver allows it, see ``connection.Credits``. Buffers on CUDA last for
+    one sync.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -41,28 +43,32 @@ class SharedMemory(WeightTransfer):
         connection = self.connection
         for receiver, nbytes in self._owned.items():
             if receiver not in self._buffers:
-                on_host = connection.device.type == "cpu"
-                buffer = HostRecvBuffer(nbytes) if on_host else DeviceRecvBuffer(nbytes, connection.device)
-                self._buffers[receiver] = buffer
-            connection.mapped[receiver] = self._buffers[receiver].memory
-            connection.barrier.post(f"recv_buffer/{receiver}", self._buffers[receiver].handle)
+                if connection.device.type == "cpu":
+                    self._buffers[receiver] = HostRecvBuffer(nbytes)
+                else:
+                    self._buffers[receiver] = DeviceRecvBuffer(nbytes, connection.device)
+            buffer = self._buffers[receiver]
+            connection.mapped[receiver] = buffer.memory
+            connection.barrier.post(f"recv_buffer/{receiver}", buffer.handle)
 
     def begin(self) -> None:
         connection = self.connection
         for receiver in self._others:
             handle = connection.barrier.read(f"recv_buffer/{receiver}")
             if connection.device.type != "cpu":
-                self._on_device[receiver] = DeviceMapping(handle, connection.device)
-                connection.mapped[receiver] = self._on_device[receiver].memory
+                mapping = DeviceMapping(handle, connection.device)
+                self._on_device[receiver] = mapping
+                connection.mapped[receiver] = mapping.memory
             elif handle != self._handles.get(receiver):
                 self._handles[receiver] = handle
                 connection.mapped[receiver] = map_host(handle)
 
     def send(self, message: Message, write: Write) -> int:
-        buffer = self.connection.spec.recv_buffers[message.receiver]
-        views = bucket_views(self.connection.mapped[message.receiver], buffer, message.bucket)
+        receiver = message.receiver
+        buffer = self.connection.spec.recv_buffers[receiver]
+        views = bucket_views(self.connection.mapped[receiver], buffer, message.bucket)
         nbytes = write(recv_views(message, buffer.buckets[message.bucket], views))
-        self.connection.put[message.receiver] += nbytes
+        self.connection.put[receiver] += nbytes
         return nbytes
 
     def receive(self, message: Message, targets: Sequence[torch.Tensor]) -> None:
@@ -86,10 +92,10 @@ class SharedMemory(WeightTransfer):
 
 
 class HostRecvBuffer:
-    """Anonymous host memory, flat uint8, of which nothing is left when processes are killed; mapped by its handle.
+    """Anonymous host memory, flat uint8, which ends with its processes; mapped by its handle.
 
-    It is kept between syncs, because the first touch of a page costs as much as a copy. Raises MemoryError if the
-    machine lacks the memory.
+    It is kept between syncs, because the first touch of a page costs as much as a copy. Raises
+    MemoryError if the machine lacks the memory.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -105,7 +111,7 @@ class HostRecvBuffer:
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def release(self) -> None:
-        """Frees the pages, in processes that have mapped them as well; the memory is not used again."""
+        """Frees the pages, also of processes that have mapped them; the memory is not used again."""
         self._map.madvise(mmap.MADV_REMOVE)
 
     def __del__(self) -> None:
@@ -113,17 +119,19 @@ class HostRecvBuffer:
 
 
 def map_host(handle: str) -> torch.Tensor:
-    """Maps another process's HostRecvBuffer; raises ValueError if the process does not exist or does not permit it."""
+    """Maps another process's HostRecvBuffer; raises ValueError if the process is gone or forbids it."""
     pid, file, device, inode, nbytes = map(int, handle.split())
     path = f"/proc/{pid}/fd/{file}"
     try:
         opened = os.open(path, os.O_RDWR)
     except OSError as error:
-        raise ValueError(f"cannot map {path}: {error.strerror}; with transport gloo nothing is mapped") from error
+        problem = f"cannot map {path}: {error.strerror}"
+        raise ValueError(f"{problem}; with transport gloo nothing is mapped") from error
     try:
         status = os.fstat(opened)
         if (status.st_dev, status.st_ino) != (device, inode):
-            raise ValueError(f"{path} is other memory than offered: do the ranks share a process namespace?")
+            question = "do the ranks share a process namespace?"
+            raise ValueError(f"{path} is other memory than offered: {question}")
         return torch.frombuffer(_map(opened, nbytes), dtype=torch.uint8)
     finally:
         os.close(opened)

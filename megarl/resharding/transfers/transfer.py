@@ -1,7 +1,7 @@
-"""The seam for ways to bring weights from trainers to engines: a way is one class, in a file of its own.
+"""The seam for ways to bring weights from trainers to engines: a way is one class in one file.
 
-Common to all ways, and not their concern, are the plan, the barrier, versions, checksums, and the control messages that
-say that a message is ready and that a peer is gone.
+Common to all ways are the plan, the barrier, versions, checksums, and the control messages that say
+that a message is ready and that a peer is gone.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  (public by its documentation)
 
 from megarl.resharding.spec import SyncSpec
-from megarl.resharding.sync_barrier import SyncBarrier
+from megarl.resharding.sync_barrier import PeerError, SyncBarrier
 from megarl.resharding.transfers.cuda import NcclTransport
-from megarl.resharding.transfers.gloo import GlooTransport
+from megarl.resharding.transfers.gloo import GlooTransfer, GlooTransport
 from megarl.weights.plan import Message
 
 Transport = GlooTransport | NcclTransport
@@ -33,11 +33,13 @@ class Connection:
     Args:
         device: device of parameters, frames and receive buffers.
         store: keys of the connection, which the ranks share.
-        control: transport of control messages, Gloo on every device, which notices that a rank is gone.
+        control: transport of control messages, Gloo on every device, which notices that a rank is
+            gone.
         wire: transport of frames; None where this rank has none, or another way brings them.
         mapped: receive buffers in this process's memory, flat uint8, by receiver.
         put: payload bytes written into receive buffers, by receiver.
-        ways: ways of this rank's messages, by whether ``RecvBufferPlan.via_network`` has their sender.
+        ways: ways of this rank's messages, by whether ``RecvBufferPlan.via_network`` has their
+            sender.
     """
 
     spec: SyncSpec
@@ -50,6 +52,7 @@ class Connection:
     mapped: dict[int, torch.Tensor] = field(default_factory=dict)
     put: Counter[int] = field(default_factory=Counter)
     ways: dict[bool, WeightTransfer] = field(default_factory=dict)
+    _notices: list[tuple[GlooTransfer, str]] = field(default_factory=list)
 
     @property
     def connected(self) -> bool:
@@ -60,6 +63,20 @@ class Connection:
         """Waits for pending work on the device, before another process reads its result."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+    def notify(self, peer: int, tag: int, numbers: Sequence[int], what: str) -> None:
+        """Sends a control message about ``what``, after pending work on the device; does not wait."""
+        self.settle()
+        self._notices.append((self.control.send(peer, tag, torch.tensor(numbers)), what))
+
+    def drain(self) -> None:
+        """Waits until all control messages have arrived; raises PeerError if a peer is gone."""
+        for transfer, what in self._notices:
+            try:
+                transfer.wait()
+            except PeerError as error:
+                raise PeerError(f"the message about {what} was not received: {error}") from error
+        self._notices.clear()
 
     def abort(self) -> None:
         """Breaks the connection: every transfer fails at once, here and at the peers."""
@@ -80,10 +97,12 @@ class Connection:
 class WeightTransfer(ABC):
     """One rank's end of a way to bring messages into the receive buffers of their receivers.
 
-    ``connect`` is called once. A sync calls ``prepare``, and ``begin`` when every rank has prepared; then, in order of
-    the buckets, ``send`` for messages that this rank sends, ``expect`` and ``receive`` for those to receive buffers
-    that it owns; then ``finish``. Any exception aborts the sync on all ranks, with its text. Nothing may wait for
-    longer than ``connection.spec.timeout_s``; ``connection.barrier.look_ahead()`` raises if another rank has aborted.
+    ``connect`` is called once. A sync calls ``prepare``, and ``begin`` when every rank has
+    prepared; then, in order of the buckets, ``send`` for messages that this rank sends, ``expect``
+    and ``receive`` for those to receive buffers that it owns; then ``finish``. Any exception aborts
+    the sync on all ranks, with its text. Nothing may wait for longer than
+    ``connection.spec.timeout_s``; ``connection.barrier.look_ahead()`` raises if another rank has
+    aborted.
     """
 
     staging_bytes = 0
@@ -100,8 +119,8 @@ class WeightTransfer(ABC):
     def send(self, message: Message, write: Write) -> int:
         """Starts to send a message.
 
-        Calls ``write`` once, with memory of the connection's device, and returns what it returns. The receiver is
-        notified afterwards.
+        Calls ``write`` once, with memory of the connection's device, and returns what it returns.
+        The receiver is notified afterwards.
         """
 
     @abstractmethod
