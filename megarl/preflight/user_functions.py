@@ -17,7 +17,7 @@ from megarl.config.problems import Problem, shown
 from megarl.config.schema import CustomFunction, RewardFunction, Section
 from megarl.config.schema.questions import columns_of_template
 from megarl.plugins import Function, check_options, resolve, suggestion
-from megarl.rewards.adapters import check_signature, columns_of, likely_adapter
+from megarl.rewards.adapters import check_signature, likely_adapter, required_columns
 from megarl.rewards.functions import RULES, TOKEN_RULES, labels
 from megarl.rewards.functions import resolve as resolve_reward
 from megarl.types import Prompt
@@ -96,7 +96,7 @@ def _columns(function: RewardFunction) -> tuple[str, tuple[str, ...]]:
     """Returns the columns of rows that a judge or a function with an adapter reads, below the setting that says so."""
     if function.name == "judge":
         return "args.template", columns_of_template(function.args["template"])
-    return "adapter", columns_of(function, resolve_reward(function.name)) if function.adapter is not None else ()
+    return "adapter", required_columns(function, resolve_reward(function.name)) if function.adapter is not None else ()
 
 
 def _problems(function: RewardFunction, where: str, *, tokenizer: bool, longest: int | None) -> Iterator[Problem]:
