@@ -37,7 +37,7 @@ def slurm(job: BatchJob, config: RunConfig, *, title: str) -> run.SlurmExecutor:
         qos=profile.qos,
         constraint=profile.constraint,
         cpus_per_task=profile.cpus_per_task,
-        partition=job.partition,
+        partition=profile.partition,
         nodes=job.nodes,
         ntasks_per_node=1,
         mem=mem,

@@ -3,56 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 from megarl.conversations.tool_calls import Schemas, find_reader
 from megarl.data.tokenizer import Message, Tokenizer
 from megarl.environments.environment import Action, ToolCall
-
-
-class ChatRenderer(Protocol):
-    """Writes chats as ids, and reads turns.
-
-    `prompt` is always all that the model has read before the turn.
-    """
-
-    def begin(self, messages: Sequence[Message] | str, tools: Schemas) -> list[int]:
-        """Returns the prompt of the first turn.
-
-        Raises:
-            TextTooLongError: the chat cannot fit into the context.
-            ValueError: the chat or the tools cannot be written.
-        """
-        ...
-
-    def read(self, token_ids: Sequence[int], finished: bool, *, prompt: Sequence[int], tools: Schemas) -> Action:
-        """Returns what the model wrote in a turn."""
-        ...
-
-    def follow(
-        self,
-        before: Sequence[Message],
-        action: Action,
-        messages: Sequence[Message] | str,
-        *,
-        prompt: Sequence[int],
-        tools: Schemas,
-    ) -> list[int] | None:
-        """Returns the ids that follow a turn, up to the start of the next one.
-
-        None where the turn was cut off, or where the whole chat, written anew, would not continue
-        what the model has read and written.
-
-        Args:
-            before: the chat up to the turn.
-            messages: messages after the turn, or a text.
-            tools: the same as before the turn.
-
-        Raises:
-            TextTooLongError: the messages cannot fit into the context.
-        """
-        ...
-
 
 _USER: Final[Message] = {"role": "user", "content": "u"}
 _MARK: Final = "\ue000turn\ue001"
@@ -60,7 +15,7 @@ _MARK: Final = "\ue000turn\ue001"
 
 
 class TemplateRenderer:
-    """The chat template of a tokenizer.
+    """Writes chats as ids with the chat template of a tokenizer, and reads turns.
 
     What the model has read is what the template writes for the chat before the turn. If what it writes
     for the whole chat begins with this and the turn, token for token of the text as sampled, then the
@@ -101,6 +56,12 @@ class TemplateRenderer:
         return self._reader is not None
 
     def begin(self, messages: Sequence[Message] | str, tools: Schemas) -> list[int]:
+        """Returns the prompt of the first turn.
+
+        Raises:
+            TextTooLongError: the chat cannot fit into the context.
+            ValueError: the chat or the tools cannot be written.
+        """
         if tools and self._reader is None and not isinstance(messages, str):
             known = "those of Hermes, Qwen and Llama 3"
             raise ValueError(f"the chat template writes calls of tools in none of the known formats, {known}")
@@ -113,6 +74,7 @@ class TemplateRenderer:
         return self._limited.chat(messages, tools=tools or None, arguments=self._arguments)
 
     def read(self, token_ids: Sequence[int], finished: bool, *, prompt: Sequence[int], tools: Schemas) -> Action:
+        """Returns what the model wrote in a turn after a prompt, which is all that it has read."""
         del prompt
         ids = tuple(token_ids)
         end = self._end(ids) if finished else ()
@@ -139,6 +101,20 @@ class TemplateRenderer:
         prompt: Sequence[int],
         tools: Schemas,
     ) -> list[int] | None:
+        """Returns the ids that follow a turn, up to the start of the next one.
+
+        None where the turn was cut off, or where the whole chat, written anew, would not continue
+        what the model has read and written.
+
+        Args:
+            before: the chat up to the turn.
+            messages: messages after the turn, or a text.
+            prompt: ids that the model has read before the turn.
+            tools: the same as before the turn.
+
+        Raises:
+            TextTooLongError: the messages cannot fit into the context.
+        """
         del prompt
         if not action.finished:
             return None

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.conversations.chat import ChatRenderer
 from megarl.conversations.conversation import Branch, Conversation
+from megarl.conversations.family_renderer import ChatRenderer
 from megarl.data.stream import stable_hash
 from megarl.data.tokenizer import Message, TextTooLongError
 from megarl.environments.environment import Action
@@ -169,7 +169,7 @@ class ChatSession:
                 self._drop_unanswered(chat)
                 return None
             chat.action = self._renderer.read(sampled.token_ids, sampled.finished, prompt=prompt, tools=chat.tools)
-        except BaseException:  # it was cancelled, or the turn cannot be read: the session may continue
+        except BaseException:  # it was canceled, or the turn cannot be read: the session may continue
             self._drop_unanswered(chat)
             raise
         finally:

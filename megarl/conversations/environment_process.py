@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.config.schema import EnvironmentSettings
-from megarl.conversations.chat import ChatRenderer
 from megarl.conversations.chat_session import ChatSession, TurnLimits
 from megarl.conversations.conversation import Branch, Conversation
 from megarl.conversations.environment_calls import EnvironmentChild, EnvironmentChildren, LostEnvironmentError
 from megarl.conversations.environment_child import Reply
-from megarl.conversations.family_renderer import find_renderer
+from megarl.conversations.family_renderer import ChatRenderer, find_renderer
 from megarl.conversations.gateway.gateway_request import GatewayConfig
 from megarl.data.packing import sample_infos
 from megarl.data.tokenizer import Message, Tokenizer, load_tokenizer
@@ -136,7 +135,7 @@ class EnvironmentProcess:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def step(self) -> bool:
-        """Does nothing: the event loop has a thread of its own."""
+        """Does nothing: the event loop runs in another thread."""
         return False
 
     @remote(phase="rollout")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Final, Literal
 
-from megarl.conversations.chat import ChatRenderer, TemplateRenderer
+from megarl.conversations.chat import TemplateRenderer
 from megarl.conversations.tool_calls import Schemas
 from megarl.data.tokenizer import Message, Tokenizer
 from megarl.environments.environment import Action, ToolCall
@@ -91,6 +91,8 @@ class FamilyRenderer:
         ids = list(bridge.token_ids)
         return ids[len(known) :] if ids[: len(known)] == known else None
 
+
+ChatRenderer = TemplateRenderer | FamilyRenderer
 
 _USER: Final[Message] = {"role": "user", "content": "1 + 1?"}
 _TOOL: Final[Mapping[str, Any]] = {

@@ -95,7 +95,7 @@ def profile_problems(profile: Profile) -> Iterator[Problem]:
         fix = "raise time, or lower grace (--grace 0 leaves the end to Slurm)"
         yield Problem(field="time", value=profile.time, rule=rule, fix=fix)
     if profile.gpu_type is not None and profile.gpu_request == "none":
-        rule = "has an effect where GPUs are asked for"
+        rule = "has an effect where GPUs are requested"
         fix = "remove it, or set gpu_request"
         yield Problem(field="gpu_type", value=profile.gpu_type, rule=rule, fix=fix)
 

@@ -34,7 +34,7 @@ _count = partial(_job, metavar="N", min=1)
 _runtime = partial(typer.Option, rich_help_panel="Where megarl is installed")
 _PROFILE = "The cluster's profile, instead of ~/.config/megarl/cluster.yaml. Options of the command line override it."
 _CONFIGS = "YAML file of the run, and settings to override. Several files are a chain of jobs."
-_GRACE = "Seconds before the time limit at which the run is told to save (up to 60 s earlier); 0 disables this."
+_GRACE = "Seconds before the time limit at which the run gets the signal to save (up to 60 s earlier); 0 disables this."
 _REQUEUE = "Start the job again when its run has saved and left, is preempted, or loses a node (default), or not."
 _GPUS = "How GPUs are requested: gpus-per-node, gres or none."
 _MOUNTS = "Directories to mount besides the working directory and run.dir; repeatable."

@@ -187,7 +187,6 @@ def _job(config: RunConfig, request: LaunchRequest, checker: Checker, earlier: t
         run_dir=run_dir,
         config=checker.workdir / submitted_as(config),
         nodes=cluster.nodes,
-        partition=checker.profile.partition,
         gpus=cluster.devices_per_node if cluster.device == "cuda" else 0,
         dependent=bool(earlier) or request.dependency is not None,
         earlier=earlier,

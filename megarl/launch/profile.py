@@ -99,7 +99,7 @@ class Profile(Section):
     time: types.TimeLimit | None = None
     """Time limit, as "04:00:00" or "2-00:00:00", in quotes; null is the partition's default."""
     grace: Natural = 60
-    """Seconds before the time limit at which the run is told to save (up to 60 s earlier); 0 disables this."""
+    """Seconds before the time limit at which the run gets the signal to save (up to 60 s earlier); 0 disables this."""
     requeue: bool = True
     """Start the job again when its run has saved and left, is preempted, or loses a node."""
     cpus_per_task: Count | None = None

@@ -27,7 +27,6 @@ class BatchJob:
         config: file of the resolved configuration.
         dependent: whether the job waits for another one.
         earlier: directories of a chain's earlier runs, which the job may read.
-        partition: names separated by commas; None for the cluster's default.
         gpus: number of GPUs of each node.
     """
 
@@ -38,7 +37,6 @@ class BatchJob:
     run_dir: Path
     config: Path
     nodes: int
-    partition: str | None
     gpus: int
     dependent: bool = False
     earlier: tuple[Path, ...] = ()

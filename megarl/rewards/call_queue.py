@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from megarl.config.schema import RewardFunction
 from megarl.errors import RunError
@@ -39,14 +39,6 @@ class FunctionCall:
     completions: Sequence[Completion]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A reply for each completion of a call, and the number of tries; a failed call has the last failure."""
-
-    replies: Sequence[Reply]
-    tries: int
-
-
 @dataclass
 class _Lane:
     """Numbers of calls that share a limit of calls in progress."""
@@ -66,7 +58,7 @@ class _Sent:
 
 
 class CallQueue:
-    """Makes calls until each has scores, or its tries or the time are used up; answers are in the calls' order.
+    """Makes calls until each has scores, or its tries or the time are used up.
 
     Sequential functions are called first, one call at a time, in order. The others' calls overlap. If the
     process ends or must be ended with several calls in progress, those that were past their limit, or all if
@@ -94,13 +86,14 @@ class CallQueue:
         self._retries = retries
         self._deadline = deadline
         late = Failure(kind="deadline", reason="no time was left of cluster.time_limits.scoring")
-        self._answers = [Answer(replies=[late] * len(call.completions), tries=0) for call in calls]
+        self._replies: list[Sequence[Reply]] = [[late] * len(call.completions) for call in calls]
+        self._tries = [0] * len(calls)
         self._sent: dict[int, _Sent] = {}
         self._alone: deque[tuple[int, _Lane]] = deque()
         self._process_reads = True
 
-    def run(self) -> list[Answer]:
-        """Makes all calls; waits for them."""
+    def run(self) -> list[tuple[Sequence[Reply], int]]:
+        """Makes all calls; returns for each a reply per completion, failures being the last ones, and its tries."""
         if not self._process.modes:
             with suppress(RunError):  # every call fails by it
                 self._process.start(self._deadline)
@@ -114,7 +107,7 @@ class CallQueue:
             lane.waiting.append(number)
         self._run([first])
         self._run(list(others.values()))
-        return self._answers
+        return list(zip(self._replies, self._tries, strict=True))
 
     def _run(self, lanes: Sequence[_Lane]) -> None:
         while time.monotonic() < self._deadline or self._sent:
@@ -135,7 +128,7 @@ class CallQueue:
     def _send(self, number: int, lane: _Lane) -> None:
         """Sends a call to the process, which is started if it does not run."""
         call = self._calls[number]
-        self._count_try(number, 1)
+        self._tries[number] += 1
         lane.busy += 1
         try:
             if not self._sent:
@@ -152,10 +145,6 @@ class CallQueue:
             self._process.send((number, call.function, call.completions, seconds), until - time.monotonic())
         except OSError:  # the process has ended or hangs, which is noticed when its answers are received
             self._process_reads = False
-
-    def _count_try(self, number: int, change: int) -> None:
-        answer = self._answers[number]
-        self._answers[number] = replace(answer, tries=answer.tries + change)
 
     def _receive(self) -> None:
         """Waits for an answer; ends the process if a call is past its limit."""
@@ -188,7 +177,7 @@ class CallQueue:
                 lane = self._sent.pop(number).lane
                 lane.busy -= 1
                 lane.waiting.appendleft(number)
-                self._count_try(number, -1)
+                self._tries[number] -= 1
 
     def _settle(self, number: int, replies: Sequence[Reply] | Failure, *, alone: bool = False) -> None:
         """Keeps the replies to a call; a failed one waits for its next try, the first or `alone`."""
@@ -196,8 +185,9 @@ class CallQueue:
         lane.busy -= 1
         if isinstance(replies, Failure):
             replies = [replies] * len(self._calls[number].completions)
-        answer = self._answers[number] = replace(self._answers[number], replies=replies)
-        if answer.tries <= self._retries and all(isinstance(reply, Failure) for reply in replies):
+        self._replies[number] = replies
+        failed = all(isinstance(reply, Failure) for reply in replies)
+        if failed and self._tries[number] <= self._retries:
             if alone:
                 self._alone.appendleft((number, lane))
             else:

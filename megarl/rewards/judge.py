@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megarl.rewards.functions import Completion
 
 JUDGE_MODEL: Final = "judge_model"
-"""Name of the run's own judge among the rewards."""
+"""Name of `reward.judge_model` among the rewards."""
 _FIRST_WAIT_S = 0.5
 _RETRIED: Final = (408, 409, 429)
 """HTTP statuses to retry, besides 5xx (as OpenAI's client)."""

@@ -95,11 +95,11 @@ class RuleScorer:
             deadline=deadline,
         )
         unscored: dict[tuple[str, str], Unscored] = {}
-        for unit, answer in zip(units, queue.run(), strict=True):
-            for entry, reply in enumerate(answer.replies):
+        for unit, (replies, tries) in zip(units, queue.run(), strict=True):
+            for entry, reply in enumerate(replies):
                 if isinstance(reply, Failure):
                     prompt_id = unit.call.completions[entry].prompt_id
-                    failed = Unscored(prompt_id=prompt_id, failure=reply, calls=answer.tries)
+                    failed = Unscored(prompt_id=prompt_id, failure=reply, calls=tries)
                     unscored.setdefault((unit.name, reply.kind), failed)
                 else:
                     key, rows = unit.rows[entry]

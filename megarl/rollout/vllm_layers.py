@@ -24,7 +24,7 @@ _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, Unquantized
 
 
 class Layer:
-    """A module with its own parameters, and those of them that have arrived.
+    """A module with its direct parameters, and those of them that have arrived.
 
     Args:
         infos: parameters as they are loaded, before any packing.

@@ -1,4 +1,4 @@
-"""The HTTP server by which a harness talks to the model, in the protocols of OpenAI and Anthropic."""
+"""The HTTP server between a harness and the model, in the protocols of OpenAI and Anthropic."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from megarl.conversations.gateway.gateway_request import (
     RequestFields,
     assistant_message,
     text_of,
-    tool_schema,
     whole_chat,
 )
 from megarl.data.tokenizer import Message
@@ -36,19 +35,14 @@ def read_messages(fields: RequestFields) -> GatewayRequest:
         chat.append({"role": "system", "content": text_of(system, "system")})
     for index, item in enumerate(fields.take_items("messages")):
         chat += _messages(fields, item, f"messages[{index}]")
-    tools: list[Mapping[str, Any]] = []
-    for index, tool in enumerate(fields.take_items("tools")):
-        where = f"tools[{index}]"
-        if tool.get("type", "custom") != "custom":
-            raise GatewayError(f"{where}.type = {tool['type']!r}: this endpoint runs no tools of its own")
-        tools.append(tool_schema(tool, "input_schema", where))
+    tools = fields.take_tools("custom", "input_schema")
     max_tokens = fields.take_count("max_tokens")
     if max_tokens is None:
         raise GatewayError("max_tokens is missing")
     stream = fields.take("stream", bool, False)
     fields.accept_only(_NEUTRAL)
     fields.end("metadata")
-    return GatewayRequest(messages=whole_chat(chat), tools=tuple(tools), max_tokens=max_tokens, stream=stream)
+    return GatewayRequest(messages=whole_chat(chat), tools=tools, max_tokens=max_tokens, stream=stream)
 
 
 def _messages(fields: RequestFields, item: Mapping[str, Any], where: str) -> Iterator[Message]:

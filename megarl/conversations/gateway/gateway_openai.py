@@ -14,7 +14,6 @@ from megarl.conversations.gateway.gateway_request import (
     RequestFields,
     assistant_message,
     text_of,
-    tool_schema,
     whole_chat,
 )
 from megarl.data.tokenizer import Message
@@ -39,16 +38,10 @@ def read_chat(fields: RequestFields) -> GatewayRequest:
     messages: list[Message] = []
     for index, item in enumerate(fields.take_items("messages")):
         messages.append(_message(fields, item, f"messages[{index}]"))
-    tools: list[Mapping[str, Any]] = []
-    for index, tool in enumerate(fields.take_items("tools")):
-        where = f"tools[{index}]"
-        function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict):
-            raise GatewayError(f"{where}: only tools of the type function can be offered")
-        tools.append(tool_schema(function, "parameters", where))
+    tools = fields.take_tools("function", "parameters")
     fields.accept_only({**_NEUTRAL_CHAT, "tool_choice": ("auto",) if tools else ("auto", "none")})
     logprobs = fields.take("logprobs", bool, False)
-    return _read_common(fields, messages=whole_chat(messages), tools=tuple(tools), logprobs=logprobs)
+    return _read_common(fields, messages=whole_chat(messages), tools=tools, logprobs=logprobs)
 
 
 def read_completion(fields: RequestFields) -> GatewayRequest:

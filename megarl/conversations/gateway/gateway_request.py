@@ -1,4 +1,4 @@
-"""What clients ask a gateway for, in any protocol; what cannot be honoured exactly is refused in words."""
+"""What clients ask a gateway for, in any protocol; what cannot be honored exactly is refused in words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 
 
 class GatewayError(Exception):
-    """A request that is not honoured; the message says why."""
+    """A request that is not honored; the message says why."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -164,13 +164,31 @@ class RequestFields:
                 raise GatewayError(f"{name}[{index}] must be an object, not {item!r:.80}")
         return items
 
+    def take_tools(self, kind: str, parameters: str) -> tuple[Mapping[str, Any], ...]:
+        """Returns the offered tools, all of one type, for chat templates.
+
+        Args:
+            parameters: the protocol's key of the arguments' schema.
+        """
+        tools: list[Mapping[str, Any]] = []
+        for index, tool in enumerate(self.take_items("tools")):
+            where = f"tools[{index}]"
+            found = tool.get("type", "custom")
+            if found != kind:
+                raise GatewayError(f"{where}.type = {found!r:.80}: only tools of the type {kind} can be offered")
+            function: Any = tool.get("function", tool)  # Chat Completions has the rest in it
+            if not isinstance(function, dict):
+                raise GatewayError(f"{where}.function must be an object, not {function!r:.80}")
+            tools.append(_tool_schema(function, parameters, where))
+        return tuple(tools)
+
     def accept_only(self, accepted: Mapping[str, Sequence[Any]]) -> None:
         """Refuses fields whose values are not among those that change nothing."""
         for name, values in accepted.items():
             value = self.remaining.pop(name, None)
             if value is not None and value not in values:
                 rule = " or ".join([*map(repr, values), "absent"])
-                why = "this endpoint cannot honour it"
+                why = "this endpoint cannot honor it"
                 raise GatewayError(f"{name} = {value!r:.80}: {why}; it must be {rule}")
 
     def end(self, *ignored: str) -> None:
@@ -182,7 +200,7 @@ class RequestFields:
             self._refuse_sampling(name, value, "the run samples otherwise")
         names = [name for name in self.remaining if name not in ignored]
         if names:
-            why = "this endpoint does not know how to honour that; leave it out"
+            why = "this endpoint does not know how to honor that; leave it out"
             raise GatewayError(f"{', '.join(names)}: {why}")
 
     def _refuse_sampling(self, name: str, value: object, rule: str) -> None:
@@ -236,8 +254,7 @@ def assistant_message(content: str, thoughts: str | None, calls: Sequence[Mappin
     return message
 
 
-def tool_schema(tool: Mapping[str, Any], parameters: str, where: str) -> Mapping[str, Any]:
-    """Returns a tool for chat templates; `parameters` is the client's key of the arguments' schema."""
+def _tool_schema(tool: Mapping[str, Any], parameters: str, where: str) -> Mapping[str, Any]:
     name = tool.get("name")
     schema = tool.get(parameters)
     if not isinstance(name, str) or not isinstance(schema, dict | None):

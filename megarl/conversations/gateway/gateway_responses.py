@@ -13,7 +13,6 @@ from megarl.conversations.gateway.gateway_request import (
     RequestFields,
     assistant_message,
     text_of,
-    tool_schema,
     whole_chat,
 )
 from megarl.data.tokenizer import Message
@@ -41,17 +40,12 @@ def read_response(fields: RequestFields) -> GatewayRequest:
         chat.append({"role": "user", "content": fields.remaining.pop("input")})
     else:
         chat += _messages(fields, fields.take_items("input"))
-    tools: list[Mapping[str, Any]] = []
-    for index, tool in enumerate(fields.take_items("tools")):
-        where = f"tools[{index}]"
-        if tool.get("type") != "function":
-            raise GatewayError(f"{where}.type = {tool.get('type')!r:.80}: only tools of the type function")
-        tools.append(tool_schema(tool, "parameters", where))
+    tools = fields.take_tools("function", "parameters")
     max_tokens = fields.take_count("max_output_tokens")
     stream = fields.take("stream", bool, False)
     fields.accept_only({**_NEUTRAL, "tool_choice": ("auto",) if tools else ("auto", "none")})
     fields.end(*_IGNORED, "stream_options")
-    return GatewayRequest(messages=whole_chat(chat), tools=tuple(tools), max_tokens=max_tokens, stream=stream)
+    return GatewayRequest(messages=whole_chat(chat), tools=tools, max_tokens=max_tokens, stream=stream)
 
 
 def _messages(fields: RequestFields, items: list[dict[str, Any]]) -> Iterator[Message]:

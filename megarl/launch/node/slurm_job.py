@@ -108,7 +108,7 @@ def missing_gpus(wanted: int, environment: Mapping[str, str], devices: Path = Pa
         found = f"{count}, as {_VISIBLE}={visible}"
     if count >= wanted:
         return None
-    fix = f"ask for them, as with --gpus-per-node={wanted}"
+    fix = f"request them, as with --gpus-per-node={wanted}"
     return f"it has {found}, and cluster.devices_per_node is {wanted}: {fix}"
 
 
