@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import nemo_run as run
@@ -20,23 +21,30 @@ _END = "END OF THE CONFIGURATION"
 def slurm(job: BatchJob, config: RunConfig, *, title: str) -> run.SlurmExecutor:
     """Returns the executor of a cluster."""
     profile = job.profile
-    place = profile.nemo_run.tunnel
+    ssh = profile.nemo_run.tunnel
     tunnel = run.LocalTunnel(job_dir="")
-    if isinstance(place, SSH):
-        tunnel = run.SSHTunnel(host=place.host, user=place.user, job_dir=place.job_dir, identity=place.identity)
-    pyxis = profile.runtime if isinstance(profile.runtime, Pyxis) else None
+    if isinstance(ssh, SSH):
+        tunnel = run.SSHTunnel(host=ssh.host, user=ssh.user, job_dir=ssh.job_dir, identity=ssh.identity)
+    optional: dict[str, Any] = {"account": profile.account, "time": profile.time}
+    if isinstance(profile.runtime, Pyxis):
+        optional["container_image"] = profile.runtime.image
+        optional["container_mounts"] = list(job.mounts)
+        optional["container_env"] = list(profile.env)
+    mem = profile.mem
+    if mem is None and profile.exclusive:
+        mem = "0"
     return run.SlurmExecutor(
-        **{name: getattr(profile, name) for name in ("account", "qos", "constraint", "time", "cpus_per_task")},
-        partition=job.partition,
+        qos=profile.qos,
+        constraint=profile.constraint,
+        cpus_per_task=profile.cpus_per_task,
+        partition=profile.partition,
         nodes=job.nodes,
         ntasks_per_node=1,
-        mem=profile.mem or ("0" if profile.exclusive else None),
+        mem=mem,
         exclusive=profile.exclusive or None,
         signal=f"USR1@{profile.grace}" if profile.grace else None,
-        additional_parameters=dict(_sbatch(job)),
-        container_image=pyxis and pyxis.image,
-        container_mounts=list(job.mounts) if pyxis else [],
-        container_env=list(profile.env) if pyxis else None,
+        additional_parameters=_sbatch(job),
+        **optional,
         # These come after NeMo-Run's own options and override two that would kill the nodes before they clean up.
         srun_args=list(job.srun),
         # Not env_vars: NeMo-Run writes their names in capitals and their values without quotes.
@@ -49,26 +57,38 @@ def slurm(job: BatchJob, config: RunConfig, *, title: str) -> run.SlurmExecutor:
     )
 
 
-def _sbatch(job: BatchJob) -> Iterator[tuple[str, str | bool]]:
-    """Yields the options of sbatch for which the executor has no field, or one without types of GPUs."""
+def _sbatch(job: BatchJob) -> dict[str, str | bool]:
+    """Returns the options of sbatch for which the executor has no field, or one without types of GPUs."""
     profile = job.profile
-    count = job.gpus
-    gpus = f"{profile.gpu_type}:{count}" if profile.gpu_type else str(count)
-    if count and profile.gpu_request != "none":
-        yield ("gpus_per_node", gpus) if profile.gpu_request == "gpus-per-node" else ("gres", f"gpu:{gpus}")
+    options: dict[str, str | bool] = {}
+    gpus = str(job.gpus)
+    if profile.gpu_type:
+        gpus = f"{profile.gpu_type}:{gpus}"
+    if job.gpus and profile.gpu_request == "gpus-per-node":
+        options["gpus_per_node"] = gpus
+    elif job.gpus and profile.gpu_request == "gres":
+        options["gres"] = f"gpu:{gpus}"
     # A job whose dependency failed is removed; NeMo-Run would wait for it forever.
-    yield "kill_on_invalid_dep", "yes"
+    options["kill_on_invalid_dep"] = "yes"
     if profile.reservation:
-        yield "reservation", profile.reservation
+        options["reservation"] = profile.reservation
     for option in profile.sbatch:
         name, equals, value = option.removeprefix("--").partition("=")
-        yield name.replace("-", "_"), value if equals else True
+        options[name.replace("-", "_")] = value if equals else True
+    return options
 
 
 def local_script(job: BatchJob, config: RunConfig, *, name: str, after: Sequence[str]) -> str:
     """Returns the script of a local task, which runs only if the tasks in `after` have succeeded."""
-    values = {"config": as_yaml(config), "name": name, "after": after, "end": _END, "python": local_python(job)}
-    return render("local.sh.j2", job=job, **values)
+    return render(
+        "local.sh.j2",
+        job=job,
+        config=as_yaml(config),
+        name=name,
+        after=after,
+        end=_END,
+        python=local_python(job),
+    )
 
 
 def local_python(job: BatchJob) -> str:
@@ -78,7 +98,8 @@ def local_python(job: BatchJob) -> str:
 
 def render(template: str, /, *, job: BatchJob, **values: object) -> str:
     """Renders a script from a template."""
-    os.umask(mask := os.umask(0o077))
-    own = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
-    known = {"job": job, "profile": job.profile, "runtime": job.profile.runtime, "umask": f"{mask:04o}"}
-    return templates(own).get_template(template).render(**known, **values)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    profile = job.profile
+    found = templates(jinja2.FileSystemLoader(Path(__file__).parent / "templates")).get_template(template)
+    return found.render(job=job, profile=profile, runtime=profile.runtime, umask=f"{mask:04o}", **values)

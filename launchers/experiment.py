@@ -47,15 +47,18 @@ def show(title: str, tasks: Sequence[ExperimentTask]) -> None:
             experiment.dryrun(log=False, delete_exp_dir=False)
         directory = Path(experiment.jobs[0].executor.job_dir).parent
         for task in tasks:
-            files = (directory / f"{task.name}_sbatch.sh", directory / task.name / "scripts" / f"{task.name}.sh")
             after = f", after {', '.join(task.after)}" if task.after else ""
-            for file in (file for file in files if file.exists()):
-                text = file.read_text(encoding="utf-8").rstrip()
-                print(f"# ---- {file.relative_to(directory)}{after}", text, sep="\n")
+            for name in (f"{task.name}_sbatch.sh", f"{task.name}/scripts/{task.name}.sh"):
+                if (directory / name).exists():
+                    print(f"# ---- {name}{after}")
+                    print((directory / name).read_text(encoding="utf-8").rstrip())
 
 
 def start(title: str, tasks: Sequence[ExperimentTask], *, detach: bool) -> int:
-    """Runs an experiment; returns 1 if a task fails. On a cluster, `detach` returns once the jobs are submitted."""
+    """Runs an experiment; returns 1 if a task fails.
+
+    On a cluster, `detach` returns once the jobs are submitted.
+    """
     os.umask(_PRIVATE)
     experiment = run.Experiment(title, log_level="WARN")
     executor = tasks[0].executor
@@ -127,38 +130,46 @@ def _submit(
     except UnexpectedExit as error:
         message = f"refused: {error.result.command}\n{error.result.stderr.strip()}"
     except _LOST as error:
-        place = f"{tunnel.user}@{tunnel.host}" if isinstance(tunnel, run.SSHTunnel) else "this machine"
+        place = "this machine"
+        if isinstance(tunnel, run.SSHTunnel):
+            place = f"{tunnel.user}@{tunnel.host}"
         message = f"submitting from {place} failed: {_cause(error)}"
     else:
         return True
     print(message, file=sys.stderr)
     numbers = [parse_app_handle(job.handle).app_id for job in experiment.jobs if job.handle]
     if numbers:
-        print(f"submitted before it: {', '.join(numbers)}; to cancel: scancel {' '.join(numbers)}", file=sys.stderr)
+        cancel = f"scancel {' '.join(numbers)}"
+        print(f"submitted before it: {', '.join(numbers)}; to cancel: {cancel}", file=sys.stderr)
     return False
 
 
 def _report(experiment: run.Experiment, tasks: Sequence[ExperimentTask]) -> int:
     """Prints which tasks have not succeeded, and where to look; returns the exit code."""
     jobs = {job.id: job for job in experiment.jobs}
-    failed = [task for task in tasks if jobs[task.name].state.name != _SUCCEEDED]
-    for task in failed:
-        remote = isinstance(task.executor, run.SlurmExecutor) and isinstance(task.executor.tunnel, run.SSHTunnel)
+    failed = 0
+    for task in tasks:
+        state = jobs[task.name].state.name
+        if state == _SUCCEEDED:
+            continue
+        failed = 1
         where = "its run has not started"
-        if remote or os.path.exists(task.run_dir):
+        tunnel = getattr(task.executor, "tunnel", None)
+        if isinstance(tunnel, run.SSHTunnel) or os.path.exists(task.run_dir):
             where = f"see megarl status {shlex.quote(task.run_dir)}"
         else:
-            # torchx may end before it has shown what a task printed last (schedulers/local_scheduler.py, LogIterator).
+            # torchx may end before it shows the last output (schedulers/local_scheduler.py, LogIterator).
             output = next(Path(jobs[task.name].executor.job_dir).rglob("combined.log"), None)
             if output is not None:
                 where += f"; see {output}"
-        print(f"{task.name}: {jobs[task.name].state.name}; {where}", file=sys.stderr)
-    return 1 if failed else 0
+        print(f"{task.name}: {state}; {where}", file=sys.stderr)
+    return failed
 
 
 def _cause(error: BaseException) -> str:
     """Returns in one line why a connection was lost."""
     if isinstance(error, ThreadException):  # raised for the threads that copy a command's output
         error = error.exceptions[0].value
-    said = "the login was refused" if isinstance(error, SystemExit) else " ".join(str(error).split())
-    return said or type(error).__name__
+    if isinstance(error, SystemExit):
+        return "the login was refused"
+    return " ".join(str(error).split()) or type(error).__name__

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from launchers.submission import make_app
 
-import typer
-
-from launchers.submission import run_script, script
-
-_CONFIG = typer.Argument(
-    metavar="CONFIG [KEY.PATH=VALUE]...", show_default=False, help="YAML file of the run, and settings to override."
-)
-
-
-@script()
-def main(arguments: Annotated[list[str], _CONFIG]) -> None:
-    """Run CONFIG as an experiment of NeMo-Run, here or on a cluster."""
-
+app = make_app("Run CONFIG as an experiment of NeMo-Run, here or on a cluster.", chain=False)
 
 if __name__ == "__main__":
-    run_script(main)
+    app()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import nemo_run as run
 import typer
@@ -27,89 +26,86 @@ from megarl.launch.profile import SSH, Profile, Pyxis
 from megarl.launch.render import BatchJob
 from megarl.launch.request import LaunchMode, LaunchRequest, split_arguments
 
-_MOUNTED = "/nemo_run"  # NeMo-Run replaces it by the directory of a task, everywhere in a job without a container
+_MOUNTED = "/nemo_run"
+"""NeMo-Run replaces it by the directory of a task, everywhere in a job without a container."""
 _ENVIRONMENT = Path(".venv/bin/python")  # the interpreter of make setup
 _HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None and 'it has no torch')"
 
-_EXECUTOR = "Where the tasks run: on this machine, or on the profile's cluster."
+_CONFIGS = typer.Argument(
+    metavar="CONFIG... [KEY.PATH=VALUE]...",
+    show_default=False,
+    help="YAML file of the run, or of each run in their order, and settings to override in all of them.",
+)
+_EXECUTOR = typer.Option(help="Where the tasks run: on this machine, or on the profile's cluster.")
+_NAME = typer.Option(help="Name of the experiment; default: that of the last run.dir.")
+_DRY_RUN = typer.Option("--dry-run", help="Show the scripts; write and submit nothing.")
+_DETACH = typer.Option("--detach", help="Return once the jobs are submitted.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScriptOptions:
-    """The options of every script."""
-
-    executor: Annotated[Literal["local", "slurm"], typer.Option(help=_EXECUTOR)] = "local"
-    profile: ProfileOption = None
-    name: Annotated[str | None, typer.Option(help="Name of the experiment; default: that of the last run.dir.")] = None
-    nodes: Nodes = None
-    gpus_per_node: GPUsPerNode = None
-    time: Time = None
-    partition: Partition = None
-    account: Account = None
-    python: Python = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the scripts; write and submit nothing.")] = False
-    detach: Annotated[bool, typer.Option("--detach", help="Return once the jobs are submitted.")] = False
-
-
-def script(*, chain: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a function that declares a script's own parameters the script's command, with `ScriptOptions` added."""
-
-    def decorate(own: Callable[..., None]) -> Callable[..., None]:
-        def main(**given: Any) -> None:
-            options = ScriptOptions(**{field.name: given.pop(field.name) for field in fields(ScriptOptions)})
-            raise typer.Exit(launch(_request(options, **given), chain=chain, detach=options.detach))
-
-        declared = (inspect.signature(part, eval_str=True).parameters.values() for part in (own, ScriptOptions))
-        parameters = [parameter for part in declared for parameter in part]
-        main.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
-        main.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        main.__doc__ = own.__doc__
-        return main
-
-    return decorate
-
-
-def run_script(main: Callable[..., None]) -> None:
-    """Runs a script's command."""
+def make_app(description: str, *, chain: bool) -> typer.Typer:
+    """Returns the command of a script; a chain has several runs, which follow each other."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(main)
-    app()
 
+    @app.command(help=description)
+    def main(
+        arguments: Annotated[list[str], _CONFIGS],
+        executor: Annotated[Literal["local", "slurm"], _EXECUTOR] = "local",
+        profile: ProfileOption = None,
+        name: Annotated[str | None, _NAME] = None,
+        nodes: Nodes = None,
+        gpus_per_node: GPUsPerNode = None,
+        time: Time = None,
+        partition: Partition = None,
+        account: Account = None,
+        python: Python = None,
+        dry_run: Annotated[bool, _DRY_RUN] = False,
+        detach: Annotated[bool, _DETACH] = False,
+    ) -> None:
+        configs, overrides = split_arguments(arguments)
+        runtime = python and {"python": python}
+        settings = {"time": time, "partition": partition, "account": account, "runtime": runtime}
+        request = LaunchRequest(
+            configs=configs,
+            overrides=overrides,
+            profile=profile,
+            settings={name: value for name, value in settings.items() if value is not None},
+            nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            job_name=name,
+            dry_run=dry_run,
+            mode=LaunchMode.LOCAL if executor == "local" else LaunchMode.TUNNEL,
+        )
+        raise typer.Exit(launch(request, chain=chain, detach=detach))
 
-def _request(options: ScriptOptions, arguments: Sequence[str]) -> LaunchRequest:
-    configs, overrides = split_arguments(arguments)
-    runtime = options.python and {"python": options.python}
-    settings = {"time": options.time, "partition": options.partition, "account": options.account, "runtime": runtime}
-    return LaunchRequest(
-        configs=configs,
-        overrides=overrides,
-        profile=options.profile,
-        settings={name: value for name, value in settings.items() if value is not None},
-        nodes=options.nodes,
-        gpus_per_node=options.gpus_per_node,
-        job_name=options.name,
-        dry_run=options.dry_run,
-        mode=LaunchMode.LOCAL if options.executor == "local" else LaunchMode.TUNNEL,
-    )
+    return app
 
 
 def launch(request: LaunchRequest, *, chain: bool, detach: bool) -> int:
-    """Shows or runs an experiment; returns 2 for a mistake, before anything is written, and 1 if a task fails."""
+    """Shows or runs an experiment.
+
+    Returns:
+        2 for a mistake, before anything is written; 1 if a task fails; else 0.
+    """
+    errors: list[ValueError] = []
     problems = list(_contradictions(request, chain, detach))
-    local = request.mode is LaunchMode.LOCAL
-    errors = [str(ConfigError(problems, "command line"))] if problems else []
+    if problems:
+        errors.append(ConfigError(problems, "command line"))
+    if not chain:
+        request = replace(request, configs=request.configs[:1])
     try:
-        planned = plan(request if chain else replace(request, configs=request.configs[:1]))
+        planned, remarks = plan(request)
+        first = planned[0].job
         title = request.job_name or re.sub(r"[^A-Za-z0-9._-]+", "-", planned[-1].job.name)
         tasks = list(_tasks(planned, request, title))
-        problems = list(_nemo_run_problems(planned[0].job, tasks, local=local))
-        errors += [str(ConfigError(problems, "NeMo-Run"))] if problems else []
+        problems = list(_nemo_run_problems(first, tasks, local=request.mode is LaunchMode.LOCAL))
+        if problems:
+            errors.append(ConfigError(problems, "NeMo-Run"))
     except RefusedError as error:
-        errors.append(str(error))
+        errors.append(error)
     if errors:
         print(*errors, sep="\n", file=sys.stderr)
         return 2
-    for remark in (remark for each in planned for remark in each.remarks):
+    for remark in remarks:
         print(remark, file=sys.stderr)
     if request.dry_run:
         show(title, tasks)
@@ -123,14 +119,18 @@ def _contradictions(request: LaunchRequest, chain: bool, detach: bool) -> Iterat
         fix = "run several, one after the other, with launchers.pipeline"
         yield Problem(field="CONFIG", value=shown(value), rule="one configuration", fix=fix)
     if request.mode is LaunchMode.LOCAL:
-        alone = {name: str(value) for name, value in request.settings.items() if name != "runtime"}
-        for name, value in {**alone, **({"detach": "given"} if detach else {})}.items():
+        ineffective = dict(request.settings)
+        ineffective.pop("runtime", None)
+        if detach:
+            ineffective["detach"] = "given"
+        for name, value in ineffective.items():
             rule = "has an effect with --executor slurm alone"
             fix = "remove it, or add --executor slurm"
-            yield Problem(field=f"--{name}", value=value, rule=rule, fix=fix)
-    if request.job_name is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", request.job_name):
+            yield Problem(field=f"--{name}", value=str(value), rule=rule, fix=fix)
+    name = request.job_name
+    if name is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", name):
         rule = "letters, digits, dots, dashes and underscores, as it names directories and jobs"
-        yield Problem(field="--name", value=repr(request.job_name), rule=rule, fix="choose another one")
+        yield Problem(field="--name", value=repr(name), rule=rule, fix="choose another one")
 
 
 def _tasks(planned: Sequence[PlannedJob], request: LaunchRequest, title: str) -> Iterator[ExperimentTask]:
@@ -140,16 +140,18 @@ def _tasks(planned: Sequence[PlannedJob], request: LaunchRequest, title: str) ->
     for each in planned:
         job = each.job
         config = each.config
-        stages.append(config.stage)
-        count = stages.count(config.stage)
-        name = config.stage if count == 1 else f"{config.stage}-{count}"
+        name = config.stage
+        stages.append(name)
+        if stages.count(name) > 1:
+            name += f"-{stages.count(name)}"
         if request.mode is LaunchMode.LOCAL:
             text = executors.local_script(job, config, name=name, after=after)
             executor = run.LocalExecutor(env_vars=dict(job.profile.env))
         else:
             text = executors.render("task.sh.j2", job=job)
             executor = executors.slurm(job, config, title=title)
-        yield ExperimentTask(name=name, script=text, executor=executor, after=after, run_dir=str(job.run_dir))
+        run_dir = str(job.run_dir)
+        yield ExperimentTask(name=name, script=text, executor=executor, after=after, run_dir=run_dir)
         after = (name,)
 
 
@@ -157,28 +159,35 @@ def _nemo_run_problems(job: BatchJob, tasks: Sequence[ExperimentTask], *, local:
     """Finds what NeMo-Run, or the interpreter of the runs, cannot do."""
     home = get_nemorun_home()
     profile = job.profile
-    if error := write_error(Path(home)):
+    error = write_error(Path(home))
+    if error is not None:
         rule = f"can be written ({error.strerror})"
         fix = "set it to a directory that you can write"
         yield Problem(field="NEMORUN_HOME", value=home, rule=rule, fix=fix)
     python = executors.local_python(job) if local else job.python
     # Other interpreters cannot be checked here: they may exist on the nodes alone, or depend on setup.
-    if (python == sys.executable or (local and not profile.setup)) and (why := _broken(python, profile.env)):
-        visible = (local or not isinstance(profile.nemo_run.tunnel, SSH)) and _ENVIRONMENT.exists()
-        fix = f"give --python {_ENVIRONMENT}" if visible else "name that of another environment"
-        yield Problem(field="--python", value=python, rule=f"an interpreter that can run megarl; {why}", fix=fix)
+    if python == sys.executable or (local and not profile.setup):
+        yield from _python_problems(python, profile, local=local)
     if not local:
         yield from _cluster_problems(home, profile, tasks)
 
 
-def _broken(python: str, env: Mapping[str, str]) -> str:
-    """Returns why an interpreter cannot run megarl, or an empty text."""
-    command = [python, "-c", _HAS_TORCH]
+def _python_problems(python: str, profile: Profile, *, local: bool) -> Iterator[Problem]:
+    """Reports an interpreter that cannot run megarl."""
+    env = {**os.environ, **profile.env}
     try:
-        done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False)
+        done = subprocess.run([python, "-c", _HAS_TORCH], env=env, capture_output=True, text=True)
+        if done.returncode == 0:
+            return
+        why = " ".join(done.stderr.split()) or f"it ends with {done.returncode}"
     except OSError as error:
-        return f"it cannot be started ({error.strerror})"
-    return " ".join(done.stderr.split()) or f"it ends with {done.returncode}" if done.returncode else ""
+        why = f"it cannot be started ({error.strerror})"
+    fix = "name that of another environment"
+    visible = local or not isinstance(profile.nemo_run.tunnel, SSH)
+    if visible and _ENVIRONMENT.exists():
+        fix = f"give --python {_ENVIRONMENT}"
+    rule = f"an interpreter that can run megarl; {why}"
+    yield Problem(field="--python", value=python, rule=rule, fix=fix)
 
 
 def _cluster_problems(home: str, profile: Profile, tasks: Sequence[ExperimentTask]) -> Iterator[Problem]:
@@ -187,8 +196,14 @@ def _cluster_problems(home: str, profile: Profile, tasks: Sequence[ExperimentTas
         rule = "without spaces and commas, which NeMo-Run does not quote"
         fix = "choose another directory"
         yield Problem(field="NEMORUN_HOME", value=repr(home), rule=rule, fix=fix)
-    texts = {"NEMORUN_HOME": home, **{task.name: f"{task.script}{task.executor}" for task in tasks}}
-    for name, text in () if isinstance(profile.runtime, Pyxis) else texts.items():
-        if found := re.search(rf"\S*{_MOUNTED}\S*", text):
+    if isinstance(profile.runtime, Pyxis):
+        return
+    texts = {"NEMORUN_HOME": home}
+    for task in tasks:
+        texts[task.name] = f"{task.script}{task.executor}"
+    for name, text in texts.items():
+        found = re.search(rf"\S*{_MOUNTED}\S*", text)
+        if found is not None:
             rule = f"nowhere {_MOUNTED}: NeMo-Run puts the directory of the task in its place"
-            yield Problem(field=name, value=found.group(), rule=rule, fix="choose other names of directories")
+            fix = "choose other names of directories"
+            yield Problem(field=name, value=found.group(), rule=rule, fix=fix)

@@ -63,9 +63,7 @@ def test_help_is_complete_on_a_narrow_terminal(path: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("script", ["ppo", "pipeline"])
 def test_help_of_launch_is_complete_on_a_narrow_terminal(script: str) -> None:
     pytest.importorskip("nemo_run")
-    launcher = typer.Typer(add_completion=False)
-    launcher.command()(import_module(f"launchers.{script}").main)
-    assert "…" not in helped(launcher)
+    assert "…" not in helped(import_module(f"launchers.{script}").app)
 
 
 def helped(command: typer.Typer, *path: str) -> str:

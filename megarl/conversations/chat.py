@@ -3,56 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 from megarl.conversations.tool_calls import Schemas, find_reader
 from megarl.data.tokenizer import Message, Tokenizer
 from megarl.environments.environment import Action, ToolCall
-
-
-class ChatRenderer(Protocol):
-    """Writes chats as ids, and reads turns.
-
-    `prompt` is always all that the model has read before the turn.
-    """
-
-    def begin(self, messages: Sequence[Message] | str, tools: Schemas) -> list[int]:
-        """Returns the prompt of the first turn.
-
-        Raises:
-            TextTooLongError: the chat cannot fit into the context.
-            ValueError: the chat or the tools cannot be written.
-        """
-        ...
-
-    def read(self, token_ids: Sequence[int], finished: bool, *, prompt: Sequence[int], tools: Schemas) -> Action:
-        """Returns what the model wrote in a turn."""
-        ...
-
-    def follow(
-        self,
-        before: Sequence[Message],
-        action: Action,
-        messages: Sequence[Message] | str,
-        *,
-        prompt: Sequence[int],
-        tools: Schemas,
-    ) -> list[int] | None:
-        """Returns the ids that follow a turn, up to the start of the next one.
-
-        None where the turn was cut off, or where the whole chat, written anew, would not continue what the model has
-        read and written.
-
-        Args:
-            before: the chat up to the turn.
-            messages: after the turn.
-            tools: the same as before the turn.
-
-        Raises:
-            TextTooLongError: the messages cannot fit into the context.
-        """
-        ...
-
 
 _USER: Final[Message] = {"role": "user", "content": "u"}
 _MARK: Final = "\ue000turn\ue001"
@@ -60,18 +15,18 @@ _MARK: Final = "\ue000turn\ue001"
 
 
 class TemplateRenderer:
-    """The chat template of a tokenizer.
+    """Writes chats as ids with the chat template of a tokenizer, and reads turns.
 
-    What the model has read is what the template writes for the chat before the turn. If what it writes for the whole
-    chat begins with this and the turn, token for token of the text as sampled, then the rest follows the turn, and is
-    what the model has to read next. By induction the ids are then the template's text of the whole chat.
+    What the model has read is what the template writes for the chat before the turn. If what it writes
+    for the whole chat begins with this and the turn, token for token of the text as sampled, then the
+    rest is what the model has to read next. By induction the ids are the template's text of the whole chat.
 
-    A template may write a turn in another way than it was sampled: without thoughts, without white space at its end,
-    with other JSON. With the history `sampled`, the ids are kept all the same, if what follows the turn does not depend
-    on it: the template writes the same after another turn of another chat.
+    A template may write a turn in another way than it was sampled: without thoughts or white space at its
+    end, with other JSON. With the history `sampled`, the ids are kept all the same if what follows the turn
+    does not depend on it: the template writes the same after another turn of another chat.
 
     Args:
-        arguments: of the chat template.
+        arguments: arguments of the chat template.
         ends: ids that end turns, besides the end token of the tokenizer.
         context: tokens of a chat; texts that cannot fit raise TextTooLongError.
     """
@@ -94,13 +49,19 @@ class TemplateRenderer:
         self._reader = find_reader(self._written)
         start = self._written([_USER], ()) or ""
         self._opens_thoughts = start.rstrip().endswith("<think>")
-        self._knows_thoughts = not start or self._opens_thoughts or self._reads_thoughts()
+        self._knows_thoughts = not start or self._opens_thoughts or self._knows_given_thoughts()
 
     @property
     def reads_calls(self) -> bool:
         return self._reader is not None
 
     def begin(self, messages: Sequence[Message] | str, tools: Schemas) -> list[int]:
+        """Returns the prompt of the first turn.
+
+        Raises:
+            TextTooLongError: the chat cannot fit into the context.
+            ValueError: the chat or the tools cannot be written.
+        """
         if tools and self._reader is None and not isinstance(messages, str):
             known = "those of Hermes, Qwen and Llama 3"
             raise ValueError(f"the chat template writes calls of tools in none of the known formats, {known}")
@@ -113,14 +74,23 @@ class TemplateRenderer:
         return self._limited.chat(messages, tools=tools or None, arguments=self._arguments)
 
     def read(self, token_ids: Sequence[int], finished: bool, *, prompt: Sequence[int], tools: Schemas) -> Action:
+        """Returns what the model wrote in a turn after a prompt, which is all that it has read."""
         del prompt
         ids = tuple(token_ids)
-        text = self._decoded(ids[:-1] if self._end(ids, finished) else ids)
+        end = self._end(ids) if finished else ()
+        text = self._decoded(ids[: len(ids) - len(end)])
         thoughts, content = self._thoughts(text)
         calls: tuple[ToolCall, ...] = ()
         if tools and self._reader is not None:
             content, calls = self._reader(content, tools)
-        return Action(text=text, content=content, token_ids=ids, finished=finished, thoughts=thoughts, tool_calls=calls)
+        return Action(
+            text=text,
+            content=content,
+            token_ids=ids,
+            finished=finished,
+            thoughts=thoughts,
+            tool_calls=calls,
+        )
 
     def follow(
         self,
@@ -131,11 +101,27 @@ class TemplateRenderer:
         prompt: Sequence[int],
         tools: Schemas,
     ) -> list[int] | None:
+        """Returns the ids that follow a turn, up to the start of the next one.
+
+        None where the turn was cut off, or where the whole chat, written anew, would not continue
+        what the model has read and written.
+
+        Args:
+            before: the chat up to the turn.
+            messages: messages after the turn, or a text.
+            prompt: ids that the model has read before the turn.
+            tools: the same as before the turn.
+
+        Raises:
+            TextTooLongError: the messages cannot fit into the context.
+        """
         del prompt
         if not action.finished:
             return None
         rest = messages if isinstance(messages, str) else self._rest(before, action, messages, tools)
-        return None if rest is None else self._encoded_after(self._end(action.token_ids), rest)
+        if rest is None:
+            return None
+        return self._encoded_after(self._end(action.token_ids), rest)
 
     def _rest(
         self, before: Sequence[Message], action: Action, messages: Sequence[Message], tools: Schemas
@@ -147,21 +133,25 @@ class TemplateRenderer:
         if whole is None or read is None:
             return None
         end = self._decoded(self._end(action.token_ids))
-        if whole.startswith(proved := read + action.text + end):
+        proved = read + action.text + end
+        if whole.startswith(proved):
             return whole.removeprefix(proved)
         if self._history == "template":
             return None
         turn: Message = {"role": "assistant", "content": _MARK}
-        head, _, after = (self._written([_USER, turn, *messages], tools) or "").partition(_MARK)
+        other = self._written([_USER, turn, *messages], tools) or ""
+        head, _, after = other.partition(_MARK)
         if any(message["role"] == "system" for message in messages):
             alone = self._written([_USER, turn], tools) or ""
-            if not alone.startswith(head + _MARK):  # the template writes it before the turn, where it is not read
-                return None
-        return after.removeprefix(end) if after.startswith(end) and after and whole.endswith(after) else None
+            if not alone.startswith(head + _MARK):
+                return None  # the template writes it before the turn, where it is not read
+        if not after or not after.startswith(end) or not whole.endswith(after):
+            return None
+        return after.removeprefix(end)
 
-    def _end(self, ids: Sequence[int], finished: bool = True) -> tuple[int, ...]:
-        """Returns the token that ended a turn; empty where a limit or a text did."""
-        return tuple(ids[-1:]) if finished and ids and ids[-1] in self._ends else ()
+    def _end(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Returns the token that ended a finished turn; empty where a text did."""
+        return tuple(token for token in ids[-1:] if token in self._ends)
 
     def _decoded(self, ids: Sequence[int]) -> str:
         """Decodes ids as they read after others: some tokenizers drop the first space of a text."""
@@ -171,7 +161,9 @@ class TemplateRenderer:
     def _encoded_after(self, end: tuple[int, ...], text: str) -> list[int]:
         """Encodes a text as it reads after a token: some tokens take the white space that follows them."""
         ids = self._limited.continuation(self._decoded(end) + text)
-        return ids[len(end) :] if tuple(ids[: len(end)]) == end else self._limited.continuation(text)
+        if tuple(ids[: len(end)]) != end:
+            return self._limited.continuation(text)
+        return ids[len(end) :]
 
     def _written(self, chat: Sequence[Message], tools: Schemas) -> str | None:
         """Returns the text of a chat up to the start of an answer; None where the template refuses the chat."""
@@ -182,17 +174,19 @@ class TemplateRenderer:
 
     def _thoughts(self, text: str) -> tuple[str | None, str]:
         """Splits a turn into its thoughts, None without any, and the rest."""
-        thoughts, end, rest = text.partition("</think>")
+        thoughts, _, rest = text.partition("</think>")
         opened = thoughts.lstrip().startswith("<think>")
         if not self._knows_thoughts or not (opened or self._opens_thoughts):
             return None, text
-        thoughts = thoughts.lstrip().removeprefix("<think>") if opened else thoughts
-        return thoughts.strip("\n"), rest.lstrip("\n") if end else ""
+        if opened:
+            thoughts = thoughts.lstrip().removeprefix("<think>")
+        return thoughts.strip("\n"), rest.lstrip("\n")
 
-    def _reads_thoughts(self) -> bool:
-        """Returns whether the template writes thoughts that are given apart, or drops those in the content."""
+    def _knows_given_thoughts(self) -> bool:
+        """Whether the template writes thoughts that are given apart, or drops those in the content."""
         answer = {"role": "assistant", "content": "c"}
         tool = {"role": "tool", "content": "t"}
+        thoughts = f"<think>\n{_MARK}\n</think>\n\nc"
         apart = self._written([_USER, answer | {"reasoning_content": _MARK}, tool], ())
-        inside = self._written([_USER, answer | {"content": f"<think>\n{_MARK}\n</think>\n\nc"}, _USER], ())
+        inside = self._written([_USER, answer | {"content": thoughts}, _USER], ())
         return (apart is not None and _MARK in apart) or (inside is not None and _MARK not in inside)

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.conversations.chat import ChatRenderer
 from megarl.conversations.conversation import Branch, Conversation
+from megarl.conversations.family_renderer import ChatRenderer
 from megarl.data.stream import stable_hash
 from megarl.data.tokenizer import Message, TextTooLongError
 from megarl.environments.environment import Action
@@ -29,16 +29,16 @@ class TurnLimits:
     """What ends a conversation.
 
     Args:
-        context: tokens of a branch, its prompt included.
-        turn: tokens that are sampled in a turn.
-        turns: of a conversation.
-        least: tokens of a turn.
+        context: maximum tokens of a branch, its prompt included.
+        turn: maximum tokens sampled in a turn.
+        turns: maximum turns of a conversation.
+        min_turn: minimum tokens for which a turn needs room.
     """
 
     context: int
     turn: int
     turns: int
-    least: int = 0
+    min_turn: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +59,14 @@ class _Chat:
     tools: Sequence[Mapping[str, Any]] = ()
     action: Action | None = None
     busy: bool = False
-    by_ids: bool = False  # a prompt of ids was completed, which the messages do not tell
+    by_ids: bool = False  # a prompt of ids was completed, which is not in the messages
 
 
 class ChatSession:
     """Samples the turns of a conversation, and records them.
 
-    Turns may be sampled at the same time; those that continue the same ids begin branches. Chats are rendered in
-    threads, one at a time in a session, so that a long one holds up no other session.
+    Turns may be sampled at the same time; those that continue the same ids begin branches. Chats are
+    rendered in threads, one at a time in a session, so that a long one holds up no other session.
     """
 
     def __init__(self, conversation: Conversation, renderer: ChatRenderer, sample: Sample, limits: TurnLimits) -> None:
@@ -79,7 +79,7 @@ class ChatSession:
         self._preparing = 0  # turns that are not yet sampled
         self._rendering = asyncio.Lock()
         self._last: Branch | None = None  # of the last turn
-        self._asked: Counter[str] = Counter()  # turns after the same ids
+        self._repeats: Counter[str] = Counter()  # turns after the same ids
         self.closed = False
 
     @property
@@ -95,46 +95,37 @@ class ChatSession:
         messages: Sequence[Message] | str,
         tools: Sequence[Mapping[str, Any]] = (),
         *,
-        most: int | None = None,
-    ) -> Action | None:
+        max_tokens: int | None = None,
+    ) -> SessionTurn | None:
         """Samples the turn that follows a chat, and returns it; None where a limit leaves no room for it.
 
         Args:
-            messages: the whole chat, or a text that follows all that was.
-            most: tokens of the turn, if less than the limit.
+            messages: the whole chat, or a text that follows the last turn.
+            max_tokens: limit of the turn's tokens, if below the session's.
 
         Raises:
             ValueError: the chat cannot be rendered.
         """
-        turn = await self.answer(messages, tools, most=most)
-        return None if turn is None else turn.action
-
-    async def answer(
-        self,
-        messages: Sequence[Message] | str,
-        tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        most: int | None = None,
-    ) -> SessionTurn | None:
-        """Like `turn`, with more about it."""
         found = await self._prepared(partial(self._continued, messages, tools))
         if found is None:
             return None
         chat, known = found
-        turn = await self._sampled(chat, most)
+        turn = await self._sampled(chat, max_tokens)
         if turn is not None:
             chat.messages = known
         return turn
 
-    async def complete(self, prompt: Sequence[int] | str, *, most: int | None = None) -> SessionTurn | None:
-        """Samples what follows a prompt, whose ids continue a branch if they begin with all of its own."""
+    async def complete(self, prompt: Sequence[int] | str, *, max_tokens: int | None = None) -> SessionTurn | None:
+        """Samples what follows a prompt, whose ids continue a branch if they begin with all of the branch's."""
         chat = await self._prepared(partial(self._completed, prompt))
-        return None if chat is None else await self._sampled(chat, most)
+        if chat is None:
+            return None
+        return await self._sampled(chat, max_tokens)
 
     async def _prepared[T](self, find: Callable[[], Awaitable[T]]) -> T | None:
         """Finds the chat of a turn, one at a time; None where it cannot fit, or no turn is left.
 
-        What it returns must begin to be sampled before anything else is awaited: its chat is not busy until then.
+        The caller must begin to sample it before it awaits anything else: the chat is not busy until then.
         """
         if not self.turns_left:
             self.conversation.limit = "max_turns"
@@ -149,38 +140,36 @@ class ChatSession:
         finally:
             self._preparing -= 1
 
-    async def _sampled(self, chat: _Chat, most: int | None) -> SessionTurn | None:
+    async def _sampled(self, chat: _Chat, max_tokens: int | None) -> SessionTurn | None:
         prompt = chat.branch.ids
         limits = {
             "max_new_tokens": self._limits.turn,
             "max_model_len": self._limits.context - len(prompt),
-            "request": most or self._limits.turn,
+            "request": max_tokens or self._limits.turn,
         }
         limit = min(limits, key=limits.__getitem__)
         room = limits[limit]
-        if self.closed or room < max(1, self._limits.least):
+        if self.closed or room < max(1, self._limits.min_turn):
             self.conversation.limit = limit
             self._drop_unanswered(chat)
             return None
-        number = self._turns
-        self._turns = self._turns + 1
         request = self.conversation.request
+        request = dataclasses.replace(
+            request,
+            sample_id=f"{request.sample_id}/turn-{self._turns}",
+            prompt=Prompt(prompt_id=request.prompt.prompt_id, token_ids=prompt),
+            seed=self._seed(prompt),
+            max_new_tokens=room,
+        )
+        self._turns += 1
         chat.busy = True
         try:
-            sampled = await self._sample(
-                dataclasses.replace(
-                    request,
-                    sample_id=f"{request.sample_id}/turn-{number}",
-                    prompt=Prompt(prompt_id=request.prompt.prompt_id, token_ids=prompt),
-                    seed=self._seed(prompt),
-                    max_new_tokens=room,
-                )
-            )
+            sampled = await self._sample(request)
             if self.closed:
                 self._drop_unanswered(chat)
                 return None
             chat.action = self._renderer.read(sampled.token_ids, sampled.finished, prompt=prompt, tools=chat.tools)
-        except BaseException:  # it was cancelled, or the turn cannot be read: a session may go on without it
+        except BaseException:  # it was canceled, or the turn cannot be read: the session may continue
             self._drop_unanswered(chat)
             raise
         finally:
@@ -188,45 +177,52 @@ class ChatSession:
         chat.branch.add(sampled)
         self._last = chat.branch
         self.conversation.limit = None if sampled.finished else limit
-        branches = self.conversation.branches  # the last one is that of the last turn
-        branches[:] = [*(branch for branch in branches if branch is not chat.branch), chat.branch]
+        self._remove_branch(chat)
+        self.conversation.branches.append(chat.branch)  # the last one is that of the last turn
         return SessionTurn(action=chat.action, prompt=prompt, logprobs=tuple(sampled.logprobs.tolist()))
 
     def _seed(self, prompt: tuple[int, ...]) -> int:
-        """Returns the seed of a turn: it depends on what is before it, and not on when it is asked for."""
-        digest = hashlib.blake2b(np.array(prompt, np.int32).tobytes(), digest_size=16).hexdigest()
-        self._asked[digest] += 1
-        return stable_hash(self.conversation.request.seed, digest, self._asked[digest])
+        """Returns the seed of a turn: it depends on what is before the turn, and not on when it is sampled."""
+        ids = np.array(prompt, np.int32).tobytes()
+        digest = hashlib.blake2b(ids, digest_size=16).hexdigest()
+        self._repeats[digest] += 1
+        return stable_hash(self.conversation.request.seed, digest, self._repeats[digest])
 
     def _drop_unanswered(self, chat: _Chat) -> None:
         chat.branch.drop_unanswered()
         if not chat.branch.turns:
             self._chats = [other for other in self._chats if other is not chat]
-            branches = [branch for branch in self.conversation.branches if branch is not chat.branch]
-            self.conversation.branches[:] = branches
+            self._remove_branch(chat)
+
+    def _remove_branch(self, chat: _Chat) -> None:
+        branches = self.conversation.branches
+        branches[:] = [branch for branch in branches if branch is not chat.branch]
 
     def reward(self, value: float, *, replace: bool = False) -> None:
         """Adds to the reward of the last turn, or replaces it."""
-        if self._last is not None:
-            rewards = self._last.rewards
-            rewards[-1] = value if replace else rewards[-1] + value
+        if self._last is None:
+            return
+        if not replace:
+            value += self._last.rewards[-1]
+        self._last.rewards[-1] = value
 
     def cut_off(self, limit: str = "environment") -> None:
-        """Notes that a limit has ended the branch of the last turn: this one, if no turn has met another."""
+        """Notes that a limit has ended the branch of the last turn; an earlier noted one stays."""
         self.conversation.limit = self.conversation.limit or limit
         if self._last is not None:
             self._last.finished = False
 
     async def _completed(self, prompt: Sequence[int] | str) -> _Chat:
         """Returns the chat that a prompt continues, with its ids, or a new one."""
-        text = isinstance(prompt, str)
-        ids = tuple(await asyncio.to_thread(self._renderer.begin, prompt, ()) if text else prompt)
+        if isinstance(prompt, str):
+            prompt = await asyncio.to_thread(self._renderer.begin, prompt, ())
+        ids = tuple(prompt)
         if not ids:
             raise ValueError("the prompt has no token")
         for chat in self._chats:
-            own = chat.branch.ids
-            if not chat.busy and ids[: len(own)] == own:
-                chat.branch.give(ids[len(own) :])
+            known = chat.branch.ids
+            if not chat.busy and ids[: len(known)] == known:
+                chat.branch.give(ids[len(known) :])
                 break
         else:
             chat = self._new(ids)
@@ -238,10 +234,9 @@ class ChatSession:
     ) -> tuple[_Chat, list[Message]]:
         """Returns the chat that the messages continue, with the ids of what follows its last turn, or a new one.
 
-        Of chats that the messages begin with, the longest are asked whether they go on: a template that has rewritten
-        a turn would else be asked again for each earlier branch.
-
-        The messages come with it, those of the model as the model wrote them.
+        The messages come with it, the model's as the model wrote them. Of chats that the messages begin
+        with, only the longest are rendered: a template that has rewritten a turn would else be rendered
+        again for each earlier branch.
         """
         longest = 0
         for chat in sorted(self._chats, key=lambda chat: -len(chat.messages)):
@@ -249,28 +244,25 @@ class ChatSession:
                 continue
             if len(chat.messages) < longest:
                 break
-            if isinstance(messages, str):
-                known = []
-                rest = messages
-            elif (
-                not chat.by_ids
-                and chat.tools == tools
-                and (known := _known(chat.messages, chat.action, messages)) is not None
-            ):
+            known: list[Message] = []
+            rest = messages
+            if not isinstance(messages, str):
+                known = [*chat.messages, chat.action.message]
+                if chat.by_ids or chat.tools != tools or not _begins_with(messages, known):
+                    continue
                 rest = messages[len(known) :]
                 longest = len(chat.messages)
-            else:
-                continue
             ids = chat.branch.ids
             prompt = ids[: len(ids) - len(chat.action.token_ids)]
-            follow = partial(self._renderer.follow, chat.messages, chat.action, rest, prompt=prompt, tools=tools)
-            given = await asyncio.to_thread(follow)
+            follow = partial(self._renderer.follow, prompt=prompt, tools=tools)
+            given = await asyncio.to_thread(follow, chat.messages, chat.action, rest)
             if given is not None:
                 chat.branch.give(given)
-                return chat, [] if isinstance(rest, str) else [*known, *rest]
-        chat = self._new(tuple(await asyncio.to_thread(self._renderer.begin, messages, tools)))
+                return chat, _plus(known, rest)
+        prompt = await asyncio.to_thread(self._renderer.begin, messages, tools)
+        chat = self._new(tuple(prompt))
         chat.tools = tools
-        return chat, [] if isinstance(messages, str) else list(messages)
+        return chat, _plus([], messages)
 
     def _new(self, prompt: tuple[int, ...]) -> _Chat:
         chat = _Chat(branch=Branch(prompt=prompt))
@@ -279,16 +271,24 @@ class ChatSession:
         return chat
 
 
-def _known(before: Sequence[Message], action: Action, given: Sequence[Message]) -> list[Message] | None:
-    """Returns the messages of a branch up to its last turn, if those that are given continue them."""
-    known = [*before, action.message]
-    return known if len(given) > len(known) and all(map(_same_message, known, given)) else None
+def _plus(known: Sequence[Message], rest: Sequence[Message] | str) -> list[Message]:
+    """Returns known messages with those that follow; a text, which no chat has, leaves none."""
+    if isinstance(rest, str):
+        return []
+    return [*known, *rest]
 
 
-def _same_message(known: Message, given: Message) -> bool:
-    """Returns whether a message is one that is known; who sends one of the model back may leave its thoughts out."""
+def _begins_with(messages: Sequence[Message], known: Sequence[Message]) -> bool:
+    """Whether messages continue those of a branch, up to its last turn."""
+    return len(messages) > len(known) and all(map(_is_same_message, known, messages))
+
+
+def _is_same_message(known: Message, given: Message) -> bool:
+    """Whether a message is a known one; clients may leave out thoughts when they send back the model's messages."""
     if known == given:
         return True
-    if known["role"] != "assistant" or given["role"] != "assistant" or "reasoning_content" in given:
+    if known["role"] != "assistant" or "reasoning_content" in given:
         return False
-    return {key: value for key, value in known.items() if key != "reasoning_content"} == given
+    without_thoughts = dict(known)
+    without_thoughts.pop("reasoning_content", None)
+    return without_thoughts == given

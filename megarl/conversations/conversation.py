@@ -13,10 +13,12 @@ class Branch:
     """Ids that only grow: a prompt, and then turns with what was given between them.
 
     Args:
-        prompt: before the first turn.
-        response: all that follows.
-        loss_mask: by id of the response, whether it was sampled.
-        turns: sampled tokens up to the end of each turn.
+        prompt: ids before the first turn.
+        response: ids that follow.
+        loss_mask: whether each id of the response was sampled.
+        logprobs: log-probabilities of the sampled ids, nats.
+        turns: numbers of sampled ids up to the end of each turn.
+        rewards: rewards of the turns.
     """
 
     prompt: tuple[int, ...]
@@ -44,7 +46,8 @@ class Branch:
         self.response += turn.token_ids
         self.loss_mask += [True] * len(turn.token_ids)
         self.logprobs += turn.logprobs.tolist()
-        self.versions += [replace(span, start=start + span.start, stop=start + span.stop) for span in turn.versions]
+        for span in turn.versions:
+            self.versions.append(replace(span, start=start + span.start, stop=start + span.stop))
         self.turns.append(len(self.logprobs))
         self.rewards.append(0.0)
         self.finished = turn.finished
@@ -61,9 +64,9 @@ class Conversation:
     """A conversation of one request.
 
     Args:
-        failure: why it has no score; None of one that went well.
-        metrics: of the environment.
-        limit: what kept the model from ending its last turn, or from taking another one; None if nothing did.
+        failure: reason why the conversation has no score; None if it has one.
+        metrics: the environment's metrics.
+        limit: limit that kept the model from ending its last turn, or from taking another one; None without.
     """
 
     request: SampleRequest
@@ -74,7 +77,7 @@ class Conversation:
 
     @property
     def branch(self) -> Branch:
-        """The one that grows."""
+        """The branch of the last turn."""
         return self.branches[-1]
 
     @property
@@ -82,7 +85,7 @@ class Conversation:
         return sum(len(branch.turns) for branch in self.branches)
 
     def drop_unanswered(self, filler: int) -> None:
-        """Removes what no turn follows; a conversation without any turn has failed, and gets a prompt of one id."""
+        """Removes what no turn follows; a conversation without a turn has failed, and gets a prompt of one id."""
         for branch in self.branches:
             branch.drop_unanswered()
         self.branches = [branch for branch in self.branches if branch.turns]

@@ -20,24 +20,24 @@ from megarl.environments.environment import FailedEnvironmentError
 from megarl.rewards.child_process import ChildProcess
 
 _GRACE_S = 10.0
-"""For a child to say that a call took too long; later its event loop hangs."""
+"""Time for a child to say that a call took too long; later its event loop hangs."""
 _READ_S = 0.5
-"""For an answer that has arrived to be read."""
+"""Time for an answer that has arrived to be read."""
 _LOAD_S = 300.0
-"""For a child that replaces another one to load the environment."""
-_GROUPS = 8
-_RETIRED = 8
-"""Processes that take no further conversations; with more of them, a call that took too long stays in its thread."""
+"""Time for a child that replaces another one to load the environment."""
+MAX_GROUPS = 8
+MAX_RETIRED = 8
+"""Processes that take no further conversations; with more of them, a late call stays in its thread."""
 _LENGTH: Final = struct.Struct("!i")
-"""Of a message, before it, as multiprocessing's connections write it."""
+"""Length of a message, before it, as multiprocessing's connections write it."""
 
 
 class LostEnvironmentError(FailedEnvironmentError):
     """An environment is gone with its process.
 
     Args:
-        alone: no other conversation can have been the cause.
-        child: in which the conversation begins anew; None is the shared one.
+        alone: whether no other conversation can have been the cause.
+        child: process in which the conversation begins anew; None is the shared one.
     """
 
     def __init__(self, reason: str, *, alone: bool = False, child: EnvironmentChild | None = None) -> None:
@@ -49,23 +49,24 @@ class LostEnvironmentError(FailedEnvironmentError):
 class EnvironmentChildren:
     """The child processes: one that all conversations share, and others for a while.
 
-    A process in which a call took too long takes no further conversations, and ends with those that it has. Where a
-    process ends by itself, or does not answer, one of the conversations with a call in progress was the cause: they
-    begin anew in groups, each in a process of its own, until the cause is alone. Methods are called in one event loop.
+    A process in which a call took too long takes no further conversations, and ends with those that it has.
+    Where a process ends by itself, or does not answer, one of the conversations with a call in progress was
+    the cause: they begin anew in groups, each in a separate process, until the cause is alone. Methods are
+    called in one event loop.
 
     Args:
-        memory: of each process, see `ChildProcess`.
+        memory: limit of each process's memory, see `ChildProcess`.
 
     Attributes:
         living: processes that start or run.
-        apart: for the processes of groups in progress.
+        apart: permits for the processes of groups in progress.
     """
 
     def __init__(self, settings: EnvironmentSettings, memory: int | None = None) -> None:
         self.settings = settings
         self.memory = memory
         self.living: set[EnvironmentChild] = set()
-        self.apart = asyncio.Semaphore(_GROUPS)
+        self.apart = asyncio.Semaphore(MAX_GROUPS)
         self._shared = EnvironmentChild(self, shared=True)
 
     async def start(self, seconds: float = math.inf) -> None:
@@ -96,8 +97,8 @@ class EnvironmentChild:
     """A child process that has the environments of some conversations, and is started once.
 
     Attributes:
-        shared: whether it takes further conversations.
-        conversations: that have it.
+        shared: whether the process takes further conversations.
+        conversations: number of conversations in the process.
     """
 
     def __init__(self, children: EnvironmentChildren, *, shared: bool) -> None:
@@ -118,7 +119,7 @@ class EnvironmentChild:
         self._writer: asyncio.StreamWriter
 
     async def start(self, seconds: float) -> None:
-        """Starts the process if that has not been done; a RunError if the environment is not loaded in time."""
+        """Starts the process unless it has started; a RunError if the environment is not loaded in time."""
         if self._living is None:
             self._loaded = asyncio.get_running_loop().create_future()
             self._living = asyncio.create_task(self._live(seconds))
@@ -136,10 +137,12 @@ class EnvironmentChild:
             raise LostEnvironmentError("its process has ended")
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
-        message = pickle.dumps(EnvironmentCall(number=number, conversation=conversation, method=method, args=args))
+        call = EnvironmentCall(number=number, conversation=conversation, method=method, args=args)
+        message = pickle.dumps(call)
         answer = self._calls[number] = loop.create_future()
         # Twice: after a pause of this process, the answer may wait to be read.
-        patience = loop.call_later(self._limit_s + _GRACE_S, loop.call_later, _READ_S, self._give_up, answer)
+        limit_s = self._limit_s + _GRACE_S
+        patience = loop.call_later(limit_s, loop.call_later, _READ_S, self._give_up, answer)
         try:
             self._writer.write(_LENGTH.pack(len(message)) + message)
             reply: Reply | CallFailure = pickle.loads(await answer)
@@ -147,7 +150,8 @@ class EnvironmentChild:
             patience.cancel()
             del self._calls[number]
         if isinstance(reply, CallFailure):
-            if reply.late and sum(not child.shared for child in self._children.living) < _RETIRED:
+            retired = [child for child in self._children.living if not child.shared]
+            if reply.late and len(retired) < MAX_RETIRED:
                 self.shared = False
             raise FailedEnvironmentError(reply.reason)
         return reply
@@ -170,7 +174,8 @@ class EnvironmentChild:
             async with self._permit:
                 try:
                     # In a thread that stays: a child ends with the thread that has started it.
-                    connection = await asyncio.to_thread(self._process.start, time.monotonic() + seconds)
+                    deadline = time.monotonic() + seconds
+                    connection = await asyncio.to_thread(self._process.start, deadline)
                     ours = socket.socket(fileno=os.dup(connection.fileno()))
                     reader, self._writer = await asyncio.open_connection(sock=ours)
                     self._loaded.set_result(None)
@@ -194,7 +199,8 @@ class EnvironmentChild:
             while True:
                 (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
                 number, reply = pickle.loads(await reader.readexactly(length))
-                if (answer := self._calls.get(number)) is not None and not answer.done():
+                answer = self._calls.get(number)
+                if answer is not None and not answer.done():
                     answer.set_result(reply)
 
     def _fail_calls(self, status: str) -> None:
@@ -202,15 +208,16 @@ class EnvironmentChild:
         lost = [answer for answer in self._calls.values() if not answer.done()]
         if lost:
             print(f"environments: {reason}; calls in progress: {len(lost)}", flush=True)
-        groups = [EnvironmentChild(self._children, shared=False) for _ in lost[:_GROUPS]]
+        groups = [EnvironmentChild(self._children, shared=False) for _ in lost[:MAX_GROUPS]]
         for index, answer in enumerate(lost):
-            child = groups[index % _GROUPS]
-            answer.set_exception(LostEnvironmentError(reason, alone=len(lost) == 1, child=child))
+            child = groups[index % MAX_GROUPS]
+            error = LostEnvironmentError(reason, alone=len(lost) == 1, child=child)
+            answer.set_exception(error)
 
     def _give_up(self, answer: asyncio.Future[bytes]) -> None:
         """Ends a process that does not even say that a call took too long."""
         if answer.done():
             return
-        limit = f"environment.time_limit = {self._limit_s:g} s"
-        self._problem = f"its process has not answered for {_GRACE_S:g} s more than {limit}: a method blocks it"
+        limit = f"{_GRACE_S:g} s more than environment.time_limit = {self._limit_s:g} s"
+        self._problem = f"its process has not answered for {limit}: a method blocks it"
         self.end()

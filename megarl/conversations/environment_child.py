@@ -21,9 +21,9 @@ from megarl.rewards.child_process import parent_connection, received
 from megarl.texts import printable_name
 
 _THREADS = 4
-"""For each conversation: calls of tools overlap, and a call that hangs keeps its thread."""
+"""Threads per conversation: calls of tools overlap, and a call that hangs keeps its thread."""
 _CANCEL_S = 1.0
-"""For a call that took too long to be cancelled."""
+"""Time for a late call to be canceled."""
 
 Method = Literal["reset", "step", "close"]
 
@@ -51,7 +51,7 @@ class CallFailure:
     """Why a call returned nothing: a sentence, or the environment's traceback.
 
     Args:
-        late: it took too long, and may still be in progress.
+        late: whether the call took too long; it may still be in progress.
     """
 
     reason: str
@@ -83,7 +83,7 @@ class EnvironmentHost:
     """The environments of conversations in progress.
 
     Args:
-        limit_s: of a call.
+        limit_s: seconds that a call may take.
     """
 
     def __init__(self, make: Any, connection: Connection[Any, Any], limit_s: float) -> None:
@@ -93,9 +93,10 @@ class EnvironmentHost:
         self._environments: dict[int, Environment] = {}
 
     async def answer(self, call: EnvironmentCall) -> None:
-        """Makes a call, and sends what it returned; one that takes too long is cancelled, or left in its thread."""
+        """Makes a call, and sends what it returned; a late one is canceled, or left in its thread."""
         calling = asyncio.create_task(self._call(call))
-        if (await asyncio.wait((calling,), timeout=self._limit_s))[0]:
+        await asyncio.wait((calling,), timeout=self._limit_s)
+        if calling.done():
             answer = calling.result()
         else:
             calling.cancel()
@@ -130,7 +131,9 @@ class EnvironmentHost:
         if inspect.iscoroutinefunction(method):
             return await method(*call.args)
         value = await asyncio.to_thread(method, *call.args)
-        return await value if inspect.isawaitable(value) else value
+        if inspect.isawaitable(value):
+            value = await value
+        return value
 
 
 def _observation(method: Method, value: Any) -> Observation:
@@ -140,20 +143,31 @@ def _observation(method: Method, value: Any) -> Observation:
     if method == "reset" and isinstance(value, str | list | tuple):
         value = Observation(messages=value)  # pyright: ignore[reportUnknownArgumentType]
     if not isinstance(value, Observation):
-        expected = "an Observation" + (", messages or a text" if method == "reset" else "")
+        expected = "an Observation"
+        if method == "reset":
+            expected += ", messages or a text"
         raise TypeError(f"{method} returned {value!r:.200}: it must return {expected}")
     ended = value.done or value.truncated
     if ended and method == "reset":
         raise TypeError("reset returned an Observation that is done: the model has a turn at least")
     if not ended and not value.messages:
-        raise TypeError(f"{method} returned no messages, and is not done: a turn follows messages or a text")
-    if not isinstance(value.messages, str) and not all(_is_message(message) for message in value.messages):
-        raise TypeError(f"{method} returned messages {value.messages!r:.200}: each is a dict with a role and more")
-    metrics = {printable_name(name): number for name, number in value.metrics.items()}
-    numbers = {name: float(number) for name, number in {"reward": value.reward, **metrics}.items()}
-    if wrong := [name for name, number in numbers.items() if not math.isfinite(number)]:
-        raise TypeError(f"{method} returned {wrong[0]} = {numbers[wrong[0]]}: it must be finite")
-    return replace(value, reward=numbers.pop("reward"), metrics=numbers)
+        rule = "a turn follows messages or a text"
+        raise TypeError(f"{method} returned no messages, and is not done: {rule}")
+    if not isinstance(value.messages, str) and not all(map(_is_message, value.messages)):
+        rule = "each is a dict with a role and more"
+        raise TypeError(f"{method} returned messages {value.messages!r:.200}: {rule}")
+    metrics: dict[str, float] = {}
+    for name, number in value.metrics.items():
+        metrics[printable_name(name)] = _finite(number, f"{method} returned {printable_name(name)}")
+    reward = _finite(value.reward, f"{method} returned reward")
+    return replace(value, reward=reward, metrics=metrics)
+
+
+def _finite(number: float, what: str) -> float:
+    number = float(number)
+    if not math.isfinite(number):
+        raise TypeError(f"{what} = {number}: it must be finite")
+    return number
 
 
 def _is_message(message: object) -> bool:

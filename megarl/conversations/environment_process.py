@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.config.schema import EnvironmentSettings
-from megarl.conversations.chat import ChatRenderer
 from megarl.conversations.chat_session import ChatSession, TurnLimits
-from megarl.conversations.conversation import Conversation
+from megarl.conversations.conversation import Branch, Conversation
 from megarl.conversations.environment_calls import EnvironmentChild, EnvironmentChildren, LostEnvironmentError
 from megarl.conversations.environment_child import Reply
-from megarl.conversations.family_renderer import find_renderer
-from megarl.conversations.gateway.gateway_request import GatewayPlace
+from megarl.conversations.family_renderer import ChatRenderer, find_renderer
+from megarl.conversations.gateway.gateway_request import GatewayConfig
 from megarl.data.packing import sample_infos
 from megarl.data.tokenizer import Message, Tokenizer, load_tokenizer
 from megarl.environments.environment import EnvironmentTask, FailedEnvironmentError
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 _HEARTBEAT_S = 5.0
 """A call for turns returns after this time, also without any."""
-_MOST_LOSSES = 10
+MAX_CRASHES = 10
 """Restarts of a conversation whose process another one crashed; after that it fails."""
 
 
@@ -55,9 +54,9 @@ class TurnRequest:
     """A turn that a conversation waits for.
 
     Args:
-        number: unique in its process.
-        conversation: the sample id of its request.
-        tokens: of the prompt, and those that may be sampled.
+        number: number that is unique in its process.
+        conversation: sample id of the conversation's request.
+        tokens: tokens of the prompt, and those that may be sampled.
     """
 
     number: int
@@ -69,14 +68,15 @@ class TurnRequest:
 class EnvironmentProcess:
     """Runs the conversations of work items, many at a time.
 
-    Who owns the process lets engines sample the turns that `next_turns` returns, and hands them in with `answer`. An
-    event loop in a thread has all conversations; methods are called in another thread, and return at once.
+    The owner of the process lets engines sample the turns that `next_turns` returns, and hands them in with
+    `answer`. An event loop in a thread has all conversations; methods are called in another thread, and
+    return at once.
 
     Args:
-        tokenizer: directory.
-        template_arguments: of the chat template.
+        tokenizer: directory of the tokenizer.
+        template_arguments: arguments of the chat template.
         ends: ids that end turns.
-        place: of the gateway, if the environment is one.
+        gateway: settings of the gateway, if the environment is one.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class EnvironmentProcess:
         template_arguments: Mapping[str, Any],
         limits: TurnLimits,
         ends: Collection[int] = (),
-        place: GatewayPlace | None = None,
+        gateway: GatewayConfig | None = None,
     ) -> None:
         self._settings = settings
         self._limits = limits
         self._ends = ends
-        self._place = place
+        self._gateway_config = gateway
         self._gateway: Gateway | None = None
         self._tokenizer_directory = tokenizer
         self._template_arguments = template_arguments
@@ -101,7 +101,7 @@ class EnvironmentProcess:
         self._numbers = itertools.count()
         self._turns: list[TurnRequest] = []
         self._sampling: dict[int, asyncio.Future[SampledTurn]] = {}
-        self._asked: Future[list[TurnRequest]] | None = None
+        self._pending_call: Future[list[TurnRequest]] | None = None
         self._running = 0
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._tokenizer: Tokenizer
@@ -112,7 +112,7 @@ class EnvironmentProcess:
         """Loads the tokenizer and the environment; a RunError if that fails.
 
         Args:
-            host: at which a gateway listens.
+            host: address at which a gateway listens.
         """
         self._tokenizer = load_tokenizer(self._tokenizer_directory)
         self._renderer = find_renderer(
@@ -123,29 +123,32 @@ class EnvironmentProcess:
             context=self._limits.context,
         )
         self._thread.start()
-        if self._place is None:
-            asyncio.run_coroutine_threadsafe(self._children.start(), self._loop).result()
+        if self._gateway_config is None:
+            self._run(self._children.start()).result()
             return
         from megarl.conversations.gateway.gateway import make_gateway
 
-        self._gateway = make_gateway(self._settings, self._place, self._tokenizer)
-        asyncio.run_coroutine_threadsafe(self._gateway.start(host), self._loop).result()
+        self._gateway = make_gateway(self._settings, self._gateway_config, self._tokenizer)
+        self._run(self._gateway.start(host)).result()
+
+    def _run[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def step(self) -> bool:
-        """Does nothing: the event loop has a thread of its own."""
+        """Does nothing: the event loop runs in another thread."""
         return False
 
     @remote(phase="rollout")
     def generate(self, item: WorkItem) -> Future[tuple[dict[int, RolloutChunk], list[SampleInfo]]]:
         """Starts one conversation per request; the chunk comes when all of them have ended."""
-        return asyncio.run_coroutine_threadsafe(self._generate(item), self._loop)
+        return self._run(self._generate(item))
 
     @remote(phase="rollout")
     def next_turns(self) -> Future[list[TurnRequest]]:
-        """Returns turns to sample, as soon as there are any; none where no conversation is left, or for a heartbeat."""
-        asked: Future[list[TurnRequest]] = Future()
-        self._loop.call_soon_threadsafe(self._ask, asked)
-        return asked
+        """Returns turns to sample, as soon as there are any; none without conversations, or for a heartbeat."""
+        call: Future[list[TurnRequest]] = Future()
+        self._loop.call_soon_threadsafe(self._await_turns, call)
+        return call
 
     @remote(phase="rollout")
     def answer(self, answers: Sequence[TurnAnswer]) -> None:
@@ -157,24 +160,24 @@ class EnvironmentProcess:
     def close(self) -> None:
         """Ends the child processes and their children, or the harnesses; conversations stop where they are."""
         if self._gateway is not None:
-            asyncio.run_coroutine_threadsafe(self._gateway.close(), self._loop).result()
-        asyncio.run_coroutine_threadsafe(self._children.close(), self._loop).result()
+            self._run(self._gateway.close()).result()
+        self._run(self._children.close()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def _ask(self, asked: Future[list[TurnRequest]]) -> None:
-        self._asked = asked
-        self._loop.call_later(_HEARTBEAT_S, self._hand_out, asked)
+    def _await_turns(self, call: Future[list[TurnRequest]]) -> None:
+        self._pending_call = call
+        self._loop.call_later(_HEARTBEAT_S, self._hand_out, call)
         if self._turns or not self._running:
-            self._hand_out(asked)
+            self._hand_out(call)
 
-    def _hand_out(self, asked: Future[list[TurnRequest]] | None) -> None:
+    def _hand_out(self, call: Future[list[TurnRequest]] | None) -> None:
         """Answers a call for turns that has no answer yet."""
-        if asked is not None and asked is self._asked:
+        if call is not None and call is self._pending_call:
             turns = self._turns
             self._turns = []
-            self._asked = None
-            asked.set_result(turns)
+            self._pending_call = None
+            call.set_result(turns)
 
     def _answered(self, turns: Mapping[int, SampledTurn]) -> None:
         for number, turn in turns.items():
@@ -186,10 +189,10 @@ class EnvironmentProcess:
         number = next(self._numbers)
         turn = self._sampling[number] = self._loop.create_future()
         tokens = len(request.prompt.token_ids) + (request.max_new_tokens or self._limits.turn)
-        self._turns.append(
-            TurnRequest(number=number, conversation=conversation, tokens=tokens, request=Pickled.of(request))
-        )
-        self._loop.call_soon(lambda: self._hand_out(self._asked))  # with those of the same moment
+        pickled = Pickled.of(request)
+        self._turns.append(TurnRequest(number=number, conversation=conversation, tokens=tokens, request=pickled))
+        # With the turns of the same moment.
+        self._loop.call_soon(lambda: self._hand_out(self._pending_call))
         return await turn
 
     async def _generate(self, item: WorkItem) -> tuple[dict[int, RolloutChunk], list[SampleInfo]]:
@@ -198,19 +201,21 @@ class EnvironmentProcess:
             conversations = await asyncio.gather(*(self._converse(request) for request in item.requests))
         finally:
             self._running -= 1
-            self._hand_out(None if self._running else self._asked)
+            if not self._running:
+                self._hand_out(self._pending_call)
         chunk, names = pack_conversations(conversations, self._tokenizer.end_token_id)
-        outcomes = {conversation.request.sample_id: conversation.outcome for conversation in conversations}
+        outcomes = {each.request.sample_id: each.outcome for each in conversations}
         infos = sample_infos(item.chunk, chunk, names)
-        return {item.chunk: chunk}, [replace(info, outcome=outcomes[info.conversation]) for info in infos]
+        infos = [replace(info, outcome=outcomes[info.conversation]) for info in infos]
+        return {item.chunk: chunk}, infos
 
     async def _converse(self, request: SampleRequest) -> Conversation:
         """Runs a conversation; one that fails begins anew, as often as the configuration says.
 
-        So does one that lost its process with others, which does not count; see `EnvironmentChildren`.
+        So does one that lost its process with others, which is no failure; see `EnvironmentChildren`.
         """
         failures = 0
-        losses = 0
+        crashes = 0
         child: EnvironmentChild | None = None
         async with self._slots:
             while True:
@@ -220,15 +225,17 @@ class EnvironmentProcess:
                     return conversation
                 except LostEnvironmentError as error:
                     child = error.child
-                    losses = losses + 1
+                    crashes += 1
                     reason = str(error)
-                    if not error.alone and losses < _MOST_LOSSES:
+                    if not error.alone and crashes < MAX_CRASHES:
                         continue
                 except RunError:
                     raise
+                except (FailedEnvironmentError, ValueError) as error:
+                    reason = str(error)
+                    child = None
                 except Exception as error:  # also of a library that reads what the model has written
-                    told = isinstance(error, FailedEnvironmentError | ValueError)
-                    reason = str(error) if told else "".join(traceback.format_exception(error)[-8:])
+                    reason = "".join(traceback.format_exception(error)[-8:])
                     child = None
                 conversation.failure = short_reason(reason)
                 failures += 1
@@ -239,7 +246,8 @@ class EnvironmentProcess:
     async def _attempt(self, conversation: Conversation, child: EnvironmentChild | None) -> None:
         request = conversation.request
         number = next(self._numbers)
-        session = ChatSession(conversation, self._renderer, partial(self._sample, request.sample_id), self._limits)
+        sample = partial(self._sample, request.sample_id)
+        session = ChatSession(conversation, self._renderer, sample, self._limits)
         task = task_of(request.prompt, self._tokenizer)
         if self._gateway is not None:
             await self._gateway.converse(session, task)
@@ -248,7 +256,7 @@ class EnvironmentProcess:
             call = partial(place.call, number)
             try:
                 reply = await call("reset", task, request.seed)
-                await self._turns_of(session, call, reply)
+                await self._take_turns(session, call, reply)
             except Exception:
                 with suppress(FailedEnvironmentError):
                     await call("close")
@@ -259,25 +267,29 @@ class EnvironmentProcess:
                 if error.alone:
                     raise
 
-    async def _turns_of(self, session: ChatSession, call: Callable[..., Awaitable[Reply]], reply: Reply) -> None:
+    async def _take_turns(self, session: ChatSession, call: Callable[..., Awaitable[Reply]], reply: Reply) -> None:
         """Takes turns until the environment or a limit ends the conversation."""
         chat: list[Message] = []
-        texts = False
+        has_text = False
         while not (reply.observation.done or reply.observation.truncated):
             given = reply.observation.messages
-            if texts and not isinstance(given, str):
-                raise FailedEnvironmentError("step returned messages after a text, which no chat has: return texts")
-            texts = isinstance(given, str)
-            chat = chat if isinstance(given, str) else [*chat, *given]
-            action = await session.turn(given if isinstance(given, str) else chat, reply.tools)
-            if action is None:
+            if isinstance(given, str):
+                has_text = True
+            elif has_text:
+                rule = "step returned messages after a text, which no chat has: return texts"
+                raise FailedEnvironmentError(rule)
+            else:
+                chat = [*chat, *given]
+                given = chat
+            turn = await session.turn(given, reply.tools)
+            if turn is None:
                 session.cut_off()
                 return
-            reply = await call("step", action)
+            reply = await call("step", turn.action)
             session.reward(reply.observation.reward)
             session.conversation.metrics.update(reply.observation.metrics)
-            chat.append(action.message)
-            if not action.finished:
+            chat.append(turn.action.message)
+            if not turn.action.finished:
                 return
         if reply.observation.truncated:
             session.cut_off()
@@ -285,31 +297,41 @@ class EnvironmentProcess:
 
 def task_of(prompt: Prompt, tokenizer: Tokenizer) -> EnvironmentTask:
     """Builds the task of a data row."""
-    text = "" if prompt.messages is not None else tokenizer.decode(prompt.token_ids)
-    user: list[Message] = [{"role": "user", "content": text}] if prompt.token_ids else []
-    return EnvironmentTask(prompt_id=prompt.prompt_id, messages=prompt.messages or user, fields=prompt.fields)
+    messages = prompt.messages or ()
+    if prompt.token_ids and not messages:
+        text = "" if prompt.messages is not None else tokenizer.decode(prompt.token_ids)
+        messages = [{"role": "user", "content": text}]
+    return EnvironmentTask(prompt_id=prompt.prompt_id, messages=messages, fields=prompt.fields)
 
 
 def pack_conversations(conversations: Sequence[Conversation], filler: int) -> tuple[RolloutChunk, list[str]]:
     """Returns the chunk of some conversations, a row per branch, and the prompt id of each row.
 
     Args:
-        filler: the prompt of one that failed before its first turn.
+        filler: prompt of a conversation that failed before its first turn.
     """
-    for own in conversations:
-        own.drop_unanswered(filler)
-    rows = [(own, number, branch) for own in conversations for number, branch in enumerate(own.branches)]
-    branches = [branch for _, _, branch in rows]
+    branches: list[Branch] = []
+    sample_ids: list[str] = []
+    prompt_ids: list[str] = []
+    rewards: list[float] = []
+    for conversation in conversations:
+        conversation.drop_unanswered(filler)
+        request = conversation.request
+        for number, branch in enumerate(conversation.branches):
+            branches.append(branch)
+            sample_ids.append(f"{request.sample_id}#{number}" if number else request.sample_id)
+            prompt_ids.append(request.prompt.prompt_id)
+            rewards.append(conversation.reward)
     chunk = RolloutChunk(
-        sample_ids=tuple(own.request.sample_id + (f"#{number}" if number else "") for own, number, _ in rows),
+        sample_ids=tuple(sample_ids),
         prompt_ids=Ragged.from_rows((branch.prompt for branch in branches), np.int32),
         response_ids=Ragged.from_rows((branch.response for branch in branches), np.int32),
         rollout_logprobs=Ragged.from_rows((branch.logprobs for branch in branches), np.float32),
         finished=np.array([branch.finished for branch in branches], dtype=np.bool_),
         versions=tuple(tuple(branch.versions) for branch in branches),
         loss_mask=Ragged.from_rows((branch.loss_mask for branch in branches), np.bool_),
-        rewards=np.array([own.reward for own, _, _ in rows], dtype=np.float32),
+        rewards=np.array(rewards, dtype=np.float32),
         turns=Ragged.from_rows((branch.turns for branch in branches), np.int32),
         turn_rewards=Ragged.from_rows((branch.rewards for branch in branches), np.float64),
     )
-    return chunk, [own.request.prompt.prompt_id for own, _, _ in rows]
+    return chunk, prompt_ids

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Final, Literal
 
-from megarl.conversations.chat import ChatRenderer, TemplateRenderer
+from megarl.conversations.chat import TemplateRenderer
 from megarl.conversations.tool_calls import Schemas
 from megarl.data.tokenizer import Message, Tokenizer
 from megarl.environments.environment import Action, ToolCall
@@ -23,24 +24,26 @@ def find_renderer(
 ) -> ChatRenderer:
     """Returns what writes and reads the chats of a tokenizer.
 
-    The chat template, with a family of the package `renderers` if that is installed, writes all of some chats like the
-    template, and adds something: it reads calls that are not read otherwise, or continues with the history `sampled`.
+    That is the chat template; plus a `renderers` family if it renders our probe chats identically and adds
+    tool parsing or sampled history.
     """
     template = TemplateRenderer(tokenizer, arguments, ends=ends, history=history, context=context)
     if not tokenizer.has_chat_template or find_spec("renderers") is None:
         return template
     if template.reads_calls and history == "template":
         return template
-    family = _family(tokenizer, arguments)
-    return template if family is None else FamilyRenderer(template, family, bridges=history == "sampled")
+    family = _find_family(tokenizer, arguments)
+    if family is None:
+        return template
+    return FamilyRenderer(template, family, bridges=history == "sampled")
 
 
 class FamilyRenderer:
-    """A chat template, and a renderer of the package `renderers` where the template alone says too little.
+    """A chat template, and a family of the package `renderers` where the template alone does not suffice.
 
     Args:
-        bridges: where it is not proved from the template what follows a turn, the family's `bridge_to_next_turn` says
-            it; for that, too, a turn stays as it was sampled.
+        bridges: whether the family's `bridge_to_next_turn` gives what follows a turn where the template proves
+            nothing; a turn stays as it was sampled.
     """
 
     def __init__(self, template: TemplateRenderer, family: Any, *, bridges: bool) -> None:
@@ -52,19 +55,19 @@ class FamilyRenderer:
         return self._template.prompt(messages, tools)
 
     def read(self, token_ids: Sequence[int], finished: bool, *, prompt: Sequence[int], tools: Schemas) -> Action:
-        read = self._template.read(token_ids, finished, prompt=prompt, tools=tools)
+        action = self._template.read(token_ids, finished, prompt=prompt, tools=tools)
         if self._template.reads_calls:
-            return read
-        with _told("read a turn"):
+            return action
+        with _as_value_error("read a turn"):
             parsed = self._family.parse_response(list(token_ids), tools=_specs(tools), prompt_ids=list(prompt))
-        calls = tuple(_call(call, index) for index, call in enumerate(parsed.tool_calls)) if tools else ()
-        return Action(
-            text=read.text,
+        calls: list[ToolCall] = []
+        if tools:
+            calls = [_call(call, index) for index, call in enumerate(parsed.tool_calls)]
+        return replace(
+            action,
             content=parsed.content,
-            token_ids=read.token_ids,
-            finished=finished,
             thoughts=parsed.reasoning_content,
-            tool_calls=calls,
+            tool_calls=tuple(calls),
         )
 
     def follow(
@@ -81,12 +84,15 @@ class FamilyRenderer:
             return proved
         known = [*prompt, *action.token_ids]
         new = [dict(message) for message in messages]
-        with _told("continue a turn"):
+        with _as_value_error("continue a turn"):
             bridge = self._family.bridge_to_next_turn(list(prompt), list(action.token_ids), new, tools=_specs(tools))
-        if bridge is None or list(bridge.token_ids[: len(known)]) != known:
+        if bridge is None:
             return None
-        return list(bridge.token_ids[len(known) :])
+        ids = list(bridge.token_ids)
+        return ids[len(known) :] if ids[: len(known)] == known else None
 
+
+ChatRenderer = TemplateRenderer | FamilyRenderer
 
 _USER: Final[Message] = {"role": "user", "content": "1 + 1?"}
 _TOOL: Final[Mapping[str, Any]] = {
@@ -97,10 +103,11 @@ _TOOL: Final[Mapping[str, Any]] = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
     },
 }
+_ADD: Final[Mapping[str, Any]] = {"name": "add", "arguments": {"a": 1}}
 _CALL: Final[Message] = {
     "role": "assistant",
     "content": "",
-    "tool_calls": [{"type": "function", "id": "call_0", "function": {"name": "add", "arguments": {"a": 1}}}],
+    "tool_calls": [{"type": "function", "id": "call_0", "function": _ADD}],
 }
 _RESULT: Final[Message] = {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": "2"}
 _ANSWER: Final[Message] = {"role": "assistant", "content": "2\n"}
@@ -116,13 +123,14 @@ _CHATS: Final[Sequence[tuple[Sequence[Message], Schemas]]] = (
 """A family is known if it writes all of these like the template; those that the template refuses say nothing."""
 
 
-def _family(tokenizer: Tokenizer, arguments: Mapping[str, Any]) -> Any:
+def _find_family(tokenizer: Tokenizer, arguments: Mapping[str, Any]) -> Any:
     import renderers  # pyright: ignore[reportMissingImports]
 
     for name in sorted(set(renderers.base.MODEL_RENDERER_MAP.values())):
         with suppress(Exception):  # it needs tokens that the tokenizer lacks, or does not read the arguments
             config = type(renderers.config_from_name(name))(thinking_retention="all")
-            family = renderers.create_renderer(tokenizer.hf, config, chat_template_kwargs=dict(arguments))
+            kwargs = dict(arguments)
+            family = renderers.create_renderer(tokenizer.hf, config, chat_template_kwargs=kwargs)
             if all(_agree(tokenizer, arguments, family, chat, tools) for chat, tools in _CHATS):
                 return family
     return None
@@ -133,12 +141,13 @@ def _agree(tokenizer: Tokenizer, arguments: Mapping[str, Any], family: Any, chat
         text = tokenizer.written(chat, tools or None, arguments)
     except Exception:  # whatever the expressions of a template raise
         return len(chat) > 1
-    ids = family.render_ids([dict(message) for message in chat], tools=_specs(tools), add_generation_prompt=True)
+    messages = [dict(message) for message in chat]
+    ids = family.render_ids(messages, tools=_specs(tools), add_generation_prompt=True)
     return list(ids) == tokenizer.continuation(text)
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _as_value_error(what: str) -> Iterator[None]:
     """Raises ValueError, which fails a conversation, for whatever the package raises."""
     try:
         yield
@@ -152,5 +161,6 @@ def _specs(tools: Schemas) -> Any:
 
 def _call(call: Any, index: int) -> ToolCall:
     if call.status != "ok" or not isinstance(call.arguments, dict):
-        return ToolCall(name="", call_id=f"call_{index}", problem=f"not a call of a tool: {call.status}: {call.raw}")
+        problem = f"not a call of a tool: {call.status}: {call.raw}"
+        return ToolCall(name="", call_id=f"call_{index}", problem=problem)
     return ToolCall(name=call.name, arguments=call.arguments, call_id=call.id or f"call_{index}")

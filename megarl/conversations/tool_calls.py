@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, cast
 
 from megarl.data.tokenizer import Message
@@ -15,8 +16,8 @@ Schemas = Sequence[Mapping[str, Any]]
 Reader = Callable[[str, Schemas], tuple[str, tuple[ToolCall, ...]]]
 """Splits a turn into its content and its calls.
 
-The content is the text without the calls that can be read, and without the line break before the first. A call that
-cannot be read stays in it as the model wrote it.
+The content is the text without the calls that can be read, and without the line break before the first.
+A call that cannot be read stays in it as the model wrote it.
 """
 
 _OPEN = "<tool_call>"
@@ -62,14 +63,13 @@ def read_bare_json(text: str, tools: Schemas) -> tuple[str, tuple[ToolCall, ...]
     return "", tuple(calls)
 
 
+_PROBE_CALL: Final[Mapping[str, Any]] = {"name": "probe_call", "arguments": {"probe_key": "v"}}
 _PROBE: Final[Sequence[Message]] = (
     {"role": "user", "content": "u"},
     {
         "role": "assistant",
         "content": "",
-        "tool_calls": [
-            {"type": "function", "id": "probe0000", "function": {"name": "probe_call", "arguments": {"probe_key": "v"}}}
-        ],
+        "tool_calls": [{"type": "function", "id": "probe0000", "function": _PROBE_CALL}],
     },
 )
 _PROBE_TOOL: Final[Mapping[str, Any]] = {
@@ -91,10 +91,13 @@ def find_reader(write: Callable[[Sequence[Message], Schemas], str | None]) -> Re
     """Returns what reads the calls that a chat template writes; None where the format is not known.
 
     Args:
-        write: the template; None where it refuses the chat.
+        write: the template; returns None where it refuses the chat.
     """
     text = write(_PROBE, [_PROBE_TOOL]) or ""
-    return next((reader for pattern, reader in _FORMATS.items() if re.search(pattern, text)), None)
+    for pattern, reader in _FORMATS.items():
+        if re.search(pattern, text):
+            return reader
+    return None
 
 
 class _UnreadableError(Exception):
@@ -111,7 +114,8 @@ def _read_blocks(text: str, read: Block) -> tuple[str, tuple[ToolCall, ...]]:
     readable = False
     for piece in _pieces(text):
         if not piece.startswith(_OPEN):
-            content += piece if piece.strip() or not calls else ""
+            if piece.strip() or not calls:
+                content += piece
             continue
         body = piece.removeprefix(_OPEN)
         try:
@@ -135,12 +139,11 @@ def _pieces(text: str) -> Iterator[str]:
     while (start := text.find(_OPEN, end)) >= 0:
         yield text[end:start]
         body = start + len(_OPEN)
-        with_json = body + len(text[body:]) - len(text[body:].lstrip())
-        try:
-            _, after = json.JSONDecoder().raw_decode(text, with_json)
-        except (ValueError, RecursionError):
-            after = body
-        close = text.find(_CLOSE, after)
+        while text[body : body + 1].isspace():
+            body += 1
+        with suppress(ValueError, RecursionError):
+            _, body = json.JSONDecoder().raw_decode(text, body)
+        close = text.find(_CLOSE, body)
         end = len(text) if close < 0 else close + len(_CLOSE)
         yield text[start:end]
     yield text[end:]
@@ -176,21 +179,24 @@ def _schema(tools: Schemas, name: str, parameter: str) -> Mapping[str, Any]:
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
-            return function.get("parameters", {}).get("properties", {}).get(parameter, {})
+            properties = function.get("parameters", {}).get("properties", {})
+            return properties.get(parameter, {})
     return {}
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
     if schema.get("type", "string") == "string" and "anyOf" not in schema:
         return text
+    if text in _PYTHON:
+        return _PYTHON[text]
     try:
-        return _PYTHON[text] if text in _PYTHON else _writable(json.loads(text))
+        return _writable(json.loads(text))
     except (ValueError, RecursionError):
         return text
 
 
 def _call(value: Any, key: str, index: int) -> ToolCall:
-    call: dict[str, Any] = cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    call = cast(dict[str, Any], value) if isinstance(value, dict) else {}
     name = call.get("name")
     arguments = call.get(key, {})
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
@@ -209,4 +215,5 @@ def _writable[T](value: T) -> T:
 
 
 def _broken(reason: str, text: str, index: int) -> ToolCall:
-    return ToolCall(name="", call_id=f"call_{index}", problem=f"not a call of a tool: {reason}: {text.strip()}")
+    problem = f"not a call of a tool: {reason}: {text.strip()}"
+    return ToolCall(name="", call_id=f"call_{index}", problem=problem)

@@ -1,1 +1,1 @@
-"""Environments: what a conversation's model talks to."""
+"""Environments of the conversations with a model."""

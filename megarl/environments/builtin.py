@@ -25,8 +25,12 @@ ENVIRONMENTS: Final[Mapping[str, type[Environment]]] = {
 def load_environment(config: EnvironmentSettings) -> Callable[[], Environment]:
     """Returns what makes the environment of a conversation; raises ValueError with the broken rule."""
     name = config.name
-    if ":" not in name and name not in ENVIRONMENTS:
-        raise ValueError(f"one of {', '.join(ENVIRONMENTS)}, gateway, or a class, written as package.module:Class")
-    cls = ENVIRONMENTS[name] if name in ENVIRONMENTS else plugins.resolve_class(name, Environment)
+    if name in ENVIRONMENTS:
+        cls = ENVIRONMENTS[name]
+    elif ":" in name:
+        cls = plugins.resolve_class(name, Environment)
+    else:
+        known = ", ".join(ENVIRONMENTS)
+        raise ValueError(f"one of {known}, gateway, or a class, written as package.module:Class")
     plugins.check_options(cls, config.args, name=name, positional=0)
     return lambda: cls(**config.args)

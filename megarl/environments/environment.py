@@ -1,4 +1,4 @@
-"""The environment of a conversation: what users implement, and what it is told."""
+"""The environment of a conversation: what users implement, and its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class EnvironmentTask:
     """What a conversation is about: a row of the data.
 
     Args:
-        prompt_id: of the row.
-        messages: of the row's prompt, one of the user for a plain text; empty without a prompt.
-        fields: the other columns of the row.
+        prompt_id: id of the row.
+        messages: messages of the row's prompt, one of the user for a plain text; empty without a prompt.
+        fields: other columns of the row.
     """
 
     prompt_id: str
@@ -43,8 +43,8 @@ class Action:
     """What the model wrote in a turn.
 
     Args:
-        text: all of it, without the end token.
-        content: without thoughts and calls of tools; a call that cannot be read stays in it.
+        text: text of the turn, without the end token.
+        content: text without thoughts and calls of tools; a call that cannot be read stays in it.
         finished: False if the turn was cut off at a length limit.
     """
 
@@ -61,11 +61,13 @@ class Action:
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.thoughts is not None:
             message["reasoning_content"] = self.thoughts
-        if calls := [call for call in self.tool_calls if call.problem is None]:
-            message["tool_calls"] = [
-                {"type": "function", "id": call.call_id, "function": {"name": call.name, "arguments": call.arguments}}
-                for call in calls
-            ]
+        calls: list[Mapping[str, Any]] = []
+        for call in self.tool_calls:
+            if call.problem is None:
+                function = {"name": call.name, "arguments": call.arguments}
+                calls.append({"type": "function", "id": call.call_id, "function": function})
+        if calls:
+            message["tool_calls"] = calls
         return message
 
 
@@ -74,10 +76,10 @@ class Observation:
     """What the environment answers to a turn, or begins with.
 
     Args:
-        messages: that follow, or a text that follows as it is, without a chat template.
-        reward: of the turn.
-        done: whether the conversation ends here, on its own terms; the messages are then not used.
-        truncated: whether it ends here by a limit of the environment.
+        messages: messages that follow, or a text that follows as it is, without a chat template.
+        reward: reward of the turn.
+        done: whether the conversation is complete; the messages are then not used.
+        truncated: whether a limit of the environment ends the conversation.
         metrics: numbers about the turn; a run reports the mean over conversations of the last of each name.
     """
 
@@ -89,7 +91,7 @@ class Observation:
 
 
 class Environment:
-    """One conversation's environment; methods may be `async`. Each conversation has an object of its own.
+    """The environment of one conversation; methods may be `async`.
 
     Attributes:
         tools: JSON schemas of the tools that are offered to the model.
@@ -101,7 +103,7 @@ class Environment:
         """Begins: returns messages, a text, or an `Observation`; may be `async`.
 
         Args:
-            seed: 64 bit, of whatever is random in the environment; the same in every run.
+            seed: seed, 64 bit, of all that is random in the environment; the same in every run.
         """
         del seed
         return task.messages

@@ -16,21 +16,25 @@ if TYPE_CHECKING:
 
 _LARGEST_MESSAGE = 1 << 27
 _SEEDS = 1 << 32
-"""NumPy's generators, which many environments seed, take no larger ones."""
+"""NumPy's generators, which many environments seed, take no larger seeds."""
 
 
 class OpenEnv(Environment):
     """A session of an OpenEnv server.
 
     Args:
-        url: of the server, http or https.
-        action: the field of the environment's action that gets the model's text; None: the model calls its tools.
-        observation: the field of its observations that the model sees; None: all, as JSON.
-        columns: of the row, given to its reset.
+        url: address of the server, http or https.
+        action: field of the environment's action that gets the model's text; None: the model calls its tools.
+        observation: field of its observations that the model sees; None: all, as JSON.
+        columns: columns of the row for its reset.
     """
 
     def __init__(
-        self, url: str, action: str | None = None, observation: str | None = None, columns: Sequence[str] = ()
+        self,
+        url: str,
+        action: str | None = None,
+        observation: str | None = None,
+        columns: Sequence[str] = (),
     ) -> None:
         self._url = url
         self._action = action
@@ -41,8 +45,9 @@ class OpenEnv(Environment):
     async def reset(self, task: EnvironmentTask, seed: int) -> Observation:
         from websockets.asyncio.client import connect
 
-        if lacking := [name for name in self._columns if name not in task.fields]:
-            raise ValueError(f"the row {task.prompt_id!r} has no column {lacking[0]!r}: see columns")
+        for name in self._columns:
+            if name not in task.fields:
+                raise ValueError(f"the row {task.prompt_id!r} has no column {name!r}: see columns")
         scheme, separator, rest = self._url.rstrip("/").partition("://")
         if scheme not in ("http", "https") or not separator:
             raise ValueError(f"url = {self._url!r} must begin with http:// or https://")
@@ -50,28 +55,31 @@ class OpenEnv(Environment):
         # A server may answer no ping while it computes a step: environment.time_limit is the limit.
         self._socket = await connect(address, max_size=_LARGEST_MESSAGE, open_timeout=None, ping_interval=None)
         given = {name: task.fields[name] for name in self._columns}
-        begun = await self._ask("reset", {"seed": seed % _SEEDS, **given})
+        reply = await self._request("reset", {"seed": seed % _SEEDS, **given})
         if self._action is None:
-            listed = (await self._ask("step", {"type": "list_tools"}))["observation"]
-            self.tools = [_tool(tool) for tool in listed["tools"]]
-        shown = self._shown(begun["observation"])
-        messages = [*task.messages, *([{"role": "user", "content": shown}] if shown else [])]
-        return Observation(messages=messages, done=bool(begun["done"]))
+            listed = await self._request("step", {"type": "list_tools"})
+            self.tools = [_tool(tool) for tool in listed["observation"]["tools"]]
+        shown = self._shown(reply["observation"])
+        messages = list(task.messages)
+        if shown:
+            messages.append({"role": "user", "content": shown})
+        return Observation(messages=messages, done=bool(reply["done"]))
 
     async def step(self, action: Action) -> Observation:
         if self._action is not None:
-            reply = await self._ask("step", {self._action: action.content})
+            reply = await self._request("step", {self._action: action.content})
             messages = [{"role": "user", "content": self._shown(reply["observation"])}]
-            return Observation(messages=messages, reward=float(reply["reward"] or 0), done=bool(reply["done"]))
+            reward = float(reply["reward"] or 0)
+            return Observation(messages=messages, reward=reward, done=bool(reply["done"]))
         messages = []
         reward = 0.0
         done = not action.tool_calls
         for call in action.tool_calls:
             content = call.problem
             if content is None:
-                reply = await self._ask(
-                    "step", {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
-                )
+                arguments = dict(call.arguments)
+                fields = {"type": "call_tool", "tool_name": call.name, "arguments": arguments}
+                reply = await self._request("step", fields)
                 content = _result(reply["observation"])
                 done = bool(reply["done"])
                 reward += float(reply["reward"] or 0)
@@ -84,36 +92,49 @@ class OpenEnv(Environment):
         if self._socket is not None:
             await self._socket.close()
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what the server answers to a message; a RuntimeError if that is an error."""
+    async def _request(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the server's answer to a message; a RuntimeError if that is an error."""
         assert self._socket is not None, "reset comes first"
         await self._socket.send(json.dumps({"type": kind, "data": data}))
         reply = json.loads(await self._socket.recv())
         if reply["type"] == "error":
-            said = reply["data"]
-            raise RuntimeError(f"the server at {self._url} answered {kind} with {said.get('code')}: {said['message']}")
+            error = reply["data"]
+            problem = f"{error.get('code')}: {error['message']}"
+            raise RuntimeError(f"the server at {self._url} answered {kind} with {problem}")
         return reply["data"]
 
     def _shown(self, observation: Mapping[str, Any]) -> str:
         """Returns what the model sees of an observation."""
         if self._observation is None:
             seen = {name: value for name, value in observation.items() if name != "metadata"}
-            return json.dumps(seen, ensure_ascii=False) if seen else ""
+            return _text(seen) if seen else ""
         if self._observation not in observation:
             known = ", ".join(observation)
-            raise ValueError(f"an observation of {self._url} has no {self._observation!r}; it has: {known}")
-        value = observation[self._observation]
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            problem = f"has no {self._observation!r}; it has: {known}"
+            raise ValueError(f"an observation of {self._url} {problem}")
+        return _text(observation[self._observation])
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}
+    function = {
+        "name": tool["name"],
+        "description": tool["description"],
+        "parameters": tool["input_schema"],
+    }
     return {"type": "function", "function": function}
 
 
 def _answer(call: ToolCall, content: str) -> dict[str, str]:
-    named = {"tool_call_id": call.call_id} if call.call_id else {}
-    return {"role": "tool", "name": call.name, "content": content, **named}
+    message = {"role": "tool", "name": call.name, "content": content}
+    if call.call_id:
+        message["tool_call_id"] = call.call_id
+    return message
 
 
 def _result(observation: Mapping[str, Any]) -> str:
@@ -123,4 +144,4 @@ def _result(observation: Mapping[str, Any]) -> str:
     result = observation["result"]
     if isinstance(result, Mapping) and isinstance(result.get("content"), list):
         return "\n".join(part.get("text") or json.dumps(part) for part in result["content"])
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    return _text(result)

@@ -21,23 +21,23 @@ from megarl.rewards.child_process import how_ended
 Sandbox = Literal["bubblewrap", "none"]
 
 FIX: Final = (
-    "install bubblewrap 0.8 or later (apt-get install bubblewrap) and let it make namespaces (docs/security.md), or "
-    "set environment.args.sandbox=none, with which programs can do whatever you can"
+    "install bubblewrap 0.8 or later (apt-get install bubblewrap) and let it make namespaces (docs/security.md), "
+    "or set environment.args.sandbox=none, with which programs can do whatever you can"
 )
-"""For an environment whose programs cannot run in bubblewrap."""
+"""Fix for an environment whose programs cannot run in bubblewrap."""
 
 _SECONDS = 10
 _MEMORY = 1 << 30
-"""Bytes, of each process and of all together."""
+"""Bytes of each process, and of all together."""
 _OUTPUT = 16 << 20
 _FILES = 64 << 20
 """Bytes of all files of a program, and of each."""
 _PROCESSES = 64
-"""With their threads."""
+"""Processes and threads of a program."""
 _SHOWN = 4000
 """Characters of a program's output; of a longer one the start and the end are shown."""
 _LOOK_S = 0.05
-"""Between looks at what a program uses."""
+"""Time between looks at what a program uses."""
 _LIMITS: Final = {
     resource.RLIMIT_CPU: _SECONDS,
     resource.RLIMIT_AS: _MEMORY,
@@ -45,7 +45,7 @@ _LIMITS: Final = {
     resource.RLIMIT_NOFILE: 64,
     resource.RLIMIT_CORE: 0,
 }
-"""Of each process."""
+"""Limits of each process."""
 
 _PROGRAM = """
 import resource, sys
@@ -58,7 +58,7 @@ _SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/proc/cpuinfo"
 """What a program can read, besides Python's own directories."""
 _IN_USER_NAMESPACE = ("--unshare-all", "--unshare-user", "--disable-userns")
 _AS_ROOT = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
-"""For a container whose root has CAP_SYS_ADMIN, and which forbids user namespaces."""
+"""Namespaces in a container whose root has CAP_SYS_ADMIN, and which forbids user namespaces."""
 
 
 def run_program(code: str, sandbox: Sandbox) -> str:
@@ -85,8 +85,8 @@ def run_program(code: str, sandbox: Sandbox) -> str:
 def bubblewrap() -> Sequence[str]:
     """Returns the command that runs another one in a sandbox, once that has been tried.
 
-    The other one has namespaces of its own for processes, network, IPC and mounts. It sees the programs of the system
-    and Python's directories, read-only, and two empty file systems in memory, one of which it begins in.
+    The other command has separate namespaces for processes, network, IPC and mounts. It sees the programs of
+    the system and Python's directories, read-only, and two empty file systems in memory, and begins in one.
 
     Raises:
         ValueError: bubblewrap is missing, or cannot run.
@@ -101,7 +101,10 @@ def bubblewrap() -> Sequence[str]:
         mounts += ["--ro-bind-try", path, path]
     mounts += ["--remount-ro", "/"]
     problems: list[str] = []
-    for namespaces in (_IN_USER_NAMESPACE, _AS_ROOT) if os.geteuid() == 0 else (_IN_USER_NAMESPACE,):
+    ways: list[Sequence[str]] = [_IN_USER_NAMESPACE]
+    if os.geteuid() == 0:
+        ways.append(_AS_ROOT)
+    for namespaces in ways:
         alone = ("--cap-drop", "ALL", "--die-with-parent", "--new-session")
         command = (program, *namespaces, *alone, *mounts, "--chdir", _HOME, "--")
         problem, printed = _run("", command, "/", _HOME)
@@ -115,7 +118,7 @@ def _run(code: str, sandbox: Sequence[str], directory: str, home: str) -> tuple[
     """Runs a program in a directory; returns its problem, "" for none, and what it printed.
 
     Args:
-        sandbox: the command that runs it, with its command as further arguments.
+        sandbox: words before the program's command.
     """
     with tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as output:
         program.write(code.encode(errors="replace"))
@@ -155,7 +158,8 @@ def _watched(process: subprocess.Popen[bytes], output: IO[bytes]) -> str:
             return ""
         memory, threads = _used(process.pid)
         if memory > _MEMORY:
-            return f"the program was ended: its processes took more than {format_bytes(_MEMORY)} of memory"
+            size = format_bytes(_MEMORY)
+            return f"the program was ended: its processes took more than {size} of memory"
         if threads > _PROCESSES:
             return f"the program was ended: it had more than {_PROCESSES} processes and threads"
         elapsed = time.monotonic() - start
@@ -194,6 +198,5 @@ def _shortened(text: str) -> str:
     if left_out <= 0:
         return text
     half = _SHOWN // 2
-    return (
-        f"{text[:half]}\n... {left_out} characters are left out: more than {_SHOWN} are not shown ...\n{text[-half:]}"
-    )
+    note = f"... {left_out} characters are left out: more than {_SHOWN} are not shown ..."
+    return f"{text[:half]}\n{note}\n{text[-half:]}"

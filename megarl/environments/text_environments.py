@@ -15,10 +15,10 @@ from megarl.environments.environment import Action, Environment, EnvironmentTask
 
 
 class UserTurns(Environment):
-    """Lets the user say the texts of a column of the row, one after each answer; the functions of `reward` score.
+    """Gives the texts of a column of the row as the user's, one after each answer; functions of `reward` score.
 
     Args:
-        field: the column, a list of texts.
+        field: column with a list of texts.
     """
 
     def __init__(self, field: str = "user_turns") -> None:
@@ -30,7 +30,9 @@ class UserTurns(Environment):
         return task.messages or self._next()
 
     def step(self, action: Action) -> Observation:
-        return Observation(messages=self._next()) if self._turns else Observation(done=True)
+        if not self._turns:
+            return Observation(done=True)
+        return Observation(messages=self._next())
 
     def _next(self) -> list[Message]:
         return [{"role": "user", "content": self._turns.pop(0)}]
@@ -42,14 +44,15 @@ class GuessNumber(Environment):
     The reward is 1 for the number, else 0.
 
     Args:
-        most: the largest number; the least one is 1.
-        guesses: after which the game ends.
+        most: largest number; the smallest is 1.
+        guesses: number of guesses after which the game ends.
     """
 
     def __init__(self, most: int = 20, guesses: int = 5) -> None:
         self._most = most
-        self._left = guesses
-        self._number = self._guesses = 0
+        self._max_guesses = guesses
+        self._number = 0
+        self._guesses = 0
 
     def reset(self, task: EnvironmentTask, seed: int) -> str:
         self._number = random.Random(int(_column(task, "index"))).randint(1, self._most)
@@ -57,15 +60,17 @@ class GuessNumber(Environment):
 
     def step(self, action: Action) -> Observation:
         self._guesses += 1
-        guess = int(text) if (text := action.content.strip()).isdecimal() and len(text) < 10 else None
-        won = guess == self._number
-        if guess is None:
-            answer = "not a number"
-        else:
-            answer = "larger" if guess < self._number else "smaller"
-        metrics = {"guesses": float(self._guesses), "won": float(won)}
+        won = False
+        answer = "not a number"
+        text = action.content.strip()
+        if text.isdecimal() and len(text) < 10:
+            won = int(text) == self._number
+            answer = "larger" if int(text) < self._number else "smaller"
         return Observation(
-            messages=f"\n{answer}\n", reward=float(won), done=won or self._guesses == self._left, metrics=metrics
+            messages=f"\n{answer}\n",
+            reward=float(won),
+            done=won or self._guesses == self._max_guesses,
+            metrics={"guesses": float(self._guesses), "won": float(won)},
         )
 
 
@@ -76,8 +81,8 @@ class ReasoningGym(Environment):
 
     Args:
         task: name of a data set, such as chain_sum.
-        seed: of the data set.
-        options: further ones of the data set; a few need a `size` that is not large.
+        seed: seed of the data set.
+        options: further options of the data set; a few need a `size` that is not large.
     """
 
     def __init__(self, task: str, seed: int = 0, options: Mapping[str, Any] | None = None) -> None:
@@ -96,7 +101,7 @@ class ReasoningGym(Environment):
 
 
 _TASKS = 1 << 30
-"""Of a data set, which makes each when it is asked for."""
+"""Size of a data set, which makes each task on demand."""
 
 
 @cache
@@ -106,11 +111,14 @@ def _reasoning_tasks(name: str, seed: int, options: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "reasoning_gym":
             raise
-        raise ValueError("needs the package reasoning-gym: pip install 'megarl-trainer[reasoning-gym]'") from None
-    return package.create_dataset(name, seed=seed, **{"size": _TASKS, **json.loads(options)})
+        fix = "pip install 'megarl-trainer[reasoning-gym]'"
+        raise ValueError(f"needs the package reasoning-gym: {fix}") from None
+    arguments = {"size": _TASKS, **json.loads(options)}
+    return package.create_dataset(name, seed=seed, **arguments)
 
 
 def _column(task: EnvironmentTask, name: str) -> Any:
     if name not in task.fields:
-        raise ValueError(f"the row has no column {name!r}; it has: {', '.join(task.fields) or 'none'}")
+        known = ", ".join(task.fields) or "none"
+        raise ValueError(f"the row has no column {name!r}; it has: {known}")
     return task.fields[name]

@@ -13,19 +13,20 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
 from megarl import plugins
+from megarl.data.tokenizer import Message
 from megarl.environments.environment import Action, Environment, Observation, ToolCall
 from megarl.environments.python_program import FIX, Sandbox, bubblewrap
 from megarl.environments.tool_functions import TOOLS, python, python_without_sandbox
 
 _ARGUMENT = re.compile(r"^ *(\w+)(?: \(.*?\))?: *(.*(?:\n(?!\s*\w+(?: \(.*?\))?:).*)*)", re.MULTILINE)
-"""Of the section Args of a docstring: a name, in brackets perhaps its type, and the description."""
+"""An entry in the section Args of a docstring: a name, perhaps its type in brackets, and the description."""
 
 
 class Tool:
     """A function that the model may call; it may be `async`.
 
-    Its schema comes from its annotations, by which arguments are validated, and its docstring, which may describe
-    arguments in a section `Args:`.
+    Its schema comes from its annotations, by which arguments are validated, and its docstring, which may
+    describe arguments in a section `Args:`.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -36,11 +37,13 @@ class Tool:
         description, _, arguments = (inspect.getdoc(function) or "").partition("Args:\n")
         parameters = self._call.json_schema()
         parameters.pop("additionalProperties", None)
-        for argument, text in _ARGUMENT.findall(re.split(r"\n\S", arguments)[0]):
-            if argument in parameters["properties"]:
-                parameters["properties"][argument].setdefault("description", " ".join(text.split()))
-        for described in parameters["properties"].values():
-            described.pop("title", None)
+        properties = parameters["properties"]
+        section = re.split(r"\n\S", arguments)[0]
+        for argument, text in _ARGUMENT.findall(section):
+            if argument in properties:
+                properties[argument].setdefault("description", " ".join(text.split()))
+        for schema in properties.values():
+            schema.pop("title", None)
         described = {"name": name, "description": description.strip(), "parameters": parameters}
         self.schema: Mapping[str, Any] = {"type": "function", "function": described}
 
@@ -51,7 +54,9 @@ class Tool:
             result = await self._call.validate_python(given)
         else:
             result = await asyncio.to_thread(self._call.validate_python, given)
-        return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+        if isinstance(result, str):
+            return result
+        return json.dumps(result, default=str, ensure_ascii=False)
 
 
 class ToolEnvironment(Environment):
@@ -60,8 +65,8 @@ class ToolEnvironment(Environment):
     The tools are functions, and the public methods of a subclass. What goes wrong in a call is its answer.
 
     Args:
-        functions: built-in ones, or package.module:function of your own.
-        sandbox: what confines the programs of the tool `python`; `none` lets them do whatever this process can.
+        functions: names of built-in functions, or package.module:function.
+        sandbox: confinement of the programs of the tool `python`; `none` lets them do whatever this process can.
 
     Raises:
         ValueError: a tool cannot be used, or an argument has no effect.
@@ -72,15 +77,18 @@ class ToolEnvironment(Environment):
             raise ValueError(f"sandbox is one of {', '.join(get_args(Sandbox))}, not {sandbox!r}")
         if sandbox == "none" and "python" not in functions:
             raise ValueError("sandbox=none is for the tool python, which is not among the functions")
-        methods = [name for name, _ in inspect.getmembers(type(self), inspect.isfunction)]
-        own = [name for name in methods if not name.startswith("_") and not hasattr(ToolEnvironment, name)]
-        made = [Tool(name, getattr(self, name)) for name in own]
-        made += [_tool(name, sandbox) for name in functions]
-        self._tools = {tool.name: tool for tool in made}
-        if len(self._tools) < len(made):
-            raise ValueError(f"names of tools differ; they are {', '.join(tool.name for tool in made)}")
-        self.tools = [tool.schema for tool in made]
-        self._calls = self._failed = 0
+        tools: list[Tool] = []
+        for name, _ in inspect.getmembers(type(self), inspect.isfunction):
+            if not name.startswith("_") and not hasattr(ToolEnvironment, name):
+                tools.append(Tool(name, getattr(self, name)))
+        tools += [_tool(name, sandbox) for name in functions]
+        self._tools = {tool.name: tool for tool in tools}
+        if len(self._tools) < len(tools):
+            names = ", ".join(tool.name for tool in tools)
+            raise ValueError(f"names of tools differ; they are {names}")
+        self.tools = [tool.schema for tool in tools]
+        self._calls = 0
+        self._failed = 0
 
     def score(self, answer: Action) -> Any:
         """Returns the reward of the answer, a number; may be `async`."""
@@ -92,26 +100,30 @@ class ToolEnvironment(Environment):
             return Observation(truncated=True, metrics=self._metrics())
         if not action.tool_calls:
             score = self.score(action)
-            return Observation(
-                reward=await score if inspect.isawaitable(score) else score, done=True, metrics=self._metrics()
-            )
+            if inspect.isawaitable(score):
+                score = await score
+            return Observation(reward=score, done=True, metrics=self._metrics())
         answers = await asyncio.gather(*map(self._answer, action.tool_calls))
-        given = [
-            {"role": "tool", "name": call.name, "tool_call_id": call.call_id, "content": answer}
-            for call, answer in zip(action.tool_calls, answers, strict=True)
-        ]
-        return Observation(messages=given, metrics=self._metrics())
+        return Observation(messages=answers, metrics=self._metrics())
 
-    async def _answer(self, call: ToolCall) -> str:
+    async def _answer(self, call: ToolCall) -> Message:
+        content = await self._result(call)
+        return {"role": "tool", "name": call.name, "tool_call_id": call.call_id, "content": content}
+
+    async def _result(self, call: ToolCall) -> str:
         self._calls += 1
         try:
             if call.problem is not None:
                 raise ValueError(call.problem)
             if call.name not in self._tools:
-                raise ValueError(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
+                known = ", ".join(self._tools)
+                raise ValueError(f"there is no tool {call.name!r}; there are {known}")
             return await self._tools[call.name].call(call.arguments)
         except ValidationError as error:
-            wrong = (f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors())
+            wrong: list[str] = []
+            for entry in error.errors():
+                path = ".".join(map(str, entry["loc"]))
+                wrong.append(f"{path}: {entry['msg']}")
             problem = f"arguments of {call.name}: {'; '.join(wrong)}"
         except (Exception, SystemExit) as error:  # the tool's own code; the model should learn from it
             problem = f"{type(error).__name__}: {error}"
@@ -124,7 +136,7 @@ class ToolEnvironment(Environment):
 
 def _tool(name: str, sandbox: Sandbox) -> Tool:
     """Returns a tool by the name of its function; raises ValueError with the broken rule."""
-    function = TOOLS[name] if name in TOOLS else plugins.resolve(name, coroutines=True)
+    function = TOOLS.get(name) or plugins.resolve(name, coroutines=True)
     if function is python and sandbox == "none":
         function = python_without_sandbox
     elif function is python:

@@ -12,8 +12,8 @@ from megarl.environments.python_program import run_program
 
 _LONGEST_EXPRESSION = 1000
 _LARGEST_BITS = 4096
-"""Of an integer power."""
-_MOST_DIGITS = 1000
+"""Bits of an integer power."""
+_MAX_DIGITS = 1000
 
 _BINARY: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
     ast.Add: operator.add,
@@ -26,8 +26,19 @@ _BINARY: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
 }
 _UNARY: Final[Mapping[type[ast.unaryop], Callable[[Any], Any]]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
-    name: getattr(math, name) for name in ("ceil", "cos", "exp", "floor", "log", "sin", "sqrt", "tan")
-} | {"abs": abs, "max": max, "min": min, "round": lambda number, *digits: _rounded(number, *digits)}
+    "abs": abs,
+    "ceil": math.ceil,
+    "cos": math.cos,
+    "exp": math.exp,
+    "floor": math.floor,
+    "log": math.log,
+    "max": max,
+    "min": min,
+    "round": lambda number, *digits: _rounded(number, *digits),
+    "sin": math.sin,
+    "sqrt": math.sqrt,
+    "tan": math.tan,
+}
 _CONSTANTS: Final = {"e": math.e, "pi": math.pi}
 
 
@@ -60,14 +71,16 @@ def _value(node: ast.expr) -> Any:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > _LARGEST_BITS:
-        raise ValueError("the power is too large")
+    if isinstance(base, int) and isinstance(exponent, int):
+        bits = base.bit_length() * abs(exponent)
+        if bits > _LARGEST_BITS:
+            raise ValueError("the power is too large")
     return base**exponent
 
 
 def _rounded(number: Any, *digits: Any) -> Any:
-    if any(abs(places) > _MOST_DIGITS for places in digits):
-        raise ValueError(f"round takes at most {_MOST_DIGITS} digits")
+    if any(abs(places) > _MAX_DIGITS for places in digits):
+        raise ValueError(f"round takes at most {_MAX_DIGITS} digits")
     return round(number, *digits)
 
 

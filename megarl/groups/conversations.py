@@ -15,7 +15,7 @@ from megarl.cluster.workers import WorkerGroup
 from megarl.config import SamplingConfig
 from megarl.conversations.chat_session import TurnLimits
 from megarl.conversations.environment_process import EnvironmentProcess, TurnRequest
-from megarl.conversations.gateway.gateway_request import GatewayPlace, Sampling
+from megarl.conversations.gateway.gateway_request import GatewayConfig, Sampling
 from megarl.groups.engines import RolloutGroup, Turn
 from megarl.groups.rollouts import PendingRollouts, work_items
 from megarl.rollout.engine import RolloutEngine
@@ -161,13 +161,13 @@ def conversation_failures(samples: Sequence[SampleInfo]) -> dict[str, str]:
     return failures
 
 
-def _gateway_place(config: SamplingConfig, index: int) -> GatewayPlace:
+def _gateway_place(config: SamplingConfig, index: int) -> GatewayConfig:
     rollout = config.rollout
     sampling = Sampling(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
     functions = config.scored_functions
     judged = config.reward.judge_model is not None
     rewarded = bool(functions) or judged or any("reward" in group.roles for group in config.groups.values())
-    return GatewayPlace(file=f"{config.run.dir}/gateway-{index}.json", sampling=sampling, rewarded=rewarded)
+    return GatewayConfig(file=f"{config.run.dir}/gateway-{index}.json", sampling=sampling, rewarded=rewarded)
 
 
 def launch_conversations(
@@ -184,7 +184,7 @@ def launch_conversations(
         context=rollout.max_model_len,
         turn=rollout.max_new_tokens,
         turns=settings.max_turns,
-        least=rollout.min_new_tokens,
+        min_turn=rollout.min_new_tokens,
     )
     tokenizer = config.model.tokenizer_directory(model_dir)
     arguments = data.chat_template_kwargs

@@ -421,7 +421,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         """Ends every response after its first `token` at an index of at least `after`; returns at once."""
 
         def request(own: Sequence[int]) -> TruncateRequest:
-            return TruncateRequest(chunks=rollouts.chunks.only(own), token=token, after=after, own=own)
+            return TruncateRequest(chunks=rollouts.chunks.only(own), token=token, after=after, assigned=own)
 
         chunks = sorted({sample.chunk for sample in rollouts.samples})
         return PendingTruncation(rollouts=rollouts, calls=self._divide(RolloutEngine.truncate, request, chunks))

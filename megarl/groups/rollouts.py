@@ -9,7 +9,7 @@ from typing import Protocol
 
 from megarl.cluster.calls import Awaited, ChunkCall
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.rollout.completions import Ends
+from megarl.rollout.completions import ResponseEnds
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
 
 
@@ -100,7 +100,7 @@ class PendingTruncation:
     """Rollouts whose responses are being truncated, into new chunks, which the calls make."""
 
     rollouts: Rollouts
-    calls: Sequence[ChunkCall[dict[int, Ends], RolloutChunk]]
+    calls: Sequence[ChunkCall[dict[int, ResponseEnds], RolloutChunk]]
 
     @property
     def finished(self) -> bool:

@@ -25,57 +25,57 @@ _EARLY_S = 60  # Slurm may send its signal this much early (sbatch's manual, --s
 
 
 class Checker:
-    """Checks that a configuration can run, and fits the request and the cluster.
-
-    The files of a configuration are read once, however often it is checked; those of a remote job are not read.
-    """
+    """Checks that a configuration can run, and fits the request and the cluster; does not read a remote job's files."""
 
     def __init__(self, request: LaunchRequest, profile: Profile) -> None:
         self.request = request
         self.profile = profile
-        tunnel = profile.nemo_run.tunnel if request.mode is LaunchMode.TUNNEL else None
-        self.remote = isinstance(tunnel, SSH)
-        self.workdir = Path(tunnel.directory) if isinstance(tunnel, SSH) else Path.cwd()
-        self._checked: dict[str, ConfigError | None] = {}
+        self.remote = False
+        self.workdir = Path.cwd()
+        tunnel = profile.nemo_run.tunnel
+        if request.mode is LaunchMode.TUNNEL and isinstance(tunnel, SSH):
+            self.remote = True
+            self.workdir = Path(tunnel.directory)
 
     def __call__(self, config: RunConfig) -> None:
         """Checks a configuration; raises a ConfigError with every problem."""
-        error = None if self.remote else self._preflight(config)
-        problems = [*self._misfits(config), *(() if error is None else error.problems)]
-        if problems:
-            raise ConfigError(problems, unchecked="" if error is None else error.unchecked)
-
-    def _preflight(self, config: RunConfig) -> ConfigError | None:
-        """Returns the problems of the models, data and functions that the configuration names."""
-        key = config.model_dump_json(by_alias=True)
-        if key not in self._checked:
+        problems = list(self._misfits(config))
+        unchecked = ""
+        if not self.remote:
             try:
                 check(config, bare=self.request.dry_run)
-                self._checked[key] = None
             except ConfigError as error:
-                self._checked[key] = error
-        return self._checked[key]
+                problems += error.problems
+                unchecked = error.unchecked
+        if problems:
+            raise ConfigError(problems, unchecked=unchecked)
 
-    def unchecked(self, config: RunConfig) -> Iterator[str]:
-        """Yields a remark for each model of a dry run that has no weights yet."""
-        for field, path in {} if self.remote else without_weights(config).items():
-            yield f"{field}: {path} has a config.json and no weights yet; a dry run does not need them, the job does"
+    def unchecked(self, config: RunConfig) -> list[str]:
+        """Returns a remark for each model of a dry run that has no weights yet."""
+        if self.remote:
+            return []
+        remark = "has a config.json and no weights yet; a dry run does not need them, the job does"
+        return [f"{field}: {path} {remark}" for field, path in without_weights(config).items()]
 
     def _misfits(self, config: RunConfig) -> Iterator[Problem]:
         run_dir = Path(config.run.dir)
         if not self.remote:
             yield from is_not_finished(config, chain=len(self.request.configs) > 1)
         yield from _devices_fit(config, self.request)
-        if not self.remote and (error := write_error(run_dir)):
+        error = None if self.remote else write_error(run_dir)
+        if error is not None:
             yield unwritable(run_dir, error)
         yield from _paths_are_plain(run_dir, self.profile, self.workdir)
         yield from _paths_are_mounted(config, self.profile, self.workdir)
 
 
 def load_checked(
-    path: Path, overrides: Sequence[str], check: Callable[[RunConfig], object], pending: Collection[Path] = ()
+    path: Path,
+    overrides: Sequence[str],
+    check: Callable[[RunConfig], object],
+    pending: Collection[Path],
 ) -> RunConfig:
-    """Reads and checks a configuration; earlier runs will write what is missing in `pending` directories."""
+    """Reads and checks a configuration; earlier runs will write the missing files of `pending` directories."""
     config = load(path, overrides, check, pending_paths=pending)
     try:
         check(config)
@@ -88,12 +88,14 @@ def load_checked(
 
 def profile_problems(profile: Profile) -> Iterator[Problem]:
     """Checks the fields of a profile against each other."""
-    if profile.time is not None and profile.grace and seconds_of(profile.time) <= profile.grace + _EARLY_S:
-        rule = f"longer than grace, {profile.grace} s, and the {_EARLY_S} s by which Slurm may be early with its signal"
+    grace = profile.grace
+    if profile.time is not None and grace and seconds_of(profile.time) <= grace + _EARLY_S:
+        early = f"the {_EARLY_S} s by which Slurm may be early with its signal"
+        rule = f"longer than grace, {grace} s, and {early}"
         fix = "raise time, or lower grace (--grace 0 leaves the end to Slurm)"
         yield Problem(field="time", value=profile.time, rule=rule, fix=fix)
     if profile.gpu_type is not None and profile.gpu_request == "none":
-        rule = "has an effect where GPUs are asked for"
+        rule = "has an effect where GPUs are requested"
         fix = "remove it, or set gpu_request"
         yield Problem(field="gpu_type", value=profile.gpu_type, rule=rule, fix=fix)
 
@@ -107,16 +109,17 @@ def is_not_finished(config: RunConfig, *, chain: bool = False) -> Iterator[Probl
         return
     if not isinstance(config, TrainingConfig):
         fix = "choose another run.dir, or remove the directory"
-        yield Problem(field="run.dir", value=config.run.dir, rule="no finished evaluation is there", fix=fix)
-    elif _ends(config.run, taken):
-        leave = "leave it out, " if chain else ""
-        fix = f"raise {config.run.length_field} to continue it, {leave}or choose another run.dir"
+        rule = "no finished evaluation is there"
+        yield Problem(field="run.dir", value=config.run.dir, rule=rule, fix=fix)
+    elif _has_ended(config.run, taken):
+        others = "leave it out, or choose another run.dir" if chain else "or choose another run.dir"
+        fix = f"raise {config.run.length_field} to continue it, {others}"
         rule = f"a run that is not finished; this one has taken its {taken} steps"
         yield Problem(field="run.dir", value=config.run.dir, rule=rule, fix=fix)
 
 
-def _ends(run: TrainingRun, taken: int) -> bool:
-    """Whether a run ends at the steps that it has taken; its rows are not counted again."""
+def _has_ended(run: TrainingRun, taken: int) -> bool:
+    """Whether a run ends at the steps that it has taken; does not count its rows again."""
     if run.epochs is None:
         return run.steps is not None and run.steps <= taken
     kept = read_config(RunPaths(run.dir).config).get("run", {}).get("epochs")
@@ -125,27 +128,32 @@ def _ends(run: TrainingRun, taken: int) -> bool:
 
 def _devices_fit(config: RunConfig, request: LaunchRequest) -> Iterator[Problem]:
     """Checks that every node is used."""
-    nodes = config.cluster.nodes
-    per_node = config.cluster.devices_per_node
-    trainers = {device for name in config.groups for device in config.device_list(name)}
-    rollout = config.engine_settings
-    engines = set[int]() if rollout is None else set(parse_devices(rollout.devices))
-    if request.gpus_per_node is not None and config.cluster.device == "cpu":
+    gpus = request.gpus_per_node
+    if gpus is not None and config.cluster.device == "cpu":
         rule = "the configuration's devices are virtual ones of the CPU (cluster.device = cpu)"
         fix = "remove it, and set cluster.devices_per_node"
-        yield Problem(field="--gpus-per-node", value=str(request.gpus_per_node), rule=rule, fix=fix)
-    judge = config.judge_model
-    judges = set[int]() if judge is None else set(parse_devices(judge.devices))
-    used = {device // per_node for device in trainers | engines | judges}
-    if idle := [node for node in range(nodes) if node not in used]:
-        rule = f"every node has a device that the run uses; {', '.join(map(str, idle))} (from 0) has none"
+        yield Problem(field="--gpus-per-node", value=str(gpus), rule=rule, fix=fix)
+    devices: list[int] = []
+    for name in config.groups:
+        devices += config.device_list(name)
+    for section in (config.engine_settings, config.judge_model):
+        if section is not None:
+            devices += parse_devices(section.devices)
+    nodes = config.cluster.nodes
+    used = {device // config.cluster.devices_per_node for device in devices}
+    idle = sorted(set(range(nodes)) - used)
+    if idle:
+        names = ", ".join(map(str, idle))
+        rule = f"every node has a device that the run uses; {names} (from 0) has none"
         fix = f"place groups or rollout there, or set --nodes {len(used)}"
         yield Problem(field="cluster.nodes", value=str(nodes), rule=rule, fix=fix)
 
 
 def write_error(directory: Path) -> OSError | None:
-    """Returns why files cannot be written to a directory, or to its nearest existing parent; None if they can."""
-    present = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
+    """Returns why a directory, or its nearest existing parent, is not writable; None if it is."""
+    present = directory.absolute()
+    while not os.path.exists(present):
+        present = present.parent
     try:
         TemporaryFile(dir=present).close()
     except OSError as error:
@@ -155,39 +163,41 @@ def write_error(directory: Path) -> OSError | None:
 
 def _paths_are_plain(run_dir: Path, profile: Profile, workdir: Path) -> Iterator[Problem]:
     """Checks that Slurm and the containers can express the paths of the job's directories."""
-    contained = not isinstance(profile.runtime, Bare)
+    runtime = profile.runtime
+    fix = "choose another one"
     for field, path in (("run.dir", run_dir.absolute()), ("the present directory", workdir)):
         text = str(path)
         if "\\" in text or not text.isprintable():
             rule = "without backslashes and line breaks, which Slurm reads in its own way"
-            yield Problem(field=field, value=repr(text), rule=rule, fix="choose another one")
-        elif contained and re.search(r"[:,]", text):
-            rule = f"a path that {profile.runtime.name} can mount: without colons and commas"
-            yield Problem(field=field, value=text, rule=rule, fix="choose another one")
+            yield Problem(field=field, value=repr(text), rule=rule, fix=fix)
+        elif not isinstance(runtime, Bare) and re.search(r"[:,]", text):
+            rule = f"a path that {runtime.name} can mount: without colons and commas"
+            yield Problem(field=field, value=text, rule=rule, fix=fix)
 
 
 def _paths_are_mounted(config: RunConfig, profile: Profile, workdir: Path) -> Iterator[Problem]:
-    """Checks that a container sees the files that the configuration names; hub names look like relative paths."""
-    if isinstance(profile.runtime, Bare):
+    """Checks that a container sees the configuration's files; names of the hub look like relative paths."""
+    runtime = profile.runtime
+    if isinstance(runtime, Bare):
         return
-    mounted = mounts(profile.runtime, workdir, [Path(config.run.dir).absolute()])
+    mounted = mounts(runtime, workdir, [Path(config.run.dir).absolute()])
     seen = [Path(os.path.normpath(mount.split(":")[1])) for mount in mounted]
-    if isinstance(profile.runtime, Apptainer):
+    if isinstance(runtime, Apptainer):
         seen += [Path.home(), Path("/tmp")]  # mounted by default
+    rule = f"in a directory that the container sees: {', '.join(map(str, seen))}"
+    same = "what a configuration names must have the same path inside and outside"
     for field, path in _paths(config.model_dump(by_alias=True)):
         place = Path(os.path.normpath(workdir / path))
         if not any(place.is_relative_to(directory) for directory in seen):
-            rule = f"in a directory that the container sees: {', '.join(map(str, seen))}"
-            fix = (
-                f"add one above it to the profile's runtime.mounts, or give --mounts {place.parent}; what a "
-                "configuration names must have the same path inside and outside"
-            )
-            yield Problem(field=field, value=str(path), rule=rule, fix=fix)
+            mount = f"give --mounts {place.parent}"
+            fix = f"add one above it to the profile's runtime.mounts, or {mount}; {same}"
+            yield Problem(field=field, value=path, rule=rule, fix=fix)
 
 
-def _paths(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Path]]:
+def _paths(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the fields of a configuration that name files, with the paths."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _paths(value, f"{above}{key}.")
         elif key in ("path", "tokenizer", "replay") and isinstance(value, str):
-            yield f"{above}{key}", Path(value)
+            yield f"{above}{key}", value

@@ -34,7 +34,7 @@ _count = partial(_job, metavar="N", min=1)
 _runtime = partial(typer.Option, rich_help_panel="Where megarl is installed")
 _PROFILE = "The cluster's profile, instead of ~/.config/megarl/cluster.yaml. Options of the command line override it."
 _CONFIGS = "YAML file of the run, and settings to override. Several files are a chain of jobs."
-_GRACE = "Seconds before the time limit at which the run is told to save (up to 60 s earlier); 0 disables this."
+_GRACE = "Seconds before the time limit at which the run gets the signal to save (up to 60 s earlier); 0 disables this."
 _REQUEUE = "Start the job again when its run has saved and left, is preempted, or loses a node (default), or not."
 _GPUS = "How GPUs are requested: gpus-per-node, gres or none."
 _MOUNTS = "Directories to mount besides the working directory and run.dir; repeatable."
@@ -102,22 +102,32 @@ def slurm(
     from megarl.launch.submit import launch
 
     configs, overrides = split_arguments(arguments)
-    of_runtime = {
+    runtime_settings = {
         "name": runtime,
         "image": container,
-        "mounts": [mount for text in mounts or () for mount in text.split(",") if mount],
+        "mounts": list(filter(None, ",".join(mounts or ()).split(","))),
         "python": python,
     }
-    of_profile = {name: value for name, value in given.items() if name in Profile.model_fields}
-    of_profile |= {"env": _variables(env or ()), "runtime": _given(of_runtime)}
-    of_request = {name: value for name, value in given.items() if name in LaunchRequest.__dataclass_fields__}
-    request = LaunchRequest(**of_request, configs=configs, overrides=overrides, settings=_given(of_profile))
+    settings = {name: given[name] for name in given if name in Profile.model_fields}
+    settings["env"] = _variables(env or ())
+    settings["runtime"] = _without_empty(runtime_settings)
+    request = LaunchRequest(
+        configs=configs,
+        overrides=overrides,
+        profile=profile,
+        settings=_without_empty(settings),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        job_name=job_name,
+        dependency=dependency,
+        dry_run=dry_run,
+    )
     raise typer.Exit(launch(request))
 
 
-def _given(options: Mapping[str, object]) -> dict[str, object]:
-    """Returns the options without those that were not given."""
-    return {name: value for name, value in options.items() if value is not None and value != [] and value != {}}
+def _without_empty(options: Mapping[str, object]) -> dict[str, object]:
+    """Returns the options that the command line has."""
+    return {name: value for name, value in options.items() if value not in (None, [], {})}
 
 
 def _variables(texts: Sequence[str]) -> dict[str, str]:

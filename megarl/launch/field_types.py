@@ -5,120 +5,143 @@ from __future__ import annotations
 import math
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
+_INTERFACE = re.compile(r"[^\s,/]{1,15}")
 _MOUNT = re.compile(r"/[^\s,:]*(:/[^\s,:]*(:[^\s,:/]+)?)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CLEARING = ("-e", "--cleanenv", "-c", "--contain", "-C", "--containall")
 
-_OWN_OPTIONS = Path(__file__).parent / "templates" / "own_options.yaml"
-OWN_OPTIONS: Mapping[str, Mapping[str, str]] = yaml.safe_load(_OWN_OPTIONS.read_text(encoding="utf-8"))
+_FILE = Path(__file__).parent / "templates" / "own_options.yaml"
+OWN_OPTIONS: Mapping[str, Mapping[str, str]] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
 """Options that MegaRL itself gives to sbatch and srun, and what to do instead."""
 
 
-def _refuse(why: Callable[[Any], str | None]) -> AfterValidator:
-    """Refuses values for which `why` returns a rule, as 'be a line of text'."""
-
-    def validate(value: Any) -> Any:
-        if rule := why(value):
-            raise ValueError(f"should {rule}")
-        return value
-
-    return AfterValidator(validate)
+def _check_line(text: str) -> str:
+    if not text or re.search(r"[\r\n\x00]", text):
+        raise ValueError("should be a line of text")
+    return text
 
 
-def _matching(pattern: str, rule: str) -> AfterValidator:
-    return _refuse(lambda text: None if re.fullmatch(pattern, text) else f"be {rule}")
+def _check_path(text: str) -> str:
+    if text.startswith("~"):
+        raise ValueError("should be a path in full: ~ is not read as a home directory there")
+    return text
 
 
-def _without(own: Mapping[str, str]) -> AfterValidator:
-    """Refuses short options, and those that MegaRL gives itself."""
+def _check_interface(text: str) -> str:
+    if not _INTERFACE.fullmatch(text):
+        raise ValueError("should be the name of one interface, as ib0")
+    return text
 
-    def why(options: Sequence[str]) -> str | None:
+
+def _check_variable(name: str) -> str:
+    if not _VARIABLE.fullmatch(name):
+        raise ValueError("should be a name of letters, digits and underscores")
+    if name == "RAY_AUTH_TOKEN":
+        raise ValueError("should not be there: each job makes its own, and keeps it out of files")
+    if name.startswith("SLURM_"):
+        why = "Slurm sets it for each task, and srun takes options"
+        raise ValueError(f"should not be there: {why}")
+    return name
+
+
+def _check_mounts(mounts: Sequence[str]) -> Sequence[str]:
+    wrong = [mount for mount in mounts if not _MOUNT.fullmatch(mount)]
+    if wrong:
+        rule = "absolute paths, as /data or /data:/inside, without spaces and commas"
+        raise ValueError(f"should be {rule}; not {', '.join(wrong)}")
+    return mounts
+
+
+def _check_shell(lines: Sequence[str]) -> Sequence[str]:
+    command = ["/bin/bash", "-O", "extglob", "-n"]
+    script = "\n".join(lines).encode()
+    done = subprocess.run(command, input=script, env={"LC_ALL": "C"}, capture_output=True, check=False)
+    if done.stderr:
+        first = done.stderr.decode().splitlines()[0].removeprefix("/bin/bash: ")
+        raise ValueError(f"should be shell that bash can read; {first}")
+    return lines
+
+
+def _check_exec_options(options: Sequence[str]) -> Sequence[str]:
+    for option in options:
+        if option.partition("=")[0] in _CLEARING:
+            needed = "the container needs the job's variables and temporary files"
+            raise ValueError(f"should not be {option}: {needed}")
+    return options
+
+
+def _without(own_options: Mapping[str, str]) -> AfterValidator:
+    """Refuses short options, and those that MegaRL itself gives."""
+
+    def check(options: Sequence[str]) -> Sequence[str]:
         refused: list[str] = []
         for option in options:
             name = option.partition("=")[0]
             if not name.startswith("--"):
                 refused.append(f"{option} (write it as --name=value)")
-            elif name in own:
-                refused.append(f"{option} ({own[name]})")
-        return f"be without {', '.join(refused)}" if refused else None
+            elif name in own_options:
+                refused.append(f"{option} ({own_options[name]})")
+        if refused:
+            raise ValueError(f"should be without {', '.join(refused)}")
+        return options
 
-    return _refuse(why)
-
-
-def _bad_variable(name: str) -> str | None:
-    if _VARIABLE.fullmatch(name) is None:
-        return "be a name of letters, digits and underscores"
-    if name == "RAY_AUTH_TOKEN":
-        return "not be there: each job makes its own, and keeps it out of files"
-    return "not be there: Slurm sets it for each task, and srun takes options" if name.startswith("SLURM_") else None
+    return AfterValidator(check)
 
 
-def _bad_mounts(mounts: Sequence[str]) -> str | None:
-    wrong = [mount for mount in mounts if _MOUNT.fullmatch(mount) is None]
-    rule = "be absolute paths, as /data or /data:/inside, without spaces and commas"
-    return f"{rule}; not {', '.join(wrong)}" if wrong else None
-
-
-def _bad_shell(lines: Sequence[str]) -> str | None:
-    command = ["/bin/bash", "-O", "extglob", "-n"]
-    script = "\n".join(lines)
-    env = {"LC_ALL": "C"}
-    said = subprocess.run(command, input=script, env=env, capture_output=True, text=True, check=False).stderr
-    return f"be shell that bash can read; {said.splitlines()[0].removeprefix('/bin/bash: ')}" if said else None
-
-
-def _clears_environment(options: Sequence[str]) -> str | None:
-    found = [option for option in options if option.partition("=")[0] in _CLEARING]
-    return f"not be {found[0]}: the container needs the job's variables and temporary files" if found else None
-
-
-def _bad_time(text: str) -> str | None:
+def _check_time(text: str) -> str:
     try:
         seconds_of(text)
     except ValueError:
-        return "be a time limit of Slurm: minutes, HH:MM:SS or D-HH:MM:SS"
-    return None
+        raise ValueError("should be a time limit of Slurm: minutes, HH:MM:SS or D-HH:MM:SS") from None
+    return text
 
 
 def _number_as_text(value: object) -> object:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return value
 
 
-Line = Annotated[str, _refuse(lambda text: "be a line of text" if not text or re.search(r"[\r\n\x00]", text) else None)]
-_HOME = "be a path in full: ~ is not read as a home directory there"
-InFull = Annotated[Line, _refuse(lambda text: _HOME if text.startswith("~") else None)]
-TimeLimit = Annotated[str, _refuse(_bad_time)]
-VariableName = Annotated[str, _refuse(_bad_variable)]
+Line = Annotated[str, AfterValidator(_check_line)]
+InFull = Annotated[Line, AfterValidator(_check_path)]
+TimeLimit = Annotated[str, AfterValidator(_check_time)]
+VariableName = Annotated[str, AfterValidator(_check_variable)]
 Memory = Annotated[Line, BeforeValidator(_number_as_text)]
-Interface = Annotated[Line, _matching(r"[^\s,/]{1,15}", "the name of one interface, as ib0")]
+Interface = Annotated[Line, AfterValidator(_check_interface)]
 Value = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$"), BeforeValidator(_number_as_text)]
 Lines = Annotated[tuple[Line, ...], Field(strict=False)]
-Mounts = Annotated[Lines, _refuse(_bad_mounts)]
-Shell = Annotated[Lines, _refuse(_bad_shell)]
-ExecOptions = Annotated[Lines, _refuse(_clears_environment)]
+Mounts = Annotated[Lines, AfterValidator(_check_mounts)]
+Shell = Annotated[Lines, AfterValidator(_check_shell)]
+ExecOptions = Annotated[Lines, AfterValidator(_check_exec_options)]
 SbatchOptions = Annotated[Lines, _without(OWN_OPTIONS["sbatch"])]
 SrunOptions = Annotated[Lines, _without(OWN_OPTIONS["srun"])]
 
 
 def seconds_of(time: str) -> float:
-    """Returns a time limit in seconds: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED.
+    """Returns a time limit of Slurm in seconds: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
 
     Raises:
-        ValueError: the text is none of these.
+        ValueError: the text is none of these, nor UNLIMITED or INFINITE.
     """
     if time.upper() in ("UNLIMITED", "INFINITE"):
         return math.inf
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
-    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    units = (60, 1)
+    seconds = 0
+    if dash:
+        seconds = int(days) * 86400
+    if dash or len(parts) == 3:
+        units = (3600, 60, 1)
     if len(parts) > len(units):
         raise ValueError(f"{time} has more parts than days, hours, minutes and seconds")
-    whole_days = int(days) if dash else 0
-    return whole_days * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
+    for part, unit in zip(parts, units, strict=False):
+        seconds += part * unit
+    return seconds

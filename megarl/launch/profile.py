@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -99,7 +99,7 @@ class Profile(Section):
     time: types.TimeLimit | None = None
     """Time limit, as "04:00:00" or "2-00:00:00", in quotes; null is the partition's default."""
     grace: Natural = 60
-    """Seconds before the time limit at which the run is told to save (up to 60 s earlier); 0 disables this."""
+    """Seconds before the time limit at which the run gets the signal to save (up to 60 s earlier); 0 disables this."""
     requeue: bool = True
     """Start the job again when its run has saved and left, is preempted, or loses a node."""
     cpus_per_task: Count | None = None
@@ -131,42 +131,49 @@ class Profile(Section):
 
 
 def found_profile(path: Path | None) -> Path | None:
-    """Returns the given file, else the user's own if it exists."""
-    own = Path.home() / ".config" / "megarl" / "cluster.yaml"
+    """Returns the given file, else the user's default if it exists."""
     if path is not None:
         return path
-    return own if own.exists() else None
+    default = Path.home() / ".config" / "megarl" / "cluster.yaml"
+    return default if default.exists() else None
 
 
 def load_profile(path: Path | None = None, settings: Mapping[str, object] | None = None) -> Profile:
-    """Reads and checks a profile with `settings` merged into it; a runtime of another name replaces the file's."""
+    """Reads and checks a profile with `settings` merged into it.
+
+    A runtime of another name replaces the file's.
+    """
     file = found_profile(path)
-    raw = _merge({} if file is None else _read(file), settings or {})
+    source = "command line"
+    raw: dict[str, Any] = {}
+    if file is not None:
+        source = str(file)
+        raw = _read(file)
     try:
-        return Profile.model_validate(raw)
+        return Profile.model_validate(_merge(raw, settings or {}))
     except ValidationError as error:
-        raise ConfigError(schema_problems(error, Profile), "command line" if file is None else str(file)) from None
+        raise ConfigError(schema_problems(error, Profile), source) from None
 
 
 def _read(file: Path) -> dict[str, Any]:
     fix = "correct the file; docs/slurm.md has an example"
-    read = None
     try:
         read = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        rule = "" if isinstance(read, dict) else "the file must hold keys and values"
+        if isinstance(read, dict):
+            return cast(dict[str, Any], read)
+        rule = "the file must hold keys and values"
     except OSError as error:
         rule = f"the file must be readable ({error.strerror})"
-        home = "write it in full: ~ is not read as a home directory there"
-        fix = home if str(file).startswith("~") else "correct the path; docs/slurm.md has an example of a file"
+        fix = "correct the path; docs/slurm.md has an example of a file"
+        if str(file).startswith("~"):
+            fix = "write it in full: ~ is not read as a home directory there"
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         rule = f"the file must be YAML: {' '.join(str(error).split())}"
-    if rule:
-        raise ConfigError([Problem(field="profile", value=str(file), rule=rule, fix=fix)], str(file))
-    return cast(dict[str, Any], read)
+    raise ConfigError([Problem("profile", str(file), rule, fix)], str(file))
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges settings into a file's fields: lists and mappings are joined, other values replaced."""
+    """Merges settings into a file's fields: joins lists and mappings, replaces other values."""
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
@@ -174,15 +181,24 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
             value = _merge_runtime(under, value)
         elif isinstance(under, dict) and isinstance(value, Mapping):
             value = {**under, **value}
-        elif isinstance(under, list) and isinstance(value, Sequence) and not isinstance(value, str):
+        elif isinstance(under, list) and isinstance(value, list):
             value = [*under, *value]
         merged[key] = value
     return merged
 
 
-def _merge_runtime(below: object, above: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops options of another runtime; an image without a name is for the file's container runtime, else for Pyxis."""
-    under = {"name": below} if isinstance(below, str) else dict(cast(Mapping[str, Any], below or {}))
+def _merge_runtime(below: Any, above: Mapping[str, Any]) -> dict[str, Any]:
+    """Drops options of another runtime.
+
+    An image without a name is for the file's container runtime, else for Pyxis.
+    """
+    if isinstance(below, str):
+        below = {"name": below}
+    under: dict[str, Any] = below or {}
     before = under.get("name", "bare")
-    name = above.get("name", "pyxis" if "image" in above and before == "bare" else before)
-    return {**_merge(under if name == before else {}, above), "name": name}
+    name = above.get("name", before)
+    if "name" not in above and "image" in above and before == "bare":
+        name = "pyxis"
+    if name != before:
+        under = {}
+    return {**_merge(under, above), "name": name}

@@ -26,8 +26,7 @@ class BatchJob:
         command: ``train`` or ``eval``.
         config: file of the resolved configuration.
         dependent: whether the job waits for another one.
-        earlier: directories of earlier runs of a chain, which it may read.
-        partition: None for the cluster's default.
+        earlier: directories of a chain's earlier runs, which the job may read.
         gpus: number of GPUs of each node.
     """
 
@@ -38,27 +37,21 @@ class BatchJob:
     run_dir: Path
     config: Path
     nodes: int
-    partition: str | None
     gpus: int
     dependent: bool = False
     earlier: tuple[Path, ...] = ()
     profile: Profile
 
     @property
-    def wait_s(self) -> int:
-        """Seconds that srun waits for other tasks after the first has ended: the head may need all of its limit."""
-        return math.ceil(self.profile.start_limit) + _END_S
-
-    @property
     def srun(self) -> tuple[str, ...]:
         """Options of srun, without those of a container."""
-        cpus = self.profile.cpus_per_task
-        return (
-            *("--ntasks-per-node=1", "--export=ALL", "--cpu-bind=none"),
-            *("--kill-on-bad-exit=0", f"--wait={self.wait_s}"),
-            *([f"--cpus-per-task={cpus}"] if cpus else []),
-            *self.profile.srun,
-        )
+        # srun waits so long for other tasks after the first has ended: the head may need all of its limit.
+        wait_s = math.ceil(self.profile.start_limit) + _END_S
+        options = ["--ntasks-per-node=1", "--export=ALL", "--cpu-bind=none"]
+        options += ["--kill-on-bad-exit=0", f"--wait={wait_s}"]
+        if self.profile.cpus_per_task is not None:
+            options.append(f"--cpus-per-task={self.profile.cpus_per_task}")
+        return (*options, *self.profile.srun)
 
     @property
     def directory(self) -> Path:
@@ -82,32 +75,44 @@ class BatchJob:
 
 
 def mounts(runtime: Runtime, workdir: Path, directories: Sequence[Path]) -> tuple[str, ...]:
-    """Returns the mounts of a container as SOURCE:TARGET: the job's directories, and the profile's mounts."""
-    own = [workdir, *(directory for directory in directories if not directory.is_relative_to(workdir))]
-    further = () if isinstance(runtime, Bare) else runtime.mounts
-    return (*(f"{path}:{path}" for path in own), *(mount if ":" in mount else f"{mount}:{mount}" for mount in further))
+    """Returns a container's mounts as SOURCE:TARGET: the job's directories, and the profile's mounts."""
+    paths = [str(workdir)]
+    for directory in directories:
+        if not directory.is_relative_to(workdir):
+            paths.append(str(directory))
+    if not isinstance(runtime, Bare):
+        paths += runtime.mounts
+    return tuple(path if ":" in path else f"{path}:{path}" for path in paths)
 
 
 def render(job: BatchJob) -> str:
     """Returns the batch script of a job."""
-    return templates().get_template("job.sbatch.j2").render(job=job, profile=job.profile, runtime=job.profile.runtime)
+    template = templates().get_template("job.sbatch.j2")
+    return template.render(job=job, profile=job.profile, runtime=job.profile.runtime)
 
 
 def directive(value: object) -> str:
-    """Quotes a value for an #SBATCH line, as sbatch's own parser reads it (Slurm: src/sbatch/opt.c, _get_argument)."""
+    """Quotes a value for an #SBATCH line, as sbatch reads it (Slurm: src/sbatch/opt.c, _get_argument)."""
     text = str(value)
-    return text if _PLAIN.fullmatch(text) else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if _PLAIN.fullmatch(text):
+        return text
+    quoted = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{quoted}"'
+
+
+def _shell_quoted(value: object) -> str:
+    return shlex.quote(str(value))
 
 
 def templates(*loaders: jinja2.BaseLoader) -> jinja2.Environment:
     """Returns the environment of the templates of `loaders`, and then of slurm/."""
-    loader = jinja2.ChoiceLoader([*loaders, jinja2.PackageLoader("megarl.launch")])
     environment = jinja2.Environment(
-        loader=loader,
+        loader=jinja2.ChoiceLoader([*loaders, jinja2.PackageLoader("megarl.launch")]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update({"sh": lambda value: shlex.quote(str(value)), "directive": directive})
+    environment.filters["sh"] = _shell_quoted
+    environment.filters["directive"] = directive
     return environment

@@ -8,13 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
+from typing import Any
 
 from megarl.config import RunConfig, as_yaml
-from megarl.config.inheritance import merged
 from megarl.config.problems import KEY, Problem
 
-_RUNTIME_OPTIONS = {"name": "--runtime", "image": "--container", "mounts": "--mounts", "python": "--python"}
-OPTIONS: Mapping[str, str] = {f"runtime.{name}": option for name, option in _RUNTIME_OPTIONS.items()}
+OPTIONS: Mapping[str, str] = {
+    "runtime.name": "--runtime",
+    "runtime.image": "--container",
+    "runtime.mounts": "--mounts",
+    "runtime.python": "--python",
+}
 """Command-line options of the profile's fields whose names differ, by field."""
 _AUTO = "auto"
 JOB_RAY = f"cluster.address={_AUTO}"
@@ -34,9 +38,9 @@ class LaunchRequest:
     """A requested launch; None leaves a value to the configuration, the profile or the cluster.
 
     Args:
-        configs: one, or the runs of a chain in their order.
+        configs: files of one run, or of a chain's runs in their order.
         settings: fields of the profile that the command line sets.
-        dependency: of the first job, as sbatch takes it.
+        dependency: dependency of the first job, as sbatch takes it.
     """
 
     configs: tuple[Path, ...]
@@ -53,17 +57,23 @@ class LaunchRequest:
     def malformed(self) -> Iterator[Problem]:
         """Finds missing configurations and options that are no line of text."""
         if not self.configs:
-            rule = "at least one configuration"
-            yield Problem(field="CONFIG", value="(missing)", rule=rule, fix="name the YAML file of the run")
+            fix = "name the YAML file of the run"
+            yield Problem("CONFIG", "(missing)", "at least one configuration", fix)
         for name, text in (("--job-name", self.job_name), ("--dependency", self.dependency)):
             if text is not None and (not text.strip() or not text.isprintable()):
-                yield Problem(field=name, value=repr(text), rule="a line of text", fix="correct it")
+                yield Problem(name, repr(text), "a line of text", "correct it")
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     """Splits arguments into configurations and overrides; those contain ``=`` and are not files."""
-    overrides = tuple(argument for argument in arguments if "=" in argument and not os.path.isfile(argument))
-    return tuple(Path(argument) for argument in arguments if argument not in overrides), overrides
+    configs: list[Path] = []
+    overrides: list[str] = []
+    for argument in arguments:
+        if "=" in argument and not os.path.isfile(argument):
+            overrides.append(argument)
+        else:
+            configs.append(Path(argument))
+    return tuple(configs), tuple(overrides)
 
 
 def as_option(problem: Problem, settings: Mapping[str, object]) -> Problem:
@@ -87,18 +97,12 @@ def unwritable(run_dir: object, error: OSError, what: str = "") -> Problem:
     return Problem(field="run.dir", value=str(run_dir), rule=rule, fix="choose another run.dir")
 
 
-def run_directory(path: Path, overrides: Sequence[str]) -> str | None:
-    """Returns run.dir of a configuration that may be invalid. Raises ConfigError if the file cannot be read."""
-    run = merged(path, overrides)[0].get("run")
-    named = run.get("dir") if isinstance(run, Mapping) else None
-    return named if isinstance(named, str) else None
-
-
-def names_other_ray(path: Path, overrides: Sequence[str]) -> Iterator[Problem]:
-    """Reports a configuration that names a Ray cluster to join. Raises ConfigError if the file cannot be read."""
-    cluster = merged(path, overrides)[0].get("cluster")
+def other_ray(raw: Mapping[str, Any]) -> list[Problem]:
+    """Reports a configuration, which may be invalid, that names a Ray cluster to join."""
+    cluster = raw.get("cluster")
     address = cluster.get("address") if isinstance(cluster, Mapping) else None
-    if address not in (None, _AUTO):
-        rule = "null: the job starts a Ray of its own"
-        fix = "remove it, or submit the run to that cluster (docs/ray.md)"
-        yield Problem(field="cluster.address", value=str(address), rule=rule, fix=fix)
+    if address in (None, _AUTO):
+        return []
+    rule = "null: the job starts a Ray of its own"
+    fix = "remove it, or submit the run to that cluster (docs/ray.md)"
+    return [Problem(field="cluster.address", value=str(address), rule=rule, fix=fix)]

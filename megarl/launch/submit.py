@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from shlex import join, quote
 
 import typer
@@ -31,15 +31,19 @@ _JOB_ID = re.compile(r"^(\d+)(?:;\S+)?$", re.MULTILINE)  # sbatch --parsable add
 def launch(request: LaunchRequest) -> int:
     """Submits or shows a request's jobs; returns 2 for a mistake, before anything is written, and 1 if sbatch fails."""
     try:
-        planned = plan(request)
-        for each in planned:
-            _write(each)
+        planned, remarks = plan(request)
+        for run in planned:
+            _write(run)
     except (RefusedError, ConfigError) as error:
         typer.echo(str(error), err=True)
         return 2
-    typer.echo("".join(f"{remark}\n" for each in planned for remark in each.remarks), err=True, nl=False)
-    jobs = [each.job for each in planned]
-    return _show(request, jobs) if request.dry_run else _submit(request, jobs)
+    for remark in remarks:
+        typer.echo(remark, err=True)
+    jobs = [run.job for run in planned]
+    if request.dry_run:
+        _show(request, jobs)
+        return 0
+    return _submit(request, jobs)
 
 
 def _write(planned: PlannedJob) -> None:
@@ -53,77 +57,94 @@ def _write(planned: PlannedJob) -> None:
         raise ConfigError([problem], "command line") from None
 
 
-def _show(request: LaunchRequest, jobs: Sequence[BatchJob]) -> int:
+def _show(request: LaunchRequest, jobs: Sequence[BatchJob]) -> None:
     """Prints the scripts to stdout, and how to submit them to stderr."""
-    for index, job in enumerate(jobs):
-        before = f"JOB-{index}" if index else None
-        number = f" ({before} is the number of the previous job)" if before else ""
+    dependency = request.dependency
+    number = ""
+    for index, job in enumerate(jobs, start=1):
+        command = join(_command(job, dependency))
         typer.echo(render(job))
-        typer.echo(f"written to {job.script}; to submit: {join(_command(request, job, before))}{number}", err=True)
+        typer.echo(f"written to {job.script}; to submit: {command}{number}", err=True)
+        dependency = f"afterok:JOB-{index}"
+        number = f" (JOB-{index} is the number of the previous job)"
     typer.echo(_origin(request), err=True)
-    return 0
 
 
 def _origin(request: LaunchRequest) -> str:
+    """Says where the settings of the cluster are from."""
     file = found_profile(request.profile)
-    given = f"from the command line: {', '.join(request.settings)}; " if request.settings else ""
-    return f"settings of the cluster: {given}{'the rest from ' if given and file else ''}{file or 'no profile'}"
+    sources: list[str] = []
+    if request.settings:
+        sources.append(f"from the command line: {', '.join(request.settings)}")
+    if file is None:
+        sources.append("no profile")
+    elif request.settings:
+        sources.append(f"the rest from {file}")
+    else:
+        sources.append(str(file))
+    return f"settings of the cluster: {'; '.join(sources)}"
 
 
 def _submit(request: LaunchRequest, jobs: Sequence[BatchJob]) -> int:
     """Submits the jobs; each starts after the previous one has succeeded."""
     numbers: list[str] = []
+    dependency = request.dependency
     for job in jobs:
-        command = _command(request, job, numbers[-1] if numbers else None)
-        options = script_options(job.script.read_text(encoding="utf-8"))
+        command = _command(job, dependency)
+        script = job.script.read_text(encoding="utf-8")
+        options = re.findall(r'^#SBATCH "?--([a-z-]+)', script, re.MULTILINE)
         env = sbatch_environment(options)
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-        typer.echo(f"{done.stderr.strip()}\n" * bool(done.stderr.strip()), err=True, nl=False)
+        if done.stderr.strip():
+            typer.echo(done.stderr.strip(), err=True)
         answers: list[str] = _JOB_ID.findall(done.stdout)
-        if done.returncode != 0 or not answers:
-            what = "refused by sbatch" if done.returncode else "sbatch has answered without the number of a job"
-            before = f"\nsubmitted before it: {', '.join(numbers)}; to cancel: scancel {' '.join(numbers)}"
-            typer.echo(f"{what}: {job.script}\n{_origin(request)}{before * bool(numbers)}", err=True)
-            return 1
-        numbers.append(answers[-1])
-        typer.echo("\n".join(_summary(job, numbers)))
+        if done.returncode == 0 and answers:
+            _report(job, answers[-1], numbers)
+            numbers.append(answers[-1])
+            dependency = f"afterok:{answers[-1]}"
+            continue
+        what = "sbatch has answered without the number of a job"
+        if done.returncode != 0:
+            what = "refused by sbatch"
+        typer.echo(f"{what}: {job.script}\n{_origin(request)}", err=True)
+        if numbers:
+            cancel = f"scancel {' '.join(numbers)}"
+            typer.echo(f"submitted before it: {', '.join(numbers)}; to cancel: {cancel}", err=True)
+        return 1
     return 0
 
 
-def _command(request: LaunchRequest, job: BatchJob, before: str | None) -> list[str]:
-    dependency = request.dependency if before is None else f"afterok:{before}"
+def _command(job: BatchJob, dependency: str | None) -> list[str]:
     waits = [] if dependency is None else [f"--dependency={dependency}"]
     return ["sbatch", "--parsable", *waits, os.fspath(job.script)]
 
 
-def script_options(script: str) -> list[str]:
-    """Returns the names of the options on a script's #SBATCH lines, without dashes and values."""
-    lines = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
-    return [line.strip('"').removeprefix("--").partition("=")[0] for line in lines]
-
-
 def sbatch_environment(options: Sequence[str]) -> dict[str, str]:
-    """Returns this process's environment without variables of another job, and of sbatch that override `options`.
+    """Returns this process's environment without variables of another job, and those that override `options`.
 
     Args:
         options: names of sbatch's options, without dashes.
     """
-    overriding = {f"SBATCH_{_SBATCH_VARIABLES.get(name, name).upper().replace('-', '_')}" for name in options}
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in overriding and (not name.startswith("SLURM_") or name in _CLUSTER_VARIABLES)
-    }
+    environment = dict(os.environ)
+    for option in options:
+        variable = _SBATCH_VARIABLES.get(option, option)
+        environment.pop(f"SBATCH_{variable.upper().replace('-', '_')}", None)
+    for name in os.environ:
+        if name.startswith("SLURM_") and name not in _CLUSTER_VARIABLES:
+            del environment[name]
+    return environment
 
 
-def _summary(job: BatchJob, numbers: Sequence[str]) -> Iterator[str]:
-    *before, number = numbers
-    after = f", after {before[-1]}" if before else ""
+def _report(job: BatchJob, number: str, before: Sequence[str]) -> None:
+    """Prints what a submitted job is, and where to look; `before` are the numbers of earlier jobs."""
+    heading = f"job {number}: {job.title}, {job.nodes} node{'s' * (job.nodes > 1)}"
+    if before:
+        heading += f", after {before[-1]}"
     output = job.directory / f"{number}.out"
-    nodes = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
-    yield f"job {number}: {job.title}, {nodes}{after}"
-    yield f"  script  {job.script}"
-    yield f"  output  {output}"
-    yield f"  logs    {job.directory}/{number}-0"
-    yield f"  follow  squeue --job {number}; tail -F {quote(str(output))}; megarl status {quote(str(job.run_dir))}"
-    yield f"  cancel  scancel {number}"
+    status = f"megarl status {quote(str(job.run_dir))}"
+    typer.echo(heading)
+    typer.echo(f"  script  {job.script}")
+    typer.echo(f"  output  {output}")
+    typer.echo(f"  logs    {job.directory}/{number}-0")
+    typer.echo(f"  follow  squeue --job {number}; tail -F {quote(str(output))}; {status}")
+    typer.echo(f"  cancel  scancel {number}")

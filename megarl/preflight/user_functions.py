@@ -18,7 +18,7 @@ from megarl.config.problems import Problem, shown
 from megarl.config.schema import CustomFunction, RewardFunction, Section
 from megarl.config.schema.questions import template_columns
 from megarl.plugins import Function, check_options, resolve, suggestion
-from megarl.rewards.adapters import check_signature, columns_of, likely_adapter
+from megarl.rewards.adapters import check_signature, likely_adapter, required_columns
 from megarl.rewards.functions import RULES, TOKEN_RULES, labels
 from megarl.rewards.functions import resolve as resolve_reward
 from megarl.types import Prompt
@@ -106,7 +106,7 @@ def _columns(function: RewardFunction) -> tuple[str, Sequence[str]]:
     if function.name == "judge":
         return "args.template", template_columns(function.args["template"])
     if function.adapter is not None:
-        return "adapter", columns_of(function, resolve_reward(function.name))
+        return "adapter", required_columns(function, resolve_reward(function.name))
     return "", []
 
 

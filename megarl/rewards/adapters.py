@@ -1,9 +1,10 @@
-"""Calls of reward functions in MegaRL's own signature, TRL's and verl's, and what they return.
+"""Calls of reward functions in MegaRL's signature, TRL's and verl's, and what they return.
 
-MegaRL's own functions take a completion, or with `per: batch` or `group` a list of them. TRL's (1.16, `GRPOTrainer`)
-take `prompts`, `completions`, `completion_ids` and every column of the rows, each a list. verl's (0.9, the reward
-managers `naive` and `batch`) take `data_source`, `solution_str`, `ground_truth` and `extra_info` of a response, or with
-`per: batch` lists in their plurals. A chat's prompt and completion are messages in TRL's.
+MegaRL's functions take a completion, or with `per: batch` or `group` a list of them. TRL's (1.16,
+`GRPOTrainer`) take `prompts`, `completions`, `completion_ids` and every column of the rows, each a list;
+a chat's prompt and completion are messages. verl's (0.9, the reward managers `naive` and `batch`) take
+`data_source`, `solution_str`, `ground_truth` and `extra_info` of a response, or with `per: batch` lists
+in their plurals.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Failure:
     """Why a call returned no score.
 
     Args:
-        kind: only the first failure of each kind is reported.
+        kind: name of the kind; only the first failure of each kind is reported.
         reason: a sentence, or the function's traceback.
     """
 
@@ -67,7 +68,8 @@ class BoundFunction:
         self._spec = spec
         self._function = resolve(spec.name)
         is_async = inspect.iscoroutinefunction(self._function)
-        self.mode = CallMode(concurrency=spec.concurrency or (_ASYNC_CALLS if is_async else 1), is_async=is_async)
+        concurrency = spec.concurrency or (_ASYNC_CALLS if is_async else 1)
+        self.mode = CallMode(concurrency=concurrency, is_async=is_async)
 
     def call(self, completions: Sequence[Completion]) -> Any:
         """Calls the function on one completion, or on a list of them; a coroutine function returns an awaitable."""
@@ -77,9 +79,15 @@ class BoundFunction:
             return self._function(**{**_trl_arguments(self._function, completions), **args})
         if self._spec.adapter == "verl":
             rows = [_verl_arguments(completion) for completion in completions]
-            batch = {f"{name}s": [row[name] for row in rows] for name in _VERL}
-            return self._function(**(rows[0] if one else batch), **args)
-        return self._function(completions[0] if one else list(completions), **args)
+            if one:
+                return self._function(**rows[0], **args)
+            batch: dict[str, Any] = {}
+            for name in _VERL:
+                batch[f"{name}s"] = [row[name] for row in rows]
+            return self._function(**batch, **args)
+        if one:
+            return self._function(completions[0], **args)
+        return self._function(list(completions), **args)
 
     def replies(self, completions: Sequence[Completion]) -> list[Reply]:
         """Calls a plain function; returns a score or a failure for each completion."""
@@ -94,13 +102,15 @@ class BoundFunction:
         if self._spec.unit == "response":
             return [self._score(value)]
         kind = type(value).__name__
-        values = value.tolist() if hasattr(value, "tolist") else value  # arrays and tensors
-        if isinstance(values, list | tuple) and len(values) == count:
-            return [self._score(entry) for entry in values]
-        what = f"a {kind} of {len(values)}" if isinstance(values, list | tuple) else f"{_shown(value)}, a {kind}"
-        return [
-            Failure(kind=kind, reason=f"it returned {what}: it must return a list of {count} number{'s' * (count > 1)}")
-        ] * count
+        what = f"{_shown(value)}, a {kind}"
+        if hasattr(value, "tolist"):  # arrays and tensors
+            value = value.tolist()
+        if isinstance(value, list | tuple):
+            if len(value) == count:
+                return [self._score(entry) for entry in value]
+            what = f"a {kind} of {len(value)}"
+        rule = f"it must return a list of {count} number{'s' * (count > 1)}"
+        return [Failure(kind=kind, reason=f"it returned {what}: {rule}")] * count
 
     def _score(self, value: Any) -> Reply:
         """Returns a finite number; a failure for anything else."""
@@ -111,15 +121,16 @@ class BoundFunction:
         if isinstance(value, Real | np.bool_) and abs(float(value)) <= _LARGEST:
             return float(value)
         kind = type(value).__name__
-        return Failure(kind=kind, reason=f"it returned {_shown(value)}, a {kind}: it must return one finite number")
+        rule = "it must return one finite number"
+        return Failure(kind=kind, reason=f"it returned {_shown(value)}, a {kind}: {rule}")
 
 
 def failed(error: BaseException, count: int) -> list[Reply]:
     """Returns the failures of a call on `count` completions, with the traceback in the user's code."""
-    own = error.__traceback__
-    while own is not None and own.tb_frame.f_globals.get("__name__") in _FRAMES:
-        own = own.tb_next
-    reason = "".join(traceback.format_exception(type(error), error, own)).rstrip()
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__name__") in _FRAMES:
+        frames = frames.tb_next
+    reason = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
     return [Failure(kind=type(error).__name__, reason=short_reason(reason))] * count
 
 
@@ -134,36 +145,53 @@ def check_signature(spec: RewardFunction, function: Function) -> None:
         return
     given = _VERL if spec.unit == "response" else _VERL_BATCH
     if spec.adapter == "trl":
-        given = (*(name for name in _TRL if _accepts(function, name)), *columns_of(spec, function))
+        accepted = [name for name in _TRL if _accepts(function, name)]
+        given = (*accepted, *required_columns(spec, function))
     check_options(function, spec.args, name=spec.name, positional=0, given=given)
 
 
 def likely_adapter(function: Function) -> Literal["trl", "verl"] | None:
     """Returns the system whose parameters a function has; None: neither's."""
-    names = {own.name for own in _parameters(function)}
+    names = {parameter.name for parameter in _parameters(function)}
     if names & {"solution_str", "solution_strs"}:
         return "verl"
     return "trl" if "completions" in names else None
 
 
-def columns_of(spec: RewardFunction, function: Function) -> tuple[str, ...]:
+def required_columns(spec: RewardFunction, function: Function) -> tuple[str, ...]:
     """Returns the columns that every row must have for a function with an adapter."""
+    if spec.adapter == "verl":
+        return _VERL_COLUMNS
     if spec.adapter != "trl":
-        return _VERL_COLUMNS if spec.adapter == "verl" else ()
-    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [own.name for own in _parameters(function) if own.default is own.empty and own.kind in named]
-    return tuple(name for name in required if name not in (*_TRL, *spec.args))
+        return ()
+    names: list[str] = []
+    for parameter in _parameters(function):
+        named = parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        known = parameter.name in _TRL or parameter.name in spec.args
+        if named and not known and parameter.default is parameter.empty:
+            names.append(parameter.name)
+    return tuple(names)
 
 
 def _trl_arguments(function: Function, completions: Sequence[Completion]) -> dict[str, Any]:
     """Returns the arguments of TRL's call that the function accepts."""
-    columns = dict.fromkeys(name for completion in completions for name in completion.fields)
-    arguments: dict[str, Any] = {
-        **{name: [completion.fields.get(name) for completion in completions] for name in columns},
-        "prompts": [c.prompt if c.messages is None else list(c.messages) for c in completions],
-        "completions": [
-            c.response if c.messages is None else [{"role": "assistant", "content": c.response}] for c in completions
-        ],
+    arguments: dict[str, Any] = {}
+    for completion in completions:
+        for name in completion.fields:
+            if name not in arguments:
+                arguments[name] = [each.fields.get(name) for each in completions]
+    prompts: list[Any] = []
+    responses: list[Any] = []
+    for completion in completions:
+        if completion.messages is None:
+            prompts.append(completion.prompt)
+            responses.append(completion.response)
+        else:
+            prompts.append(list(completion.messages))
+            responses.append([{"role": "assistant", "content": completion.response}])
+    arguments |= {
+        "prompts": prompts,
+        "completions": responses,
         "completion_ids": [list(completion.response_ids) for completion in completions],
         "log_extra": _drop,
         "log_metric": _drop,
@@ -185,7 +213,7 @@ def _drop(*_: object) -> None:
 
 
 def _accepts(function: Function, name: str) -> bool:
-    return any(own.name == name or own.kind is own.VAR_KEYWORD for own in _parameters(function))
+    return any(each.name == name or each.kind is each.VAR_KEYWORD for each in _parameters(function))
 
 
 def _parameters(function: Function) -> Sequence[inspect.Parameter]:

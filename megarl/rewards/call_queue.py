@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from megarl.config.schema import RewardFunction
 from megarl.errors import RunError
@@ -15,7 +15,7 @@ from megarl.rewards.child_process import ChildProcess
 from megarl.rewards.functions import Completion
 
 _CANCEL_S = 5.0
-"""For a coroutine that is past its limit to be cancelled; then the process is killed, as it blocks the loop."""
+"""Time for a late coroutine to be canceled; then the process is killed, as the coroutine blocks its loop."""
 _ONE_BY_ONE = CallMode(concurrency=1, is_async=False)
 
 
@@ -27,7 +27,7 @@ class FunctionProcess(ChildProcess):
 
     @property
     def modes(self) -> tuple[CallMode, ...]:
-        """Of the functions; empty until they are loaded."""
+        """The functions' modes; empty until they are loaded."""
         return self.loaded or ()
 
 
@@ -37,14 +37,6 @@ class FunctionCall:
 
     function: int
     completions: Sequence[Completion]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A reply for each completion of a call, after so many tries; of a failed call, the last failure."""
-
-    replies: Sequence[Reply]
-    tries: int
 
 
 @dataclass
@@ -66,16 +58,17 @@ class _Sent:
 
 
 class CallQueue:
-    """Makes calls until each has scores, or its tries or the time are used up; the answers are in the calls' order.
+    """Makes calls until each has scores, or its tries or the time are used up.
 
-    Sequential functions are called first, one call at a time, in order. The others' calls overlap. If the process ends
-    or must be ended with several calls in progress, those that were past their limit, or all if it ended by itself,
-    have failed and are repeated one at a time; the others are made again, and the try does not count.
+    Sequential functions are called first, one call at a time, in order. The others' calls overlap. If the
+    process ends or must be ended with several calls in progress, those that were past their limit, or all if
+    it ended by itself, have failed and are repeated one at a time; the others are made again, and the try
+    does not count.
 
     Args:
-        time_limit: seconds of a call.
+        time_limit: seconds that a call may take.
         retries: further tries of a call that failed.
-        deadline: on `time.monotonic`, of all calls.
+        deadline: end of all calls, on `time.monotonic`.
     """
 
     def __init__(
@@ -93,25 +86,28 @@ class CallQueue:
         self._retries = retries
         self._deadline = deadline
         late = Failure(kind="deadline", reason="no time was left of cluster.time_limits.scoring")
-        self._answers = [Answer(replies=[late] * len(call.completions), tries=0) for call in calls]
+        self._replies: list[Sequence[Reply]] = [[late] * len(call.completions) for call in calls]
+        self._tries = [0] * len(calls)
         self._sent: dict[int, _Sent] = {}
         self._alone: deque[tuple[int, _Lane]] = deque()
-        self._reads = True  # the process
+        self._process_reads = True
 
-    def run(self) -> list[Answer]:
-        """Makes all calls; waits for them."""
+    def run(self) -> list[tuple[Sequence[Reply], int]]:
+        """Makes all calls; returns for each a reply per completion, failures being the last ones, and its tries."""
         if not self._process.modes:
             with suppress(RunError):  # every call fails by it
                 self._process.start(self._deadline)
         first = _Lane(_ONE_BY_ONE)
         others = dict[int, _Lane]()
+        modes = self._process.modes
         for number, call in enumerate(self._calls):
-            mode = self._process.modes[call.function] if self._process.modes else _ONE_BY_ONE
-            lane = first if mode.sequential else others.setdefault(call.function, _Lane(mode))
+            lane = first
+            if modes and not modes[call.function].sequential:
+                lane = others.setdefault(call.function, _Lane(modes[call.function]))
             lane.waiting.append(number)
         self._run([first])
         self._run(list(others.values()))
-        return self._answers
+        return list(zip(self._replies, self._tries, strict=True))
 
     def _run(self, lanes: Sequence[_Lane]) -> None:
         while time.monotonic() < self._deadline or self._sent:
@@ -127,12 +123,12 @@ class CallQueue:
         self._alone.clear()
 
     def _may_send(self) -> bool:
-        return self._reads and time.monotonic() < self._deadline
+        return self._process_reads and time.monotonic() < self._deadline
 
     def _send(self, number: int, lane: _Lane) -> None:
         """Sends a call to the process, which is started if it does not run."""
         call = self._calls[number]
-        self._answers[number] = replace(self._answers[number], tries=self._answers[number].tries + 1)
+        self._tries[number] += 1
         lane.busy += 1
         try:
             if not self._sent:
@@ -148,32 +144,31 @@ class CallQueue:
         try:
             self._process.send((number, call.function, call.completions, seconds), until - time.monotonic())
         except OSError:  # the process has ended or hangs, which is noticed when its answers are received
-            self._reads = False
+            self._process_reads = False
 
     def _receive(self) -> None:
         """Waits for an answer; ends the process if a call is past its limit."""
         until = min(sent.until for sent in self._sent.values())
+        failures: dict[int, Failure] = {}
         try:
             if self._process.connection.poll(max(until - time.monotonic(), 0.0)):
                 self._settle(*self._process.connection.recv())
                 return
         except (EOFError, OSError):
             reason = f"its process ended by {self._process.close()}"
-            self._stopped({number: Failure(kind="end", reason=reason) for number in self._sent})
-            return
-        now = time.monotonic()
-        self._process.close()
-        self._stopped(
-            {
-                number: Failure(kind="time", reason=f"it took longer than {sent.seconds:g} s, and was ended")
-                for number, sent in self._sent.items()
-                if sent.until <= now
-            }
-        )
+            failures = dict.fromkeys(self._sent, Failure(kind="end", reason=reason))
+        else:
+            now = time.monotonic()
+            self._process.close()
+            for number, sent in self._sent.items():
+                if sent.until <= now:
+                    reason = f"it took longer than {sent.seconds:g} s, and was ended"
+                    failures[number] = Failure(kind="time", reason=reason)
+        self._stopped(failures)
 
     def _stopped(self, failures: Mapping[int, Failure]) -> None:
         """Settles the calls in progress when the process has ended; those that did not fail wait again."""
-        self._reads = True
+        self._process_reads = True
         several = len(self._sent) > 1
         for number in reversed(list(self._sent)):
             if number in failures:
@@ -182,7 +177,7 @@ class CallQueue:
                 lane = self._sent.pop(number).lane
                 lane.busy -= 1
                 lane.waiting.appendleft(number)
-                self._answers[number] = replace(self._answers[number], tries=self._answers[number].tries - 1)
+                self._tries[number] -= 1
 
     def _settle(self, number: int, replies: Sequence[Reply] | Failure, *, alone: bool = False) -> None:
         """Keeps the replies to a call; a failed one waits for its next try, the first or `alone`."""
@@ -190,8 +185,9 @@ class CallQueue:
         lane.busy -= 1
         if isinstance(replies, Failure):
             replies = [replies] * len(self._calls[number].completions)
-        answer = self._answers[number] = replace(self._answers[number], replies=replies)
-        if answer.tries <= self._retries and all(isinstance(reply, Failure) for reply in replies):
+        self._replies[number] = replies
+        failed = all(isinstance(reply, Failure) for reply in replies)
+        if failed and self._tries[number] <= self._retries:
             if alone:
                 self._alone.appendleft((number, lane))
             else:

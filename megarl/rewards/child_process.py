@@ -30,21 +30,21 @@ _PROGRAM = (
     " become_supervised({parent}, {descriptor}, {memory}); from {module} import serve; serve({descriptor})"
 )
 _REAP_S = 10.0
-"""For a killed process to end; one that hangs in the kernel is left behind until the run ends."""
+"""Time for a killed process to end; one that hangs in the kernel is left behind until the run ends."""
 
 
 class ChildProcess:
     """A child process that runs code of the user, and ends with this process.
 
-    Such code may hang in C code, in a sleep, or in a program that it runs, and nothing in its own process is sure to
-    stop it. What takes too long is ended by killing the process; the next call gets a new one. With a process ends
-    whatever it has started, also daemons: see `become_supervised`.
+    Such code may hang in C code, in a sleep, or in a program that it runs, and only the end of its process is
+    sure to stop it. A late call is ended with the process; the next call gets a new one. All that a process
+    has started ends with it, also daemons: see `become_supervised`.
 
     Args:
-        module: its function `serve` runs in the child.
-        setup: the first message to the child, which answers with what it has loaded, or with a problem as text.
-        name: of what the child loads, for messages.
-        memory: bytes of data that the child may have, and each process that it starts; None is no limit.
+        module: module whose function `serve` runs in the child.
+        setup: first message to the child, which answers with what it has loaded, or with a problem as text.
+        name: name of what the child loads, for messages.
+        memory: bytes of data of the child, and of each process that it starts; None is no limit.
 
     Attributes:
         loaded: the child's answer; None until there is one.
@@ -65,13 +65,14 @@ class ChildProcess:
         Raises:
             RunError: the code cannot be loaded, or not by the deadline, on `time.monotonic`.
         """
-        if self._child is not None and self._child[1].poll():  # no message is expected: it has closed the connection
-            self.close()
+        if self._child is not None and self._child[1].poll():
+            self.close()  # no message is expected: the child has closed the connection
         if self._child is not None:
             return self._child[1]
         with self._changing:
             _, connection = self._child = self._launch()
-        if problem := self._load(connection, deadline):
+        problem = self._load(connection, deadline)
+        if problem:
             self.close()
             raise RunError(f"{self._name}: their process cannot start: {problem}")
         return connection
@@ -82,10 +83,12 @@ class ChildProcess:
         The connection is of no use after a message that was taken in part; the child must then be ended.
         """
         assert self._child is not None
+        connection = self._child[1]
         microseconds = max(1, round(seconds * 1e6))  # 0 would be no limit
-        with socket.socket(fileno=os.dup(self._child[1].fileno())) as own:
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *divmod(microseconds, 10**6)))
-        self._child[1].send(message)
+        limit = struct.pack("ll", *divmod(microseconds, 10**6))
+        with socket.socket(fileno=os.dup(connection.fileno())) as copy:
+            copy.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        connection.send(message)
 
     @property
     def connection(self) -> Connection[Any, Any]:
@@ -102,7 +105,7 @@ class ChildProcess:
             return ""
         process, connection = child
         process.terminate()
-        with connection:  # another thread that reads it is told of the end before its descriptor is free
+        with connection:  # another thread that reads it sees the end before its descriptor is free
             try:
                 return how_ended(process.wait(_REAP_S))
             except subprocess.TimeoutExpired:
@@ -112,8 +115,13 @@ class ChildProcess:
     def _launch(self) -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
         ours, theirs = socket.socketpair()
         with theirs:
-            place = {"path": repr(sys.path), "module": self._module}
-            program = _PROGRAM.format(**place, descriptor=theirs.fileno(), parent=os.getpid(), memory=self._memory)
+            program = _PROGRAM.format(
+                path=repr(sys.path),
+                module=self._module,
+                descriptor=theirs.fileno(),
+                parent=os.getpid(),
+                memory=self._memory,
+            )
             process = subprocess.Popen(
                 [sys.executable, "-u", "-c", program],  # unbuffered: output survives a kill
                 stdin=subprocess.DEVNULL,
@@ -124,10 +132,12 @@ class ChildProcess:
 
     def _load(self, connection: Connection[Any, Any], deadline: float) -> str:
         """Sends the setup, and receives what is loaded; returns why it cannot be, or ""."""
-        patience = None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0)
+        seconds = None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0)
         try:
             connection.send(self._setup)
-            loaded = connection.recv() if connection.poll(patience) else "no time was left to load them"
+            if not connection.poll(seconds):
+                return "no time was left to load them"
+            loaded = connection.recv()
         except (EOFError, OSError):
             return self.close()
         if isinstance(loaded, str):
@@ -149,15 +159,15 @@ def end_with_parent(parent: int) -> None:
 
 
 def become_supervised(parent: int, descriptor: int, memory: int | None) -> None:
-    """Goes on in a child of this process, which stays as its supervisor.
+    """Continues in a child of this process, which stays as its supervisor.
 
-    The supervisor ends when the child ends, when the parent does, or at SIGTERM, and first kills all descendants: the
-    kernel gives it also those whose parents have ended, whatever their group, session or environment. It ends as the
-    child did.
+    The supervisor ends when the child ends, when the parent does, or at SIGTERM, and first kills all
+    descendants: the kernel gives it also those whose parents have ended, whatever their group, session or
+    environment. It ends as the child did.
 
     Args:
         parent: id of the parent process; its thread that started this one counts.
-        descriptor: of the connection to the parent, which the child keeps.
+        descriptor: descriptor of the connection to the parent, which the child keeps.
         memory: see `ChildProcess`.
     """
     waited = {signal.SIGCHLD, signal.SIGTERM}
@@ -188,7 +198,8 @@ def become_supervised(parent: int, descriptor: int, memory: int | None) -> None:
             ended = _reap(child, 0)
         except ChildProcessError:
             break
-        status = ended if status is None else status
+        if status is None:
+            status = ended
     _end_like(status or 0)
 
 
@@ -217,7 +228,7 @@ def parent_connection(descriptor: int, part: str) -> Generator[Connection[Any, A
     """The connection to the parent, in a child that `ChildProcess` has started.
 
     Args:
-        part: of the parent's name, for stacks.
+        part: part of the parent's name, for stacks.
     """
     answer_as_child(part)
     os.set_inheritable(descriptor, False)  # programs that the user's code starts must not keep it open

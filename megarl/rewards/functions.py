@@ -27,13 +27,13 @@ class Completion:
     """One response to one prompt.
 
     Args:
-        prompt, response: text without special tokens; empty if the run has no tokenizer. The response of a conversation
-            is that of its last turn.
-        response_ids: including the end token; of a conversation all that follows its first prompt, given tokens too.
-        loss_mask: by response id, whether it was sampled; None where all were.
+        prompt, response: text without special tokens; empty if the run has no tokenizer. The response of a
+            conversation is its last turn.
+        response_ids: ids with the end token; in a conversation all that follows its first prompt, given ids too.
+        loss_mask: whether each response id was sampled; None where all were.
         finished: False if the response was cut off at the length limit.
-        messages: of a prompt that is a chat, as in its row; None of others.
-        fields: the other columns of the prompt's row, such as a reference answer.
+        messages: messages of a prompt that is a chat, as in its row; None for others.
+        fields: other columns of the prompt's row, such as a reference answer.
     """
 
     prompt_id: str
@@ -49,7 +49,9 @@ class Completion:
     @property
     def response_tokens(self) -> int:
         """Returns the number of sampled tokens."""
-        return len(self.response_ids) if self.loss_mask is None else sum(self.loss_mask)
+        if self.loss_mask is None:
+            return len(self.response_ids)
+        return sum(self.loss_mask)
 
     def field(self, name: str) -> Any:
         """Returns a column of the prompt's row; a ValueError lists the columns if there is no such one."""
@@ -67,12 +69,14 @@ _LATEX = re.compile(r"\\boxed|\\\(|\\\[|\$")
 
 def exact_match(completion: Completion, *, field: str = "answer", ignore_case: bool = False) -> float:
     """1 if the response is the field's text, ignoring space around them; else 0."""
-    return float(_folded(completion.response, ignore_case) == _folded(completion.field(field), ignore_case))
+    wanted = _folded(completion.field(field), ignore_case)
+    return float(_folded(completion.response, ignore_case) == wanted)
 
 
 def contains(completion: Completion, *, field: str = "answer", ignore_case: bool = False) -> float:
     """1 if the field's text occurs in the response; else 0."""
-    return float(_folded(completion.field(field), ignore_case) in _folded(completion.response, ignore_case))
+    wanted = _folded(completion.field(field), ignore_case)
+    return float(wanted in _folded(completion.response, ignore_case))
 
 
 def regex(completion: Completion, *, pattern: Pattern, whole: bool = False) -> float:
@@ -115,7 +119,10 @@ def math_verify(completion: Completion, *, field: str = "answer") -> float:
     from math_verify import parse, verify
 
     text = str(completion.field(field))
-    wanted = parse(text if _LATEX.search(text) else f"\\boxed{{{text}}}")
+    latex = text
+    if not _LATEX.search(text):
+        latex = f"\\boxed{{{text}}}"
+    wanted = parse(latex)
     if not wanted:
         raise ValueError(f"the field {field!r} has no mathematical expression: {text!r}")
     return float(verify(wanted, parse(completion.response)))
@@ -136,16 +143,18 @@ async def judge(
     """The number that a model behind an OpenAI-compatible endpoint gives the response.
 
     Args:
-        template: what it is asked, with {prompt}, {response} and columns of the row.
-        pattern: its group's last match in the answer is the number.
+        template: question with {prompt}, {response} and columns of the row.
+        pattern: expression whose group's last match in the answer is the number.
         options: further entries of the request; None: temperature 0.
 
     Raises:
         ValueError: the answer has no number.
     """
     endpoint = JudgeEndpoint(url=url, key_variable=key_variable, timeout=timeout, attempts=attempts)
-    asked = {"model": model, "messages": [{"role": "user", "content": question(template, completion)}]}
-    return read_score(await endpoint.answer({**({"temperature": 0} if options is None else options), **asked}), pattern)
+    request: dict[str, Any] = {"temperature": 0} if options is None else dict(options)
+    request["model"] = model
+    request["messages"] = [{"role": "user", "content": question(template, completion)}]
+    return read_score(await endpoint.answer(request), pattern)
 
 
 def soft_overlong(
@@ -158,9 +167,9 @@ def soft_overlong(
 ) -> float:
     """min(0, -penalty * e / buffer_tokens), e = response tokens - (max_tokens - buffer_tokens), at most buffer_tokens.
 
-    The soft overlong punishment: 0, then a line down to -penalty at ``max_tokens`` tokens, the end token included. If
-    not ``capped``, longer responses lose more. Source: DAPO (Yu et al., 2025) and OpenRLHF (capped), verl and AReaL
-    (not capped).
+    The soft overlong punishment: 0, then a line down to -penalty at ``max_tokens`` tokens, the end token
+    included. If not ``capped``, longer responses lose more. Source: DAPO (Yu et al., 2025) and OpenRLHF
+    (capped), verl and AReaL (not capped).
     """
     excess = completion.response_tokens - (max_tokens - buffer_tokens)
     if capped:
@@ -210,7 +219,8 @@ def resolve(name: str) -> Function:
 def labels(functions: Sequence[RewardFunction]) -> tuple[str, ...]:
     """Returns each function's name in metrics: without its module, numbered if several have the same name."""
     names = [function.name.rpartition(":")[2] for function in functions]
-    return tuple(
-        f"{name}_{names[: index + 1].count(name)}" if names.count(name) > 1 else name
-        for index, name in enumerate(names)
-    )
+    found: list[str] = []
+    for index, name in enumerate(names, start=1):
+        number = names[:index].count(name)
+        found.append(f"{name}_{number}" if names.count(name) > 1 else name)
+    return tuple(found)

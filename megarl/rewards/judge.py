@@ -1,4 +1,4 @@
-"""Judges: models that are asked for the score of a response, behind an OpenAI-compatible endpoint or on own engines."""
+"""Judges: models that score responses, behind an OpenAI-compatible endpoint or on engines of the run."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from megarl.rewards.functions import Completion
 
 JUDGE_MODEL: Final = "judge_model"
-"""Name of the run's own judge among the rewards."""
+"""Name of `reward.judge_model` among the rewards."""
 _FIRST_WAIT_S = 0.5
-_ASK_AGAIN: Final = (408, 409, 429)
+_RETRIED: Final = (408, 409, 429)
 """HTTP statuses to retry, besides 5xx (as OpenAI's client)."""
 
 
@@ -42,8 +42,10 @@ def _is_address(url: str) -> str:
 
 
 def _adds_to_request(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    if given := sorted({"model", "messages", "n", "stream"}.intersection(options)):
-        raise ValueError(f"without {', '.join(given)}: a request has one answer to the template, by the model given")
+    given = sorted({"model", "messages", "n", "stream"}.intersection(options))
+    if given:
+        rule = "a request has one answer to the template, by the model given"
+        raise ValueError(f"without {', '.join(given)}: {rule}")
     return options
 
 
@@ -52,7 +54,7 @@ JudgeOptions = Annotated[Mapping[str, Any], AfterValidator(_adds_to_request)]
 
 
 def question(template: str, completion: Completion) -> str:
-    """Returns what a judge is asked about a response; raises ValueError where the row lacks a column."""
+    """Returns a judge's question about a response; raises ValueError where the row lacks a column."""
     columns = {name: completion.field(name) for name in template_columns(template)}
     return template.format(**{"prompt": completion.prompt, "response": completion.response, **columns})
 
@@ -69,14 +71,16 @@ class JudgePrompts:
         settings = self._settings
         try:
             text = question(settings.template, completion)
-            chat = self._tokenizer.has_chat_template
-            ids = self._tokenizer.chat([{"role": "user", "content": text}]) if chat else self._tokenizer.encode(text)
+            if self._tokenizer.has_chat_template:
+                ids = self._tokenizer.chat([{"role": "user", "content": text}])
+            else:
+                ids = self._tokenizer.encode(text)
         except ValueError as error:
             return (), str(error)
         room = settings.max_model_len - settings.max_new_tokens
         if not 0 < len(ids) <= room:
-            limits = "reward.judge_model.max_model_len less max_new_tokens"
-            return (), f"the judge's question has {len(ids)} tokens, and from 1 to {room} have room: {limits}"
+            limits = f"from 1 to {room} have room: reward.judge_model.max_model_len less max_new_tokens"
+            return (), f"the judge's question has {len(ids)} tokens, and {limits}"
         return tuple(ids), None
 
     def read(self, ids: Sequence[int], finished: bool) -> float:
@@ -92,10 +96,10 @@ class JudgeEndpoint:
     """An endpoint of chat completions.
 
     Args:
-        url: up to and without `/chat/completions`.
+        url: address up to and without `/chat/completions`.
         key_variable: variable of the environment that has the key; None without one.
-        timeout: of an attempt, seconds.
-        attempts: while the endpoint is busy, fails or cannot be reached.
+        timeout: seconds that an attempt may take.
+        attempts: maximum attempts while the endpoint is busy, fails or cannot be reached.
     """
 
     url: str
@@ -111,25 +115,32 @@ class JudgeEndpoint:
             ValueError: there is no key.
         """
         key = self._key()
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        headers: dict[str, str] = {}
+        if key is not None:
+            headers["authorization"] = f"Bearer {key}"
         wait = _FIRST_WAIT_S
         problem = ""
         for attempt in range(self.attempts):
             if attempt:
                 await asyncio.sleep(wait)
-            wait = min(_FIRST_WAIT_S * 2**attempt * random.SystemRandom().uniform(1, 1.5), self.timeout)
+            spread = random.SystemRandom().uniform(1, 1.5)
+            wait = min(_FIRST_WAIT_S * 2**attempt * spread, self.timeout)
             reply = await self._post(request, headers)
             if isinstance(reply, str):
                 problem = reply
                 continue
-            said = reply.text[:500] if key is None else reply.text.replace(key, "(secret)")[:500]
+            text = reply.text
+            if key is not None:
+                text = text.replace(key, "(secret)")
             if reply.is_success:
-                return _text(reply, said)
-            problem = f"status {reply.status_code}: {said}"
-            if reply.status_code not in _ASK_AGAIN and not reply.is_server_error:
+                return _answer_text(reply, text[:500])
+            problem = f"status {reply.status_code}: {text[:500]}"
+            if reply.status_code not in _RETRIED and not reply.is_server_error:
                 raise RuntimeError(f"the judge at {self.url} refused the request with {problem}")
-            wait = min(max(wait, _asked_wait(reply.headers.get("retry-after", ""))), self.timeout)
-        raise RuntimeError(f"the judge at {self.url} did not answer in {self.attempts} attempts; the last: {problem}")
+            requested = _retry_after(reply.headers.get("retry-after", ""))
+            wait = min(max(wait, requested), self.timeout)
+        attempts = f"{self.attempts} attempts; the last: {problem}"
+        raise RuntimeError(f"the judge at {self.url} did not answer in {attempts}")
 
     async def _post(self, request: Mapping[str, Any], headers: Mapping[str, str]) -> Response | str:
         """Makes an attempt; returns what was wrong where there is no response."""
@@ -159,28 +170,32 @@ def read_score(text: str, pattern: str) -> float:
     """Returns the number in the group of a pattern's last match; raises ValueError with the text if there is none."""
     found = re.findall(pattern, text, re.DOTALL)
     with suppress(IndexError, ValueError):
-        if math.isfinite(score := float(found[-1])):
+        score = float(found[-1])
+        if math.isfinite(score):
             return score
     raise ValueError(f"the judge's answer has no number where {pattern!r} matches: {text[-500:]!r}")
 
 
-def _asked_wait(after: str) -> float:
-    """Returns the seconds that a `Retry-After` asks for, a number or a date; 0 where it is neither."""
+def _retry_after(after: str) -> float:
+    """Returns the seconds of a `Retry-After`, a number or a date; 0 where it is neither."""
+    if after.isdecimal():
+        return float(after)
     with suppress(ValueError):
-        return float(after) if after.isdecimal() else parsedate_to_datetime(after).timestamp() - time.time()
+        return parsedate_to_datetime(after).timestamp() - time.time()
     return 0.0
 
 
-def _text(reply: Response, said: str) -> str:
-    """Returns the answer in a chat completion, which messages show as `said`."""
+def _answer_text(reply: Response, shown: str) -> str:
+    """Returns the answer in a chat completion, which messages show as `shown`."""
     try:
         choice = reply.json()["choices"][0]
         text = choice["message"]["content"]
         reason = choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise RuntimeError(f"the judge's reply is no chat completion: {said!r}") from None
+        raise RuntimeError(f"the judge's reply is no chat completion: {shown!r}") from None
     if not isinstance(text, str) or reason == "length":
-        raise RuntimeError(f"the judge's answer has no end, by finish_reason {reason!r}: {text!r:.500}")
+        problem = f"has no end, by finish_reason {reason!r}"
+        raise RuntimeError(f"the judge's answer {problem}: {text!r:.500}")
     return text
 
 

@@ -23,14 +23,15 @@ def read_scale(directory: str | None) -> ScoreScale:
 
     Raises OSError or ValueError where its file cannot be read.
     """
-    file = None if directory is None else Path(directory) / SCALE
-    if file is None or not file.exists():
+    if directory is None or not (Path(directory) / SCALE).exists():
         return ScoreScale()
+    file = Path(directory) / SCALE
     fields: Any = read_json(file)
     try:
         return ScoreScale(**{name: float(value) for name, value in fields.items()})
     except (AttributeError, TypeError, ValueError):
-        raise ValueError(f"{file} does not hold the numbers of a scale; export the reward model again") from None
+        fix = "export the reward model again"
+        raise ValueError(f"{file} does not hold the numbers of a scale; {fix}") from None
 
 
 def write_scale(scale: ScoreScale, directory: Path) -> None:
@@ -43,10 +44,10 @@ class PreferenceStatistics:
     """Statistics of a reward model's raw scores of preferences.
 
     Args:
-        preferences: how many.
-        accuracy: the fraction whose best response scores higher than every other.
-        mean, std: of the scores of the best responses (``chosen``), of the others (``rejected``), and of the difference
-            between the best one and the highest other (``margin``); std is the population's.
+        preferences: number of preferences.
+        accuracy: fraction whose best response scores higher than every other.
+        mean, std: moments of the scores of the best responses (``chosen``), of the others (``rejected``), and
+            of the difference between the best one and the highest other (``margin``); std is the population's.
     """
 
     preferences: int
@@ -75,5 +76,8 @@ class PreferenceStatistics:
     def metrics(self) -> dict[str, float]:
         """``held_out/*``."""
         metrics = {"held_out/accuracy": self.accuracy}
-        metrics |= {f"held_out/{name}_mean": value for name, value in self.mean.items()}
-        return metrics | {f"held_out/{name}_std": value for name, value in self.std.items()}
+        for name, value in self.mean.items():
+            metrics[f"held_out/{name}_mean"] = value
+        for name, value in self.std.items():
+            metrics[f"held_out/{name}_std"] = value
+        return metrics

@@ -18,8 +18,8 @@ from megarl.rewards.functions import Completion
 def serve(descriptor: int) -> None:
     """Runs in the child: receives the functions, sends their modes when they are loaded, and answers calls.
 
-    A problem of loading is sent as text. A call is (number, index of the function, completions, seconds), its answer
-    (number, replies); answers come in the order in which they are ready. See `parent_connection`.
+    A problem of loading is sent as text. A call is (number, index of the function, completions, seconds), its
+    answer (number, replies); answers come in the order in which they are ready. See `parent_connection`.
     """
     with parent_connection(descriptor, "functions") as connection:
         specs: Sequence[RewardFunction] = connection.recv()
@@ -48,7 +48,8 @@ class _Caller:
     def answer(self, number: int, completions: Sequence[Completion], seconds: float) -> None:
         """Makes a call; returns at once unless the function runs by itself."""
         if self._function.mode.is_async:
-            asyncio.run_coroutine_threadsafe(self._await(number, completions, seconds), self._running_loop())
+            call = self._await(number, completions, seconds)
+            asyncio.run_coroutine_threadsafe(call, self._running_loop())
         elif self._function.mode.sequential:
             self._send(number, self._function.replies(completions))
         else:
@@ -61,8 +62,10 @@ class _Caller:
                 value = await self._function.call(completions)
             replies = self._function.read(value, len(completions))
         except BaseException as error:  # the user's own code, which must not end the loop
-            late = Failure(kind="time", reason=f"it took longer than {seconds:g} s, and was cancelled")
-            replies = [late] * len(completions) if limit.expired() else failed(error, len(completions))
+            replies = failed(error, len(completions))
+            if limit.expired():
+                reason = f"it took longer than {seconds:g} s, and was cancelled"
+                replies = [Failure(kind="time", reason=reason)] * len(completions)
         self._send(number, replies)
 
     def _send(self, number: int, replies: Sequence[Reply]) -> None:
@@ -71,7 +74,7 @@ class _Caller:
 
     @classmethod
     def _running_loop(cls) -> asyncio.AbstractEventLoop:
-        """Returns the loop of all async functions, in a thread of its own: clients with connections outlive calls."""
+        """Returns the loop of all async functions, in a thread: clients with connections outlive calls."""
         if cls._loop is None:
             cls._loop = asyncio.new_event_loop()
             threading.Thread(target=cls._loop.run_forever, daemon=True).start()

@@ -27,7 +27,7 @@ _CACHED = 200_000
 
 @dataclass(frozen=True, kw_only=True)
 class Unscored:
-    """A response that a function did not score, after so many calls; the failure is the last one."""
+    """A response that a function did not score, the number of calls, and the last failure."""
 
     prompt_id: str
     failure: Failure
@@ -40,21 +40,20 @@ Failures = Mapping[tuple[str, str], Unscored]
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """A call, by a function's name, with the keys in the cache and the rows of the scores of its replies."""
+    """A call by a function's name; for each reply, its key in the cache and the rows of its score."""
 
     name: str
     call: FunctionCall
-    keys: Sequence[bytes]
-    rows: Sequence[Sequence[int]]
+    rows: Sequence[tuple[bytes, Sequence[int]]]
 
 
 class RuleScorer:
     """Scores completions with several reward functions, unweighted, in a child process; always ends in time.
 
     Args:
-        reward: has the time limit of a call, and the retries of one that failed.
-        decode: None leaves the texts of completions empty.
-        memory: of the child process, see `ChildProcess`.
+        reward: section with a call's time limit, and a failed call's retries.
+        decode: returns the text of ids; None leaves the texts of completions empty.
+        memory: limit of the child process's memory, see `ChildProcess`.
     """
 
     def __init__(
@@ -81,44 +80,53 @@ class RuleScorer:
 
         Args:
             functions: index of each function to call, by name.
-            deadline: on `time.monotonic`; completions that are not scored by then have no score.
+            deadline: end on `time.monotonic`; completions that are not scored by then have no score.
         """
         scores = {name: np.full(len(completions), math.nan, np.float32) for name in functions}
-        units = [
-            unit for name, index in functions.items() for unit in self._units(name, index, completions, scores[name])
-        ]
-        units.sort(key=lambda unit: unit.rows[0][0])  # stable: each completion by the functions in their order
-        limits = {"time_limit": self._reward.time_limit, "retries": self._reward.retries}
-        answers = CallQueue(self._process, [unit.call for unit in units], deadline=deadline, **limits).run()
+        units: list[_Unit] = []
+        for name, index in functions.items():
+            units += self._units(name, index, completions, scores[name])
+        units.sort(key=_first_row)  # stable: each completion by the functions in their order
+        queue = CallQueue(
+            self._process,
+            [unit.call for unit in units],
+            time_limit=self._reward.time_limit,
+            retries=self._reward.retries,
+            deadline=deadline,
+        )
         unscored: dict[tuple[str, str], Unscored] = {}
-        for unit, answer in zip(units, answers, strict=True):
-            for entry, reply in enumerate(answer.replies):
+        for unit, (replies, tries) in zip(units, queue.run(), strict=True):
+            for entry, reply in enumerate(replies):
                 if isinstance(reply, Failure):
                     prompt_id = unit.call.completions[entry].prompt_id
-                    failed = Unscored(prompt_id=prompt_id, failure=reply, calls=answer.tries)
+                    failed = Unscored(prompt_id=prompt_id, failure=reply, calls=tries)
                     unscored.setdefault((unit.name, reply.kind), failed)
                 else:
-                    scores[unit.name][unit.rows[entry]] = reply
-                    self._remember(unit.call.function, unit.keys[entry], reply)
+                    key, rows = unit.rows[entry]
+                    scores[unit.name][rows] = reply
+                    self._remember(unit.call.function, key, reply)
         return scores, unscored
 
     def completions(self, chunk: RolloutChunk, prompts: Mapping[int, Prompt]) -> list[Completion]:
         """Returns the completions in some rows of a chunk; `prompts` are by row."""
         made: list[Completion] = []
         for row, prompt in prompts.items():
-            prompt_ids = tuple(chunk.prompt_ids[row].tolist())  # an environment's are not those of the prompt's row
-            response_ids = tuple(chunk.response_ids[row].tolist())
+            # An environment's ids are not those of the prompt's row.
+            prompt_ids = tuple(chunk.prompt_ids[row].tolist())
+            loss_mask = None
+            if chunk.loss_mask is not None:
+                loss_mask = tuple(chunk.loss_mask[row].tolist())
             made.append(
                 Completion(
                     prompt_id=prompt.prompt_id,
                     prompt=self._decode(prompt_ids),
                     response=self._decode(_last_turn(chunk, row)),
                     prompt_ids=prompt_ids,
-                    response_ids=response_ids,
+                    response_ids=tuple(chunk.response_ids[row].tolist()),
                     finished=bool(chunk.finished[row]),
                     fields=prompt.fields,
                     messages=prompt.messages,
-                    loss_mask=None if chunk.loss_mask is None else tuple(chunk.loss_mask[row].tolist()),
+                    loss_mask=loss_mask,
                 )
             )
         return made
@@ -127,24 +135,29 @@ class RuleScorer:
         self._process.close()
 
     def _units(
-        self, name: str, index: int, completions: Sequence[Completion], scores: npt.NDArray[np.float32]
+        self,
+        name: str,
+        index: int,
+        completions: Sequence[Completion],
+        scores: npt.NDArray[np.float32],
     ) -> Iterable[_Unit]:
-        """Returns the calls of a function; fills in the scores that it has in its cache."""
+        """Yields the calls of a function; fills in the scores that are in the cache."""
         spec = self._functions[index]
-        rows: dict[bytes, list[int]] = {}  # by what is scored once
+        rows: dict[bytes, list[int]] = {}  # equal completions are scored once
         for row, completion in enumerate(completions):
             key = _digest(completion) if spec.cache else row.to_bytes(8)
             if (index, key) in self._cache:
                 scores[row] = self._cache[index, key]
             else:
                 rows.setdefault(key, []).append(row)
-        calls: dict[object, dict[bytes, list[int]]] = {}
-        for key, own in rows.items():
-            together = {"response": key, "batch": None, "group": completions[own[0]].prompt_id}[spec.unit]
-            calls.setdefault(together, {})[key] = own
+        calls: dict[object, list[tuple[bytes, list[int]]]] = {}
+        for key, equal in rows.items():
+            prompt_id = completions[equal[0]].prompt_id
+            together = {"response": key, "batch": None, "group": prompt_id}[spec.unit]
+            calls.setdefault(together, []).append((key, equal))
         for parts in calls.values():
-            call = FunctionCall(function=index, completions=[completions[own[0]] for own in parts.values()])
-            yield _Unit(name=name, call=call, keys=list(parts), rows=list(parts.values()))
+            firsts = [completions[equal[0]] for _, equal in parts]
+            yield _Unit(name=name, call=FunctionCall(function=index, completions=firsts), rows=parts)
 
     def _remember(self, index: int, key: bytes, score: float) -> None:
         if self._functions[index].cache:
@@ -153,13 +166,19 @@ class RuleScorer:
                 del self._cache[next(iter(self._cache))]
 
 
+def _first_row(unit: _Unit) -> int:
+    _, rows = unit.rows[0]
+    return rows[0]
+
+
 def _last_turn(chunk: RolloutChunk, row: int) -> tuple[int, ...]:
     """Returns the ids that were sampled in the last turn; the whole response where that is the only one."""
     ids = chunk.response_ids[row]
-    if chunk.loss_mask is None or chunk.turns is None:
-        return tuple(ids.tolist())
-    ends = chunk.turns[row].tolist()
-    return tuple(ids[chunk.loss_mask[row]][ends[-2] if len(ends) > 1 else 0 :].tolist())
+    if chunk.loss_mask is not None and chunk.turns is not None:
+        ends = chunk.turns[row].tolist()
+        start = ends[-2] if len(ends) > 1 else 0
+        ids = ids[chunk.loss_mask[row]][start:]
+    return tuple(ids.tolist())
 
 
 def _digest(completion: Completion) -> bytes:

@@ -17,12 +17,12 @@ from megarl.garbage_collection import collections_skipped
 from megarl.models import model_spec
 from megarl.remote import remote
 from megarl.rollout.completions import (
-    Ends,
     PendingChunk,
     PickRequest,
     Response,
+    ResponseEnds,
     TruncateRequest,
-    ends_of,
+    response_ends,
     select_rows,
     truncate_responses,
 )
@@ -44,21 +44,21 @@ if TYPE_CHECKING:
 
 _BLOCK_TOKENS = 32
 _START_MEMORY = 0.01
-"""The part of the device's memory that vLLM (0.32) requires to be free, even with a given cache size; its default does
-not allow a trainer on the device."""
+"""Part of the device's memory that vLLM (0.32) requires to be free, even with a given cache size; its default
+does not allow a trainer on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What a run decides of its engines.
+    """What a run decides for its engines.
 
     Args:
-        vocab_size: only ids below it are sampled; at most the config's vocab_size.
+        vocab_size: end of the ids that are sampled; at most the config's vocab_size.
         device: `cuda` or `cpu`.
         tokenizer: Hugging Face directory, for `rollout.stop`.
         weights: `sync` starts without weights, `files` with those in the model's directory.
         device_memory: bytes of which `rollout.gpu_memory_fraction` is a part; None measures them.
-        threads: of each process with device cpu.
+        threads: threads of each process with device cpu.
     """
 
     vocab_size: int
@@ -72,17 +72,22 @@ class EngineOptions:
 class RolloutEngine:
     """A vLLM engine in this process; more than one tensor-parallel rank are worker processes.
 
-    Who owns the engine calls `step` as long as responses are in progress, and other methods between two steps. The
-    weights' version is that of the last committed sync, or 0 if they are loaded from files. `EngineState` refuses
-    calls in the wrong state. vLLM takes over the process (default process group, random state, threads), so nothing
-    else in it may use torch.
+    The owner calls `step` as long as responses are in progress, and other methods between two steps. The
+    weights' version is that of the last committed sync, or 0 if they are loaded from files. `EngineState`
+    refuses calls in the wrong state. vLLM takes over the process (default process group, random state,
+    threads), so nothing else in it may use torch.
 
     Args:
         model_dir: Hugging Face directory; config.json is enough when the weights come by sync.
     """
 
     def __init__(
-        self, model_dir: str | Path, rollout: RolloutConfig, options: EngineOptions, *, engine_id: int
+        self,
+        model_dir: str | Path,
+        rollout: RolloutConfig,
+        options: EngineOptions,
+        *,
+        engine_id: int,
     ) -> None:
         self._model_dir = str(model_dir)
         self._rollout = rollout
@@ -97,8 +102,10 @@ class RolloutEngine:
             overlaps=self._inflight,
         )
         self._spec = model_spec(read_config(model_dir))
-        model_ends = () if rollout.ignore_eos else stop_token_ids(model_dir)
-        self._stop_token_ids = tuple({*model_ends, *rollout.stop_token_ids})
+        ends = set(rollout.stop_token_ids)
+        if not rollout.ignore_eos:
+            ends.update(stop_token_ids(model_dir))
+        self._stop_token_ids = tuple(ends)
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._llm: LLMEngine | None = None
         self._requests: Requests | None = None
@@ -107,10 +114,12 @@ class RolloutEngine:
         vocab = self._spec.dims.vocab
         if options.vocab_size > vocab:
             raise ValueError(f"vocab_size is {options.vocab_size}; the model has {vocab} ids: lower it")
-        if self._stop_token_ids and max(self._stop_token_ids) >= vocab:
-            raise ValueError(f"stop token {max(self._stop_token_ids)} is not one of the model's {vocab} ids: remove it")
+        last = max(ends, default=0)
+        if last >= vocab:
+            raise ValueError(f"stop token {last} is not one of the model's {vocab} ids: remove it")
         if rollout.stop and options.tokenizer is None:
-            raise ValueError(f"rollout.stop is {list(rollout.stop)}; reading texts needs a tokenizer: name one")
+            texts = list(rollout.stop)
+            raise ValueError(f"rollout.stop is {texts}; reading texts needs a tokenizer: name one")
 
     @property
     def version(self) -> int | None:
@@ -186,12 +195,13 @@ class RolloutEngine:
     def receive_weights(self, version: int) -> list[SyncStats]:
         """Receives the weights of a version, not below the previous one; every rank writes its shard as it arrives.
 
-        If it fails before anything is written, the engine keeps its weights; else responses in progress wait until a
-        sync succeeds, and others are refused. An aborted sync raises SyncError. Returns each rank's statistics, with
-        the stage `reset` of the prefix cache.
+        If it fails before anything is written, the engine keeps its weights; else responses in progress wait
+        until a sync succeeds, and others are refused. An aborted sync raises SyncError. Returns each rank's
+        statistics, with the stage `reset` of the prefix cache.
 
-        In mode `inflight` responses in progress go on with the new weights: their tokens so far are prefilled again, or
-        with `rollout.inflight_cache` `keep` their cache stays as it is. docs/async.md says what that changes.
+        In mode `inflight` responses in progress continue with the new weights: their tokens so far are
+        prefilled again, or with `rollout.inflight_cache` `keep` their cache stays as it is. docs/async.md
+        says what that changes.
         """
         self._state.begin_sync(len(self._running_requests))
         self._transfer("start_weight_update")
@@ -231,8 +241,8 @@ class RolloutEngine:
     def generate(self, item: WorkItem) -> Future[tuple[dict[int, RolloutChunk], list[SampleInfo]]]:
         """Starts one response per request; the chunk comes when all its responses are finished.
 
-        A response does not depend on the other requests. Raises ValueError if a prompt is empty, too long or has
-        unknown ids.
+        A response does not depend on the other requests. Raises ValueError if a prompt is empty, too long or
+        has unknown ids.
         """
         return self._generate(item).chunk
 
@@ -285,20 +295,22 @@ class RolloutEngine:
         return {new: select_rows(request.chunks, rows) for new, rows in request.rows.items()}
 
     @remote(phase="rollout")
-    def truncate(self, request: TruncateRequest) -> tuple[dict[int, RolloutChunk], dict[int, Ends]]:
+    def truncate(self, request: TruncateRequest) -> tuple[dict[int, RolloutChunk], dict[int, ResponseEnds]]:
         """Returns truncated chunks and their ends; works asleep."""
-        own = request.own
-        token = request.token
-        after = request.after
-        cut = {chunk: truncate_responses(request.chunks[chunk], token, after) for chunk in own}
-        return cut, {chunk: ends_of(new) for chunk, new in cut.items()}
+        chunks: dict[int, RolloutChunk] = {}
+        ends: dict[int, ResponseEnds] = {}
+        for index in request.assigned:
+            chunk = truncate_responses(request.chunks[index], request.token, request.after)
+            chunks[index] = chunk
+            ends[index] = response_ends(chunk)
+        return chunks, ends
 
     @remote(phase="inference")
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> Ragged:
         """Returns teacher-forced log-probabilities of sequences, without temperature, top-p, top-k and prefix cache.
 
-        The distribution is over the ids below vocab_size. A row is T - 1 float32 nats of a sequence of T ids, of its
-        second token to its last. Raises ValueError if a sequence is empty, too long or has unknown ids.
+        The distribution is over the ids below vocab_size. A row is T - 1 float32 nats of a sequence of T ids,
+        of its second token to its last. Raises ValueError if a sequence is empty, too long or has unknown ids.
         """
         version = self._state.usable_version()
         requests = self._running_requests
@@ -322,7 +334,8 @@ class RolloutEngine:
             with collections_skipped():
                 self._llm.engine_core.shutdown()
                 self._llm.renderer.shutdown()
-            self._llm = self._requests = None
+            self._llm = None
+            self._requests = None
         if self._scratch is not None:
             self._scratch.cleanup()
 
@@ -363,13 +376,14 @@ class RolloutEngine:
         if not ids:
             raise ValueError(f"{what} is empty; it needs at least one token")
         if len(ids) + new_tokens > limit:
-            more = f" and max_new_tokens is {new_tokens}" if new_tokens else ""
-            raise ValueError(
-                f"{what} has {len(ids)} tokens{more}: together at most max_model_len = {limit}; "
-                "shorten it or raise rollout.max_model_len"
-            )
-        if min(ids) < 0 or max(ids) >= self._spec.dims.vocab:
-            raise ValueError(f"{what} has ids from {min(ids)} to {max(ids)}; the model has {self._spec.dims.vocab}")
+            tokens = f"{len(ids)} tokens"
+            if new_tokens:
+                tokens += f" and max_new_tokens is {new_tokens}"
+            rule = f"together at most max_model_len = {limit}"
+            raise ValueError(f"{what} has {tokens}: {rule}; shorten it or raise rollout.max_model_len")
+        vocab = self._spec.dims.vocab
+        if min(ids) < 0 or max(ids) >= vocab:
+            raise ValueError(f"{what} has ids from {min(ids)} to {max(ids)}; the model has {vocab}")
 
     def _response(self, request: SampleRequest, output: RequestOutput, version: int) -> Response:
         """Returns a finished response, which began under the weights of `version`."""
@@ -378,12 +392,16 @@ class RolloutEngine:
         if self._inflight:
             assert completion.weight_versions is not None
             spans = [(span.start, span.end, int(span.version)) for span in completion.weight_versions]
+        versions: list[VersionSpan] = []
+        for start, stop, number in spans:
+            span = VersionSpan(start=start, stop=stop, version=number, engine_id=self._engine_id)
+            versions.append(span)
         return Response(
             request=request,
             token_ids=completion.token_ids,
             logprobs=_flat(completion.logprobs),
             finished=completion.finish_reason == "stop",
-            versions=tuple(VersionSpan(start=i, stop=k, version=v, engine_id=self._engine_id) for i, k, v in spans),
+            versions=tuple(versions),
         )
 
     def _transfer(self, method: str, *args: Any) -> None:
@@ -399,18 +417,25 @@ class RolloutEngine:
         return self._values(method, self._running.collective_rpc("megarl_call", args=(method, *args)))
 
     def _values(self, method: str, outcomes: Sequence[CallOutcome]) -> list[Any]:
-        """Returns the ranks' values; raises RuntimeError with the tracebacks of those that failed.
+        """Returns the ranks' values.
 
-        If others have aborted what the ranks did together, it raises SyncError.
+        Raises:
+            RuntimeError: with the tracebacks of the ranks that failed.
+            SyncError: all that failed did so because others have aborted the sync.
         """
         from megarl.resharding import SyncError
 
-        failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.error}
-        if failed and all(outcome.aborted for outcome in failed.values()):
-            raise SyncError(next(iter(failed.values())).aborted)
-        if failed:
-            errors = "\n".join(f"rank {rank}: {outcome.error}" for rank, outcome in failed.items())
-            raise RuntimeError(f"engine {self._engine_id}: {method} failed on\n{errors}")
+        errors: list[str] = []
+        aborted: list[str] = []
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error:
+                errors.append(f"rank {rank}: {outcome.error}")
+                aborted.append(outcome.aborted)
+        if errors and all(aborted):
+            raise SyncError(aborted[0])
+        if errors:
+            failures = "\n".join(errors)
+            raise RuntimeError(f"engine {self._engine_id}: {method} failed on\n{failures}")
         return [outcome.value for outcome in outcomes]
 
 

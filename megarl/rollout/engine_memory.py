@@ -25,13 +25,14 @@ PROCESS: Final = 6 * _GIB // 10
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRankMemory:
-    """A rank of an engine.
+    """Memory of a rank of an engine, bytes.
 
     Args:
-        cache: of keys and values; 0 if `rollout.gpu_memory_fraction` leaves no room for it.
-        kept: the rest that is there always: on a GPU the CUDA graphs, on a CPU copies and buffers.
-        repacked: the largest weight, on a CPU, where a sync packs a new one before the old one is freed.
-        work: of the largest batch, while the engine generates; a GPU's allocator keeps it until the engine sleeps.
+        cache: cache of keys and values; 0 if `rollout.gpu_memory_fraction` leaves no room for it.
+        kept: rest that is always there: on a GPU the CUDA graphs, on a CPU copies and buffers.
+        repacked: largest weight, on a CPU, where a sync packs a new one before the old one is freed.
+        work: memory of the largest batch, while the engine generates; a GPU's allocator keeps it until the
+            engine sleeps.
     """
 
     weights: int
@@ -46,48 +47,61 @@ class EngineRankMemory:
 
         Args:
             device: `cuda` or `cpu`.
-            device_memory: returns all memory of a device; called with `rollout.gpu_memory_fraction` alone.
+            device_memory: returns all memory of a device; called only with `rollout.gpu_memory_fraction`.
         """
         params = model.vllm_map(rollout.tp, 0).params
         dims = model.dims
         item = ITEM_BYTES[model.dtype]
-        fp8 = rollout.quantization is not None
-        quantized = {name for name, info in params.items() if fp8 and "layers." in name and len(info.shape) > 1}
-        sizes = [math.prod(i.shape) * (1 if name in quantized else item) for name, i in params.items()]
+        sizes: list[int] = []
+        for name, info in params.items():
+            is_matrix = "layers." in name and len(info.shape) > 1
+            is_quantized = rollout.quantization is not None and is_matrix  # to FP8
+            sizes.append(math.prod(info.shape) * (1 if is_quantized else item))
         weights = sum(sizes)
-        repacked = 0 if device == "cuda" else max(sizes)
         tokens, responses = _TOKENS[device]
         # Of an MLP on a CPU: gate and up, the gate's SiLU, the product; residual, norm, input, output.
         batch = tokens * item * 4 * (dims.hidden + dims.ffn // rollout.tp)
         if device == "cuda":
+            repacked = 0
             kept = 0 if rollout.enforce_eager else _GRAPHS
             work = batch + 12 * responses * dims.vocab  # logits, and counts for penalties (0.32)
         else:
-            # The output layer is packed into a copy (UnquantizedEmbeddingMethod) if oneDNN can multiply its dtype here:
-            # float32 on all x86, 16 bits with AVX-512. Counted always. The runner has a buffer for the embeddings of a
-            # batch (GPUModelRunner.inputs_embeds).
-            kept = (dims.padded_vocab("vllm", rollout.tp) // rollout.tp + tokens) * dims.hidden * item
+            repacked = max(sizes)
+            # The output layer is packed into a copy (UnquantizedEmbeddingMethod) if oneDNN can multiply its
+            # dtype here: float32 on all x86, 16 bits with AVX-512. Counted always. The runner has a buffer for
+            # the embeddings of a batch (GPUModelRunner.inputs_embeds).
+            rows = dims.padded_vocab("vllm", rollout.tp) // rollout.tp + tokens
+            kept = rows * dims.hidden * item
             # Logits and log-probabilities; for top-p, logits, sorted ones, int64 indices, sums and a mask.
             logits = (8 if rollout.top_p == 1 else 21) * responses * dims.vocab
             work = max(batch, logits)
-        cache = _CACHE if rollout.kv_cache_mib is None else rollout.kv_cache_mib * _MIB
         if rollout.gpu_memory_fraction is not None:
-            cache = int(rollout.gpu_memory_fraction * device_memory()) - weights - kept - work - PROCESS
-        return cls(weights=weights, cache=max(0, cache), kept=kept, repacked=repacked, work=work)
+            total = int(rollout.gpu_memory_fraction * device_memory())
+            cache = max(0, total - weights - kept - work - PROCESS)
+        elif rollout.kv_cache_mib is not None:
+            cache = rollout.kv_cache_mib * _MIB
+        else:
+            cache = _CACHE
+        return cls(weights=weights, cache=cache, kept=kept, repacked=repacked, work=work)
 
 
 def cache_bytes(model: ModelSpec, rollout: Rollout, device: str, device_memory: int | None = None) -> int:
-    """Returns the size of the cache of an engine that starts in this process; raises ValueError without room for it.
+    """Returns the size of the cache of an engine that starts in this process; raises ValueError without room.
 
-    It follows from the sizes that the memory plan knows: a measurement would differ between starts, and count what a
-    trainer on the device allocates meanwhile.
+    It follows from the sizes that the memory plan knows: a measurement would differ between starts, and count
+    what a trainer on the device allocates meanwhile.
 
     Args:
-        device_memory: all memory of the device; None asks the system.
+        device_memory: all memory of the device; None reads it from the system.
     """
-    cache = EngineRankMemory.of(model, rollout, device, lambda: device_memory or _system_memory(device)).cache
+
+    def memory() -> int:
+        return device_memory or _system_memory(device)
+
+    cache = EngineRankMemory.of(model, rollout, device, memory).cache
     if cache == 0:
-        raise ValueError(f"rollout.gpu_memory_fraction = {rollout.gpu_memory_fraction} leaves no cache: raise it")
+        fraction = rollout.gpu_memory_fraction
+        raise ValueError(f"rollout.gpu_memory_fraction = {fraction} leaves no cache: raise it")
     return cache
 
 

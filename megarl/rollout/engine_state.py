@@ -23,18 +23,24 @@ class WeightState(Enum):
 class EngineState:
     """Refuses an engine's calls that are out of order: sleep, wake_weights, sync, wake_cache.
 
-    In this order trainers and engines can share devices: a sleeping engine holds neither weights nor cache, and
-    receives new weights before it allocates its cache.
+    In this order trainers and engines can share devices: a sleeping engine holds neither weights nor cache,
+    and receives new weights before it allocates its cache.
 
     Args:
-        sleeps: the engine releases its memory between rollouts, and starts asleep.
-        drops: sleep drops the weights, because a sync brings new ones.
-        overlaps: weights may change while responses are in progress.
-        version: of the initial weights; None without weights.
+        sleeps: whether the engine releases its memory between rollouts, and starts asleep.
+        drops: whether sleep drops the weights, because a sync brings new ones.
+        version: version of the initial weights; None without weights.
+        overlaps: whether weights may change while responses are in progress.
     """
 
     def __init__(
-        self, engine_id: int, *, sleeps: bool, drops: bool, version: int | None, overlaps: bool = False
+        self,
+        engine_id: int,
+        *,
+        sleeps: bool,
+        drops: bool,
+        version: int | None,
+        overlaps: bool = False,
     ) -> None:
         self.version = version
         self._name = f"engine {engine_id}"
@@ -46,11 +52,11 @@ class EngineState:
 
     @property
     def mixed(self) -> bool:
-        """Returns whether the weights are of several versions, which a sync has to replace."""
+        """Whether the weights are of several versions, which a sync has to replace."""
         return self._weights is WeightState.MIXED
 
     def usable_version(self) -> int:
-        """Returns the version of the weights; raises RuntimeError if they are not complete, or the engine not awake."""
+        """Returns the weights' version; raises RuntimeError if they are not complete, or the engine not awake."""
         self._require("answer", EngineMemory.AWAKE)
         return self._whole()
 
@@ -87,19 +93,17 @@ class EngineState:
 
     def _require(self, action: str, memory: EngineMemory, *, moves: bool = False) -> None:
         if moves and not self._sleeps:
-            raise RuntimeError(f"{self._name} cannot {action}: rollout.sleep is false, so that it stays awake")
+            rule = "rollout.sleep is false, so that it stays awake"
+            raise RuntimeError(f"{self._name} cannot {action}: {rule}")
         if self._memory is not memory:
-            raise RuntimeError(
-                f"{self._name} cannot {action} while it is {self._memory.value}, only while it is {memory.value}: "
-                "the order is sleep, wake_weights, sync, wake_cache"
-            )
+            states = f"while it is {self._memory.value}, only while it is {memory.value}"
+            order = "the order is sleep, wake_weights, sync, wake_cache"
+            raise RuntimeError(f"{self._name} cannot {action} {states}: {order}")
 
     def _require_idle(self, action: str, in_progress: int) -> None:
         if in_progress:
-            raise RuntimeError(
-                f"{self._name} cannot {action} with {in_progress} responses in progress: wait for them first; only "
-                "rollout.mode inflight syncs in between"
-            )
+            fix = "wait for them first; only rollout.mode inflight syncs in between"
+            raise RuntimeError(f"{self._name} cannot {action} with {in_progress} responses in progress: {fix}")
 
     def _whole(self) -> int:
         if self._weights is not WeightState.WHOLE:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -62,44 +62,45 @@ def recorded_steps(directory: Path) -> set[str]:
 
 def write_sample(directory: Path, chunk: RolloutChunk, row: int, rollout: Rollout) -> None:
     """Writes a sample to a file named by its id, so that it can be read with any division into chunks."""
-    mask = {} if chunk.loss_mask is None else {"loss_mask": chunk.loss_mask[row]}
-    np.savez(
-        _file(directory, chunk.sample_ids[row]),
-        prompt_ids=chunk.prompt_ids[row],
-        response_ids=chunk.response_ids[row],
-        rollout_logprobs=chunk.rollout_logprobs[row],
-        finished=chunk.finished[row],
-        versions=np.array([(span.start, span.stop, span.version, span.engine_id) for span in chunk.versions[row]]),
-        sampling=sampling_settings(rollout),
-        **mask,  # pyright: ignore[reportArgumentType]
-    )
+    spans = [(span.start, span.stop, span.version, span.engine_id) for span in chunk.versions[row]]
+    columns: dict[str, Any] = {
+        "prompt_ids": chunk.prompt_ids[row],
+        "response_ids": chunk.response_ids[row],
+        "rollout_logprobs": chunk.rollout_logprobs[row],
+        "finished": chunk.finished[row],
+        "versions": np.array(spans),
+        "sampling": sampling_settings(rollout),
+    }
+    if chunk.loss_mask is not None:
+        columns["loss_mask"] = chunk.loss_mask[row]
+    np.savez(_file(directory, chunk.sample_ids[row]), **columns)
 
 
 def read_response(directory: Path, request: SampleRequest, rollout: Rollout) -> Response:
-    """Returns the recorded response to a request; raises ValueError if it is missing, or of something else."""
+    """Returns the recorded response to a request; raises ValueError if it is missing, or answers another one."""
     path = _file(directory, request.sample_id)
     advice = "record and replay with the same run.seed, data and steps"
     if not path.exists():
         raise ValueError(f"rollout.replay: {directory} has no sample {request.sample_id!r}: {advice}")
     with np.load(path) as stored:
         if tuple(stored["prompt_ids"]) != request.prompt.token_ids:
-            raise ValueError(
-                f"rollout.replay: {path} answers another prompt than {request.prompt.prompt_id!r}: {advice}"
-            )
+            other = f"another prompt than {request.prompt.prompt_id!r}"
+            raise ValueError(f"rollout.replay: {path} answers {other}: {advice}")
         if not np.array_equal(stored.get("sampling", ()), sampling_settings(rollout)):
             raise ValueError(
-                f"rollout.replay: {path} has log-probabilities of another distribution than this run's: record and "
-                "replay with the same rollout.temperature, top_p, top_k and min_new_tokens"
+                f"rollout.replay: {path} has log-probabilities of another distribution than this run's: "
+                "record and replay with the same rollout.temperature, top_p, top_k and min_new_tokens"
             )
+        versions: list[VersionSpan] = []
+        for start, stop, version, engine_id in stored["versions"].tolist():
+            span = VersionSpan(start=start, stop=stop, version=version, engine_id=engine_id)
+            versions.append(span)
         return Response(
             request=request,
             token_ids=stored["response_ids"].tolist(),
             logprobs=stored["rollout_logprobs"].tolist(),
             finished=bool(stored["finished"]),
-            versions=tuple(
-                VersionSpan(start=start, stop=stop, version=version, engine_id=engine_id)
-                for start, stop, version, engine_id in stored["versions"].tolist()
-            ),
+            versions=tuple(versions),
             loss_mask=stored["loss_mask"].tolist() if "loss_mask" in stored else None,
         )
 

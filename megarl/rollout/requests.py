@@ -23,11 +23,14 @@ def stop_token_ids(model_dir: str | Path) -> tuple[int, ...]:
     Raises OSError or ValueError where a file cannot be read, or has something else there.
     """
     path = Path(model_dir) / "generation_config.json"
-    generation = read_json(path) if path.exists() else {}
-    ids = generation.get("eos_token_id") if isinstance(generation, dict) else None
+    ids = None
+    if path.exists():
+        generation = read_json(path)
+        if isinstance(generation, dict):
+            ids = generation.get("eos_token_id")
     if ids is None:
         path = path.with_name("config.json")
-        ids = read_config(model_dir).get("eos_token_id")
+        ids = read_config(model_dir).get("eos_token_id", [])
     if ids is None:
         ids = []
     elif not isinstance(ids, list):
@@ -38,7 +41,7 @@ def stop_token_ids(model_dir: str | Path) -> tuple[int, ...]:
 
 
 def sampling_settings(rollout: RolloutConfig) -> list[float]:
-    """Returns the settings of the distribution that samples, and their log-probabilities, are of."""
+    """Returns the settings of the distribution of samples and of their log-probabilities."""
     return [rollout.temperature, rollout.top_p, rollout.top_k or 0, rollout.min_new_tokens]
 
 
@@ -48,11 +51,11 @@ _SEED_MASK = 2**63 - 1
 def generation_params(rollout: RolloutConfig, request: SampleRequest, stop_token_ids: Sequence[int]) -> SamplingParams:
     """Returns parameters that sample one response, with the log-probability of each of its tokens.
 
-    The log-probabilities are of the distribution that was sampled from. In stage ppo it is that of the trainers, the
-    softmax of the logits by the temperature over all ids in use: rules refuse top-p, top-k and `min_new_tokens`, after
-    which it is renormalized. A greedy response has log-probabilities at temperature 1. A response includes the stop
-    token that ended it. vLLM uses the lower 63 bits of the seed, as it stores seeds as signed numbers and reads -1 as
-    no seed.
+    The log-probabilities are of the distribution that was sampled from. In stage ppo it is that of the
+    trainers, the softmax of the logits by the temperature over all ids in use: rules refuse top-p, top-k and
+    `min_new_tokens`, after which it is renormalized. A greedy response has log-probabilities at temperature 1.
+    A response includes the stop token that ended it. vLLM uses the lower 63 bits of the seed, as it stores
+    seeds as signed numbers and reads -1 as no seed.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -76,7 +79,7 @@ def generation_params(rollout: RolloutConfig, request: SampleRequest, stop_token
 
 
 def scoring_params() -> SamplingParams:
-    """Returns parameters that ask for the raw log-probabilities of a prompt's tokens; vLLM also generates one token.
+    """Returns parameters for the raw log-probabilities of a prompt's tokens; vLLM also generates one token.
 
     vLLM does not read the prefix cache with `prompt_logprobs`; `skip_reading_prefix_cache` makes sure.
     """
@@ -106,12 +109,16 @@ class Requests:
         return len(self._open)
 
     def add(
-        self, token_ids: Sequence[int], params: SamplingParams, salt: str, done: Callable[[RequestOutput], None]
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        salt: str,
+        done: Callable[[RequestOutput], None],
     ) -> None:
         """Submits a request.
 
         Args:
-            salt: requests with another one do not share the prefix cache.
+            salt: text; requests with different salts do not share the prefix cache.
             done: called with the output when the request is finished.
         """
         number = next(self._numbers)
@@ -130,8 +137,9 @@ class Requests:
         """Submits the requests that have no token yet again, with another salt."""
         for state in list(self._llm.output_processor.request_states.values()):
             if state.is_prefilling:
-                token_ids, params, done = self._open.pop(int(state.external_req_id))
-                self._llm.abort_request([state.external_req_id])
+                number = state.external_req_id
+                token_ids, params, done = self._open.pop(int(number))
+                self._llm.abort_request([number])
                 self.add(token_ids, params, salt, done)
 
     def abort(self) -> None:

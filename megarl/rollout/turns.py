@@ -15,7 +15,7 @@ Generated = Future[tuple[dict[int, RolloutChunk], list[SampleInfo]]]
 
 
 class Turns:
-    """Requests for turns, and their answers; all of its methods run in the thread of the engine.
+    """Requests for turns, and their answers; all methods run in the thread of the engine.
 
     Args:
         generate: starts the responses of an item.
@@ -56,7 +56,8 @@ class Turns:
         else:
             chunks, _ = done.result()
             turn = SampledTurn.of(chunks[0])
-            self._answers.append(TurnAnswer(number=number, tokens=len(turn.token_ids), turn=Pickled.of(turn)))
+            tokens = len(turn.token_ids)
+            self._answers.append(TurnAnswer(number=number, tokens=tokens, turn=Pickled.of(turn)))
 
     def _hand_out(self) -> None:
         if self._waiting is None:

@@ -6,12 +6,10 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Any
 
 from megarl.garbage_collection import importing
 from megarl.lazy_compiling import absent, compiled_at_first_call
@@ -36,8 +34,8 @@ _QUIET = {  # unless they are set already
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TORCH_LOGS": "-torch._library.triton,-torch.utils.cpp_extension",
 }
-_SOCKETS = "VLLM_RPC_BASE_PATH"  # which vLLM leaves
-_COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # which torch leaves; on CUDA it saves the next start from compiling again
+_SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM leaves its files there
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # torch leaves its files there; on CUDA the next start need not compile
 _SHORT_PATH = 45
 _CONTRADICTING = ("VLLM_CPU_KVCACHE_SPACE",)  # would override the configured KV cache
 
@@ -46,14 +44,16 @@ def set_vllm_environment(device: str, scratch_dir: str, threads: int = 1) -> Non
     """Prepares this process and its children; called before vLLM is imported, and torch if possible.
 
     Args:
-        threads: of each process with device cpu, whatever the environment says: another number rounds differently.
+        threads: threads of each process with device cpu, whatever the environment says: another number rounds
+            differently.
 
     Raises:
         ValueError: vLLM (0.32) would load an installed package that changes what every engine samples.
     """
     for plugin in metadata.entry_points(group="vllm.logits_processors"):
         package = "a package" if plugin.dist is None else plugin.dist.name
-        raise ValueError(f"{package} adds the logits processor {plugin.value} to every vLLM engine: uninstall it")
+        effect = f"adds the logits processor {plugin.value} to every vLLM engine"
+        raise ValueError(f"{package} {effect}: uninstall it")
     os.environ.update(_ALWAYS)
     os.environ[_SOCKETS] = scratch_dir
     os.environ.update(_CPU if device == "cpu" else _CUDA)
@@ -69,50 +69,15 @@ def set_vllm_environment(device: str, scratch_dir: str, threads: int = 1) -> Non
     logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
 
 
-class _Distributions(Mapping[str, list[str]]):
-    """The distributions of each package; `read_all` is called for packages that no distribution is named like."""
-
-    def __init__(self, read_all: Callable[[], Mapping[str, list[str]]]) -> None:
-        self._read_all = cache(read_all)
-
-    def __getitem__(self, package: str) -> list[str]:
-        try:
-            return [metadata.distribution(package).name]
-        except metadata.PackageNotFoundError:
-            return self._read_all()[package]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read_all())
-
-    def __len__(self) -> int:
-        return len(self._read_all())
-
-
-@contextmanager
-def lazy_metadata() -> Iterator[None]:
-    """Keeps transformers (5.19), which vLLM imports, from reading the files of every installed package's metadata.
-
-    It asks for two packages. That takes most of a second of a core, and more on a file system in a network.
-    """
-    untyped: Any = metadata
-    read_all = metadata.packages_distributions
-    untyped.packages_distributions = lambda: _Distributions(read_all)
-    try:
-        yield
-    finally:
-        untyped.packages_distributions = read_all
-
-
 @contextmanager
 def importing_vllm(device: str) -> Iterator[None]:
-    """For blocks that import modules of vLLM (0.32); saves a third of the CPU time.
+    """For blocks that import modules of vLLM (0.32); saves CPU time.
 
-    On a CPU, where vLLM compiles nothing, most of torch's compiler is not imported: vLLM changes a list of the
-    compiler's if it can be imported, and wraps functions.
+    On a CPU, where vLLM compiles nothing, most of torch's compiler is not imported: vLLM changes a list of
+    the compiler's if it can be imported, and wraps functions.
     """
     with ExitStack() as changes:
         changes.enter_context(importing())
-        changes.enter_context(lazy_metadata())
         if device == "cpu":
             with absent("torch._inductor.lowering"):
                 import_module("vllm")
@@ -130,8 +95,10 @@ def vllm_device() -> str | None:
 
 def scratch_directory() -> tempfile.TemporaryDirectory[str]:
     """Returns a new directory for vLLM's files and sockets. Socket paths have at most 107 bytes; vLLM adds 37."""
-    usual = tempfile.gettempdir()
-    return tempfile.TemporaryDirectory(prefix="megarl-engine-", dir=usual if len(usual) <= _SHORT_PATH else "/tmp")
+    above = tempfile.gettempdir()
+    if len(above) > _SHORT_PATH:
+        above = "/tmp"
+    return tempfile.TemporaryDirectory(prefix="megarl-engine-", dir=above)
 
 
 @contextmanager

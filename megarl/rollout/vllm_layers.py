@@ -24,17 +24,17 @@ _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, Unquantized
 
 
 class Layer:
-    """A module with its own parameters, and those of them that have arrived.
+    """A module with its direct parameters, and those of them that have arrived.
 
     Args:
         infos: parameters as they are loaded, before any packing.
-        in_place: parameters that are overwritten in place.
+        in_place: names of parameters that are overwritten in place.
         install: called with the others once all have arrived.
-        quantized: the module runs with quantized weights.
+        quantized: whether the module runs with quantized weights.
 
     Attributes:
         arrived: parameters that wait for the rest.
-        loaded: all parameters were installed since `begin`.
+        loaded: whether all parameters were installed since `begin`.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Layer:
         """Records a parameter; with the last one, installs the layer's weights.
 
         Args:
-            tensor: None for a parameter that was overwritten in place.
-            borrowed: its memory belongs to the caller, until `keep`.
+            tensor: values; None for a parameter that was overwritten in place.
+            borrowed: whether the memory belongs to the caller, until `keep`.
         """
         self._awaited.discard(name)
         if tensor is not None:
@@ -80,9 +80,9 @@ class Layer:
 
     def _copy_borrowed(self) -> None:
         """Copies parameters that still use borrowed memory, where vLLM's kernel needs no packing."""
-        borrowed = {self.arrived[name].untyped_storage().data_ptr() for name in self._borrowed}
+        borrowed = {_storage(self.arrived[name]) for name in self._borrowed}
         for parameter in self._module.parameters(recurse=False):
-            if parameter.untyped_storage().data_ptr() in borrowed:
+            if _storage(parameter) in borrowed:
                 parameter.data = parameter.data.clone()
 
     def keep(self) -> None:
@@ -100,20 +100,29 @@ class Layer:
             self.arrive(name, zeros, borrowed=False)
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def running_layer(path: str, module: nn.Module, model_config: ModelConfig, *, computes: bool) -> Layer:
-    """Returns the layer of a module of a running model; raises ValueError if it has a parameter that cannot be written.
+    """Returns the layer of a module of a running model.
 
     Args:
-        path: its name in the model.
+        path: name of the module in the model.
         computes: False for an embedding that only looks up rows.
+
+    Raises:
+        ValueError: a parameter cannot be written.
     """
     method = getattr(module, "quant_method", None)
     if method is not None and not isinstance(method, _UNQUANTIZED):
-        return Layer(module, _reloaded(module), (), partial(_quantize, module, model_config), quantized=True)
+        quantize = partial(_quantize, module, model_config)
+        return Layer(module, _reloaded(module), (), quantize, quantized=True)
     infos = {name: _as_loaded(module, name) for name, _ in module.named_parameters(recurse=False)}
     if isinstance(method, UnquantizedFusedMoEMethod):
-        packed = next(module.parameters(recurse=False)).device.type == "cpu"  # possibly to the same shape
-        in_place = () if packed else _overwritten(path, module, infos)
+        in_place: Collection[str] = ()  # on a CPU they are packed, possibly to the same shape
+        if next(module.parameters(recurse=False)).device.type != "cpu":
+            in_place = _overwritten(path, module, infos)
         return Layer(module, infos, in_place, partial(_pack_experts, module))
     if method is not None and computes:
         return Layer(module, infos, _overwritten(path, module, infos), partial(_pack, module))
@@ -123,13 +132,15 @@ def running_layer(path: str, module: nn.Module, model_config: ModelConfig, *, co
 
 def _overwritten(path: str, module: nn.Module, infos: Mapping[str, TensorInfo]) -> list[str]:
     """Returns the parameters that run as they are loaded; on a CPU, vLLM packs and empties the others."""
-    parameters = dict(module.named_parameters(recurse=False))
-    in_place = [name for name, parameter in parameters.items() if tuple(parameter.shape) == infos[name].shape]
-    for name in parameters.keys() - set(in_place):
-        if parameters[name].numel():
+    in_place: list[str] = []
+    for name, parameter in module.named_parameters(recurse=False):
+        shape = tuple(parameter.shape)
+        if shape == infos[name].shape:
+            in_place.append(name)
+        elif parameter.numel():
             raise ValueError(
-                f"{path}.{name}: vLLM's kernel keeps {tuple(parameters[name].shape)} of what is loaded as "
-                f"{infos[name].shape}, which a sync cannot overwrite; choose another kernel for it"
+                f"{path}.{name}: vLLM's kernel keeps {shape} of what is loaded as {infos[name].shape}, "
+                "which a sync cannot overwrite; choose another kernel for it"
             )
     return in_place
 

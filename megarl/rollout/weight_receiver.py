@@ -1,7 +1,8 @@
 """The receiver of weight syncs in vLLM's worker processes.
 
-vLLM imports this file in every worker process, by the name of `WorkerExtension`, before it creates the weight-transfer
-engine that is registered here. Only small plain data passes `collective_rpc`; tensors arrive by the transport.
+vLLM imports this file in every worker process, by the name of `WorkerExtension`, before it creates the
+weight-transfer engine that is registered here. Only small plain data passes `collective_rpc`; tensors arrive
+by the transport.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ class _Parameter:
 class EngineWeights:
     """The parameters of a vLLM model by vLLM's names, each with the full shape of this rank's shard.
 
-    Parameters that run as they are loaded are overwritten in place, where captured graphs read them. Those that vLLM
-    packs (matrices and experts on a CPU) or quantizes are made again when all parameters of the layer have arrived,
-    without a copy if a layer arrives at once.
+    Parameters that run as they are loaded are overwritten in place, where captured graphs read them. Those
+    that vLLM packs (matrices and experts on a CPU) or quantizes are made again when all parameters of the
+    layer have arrived, without a copy if a layer arrives at once.
 
     Attributes:
-        settled: `settle` has replaced weights since `begin`.
-        peak_bytes: most bytes that waited for the rest of a layer or a parameter since `begin`.
+        settled: whether `settle` has replaced weights since `begin`.
+        peak_bytes: maximum bytes that waited for the rest of a layer or a parameter since `begin`.
     """
 
     def __init__(self, model: nn.Module, model_config: ModelConfig) -> None:
@@ -67,21 +68,26 @@ class EngineWeights:
                 parameter = getattr(module, attribute)
                 name = names.setdefault(id(parameter), f"{path}.{attribute}")
                 live = parameter if attribute in layer.in_place else None
-                self._parameters.setdefault(name, _Parameter(info=info, live=live)).owners.append((layer, attribute))
+                known = self._parameters.setdefault(name, _Parameter(info=info, live=live))
+                known.owners.append((layer, attribute))
         self.begin()
 
     def check(self, expected: Mapping[str, TensorInfo]) -> None:
         """Compares a sync's parameters with the model's; raises ValueError with every difference."""
-        ours = {name: parameter.info for name, parameter in self._parameters.items()}
-        problems = [f"{name}: unknown to vLLM's model" for name in expected if name not in ours]
-        problems += [f"{name}: not in the shard map" for name in ours if name not in expected]
-        problems += [
-            f"{name}: {ours[name]} in vLLM's model, {info} in the shard map"
-            for name, info in expected.items()
-            if name in ours and ours[name] != info
-        ]
+        problems: list[str] = []
+        for name, info in expected.items():
+            if name not in self._parameters:
+                problems.append(f"{name}: unknown to vLLM's model")
+                continue
+            found = self._parameters[name].info
+            if found != info:
+                problems.append(f"{name}: {found} in vLLM's model, {info} in the shard map")
+        for name in self._parameters:
+            if name not in expected:
+                problems.append(f"{name}: not in the shard map")
         if problems:
-            raise ValueError("the shard map does not describe this vLLM model:\n  " + "\n  ".join(problems))
+            lines = ["the shard map does not describe this vLLM model:", *problems]
+            raise ValueError("\n  ".join(lines))
 
     def begin(self) -> None:
         """Starts a sync, which brings every parameter once; drops parameters of an unfinished one."""
@@ -97,23 +103,26 @@ class EngineWeights:
         """Writes tensors that have arrived, whose memory may be reused afterwards; see ``resharding.Load``."""
         for name, tensor in params.items():
             parameter = self._parameters[name]
-            self._check_tensor(name, parameter.info, tensor, box)
+            part = Box.whole(parameter.info.shape) if box is None else box
+            self._check_tensor(name, parameter.info, tensor, part)
+            arrived = None
             if parameter.live is not None:
-                where = Box.whole(parameter.info.shape) if box is None else box
-                parameter.live.data[where.slices].copy_(tensor)
-            if box is not None:
-                if parameter.live is None:
-                    tensor = self._assemble(name, tensor, box)
-                if box.stop != parameter.info.shape:
-                    continue
-                self._assembled.pop(name, None)
+                parameter.live.data[part.slices].copy_(tensor)
+            elif box is None:
+                arrived = tensor
+            else:
+                arrived = self._assemble(name, tensor, box)
+            if part.stop != parameter.info.shape:
+                continue
+            self._assembled.pop(name, None)
             for layer, attribute in parameter.owners:
                 self._waiting.add(layer)
-                layer.arrive(attribute, None if parameter.live is not None else tensor, borrowed=box is None)
+                layer.arrive(attribute, arrived, borrowed=box is None)
         self._waiting = {layer for layer in self._waiting if not layer.loaded}
+        held = list(self._assembled.values())
         for layer in self._waiting:
             layer.keep()
-        held = [*self._assembled.values(), *(tensor for layer in self._waiting for tensor in layer.arrived.values())]
+            held += layer.arrived.values()
         self.peak_bytes = max(self.peak_bytes, sum(tensor.nbytes for tensor in held))
 
     @torch.no_grad()
@@ -129,17 +138,19 @@ class EngineWeights:
 
     def _assemble(self, name: str, tensor: torch.Tensor, box: Box) -> torch.Tensor:
         """Copies a part into the whole parameter, and returns that."""
-        if name not in self._assembled:
-            self._assembled[name] = torch.empty(
-                self._parameters[name].info.shape, dtype=tensor.dtype, device=tensor.device
-            )
-        self._assembled[name][box.slices] = tensor
-        return self._assembled[name]
+        whole = self._assembled.get(name)
+        if whole is None:
+            shape = self._parameters[name].info.shape
+            whole = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+            self._assembled[name] = whole
+        whole[box.slices] = tensor
+        return whole
 
-    def _check_tensor(self, name: str, info: TensorInfo, tensor: torch.Tensor, box: Box | None) -> None:
-        shape = info.shape if box is None else box.shape
-        if tuple(tensor.shape) != shape or tensor.dtype is not getattr(torch, info.dtype):
-            raise ValueError(f"{name}: got {tuple(tensor.shape)} {tensor.dtype}, the model has {shape} {info.dtype}")
+    def _check_tensor(self, name: str, info: TensorInfo, tensor: torch.Tensor, part: Box) -> None:
+        shape = tuple(tensor.shape)
+        if shape != part.shape or tensor.dtype is not getattr(torch, info.dtype):
+            expected = f"{part.shape} {info.dtype}"
+            raise ValueError(f"{name}: got {shape} {tensor.dtype}, the model has {expected}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +158,10 @@ class CallOutcome:
     """The outcome of a call on a worker.
 
     Args:
-        error: the traceback; empty without an error.
-        aborted: the reason of an aborted sync, the same on all its ranks; else empty.
-        consistent: all weights are of one version.
+        value: what the call returns.
+        error: traceback; empty without an error.
+        aborted: reason of an aborted sync, the same on all its ranks; else empty.
+        consistent: whether all weights are of one version.
     """
 
     value: Any = None
@@ -164,7 +176,7 @@ class ConnectInfo(WeightTransferInitInfo):
 
     Args:
         ranks: the engine's ranks in the sync, by tensor-parallel rank.
-        version: the last committed one; -1 before the first.
+        version: last committed version; -1 before the first.
     """
 
     sync: SyncSpec
@@ -180,9 +192,10 @@ class SyncInfo(WeightTransferUpdateInfo):
 class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
     """A rank's weights and its connection to the trainer.
 
-    vLLM's worker calls `init_transfer_engine` to connect, then for every sync `start_weight_update`, `update_weights`
-    and `finish_weight_update`; `shutdown` to disconnect. None of them raises or returns anything; `outcome` has the
-    result. If a rank raised, vLLM's `mp` executor (0.32) would return the other ranks' answers from the next call.
+    vLLM's worker calls `init_transfer_engine` to connect, then for every sync `start_weight_update`,
+    `update_weights` and `finish_weight_update`; `shutdown` to disconnect. None of them raises or returns
+    anything; `outcome` has the result. If a rank raised, vLLM's `mp` executor (0.32) would return the other
+    ranks' answers from the next call.
     """
 
     init_info_cls = ConnectInfo
@@ -190,7 +203,11 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
     supports_draft_weight_update = False
 
     def __init__(
-        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self.outcome = CallOutcome()
@@ -204,8 +221,8 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
     def prepare(self, shard_maps: Sequence[ShardMap], vocab_size: int) -> None:
         """Checks the shard map of this rank against the model, and excludes ids from `vocab_size` on from sampling.
 
-        Called once, when all ranks have started. vLLM cuts the logits to the `vocab_size` of config.json, which may be
-        larger than the vocabulary.
+        Called once, when all ranks have started. vLLM cuts the logits to the `vocab_size` of config.json,
+        which may be larger than the vocabulary.
         """
         with self._report():
             _unlink_shared_memory()
@@ -259,7 +276,8 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
         """Ends the connection, if there is one."""
         if self._connection is not None:
             self._connection.close()
-        self._connection = self._receiver = None
+        self._connection = None
+        self._receiver = None
 
     @contextmanager
     def _report(self) -> Generator[None]:
@@ -268,14 +286,18 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
         try:
             yield
         except Exception as error:
-            consistent = self._receiver is None or (self._receiver.consistent and not self._live.settled)
+            consistent = True
+            if self._receiver is not None:
+                consistent = self._receiver.consistent and not self._live.settled
             aborted = str(error) if isinstance(error, SyncError) else ""
-            self.outcome = CallOutcome(error=traceback.format_exc(), aborted=aborted, consistent=consistent)
+            trace = traceback.format_exc()
+            self.outcome = CallOutcome(error=trace, aborted=aborted, consistent=consistent)
 
 
 def _unlink_shared_memory() -> None:
     """Removes the names of vLLM's shared memory, which all CPU ranks have mapped: killed ranks would leave them."""
-    if name := os.environ.get("VLLM_DIST_IDENT"):  # vLLM's CPU worker sets it
+    name = os.environ.get("VLLM_DIST_IDENT")  # vLLM's CPU worker sets it
+    if name:
         for path in Path("/dev/shm").glob(f"{name}-*-cpushm_*"):
             path.unlink(missing_ok=True)
 

@@ -20,7 +20,7 @@ from megarl.conversations.chat import TemplateRenderer
 from megarl.conversations.chat_session import ChatSession, TurnLimits
 from megarl.conversations.conversation import Conversation
 from megarl.conversations.gateway.gateway import Gateway, make_gateway
-from megarl.conversations.gateway.gateway_request import GatewayPlace, Sampling
+from megarl.conversations.gateway.gateway_request import GatewayConfig, Sampling
 from megarl.conversations.gateway.gateway_session import GatewaySession
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.environment import EnvironmentTask
@@ -80,7 +80,7 @@ class GatewayWorld:
         self.record: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self.file = directory / "gateway.json"
         self._answer, self._limits = answer, limits
-        place = GatewayPlace(file=str(self.file), sampling=Sampling(), rewarded=args.pop("rewarded", True))
+        place = GatewayConfig(file=str(self.file), sampling=Sampling(), rewarded=args.pop("rewarded", True))
         limit_s = args.pop("time_limit", 60.0)
         settings = EnvironmentSettings(name="gateway", time_limit=limit_s, args={"command": None, **args})
         self.gateway: Gateway = make_gateway(settings, place, self.tokenizer)

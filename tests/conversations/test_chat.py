@@ -252,9 +252,9 @@ def test_other_tools_begin_a_branch() -> None:
     session = ChatSession(conversation, renderer_of("qwen2.5"), sample, limits)
     chat = [ASKED]
     for tools in ([TOOL], [TOOL], [TOOL, TOOL], []):
-        action = asyncio.run(session.turn(chat, tools))
-        assert action is not None
-        chat += [action.message, ASKED]
+        turn = asyncio.run(session.turn(chat, tools))
+        assert turn is not None
+        chat += [turn.action.message, ASKED]
     assert [len(branch.turns) for branch in conversation.branches] == [2, 1, 1]
     for branch, (length, tools) in zip(conversation.branches, ((1, [TOOL]), (5, [TOOL, TOOL]), (7, [])), strict=True):
         assert tokens.decode(branch.prompt, special=True) == rendered("qwen2.5", chat[:length], tools)
@@ -276,9 +276,9 @@ def test_a_turn_that_cannot_be_read_leaves_nothing_behind(monkeypatch: pytest.Mo
     """A session may ask again: what was given before the turn is there once."""
     renderer, tokens = renderer_of("qwen2.5"), tokenizer("qwen2.5")
     session = session_of("qwen2.5", "ok", renderer)
-    action = asyncio.run(session.turn([ASKED]))
-    assert action is not None
-    chat = [ASKED, action.message, ASKED]
+    turn = asyncio.run(session.turn([ASKED]))
+    assert turn is not None
+    chat = [ASKED, turn.action.message, ASKED]
     with monkeypatch.context() as broken:
         broken.setattr(renderer, "read", lambda *_, **__: 1 // 0)
         with pytest.raises(ZeroDivisionError):
@@ -295,9 +295,9 @@ def test_turns_after_many_branches_cost_what_they_do_after_one(monkeypatch: pyte
     session, follow = session_of("deepseek-r1", "hm\n</think>\n\nok", renderer), renderer.follow
     monkeypatch.setattr(renderer, "follow", lambda *args, **more: (followed.append(1), follow(*args, **more))[1])
     for _ in range(10):
-        action = asyncio.run(session.turn(chat))
-        assert action is not None
-        chat = [*chat, action.message, ASKED]
+        turn = asyncio.run(session.turn(chat))
+        assert turn is not None
+        chat = [*chat, turn.action.message, ASKED]
     assert len(session.conversation.branches) == 10
     assert len(followed) == 9
 
@@ -312,7 +312,7 @@ def test_messages_cannot_follow_a_text() -> None:
     first = Reply(observation=Observation(messages=[ASKED]), tools=())
     process: Any = None
     with pytest.raises(FailedEnvironmentError, match="messages after a text"):
-        asyncio.run(EnvironmentProcess._turns_of(process, session, call, first))
+        asyncio.run(EnvironmentProcess._take_turns(process, session, call, first))
 
 
 # ---- random chats ----
@@ -367,8 +367,9 @@ def converse(name: str, history: History, turns: list[dict[str, Any]]) -> None:
     renderer = TemplateRenderer(tokens, {}, ends=end_ids(name), history=history)
     session = ChatSession(conversation, renderer, sample, TurnLimits(context=1 << 20, turn=1 << 20, turns=10))
     for turn in turns:
-        action = asyncio.run(session.turn(chat, tools))
-        assert action is not None
+        taken = asyncio.run(session.turn(chat, tools))
+        assert taken is not None
+        action = taken.action
         assert turn["cut"] or action.text == turn["text"]
         if history == "template" or len(prompts) == 1:
             assert tokens.decode(prompts[-1], special=True) == rendered(name, chat, tools)

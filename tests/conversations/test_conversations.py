@@ -267,9 +267,9 @@ def test_a_session_that_is_closed_leaves_out_turns_in_progress() -> None:
             return await answer
 
         request = SampleRequest(sample_id="1/p/0", prompt=TASKS[0], seed=5)
-        limits = TurnLimits(context=50, turn=5, turns=9, least=3)
+        limits = TurnLimits(context=50, turn=5, turns=9, min_turn=3)
         session = ChatSession(Conversation(request=request), SimpleNamespace(), sample, limits)  # pyright: ignore
-        assert await session.complete([1], most=2) is None, "less than a turn has at least"
+        assert await session.complete([1], max_tokens=2) is None, "less than a turn has at least"
         turn = asyncio.create_task(session.complete([1, 2]))
         await asyncio.sleep(0)
         session.close()

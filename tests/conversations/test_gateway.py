@@ -15,8 +15,7 @@ import aiohttp
 import pytest
 
 from megarl.conversations.chat_session import TurnLimits
-from megarl.conversations.gateway.gateway_request import GatewayError, TurnAsk
-from megarl.conversations.gateway.gateway_session import Answered
+from megarl.conversations.gateway.gateway_request import GatewayError, GatewayRequest
 from megarl.environments.environment import FailedEnvironmentError
 from megarl.errors import RunError
 from tests.conversations.gateways import (
@@ -331,12 +330,13 @@ def test_requests_at_the_same_time_share_the_turns_that_are_left(tokenizer: Path
             tokenizer, lambda _: "yes", tmp_path, TurnLimits(context=100, turn=9, turns=2)
         ) as world:
             session = gateway_session(world)
-            asks = [TurnAsk(prompt="one"), TurnAsk(prompt="two", count=2)]
+            asks = [GatewayRequest(prompt="one"), GatewayRequest(prompt="two", count=2)]
             first, second = await asyncio.gather(*map(session.answered, asks), return_exceptions=True)
-            assert isinstance(first, Answered)
+            assert isinstance(first, tuple)
             assert isinstance(second, GatewayError)
             assert len(world.record) == 1
-            assert len((await session.answered(TurnAsk(prompt="three"))).answers) == 1
+            answers, _ = await session.answered(GatewayRequest(prompt="three"))
+            assert len(answers) == 1
 
     asyncio.run(run())
 
@@ -355,8 +355,8 @@ def test_a_turn_that_is_sampled_when_the_session_is_done_is_left_out(tokenizer: 
         async with gateway_world(tokenizer, answer, tmp_path) as world:
             for failed in (False, True):
                 session = gateway_session(world, name := f"failed {failed}")
-                await session.answered(TurnAsk(prompt="quick"))
-                slow = asyncio.create_task(session.answered(TurnAsk(prompt="slow")))
+                await session.answered(GatewayRequest(prompt="quick"))
+                slow = asyncio.create_task(session.answered(GatewayRequest(prompt="slow")))
                 await asyncio.sleep(0.01)
                 session.fail("broken") if failed else session.reward(1.0, done=True)
                 ready.set()

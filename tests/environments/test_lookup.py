@@ -38,7 +38,7 @@ class Player(Engine):
 
 def test_the_question_is_needed_and_its_answer_has_the_form_of_the_demonstrations(tmp_path: Path) -> None:
     prepare(tmp_path)
-    model, limits = tmp_path / "model", TurnLimits(context=32, turn=4, turns=3, least=0)
+    model, limits = tmp_path / "model", TurnLimits(context=32, turn=4, turns=3, min_turn=0)
     settings = {"name": "examples.lookup.table:Table"}
     tasks = task_prompts(8, first=4096)
     won, infos = held(model, Player(model, asks=True), settings, tasks, limits)

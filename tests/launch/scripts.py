@@ -23,7 +23,6 @@ def job(profile: Mapping[str, Any], **changes: Any) -> BatchJob:
         "workdir": Path("/home/me/work"),
         "run_dir": Path("/home/me/work/runs/first"),
         "nodes": 2,
-        "partition": "batch",
         "gpus": 8,
     }
     made = {**usual, **changes}
@@ -59,7 +58,6 @@ JOBS: Mapping[str, BatchJob] = {
         {"account": None, "partition": None},
         title="eval in runs/first",
         nodes=1,
-        partition=None,
         gpus=0,
         command="eval",
     ),

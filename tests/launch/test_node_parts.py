@@ -171,7 +171,7 @@ def test_a_node_without_enough_gpus_is_reported(
     else:
         assert told is not None
         assert told.startswith(lack)
-        assert told.endswith("ask for them, as with --gpus-per-node=2")
+        assert told.endswith("request them, as with --gpus-per-node=2")
 
 
 def test_the_job_directory_records_the_job(tmp_path: Path) -> None:

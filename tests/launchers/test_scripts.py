@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
 from launchers import pipeline
@@ -60,7 +60,8 @@ def test_the_secret_is_made_where_shell_tracing_is_off(file: Path) -> None:
 
 def test_the_page_documents_every_option_and_a_valid_profile() -> None:
     page = (ROOT / "docs" / "nemo_run.md").read_text(encoding="utf-8")
-    names = set(inspect.signature(pipeline.main).parameters) - {"arguments"}
+    command = typer.main.get_command(pipeline.app)
+    names = {str(parameter.name) for parameter in command.params} - {"arguments"}
     assert len(names) > 8
     assert not [name for name in names if f"--{name.replace('_', '-')}" not in page]
     (profile,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)

@@ -44,7 +44,7 @@ def answer(
 ) -> Reply:
     """The reply to a single call that is not repeated."""
     calls = [FunctionCall(function=function, completions=[given])]
-    ((one,), _) = vars(CallQueue(process, calls, time_limit=limit, retries=0, deadline=deadline).run()[0]).values()
+    ((one,), _) = CallQueue(process, calls, time_limit=limit, retries=0, deadline=deadline).run()[0]
     return one
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config.schema import Rollout
 from megarl.rollout.engine import EngineOptions, RolloutEngine
-from megarl.rollout.vllm_environment import lazy_metadata, scratch_directory, set_vllm_environment, vllm_device
+from megarl.rollout.vllm_environment import scratch_directory, set_vllm_environment, vllm_device
 from tests.config.debug import debug
 
 ROOM = 107 - 37
@@ -77,14 +77,3 @@ def test_packages_that_change_what_every_engine_samples_are_refused(
         ValueError, match=r"^steering adds the logits processor steering\.vllm:Bias to every vLLM engine"
     ):
         engine.start()
-
-
-def test_lazy_metadata_equals_that_of_all_packages() -> None:
-    """`yaml` is of PyYAML, so it needs all; torch's name is its distribution's."""
-    every = metadata.packages_distributions()
-    with lazy_metadata():
-        found = metadata.packages_distributions()
-        assert found["torch"] == every["torch"] == ["torch"]
-        assert found["yaml"] == every["yaml"] == ["PyYAML"]
-        assert found.get("nowhere", []) == []
-    assert metadata.packages_distributions() == every

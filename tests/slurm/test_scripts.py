@@ -64,7 +64,7 @@ def submitted(slurm: Slurm, tmp_path: Path, profile: dict[str, Any], **changes: 
     """The id of a job of two nodes."""
     run_dir = tmp_path / NASTY
     (run_dir / "slurm").mkdir(parents=True)
-    usual = {"workdir": tmp_path, "run_dir": run_dir, "nodes": 2, "partition": None, "gpus": 0}
+    usual = {"workdir": tmp_path, "run_dir": run_dir, "nodes": 2, "gpus": 0}
     script = render(job(profile, **{**usual, **changes}))
     (run_dir / "slurm" / "job.sbatch").write_text(script)
     return int(slurm.run("sbatch", "--parsable", run_dir / "slurm" / "job.sbatch"))
@@ -75,13 +75,14 @@ def test_each_node_gets_the_arguments(slurm: Slurm, records: Records, tmp_path: 
     present.mkdir()
     profile = records.profile(
         "0:0,0:0",
+        partition="all",
         exclusive=True,
         cpus_per_task=2,
         env={"GIVEN": NASTY},
         sbatch=[f"--comment={NASTY}", "--export=NONE"],
         setup=["export PATH=/usr/bin:/bin"],
     )
-    number = submitted(slurm, tmp_path, profile, workdir=present, name=NASTY, partition="all", gpus=8)
+    number = submitted(slurm, tmp_path, profile, workdir=present, name=NASTY, gpus=8)
     slurm.wait(number, "COMPLETED")
     found = records.read()
     assert set(found) == {"n1", "n2"}

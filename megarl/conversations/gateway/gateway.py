@@ -1,4 +1,4 @@
-"""The HTTP server by which a harness talks to the model, in the protocols of OpenAI and Anthropic."""
+"""The HTTP server between a harness and the model, in the protocols of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from aiohttp import web
@@ -35,17 +36,18 @@ from megarl.conversations.gateway.gateway_openai import (
     write_completion,
 )
 from megarl.conversations.gateway.gateway_request import (
+    GatewayConfig,
     GatewayError,
-    GatewayPlace,
     GatewayReply,
+    GatewayRequest,
     RequestFields,
-    TurnAsk,
 )
 from megarl.conversations.gateway.gateway_responses import read_response, stream_response, write_response
 from megarl.conversations.gateway.gateway_session import GatewaySession, run_harness
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments.environment import EnvironmentTask
 from megarl.errors import RunError
+from megarl.files import write_durably
 
 _NO_SESSION = "the key is not that of a session that is in progress under this address"
 _LARGEST_BODY = 8 << 20
@@ -57,11 +59,10 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Errors of `accept` that asyncio reports a hundred times a second."""
 _REPORT_S = 60.0
 _LOG = logging.getLogger(__name__)
-_MESSAGES = "messages"
 
 
 class _Protocol(NamedTuple):
-    read: Callable[[RequestFields], TurnAsk]
+    read: Callable[[RequestFields], GatewayRequest]
     write: Callable[[GatewayReply], dict[str, Any]]
     stream: Callable[[GatewayReply], Iterator[tuple[str | None, dict[str, Any]]]]
 
@@ -70,7 +71,7 @@ _PROTOCOLS: Mapping[str, _Protocol] = {
     "chat/completions": _Protocol(read_chat, write_chat, stream_chat),
     "completions": _Protocol(read_completion, write_completion, stream_completion),
     "responses": _Protocol(read_response, write_response, stream_response),
-    _MESSAGES: _Protocol(read_messages, write_message, stream_message),
+    "messages": _Protocol(read_messages, write_message, stream_message),
 }
 
 
@@ -78,18 +79,18 @@ class Gateway:
     """Serves sessions; all methods are called in one event loop.
 
     Args:
-        idle_s: a session fails that asks for no turn for so long.
-        command: of the harness of a session; a text is run by the shell. Without one, a harness elsewhere takes tasks.
-        model: the name under which clients ask for the model.
-        variables: extra environment variables to pass to harnesses, such as that of a key.
-        override_sampling: whether a request for another temperature or the like is sampled as the run's, not refused.
-        port: 0 is any free one.
+        idle_s: limit of a session's time without a request for a turn.
+        command: words of a session's harness, or a text for the shell; None: a harness elsewhere takes tasks.
+        model: name under which clients request the model.
+        variables: names of extra environment variables to pass to harnesses, such as that of a key.
+        override_sampling: whether requests of another temperature or the like are sampled as the run's, not refused.
+        port: port to listen on; 0 is any free one.
         wait_limit: seconds without a request for a task, while tasks wait and no session is in progress.
     """
 
     def __init__(
         self,
-        place: GatewayPlace,
+        config: GatewayConfig,
         tokenizer: Tokenizer,
         idle_s: float,
         /,
@@ -101,13 +102,13 @@ class Gateway:
         port: int = 0,
         wait_limit: float = 600.0,
     ) -> None:
-        self._place = place
+        self._config = config
         self._tokenizer = tokenizer
         self._idle_s = idle_s
         self._command = command
         self._model = model
         self._port = port
-        self._sampling = replace(place.sampling, override=override_sampling)
+        self._sampling = replace(config.sampling, override=override_sampling)
         self._passed = tuple(variables)
         self._wait_limit = wait_limit
         self._key = secrets.token_urlsafe(32)
@@ -148,10 +149,8 @@ class Gateway:
         self._listener = await loop.create_server(partial(self._connection, runner.server), host, self._port)
         self.url = f"http://{host}:{self._listener.sockets[0].getsockname()[1]}"
         if self._command is None:
-            with suppress(FileNotFoundError):
-                os.unlink(self._place.file)  # of an attempt that was killed
-            with os.fdopen(os.open(self._place.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                json.dump({"url": self.url, "key": self._key}, file)
+            access = json.dumps({"url": self.url, "key": self._key})
+            write_durably(Path(self._config.file), access, mode=0o600)
 
     async def close(self) -> None:
         """Ends harnesses in progress, and the server."""
@@ -181,7 +180,7 @@ class Gateway:
                 self._active = time.monotonic()
             else:
                 await run_harness(self._command, self._variables(session), session, self._passed)
-            session.check(self._place.rewarded)
+            session.check(self._config.rewarded)
         except asyncio.CancelledError:  # the process ends, and the engines with it
             session.cancel()
             raise
@@ -192,20 +191,22 @@ class Gateway:
 
     async def _taken(self, session: GatewaySession) -> None:
         """Returns when a harness elsewhere has taken the task."""
-        waiting = session, taken = session, asyncio.Event()
+        taken = asyncio.Event()
+        waiting = (session, taken)
         self._waiting.append(waiting)
         began = time.monotonic()
         try:
             while not taken.is_set():
-                busy = len(self._sessions) > len(self._waiting)
-                left = self._wait_limit - (0 if busy else time.monotonic() - max(began, self._active))
-                if left <= 0:
+                remaining = self._wait_limit
+                if len(self._sessions) == len(self._waiting):  # no session is in progress
+                    remaining -= time.monotonic() - max(began, self._active)
+                if remaining <= 0:
                     raise RunError(
-                        f"environment: no harness has asked {self.url} for a task in {self._wait_limit:g} s: start one "
-                        f"with {self._place.file}, or give environment.args another wait_limit"
+                        f"environment: no harness has asked {self.url} for a task in {self._wait_limit:g} s: "
+                        f"start one with {self._config.file}, or give environment.args another wait_limit"
                     )
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(taken.wait(), left)
+                    await asyncio.wait_for(taken.wait(), remaining)
         finally:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
@@ -213,7 +214,9 @@ class Gateway:
     def _variables(self, session: GatewaySession) -> dict[str, str]:
         """Returns what a harness finds in its environment."""
         url = f"{self.url}/{session.name}"
-        direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), self.url.split("/")[2].rpartition(":")[0])))
+        direct = self.url.removeprefix("http://").rpartition(":")[0]
+        if os.environ.get("NO_PROXY"):
+            direct = f"{os.environ['NO_PROXY']},{direct}"
         return {
             "OPENAI_BASE_URL": f"{url}/v1",
             "OPENAI_API_KEY": session.key,
@@ -227,10 +230,10 @@ class Gateway:
 
     def _connection(self, server: web.Server) -> web.RequestHandler:
         """Returns the protocol of a new connection; closes the oldest ones without a key if there are too many."""
-        connections = server.connections
-        self._authenticated.intersection_update(connections)
-        others = [each for each in connections if each.connected and each not in self._authenticated]
-        for oldest in others[: max(0, len(others) + 1 - self._max_unauthenticated)]:
+        self._authenticated.intersection_update(server.connections)
+        others = [each for each in server.connections if each.connected and each not in self._authenticated]
+        excess = len(others) + 1 - self._max_unauthenticated
+        for oldest in others[: max(0, excess)]:
             oldest.force_close()
         return server()
 
@@ -239,13 +242,16 @@ class Gateway:
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in _EXHAUSTED:
             loop.default_exception_handler(context)
-        elif (now := time.monotonic()) >= self._next_report:
-            self._next_report = now + _REPORT_S
-            print(f"gateway: a connection cannot be accepted: {error.strerror}; tried again each second", flush=True)
+        elif time.monotonic() >= self._next_report:
+            self._next_report = time.monotonic() + _REPORT_S
+            problem = f"a connection cannot be accepted: {error.strerror}"
+            print(f"gateway: {problem}; tried again each second", flush=True)
 
     @web.middleware
     async def _guard(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         """Refuses whoever lacks the key, and reports errors in the client's own format."""
         try:
@@ -265,47 +271,60 @@ class Gateway:
             return _error(request, 500, "the gateway failed; see its log")
 
     def _check_key(self, request: web.Request) -> None:
-        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = request.headers.get("x-api-key")
+        if not given:
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = ""
         session = self._sessions.get(request.path.removeprefix("/").partition("/")[0])
-        key = "" if session is None else session.key
         if request.path == "/tasks/next":
             key = self._key
+        elif session is not None:
+            key = session.key
         if not key or not secrets.compare_digest(given.encode(), key.encode()):
             raise GatewayError(_NO_SESSION, 401)
 
     async def _turn(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         protocol = _PROTOCOLS[request.match_info["protocol"]]
-        own = session.temperature
-        sampling = self._sampling if own is None else replace(self._sampling, temperature=own)
         body = await _body(request)
-
-        def read() -> TurnAsk:
-            fields = RequestFields(left=_parsed(body), sampling=sampling, model=self._model, call_ids=session.call_ids)
-            ask = protocol.read(fields)
-            if isinstance(ask.prompt, tuple) and max(ask.prompt) >= len(self._tokenizer):
-                raise GatewayError(f"prompt: {max(ask.prompt)} is no token id: they end at {len(self._tokenizer) - 1}")
-            return ask
-
-        ask = await asyncio.to_thread(read)
-        answered = await session.answered(ask)
+        turn = await asyncio.to_thread(self._read, body, protocol, session)
+        answers, created = await session.answered(turn)
         reply = GatewayReply(
-            ask=ask,
-            answers=answered.answers,
-            reply_id=ask.digest,
-            created=answered.created,
+            request=turn,
+            answers=answers,
+            created=created,
             model=self._model,
-            decode=lambda ids: self._tokenizer.decode(ids, special=True),
+            decode=partial(self._tokenizer.decode, special=True),
         )
-        return (
-            await _stream(request, protocol.stream(reply)) if ask.stream else web.json_response(protocol.write(reply))
+        if turn.stream:
+            return await _stream(request, protocol.stream(reply))
+        return web.json_response(protocol.write(reply))
+
+    def _read(self, body: bytes, protocol: _Protocol, session: GatewaySession) -> GatewayRequest:
+        """Reads a request for turns."""
+        sampling = self._sampling
+        if session.temperature is not None:
+            sampling = replace(sampling, temperature=session.temperature)
+        fields = RequestFields(
+            remaining=_parsed(body),
+            sampling=sampling,
+            model=self._model,
+            call_ids=session.call_ids,
         )
+        turn = protocol.read(fields)
+        if isinstance(turn.prompt, tuple):
+            largest = max(turn.prompt)
+            last = len(self._tokenizer) - 1
+            if largest > last:
+                raise GatewayError(f"prompt: {largest} is no token id: they end at {last}")
+        return turn
 
     async def _models(self, request: web.Request) -> web.Response:
+        """Lists the model, with OpenAI's fields and Anthropic's."""
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "megarl"}
-        of_anthropic = {"type": "model", "display_name": self._model, "created_at": "1970-01-01T00:00:00Z"}
+        model |= {"type": "model", "display_name": self._model, "created_at": "1970-01-01T00:00:00Z"}
         ends = {"first_id": self._model, "last_id": self._model, "has_more": False}
-        return web.json_response({"object": "list", "data": [{**model, **of_anthropic}], **ends})
+        return web.json_response({"object": "list", "data": [model], **ends})
 
     async def _task(self, request: web.Request) -> web.Response:
         return web.Response(text=self._session(request).task, content_type="application/json")
@@ -315,13 +334,15 @@ class Gateway:
         value = body.pop("reward", None)
         done = body.pop("done", False)
         failure = body.pop("failed", None)
-        number = value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30)
+        number = value is None or (type(value) in (int, float) and abs(value) < 1e30)
         if not number or not isinstance(done, bool) or not isinstance(failure, str | None) or body:
-            raise GatewayError("a reward is posted as {reward: a finite number, done: true or false, failed: a text}")
+            rule = "{reward: a finite number, done: true or false, failed: a text}"
+            raise GatewayError(f"a reward is posted as {rule}")
+        session = self._session(request)
         if failure is not None:
-            self._session(request).fail(failure)
+            session.fail(failure)
         else:
-            self._session(request).reward(None if value is None else float(value), done)
+            session.reward(None if value is None else float(value), done)
         return web.json_response({"ok": True})
 
     async def _next_task(self, request: web.Request) -> web.Response:
@@ -332,18 +353,26 @@ class Gateway:
         session, taken = self._waiting.popleft()
         session.begin()
         taken.set()
-        told = {"session_url": f"{self.url}/{session.name}", "key": session.key, "model": self._model}
-        return web.json_response({"task": json.loads(session.task), **told})
+        return web.json_response(
+            {
+                "task": json.loads(session.task),
+                "session_url": f"{self.url}/{session.name}",
+                "key": session.key,
+                "model": self._model,
+            }
+        )
 
     def _session(self, request: web.Request) -> GatewaySession:
         """Returns the session of a request; it may have ended while the body came."""
-        if (session := self._sessions.get(request.match_info["session"])) is None:
+        session = self._sessions.get(request.match_info["session"])
+        if session is None:
             raise GatewayError(_NO_SESSION, 401)
         return session
 
 
 async def _body(request: web.Request) -> bytes:
-    if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
         raise GatewayError(f"Content-Encoding: {encoding}: send the body as it is", 415)
     return await request.read()
 
@@ -361,12 +390,13 @@ def _parsed(text: bytes) -> dict[str, Any]:
 async def _stream(request: web.Request, events: Iterator[tuple[str | None, dict[str, Any]]]) -> web.StreamResponse:
     """Sends events: the turn is whole when the first one goes, so that an error has its status."""
     sent = ""
-    named = False
+    name = None
     for name, data in events:
-        named = name is not None
-        sent += f"event: {name}\n" if named else ""
+        if name is not None:
+            sent += f"event: {name}\n"
         sent += f"data: {json.dumps(data)}\n\n"
-    sent += "" if named else "data: [DONE]\n\n"
+    if name is None:
+        sent += "data: [DONE]\n\n"
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     with suppress(ConnectionResetError):  # the client has gone; it may ask again
         await response.prepare(request)
@@ -378,42 +408,52 @@ async def _stream(request: web.Request, events: Iterator[tuple[str | None, dict[
 def _error(request: web.Request, status: int, message: str) -> web.Response:
     kinds = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
     error = {"type": kinds.get(status, "invalid_request_error"), "message": message}
-    if request.path.endswith(f"/v1/{_MESSAGES}") or "anthropic-version" in request.headers:
-        response = web.json_response({"type": "error", "error": error}, status=status)
-    else:
-        response = web.json_response({"error": {**error, "param": None, "code": None}}, status=status)
+    body: dict[str, Any] = {"error": {**error, "param": None, "code": None}}
+    if request.path.endswith("/v1/messages") or "anthropic-version" in request.headers:
+        body = {"type": "error", "error": error}
+    response = web.json_response(body, status=status)
     if status == 401:
         response.force_close()  # nothing is read of the rest
     return response
 
 
 def _is_server_fault(record: logging.LogRecord) -> bool:
-    """Returns whether something else has failed than the reading of a request that is not HTTP."""
+    """Whether something other than the reading of a request that is not HTTP has failed."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
-def make_gateway(settings: EnvironmentSettings, place: GatewayPlace, tokenizer: Tokenizer) -> Gateway:
+def make_gateway(settings: EnvironmentSettings, config: GatewayConfig, tokenizer: Tokenizer) -> Gateway:
     """Returns the gateway of a configuration; raises RunError with the broken rule."""
     args = settings.args
     try:
         plugins.check_options(Gateway, args, name="gateway", positional=3)
     except ValueError as error:
         raise RunError(f"environment.args: {error}") from error
-    command = args["command"]
-    model = args.get("model", "policy")
-    port = args.get("port", 0)
-    limit = args.get("wait_limit", 1.0)
-    words: Any = [command] if isinstance(command, str) else command
-    kept = {
-        "command, a text, a list of texts, or null": command is None
-        or (isinstance(words, list | tuple) and bool(words) and all(isinstance(w, str) and w for w in words)),
-        "model, a text": isinstance(model, str) and bool(model),
-        "variables, a list of names": isinstance(names := args.get("variables", ()), list | tuple)
-        and all(isinstance(name, str) for name in names),
-        "override_sampling, true or false": isinstance(args.get("override_sampling", False), bool),
-        "port, from 0, any free one, to 65535": type(port) is int and 0 <= port < 1 << 16,
-        "wait_limit, seconds above 0": type(limit) in (int, float) and limit > 0,
-    }
-    if broken := [rule for rule, holds in kept.items() if not holds]:
-        raise RunError(f"environment.args of the gateway: {broken[0]}; it is {args[broken[0].partition(',')[0]]!r}")
-    return Gateway(place, tokenizer, settings.time_limit, **args)
+    for name, value in args.items():
+        rule, holds = _ARGUMENTS[name]
+        if not holds(value):
+            raise RunError(f"environment.args of the gateway: {name}, {rule}; it is {value!r}")
+    return Gateway(config, tokenizer, settings.time_limit, **args)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_command(value: Any) -> bool:
+    return value is None or _is_text(value) or (_are_texts(value) and len(value) > 0)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_text, value))
+
+
+_ARGUMENTS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "command": ("a text, a list of texts, or null", _is_command),
+    "model": ("a text", _is_text),
+    "variables": ("a list of names", _are_texts),
+    "override_sampling": ("true or false", lambda value: isinstance(value, bool)),
+    "port": ("from 0, any free one, to 65535", lambda value: type(value) is int and 0 <= value < 1 << 16),
+    "wait_limit": ("seconds above 0", lambda value: type(value) in (int, float) and value > 0),
+}
+"""By argument of the gateway: what it must be, and whether a value is that."""

@@ -9,13 +9,10 @@ from typing import Any
 from megarl.conversations.gateway.gateway_request import (
     GatewayError,
     GatewayReply,
+    GatewayRequest,
     RequestFields,
-    TurnAsk,
-    assistant,
-    offered,
+    assistant_message,
     text_of,
-    tool_answer,
-    tool_call,
     whole_chat,
 )
 from megarl.data.tokenizer import Message
@@ -30,28 +27,22 @@ _NEUTRAL = {
 }
 
 
-def read_messages(fields: RequestFields) -> TurnAsk:
+def read_messages(fields: RequestFields) -> GatewayRequest:
     """Reads a request for a message."""
     chat: list[Message] = []
-    system = fields.left.pop("system", None)
+    system = fields.remaining.pop("system", None)
     if system:
         chat.append({"role": "system", "content": text_of(system, "system")})
-    for index, item in enumerate(fields.items("messages")):
+    for index, item in enumerate(fields.take_items("messages")):
         chat += _messages(fields, item, f"messages[{index}]")
-    tools: list[Mapping[str, Any]] = []
-    for index, tool in enumerate(fields.items("tools")):
-        if tool.get("type", "custom") != "custom":
-            raise GatewayError(f"tools[{index}].type = {tool['type']!r}: this endpoint runs no tools of its own")
-        tools.append(offered(tool.get("name"), tool.get("description"), tool.get("input_schema"), f"tools[{index}]"))
-    most = fields.count("max_tokens")
-    if most is None:
+    tools = fields.take_tools("custom", "input_schema")
+    max_tokens = fields.take_count("max_tokens")
+    if max_tokens is None:
         raise GatewayError("max_tokens is missing")
     stream = fields.take("stream", bool, False)
-    fields.only(_NEUTRAL)
-    fields.sampled()
-    fields.drop("metadata")
-    fields.end()
-    return TurnAsk(messages=whole_chat(chat), tools=tuple(tools), most=most, stream=stream)
+    fields.accept_only(_NEUTRAL)
+    fields.end("metadata")
+    return GatewayRequest(messages=whole_chat(chat), tools=tools, max_tokens=max_tokens, stream=stream)
 
 
 def _messages(fields: RequestFields, item: Mapping[str, Any], where: str) -> Iterator[Message]:
@@ -60,7 +51,8 @@ def _messages(fields: RequestFields, item: Mapping[str, Any], where: str) -> Ite
     content = item.get("content")
     blocks: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
     if role not in ("user", "assistant") or not all(isinstance(block, dict) for block in blocks):
-        raise GatewayError(f"{where}: the role must be user or assistant, the content a text or a list of blocks")
+        rule = "the role must be user or assistant, the content a text or a list of blocks"
+        raise GatewayError(f"{where}: {rule}")
     if role == "assistant":
         yield _assistant(fields, blocks, where)
         return
@@ -72,7 +64,7 @@ def _messages(fields: RequestFields, item: Mapping[str, Any], where: str) -> Ite
         if texts:
             yield {"role": "user", "content": text_of(texts, where)}
             texts = []
-        yield tool_answer(fields, block.get("tool_use_id"), block.get("content"), where)
+        yield fields.take_tool_answer(block.get("tool_use_id"), block.get("content"), where)
     if texts or not blocks:
         yield {"role": "user", "content": text_of(texts, where)}
 
@@ -85,10 +77,11 @@ def _assistant(fields: RequestFields, blocks: list[Any], where: str) -> Message:
         if block.get("type") == "thinking":
             thoughts.append(text_of(block.get("thinking"), where))
         elif block.get("type") == "tool_use":
-            calls.append(tool_call(fields, block.get("id"), block.get("name"), block.get("input"), where))
+            call = (block.get("id"), block.get("name"), block.get("input"))
+            calls.append(fields.take_tool_call(*call, where))
         else:
             texts.append(block)
-    return assistant(text_of(texts, where), "\n".join(thoughts) if thoughts else None, calls)
+    return assistant_message(text_of(texts, where), "\n".join(thoughts) if thoughts else None, calls)
 
 
 def write_message(reply: GatewayReply) -> dict[str, Any]:
@@ -98,13 +91,17 @@ def write_message(reply: GatewayReply) -> dict[str, Any]:
     blocks: list[dict[str, Any]] = []
     if action.thoughts is not None:
         blocks.append({"type": "thinking", "thinking": action.thoughts, "signature": ""})
-    if answer.turn.action.content or not answer.calls:
-        blocks.append({"type": "text", "text": answer.turn.action.content})
+    if action.content or not answer.calls:
+        blocks.append({"type": "text", "text": action.content})
     for call in answer.calls:
-        blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": dict(call.arguments)})
-    reason = "tool_use" if answer.calls else "end_turn"
+        arguments = dict(call.arguments)
+        blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": arguments})
     if not action.finished:
         reason = "max_tokens"
+    elif answer.calls:
+        reason = "tool_use"
+    else:
+        reason = "end_turn"
     return {
         "id": f"msg_{reply.reply_id}",
         "type": "message",

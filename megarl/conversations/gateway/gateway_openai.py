@@ -10,13 +10,10 @@ from megarl.conversations.gateway.gateway_request import (
     GatewayAnswer,
     GatewayError,
     GatewayReply,
+    GatewayRequest,
     RequestFields,
-    TurnAsk,
-    assistant,
-    offered,
+    assistant_message,
     text_of,
-    tool_answer,
-    tool_call,
     whole_chat,
 )
 from megarl.data.tokenizer import Message
@@ -30,92 +27,104 @@ _NEUTRAL_CHAT = {
     "functions": ([],),
     "service_tier": ("auto", "default"),
     "verbosity": ("medium",),
+    "top_logprobs": (0,),
 }
-_FOR_OTHERS = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-_MOST = ("max_completion_tokens", "max_tokens")
+_IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+_MAX_ANSWERS = 128
 
 
-def read_chat(fields: RequestFields) -> TurnAsk:
+def read_chat(fields: RequestFields) -> GatewayRequest:
     """Reads a request for chat completions."""
-    messages = [_message(fields, item, f"messages[{i}]") for i, item in enumerate(fields.items("messages"))]
-    tools: list[Mapping[str, Any]] = []
-    for index, tool in enumerate(fields.items("tools")):
-        function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict):
-            raise GatewayError(f"tools[{index}]: only tools of the type function can be offered")
-        described = (function.get("name"), function.get("description"), function.get("parameters"))
-        tools.append(offered(*described, f"tools[{index}]"))
-    fields.only({**_NEUTRAL_CHAT, "tool_choice": ("auto",) if tools else ("auto", "none"), "top_logprobs": (0,)})
+    messages: list[Message] = []
+    for index, item in enumerate(fields.take_items("messages")):
+        messages.append(_message(fields, item, f"messages[{index}]"))
+    tools = fields.take_tools("function", "parameters")
+    fields.accept_only({**_NEUTRAL_CHAT, "tool_choice": ("auto",) if tools else ("auto", "none")})
     logprobs = fields.take("logprobs", bool, False)
-    return _asked(fields, messages=whole_chat(messages), tools=tuple(tools), logprobs=logprobs)
+    return _read_common(fields, messages=whole_chat(messages), tools=tools, logprobs=logprobs)
 
 
-def read_completion(fields: RequestFields) -> TurnAsk:
+def read_completion(fields: RequestFields) -> GatewayRequest:
     """Reads a request for completions of a text or of token ids."""
-    prompt: Any = fields.left.pop("prompt", None)
-    if isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token < 1 << 31 for token in prompt):
+    prompt: Any = fields.remaining.pop("prompt", None)
+    if isinstance(prompt, list) and prompt and all(map(_is_token_id, prompt)):
         prompt = tuple(prompt)
     elif not isinstance(prompt, str):
         raise GatewayError("prompt must be a text or a list of token ids, of one prompt")
     logprobs = fields.take("logprobs", int)
     if logprobs:
-        raise GatewayError(f"logprobs = {logprobs}: only those of the sampled tokens are known; it must be 0 or absent")
-    return _asked(fields, prompt=prompt, logprobs=logprobs is not None)
+        rule = "only those of the sampled tokens are known; it must be 0 or absent"
+        raise GatewayError(f"logprobs = {logprobs}: {rule}")
+    return _read_common(fields, prompt=prompt, logprobs=logprobs is not None)
 
 
-def _asked(fields: RequestFields, **asked: Any) -> TurnAsk:
-    most = fields.count(*_MOST)
-    count = fields.several()
+def _is_token_id(token: object) -> bool:
+    return type(token) is int and 0 <= token < 1 << 31
+
+
+def _read_common(fields: RequestFields, **known: Any) -> GatewayRequest:
+    """Reads the fields that both endpoints have."""
+    max_tokens = fields.take_count("max_completion_tokens", "max_tokens")
+    count = fields.take_count("n") or 1
+    if count > _MAX_ANSWERS:
+        raise GatewayError(f"n = {count}: at most {_MAX_ANSWERS}")
     stream = fields.take("stream", bool, False)
     with_ids = fields.take("return_token_ids", bool, False)
     options: dict[str, Any] = fields.take("stream_options", dict, {})
-    fields.only(_NEUTRAL)
-    fields.sampled()
-    fields.drop(*_FOR_OTHERS)
-    fields.end()
-    usage = bool(options.get("include_usage"))
-    return TurnAsk(most=most, count=count, stream=stream, with_ids=with_ids, with_usage=usage, **asked)
+    fields.accept_only(_NEUTRAL)
+    fields.end(*_IGNORED)
+    return GatewayRequest(
+        max_tokens=max_tokens,
+        count=count,
+        stream=stream,
+        with_ids=with_ids,
+        with_usage=bool(options.get("include_usage")),
+        **known,
+    )
 
 
 def _message(fields: RequestFields, item: Mapping[str, Any], where: str) -> Message:
     role = item.get("role")
     content = item.get("content")
     if role in ("system", "developer", "user"):
-        name = {} if item.get("name") is None else {"name": text_of(item["name"], f"{where}.name")}
-        return {"role": "user" if role == "user" else "system", "content": text_of(content, where), **name}
+        message = {"role": "user" if role == "user" else "system", "content": text_of(content, where)}
+        if item.get("name") is not None:
+            message["name"] = text_of(item["name"], f"{where}.name")
+        return message
     if role == "tool":
-        return tool_answer(fields, item.get("tool_call_id"), content, where)
+        return fields.take_tool_answer(item.get("tool_call_id"), content, where)
     if role != "assistant":
-        raise GatewayError(f"{where}.role = {role!r:.80}: it must be system, developer, user, assistant or tool")
+        roles = "system, developer, user, assistant or tool"
+        raise GatewayError(f"{where}.role = {role!r:.80}: it must be {roles}")
     if item.get("audio") or item.get("function_call") or item.get("refusal"):
         raise GatewayError(f"{where}: audio, function_call and refusal are nothing that the model writes")
     calls: list[Mapping[str, Any]] = []
-    called = item.get("tool_calls") or []
+    called: Any = item.get("tool_calls") or []
     for call in called if isinstance(called, list) else [called]:
-        function = call.get("function") if isinstance(call, dict) else None
-        function = function if isinstance(function, dict) else {}
-        call_id = call.get("id") if isinstance(call, dict) else None
-        calls.append(tool_call(fields, call_id, function.get("name"), function.get("arguments"), where))
+        try:
+            function = call["function"]
+            call_fields = (call.get("id"), function.get("name"), function.get("arguments"))
+        except (AttributeError, KeyError, TypeError):
+            call_fields = (None, None, None)
+        calls.append(fields.take_tool_call(*call_fields, where))
     thoughts = item.get("reasoning_content", item.get("reasoning"))
-    return assistant(text_of(content, where), None if thoughts is None else text_of(thoughts, where), calls)
+    if thoughts is not None:
+        thoughts = text_of(thoughts, where)
+    return assistant_message(text_of(content, where), thoughts, calls)
 
 
-def _message_of(answer: GatewayAnswer) -> dict[str, Any]:
-    calls = [
-        {
-            "id": call.call_id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-        }
-        for call in answer.calls
-    ]
-    thoughts = answer.turn.action.thoughts
-    return {
-        "role": "assistant",
-        "content": answer.turn.action.content or (None if calls else ""),
-        **({} if thoughts is None else {"reasoning_content": thoughts}),
-        **({"tool_calls": calls} if calls else {}),
-    }
+def _answer_message(answer: GatewayAnswer) -> dict[str, Any]:
+    action = answer.turn.action
+    message: dict[str, Any] = {"role": "assistant", "content": action.content}
+    if action.thoughts is not None:
+        message["reasoning_content"] = action.thoughts
+    if answer.calls:
+        message["content"] = action.content or None
+        message["tool_calls"] = calls = []
+        for call in answer.calls:
+            function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+            calls.append({"id": call.call_id, "type": "function", "function": function})
+    return message
 
 
 def _finish_reason(answer: GatewayAnswer) -> str:
@@ -125,8 +134,11 @@ def _finish_reason(answer: GatewayAnswer) -> str:
 
 
 def _choice(reply: GatewayReply, index: int, answer: GatewayAnswer, body: Mapping[str, Any]) -> dict[str, Any]:
-    ids = {"token_ids": list(answer.turn.action.token_ids)} if reply.ask.with_ids else {}
-    return {"index": index, **body, "logprobs": None, "finish_reason": _finish_reason(answer), **ids}
+    reason = _finish_reason(answer)
+    choice = {"index": index, **body, "logprobs": None, "finish_reason": reason}
+    if reply.request.with_ids:
+        choice["token_ids"] = list(answer.turn.action.token_ids)
+    return choice
 
 
 def _head(reply: GatewayReply, kind: str, name: str) -> dict[str, Any]:
@@ -140,15 +152,17 @@ def _usage(reply: GatewayReply) -> dict[str, int]:
 
 
 def _prompt_ids(reply: GatewayReply) -> dict[str, list[int]]:
-    return {"prompt_token_ids": list(reply.answers[0].turn.prompt)} if reply.ask.with_ids else {}
+    if not reply.request.with_ids:
+        return {}
+    return {"prompt_token_ids": list(reply.answers[0].turn.prompt)}
 
 
 def _token_logprobs(reply: GatewayReply, answer: GatewayAnswer) -> dict[str, Any]:
     """Returns all sampled tokens, those of thoughts, calls and the end included."""
-    tokens = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in zip(_texts(reply, answer), answer.turn.logprobs, strict=True)
-    ]
+    tokens: list[dict[str, Any]] = []
+    for text, logprob in zip(_texts(reply, answer), answer.turn.logprobs, strict=True):
+        encoded = list(text.encode())
+        tokens.append({"token": text, "logprob": logprob, "bytes": encoded, "top_logprobs": []})
     return {"content": tokens, "refusal": None}
 
 
@@ -160,8 +174,10 @@ def write_chat(reply: GatewayReply) -> dict[str, Any]:
     """Returns the answer to a request for chat completions."""
     choices: list[dict[str, Any]] = []
     for index, answer in enumerate(reply.answers):
-        choice = _choice(reply, index, answer, {"message": _message_of(answer)})
-        choices.append({**choice, "logprobs": _token_logprobs(reply, answer)} if reply.ask.logprobs else choice)
+        choice = _choice(reply, index, answer, {"message": _answer_message(answer)})
+        if reply.request.logprobs:
+            choice["logprobs"] = _token_logprobs(reply, answer)
+        choices.append(choice)
     head = _head(reply, "chat.completion", "chatcmpl")
     return {**head, "choices": choices, "usage": _usage(reply), **_prompt_ids(reply)}
 
@@ -170,16 +186,26 @@ def stream_chat(reply: GatewayReply) -> Iterator[tuple[None, dict[str, Any]]]:
     """Yields the chunks of the answer: a part of each message has one."""
     head = _head(reply, "chat.completion.chunk", "chatcmpl")
     for index, answer in enumerate(reply.answers):
-        message = _message_of(answer)
-        calls = [{"index": number, **call} for number, call in enumerate(message.pop("tool_calls", ()))]
-        parts: list[dict[str, Any]] = [{name: value} for name, value in message.items() if name != "role" and value]
-        for number, delta in enumerate([*parts, *({"tool_calls": [call]} for call in calls)] or [{"content": ""}]):
-            choice = {"index": index, "delta": {"role": "assistant", **delta}, "finish_reason": None}
-            choice["logprobs"] = _token_logprobs(reply, answer) if reply.ask.logprobs and not number else None
+        logprobs = _token_logprobs(reply, answer) if reply.request.logprobs else None
+        for part in _message_parts(answer):
+            delta = {"role": "assistant", **part}
+            choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs}
             yield None, {**head, **_prompt_ids(reply), "choices": [choice]}
+            logprobs = None  # the first part has them
         yield None, {**head, "choices": [_choice(reply, index, answer, {"delta": {}})]}
-    if reply.ask.with_usage:
+    if reply.request.with_usage:
         yield None, {**head, "choices": [], "usage": _usage(reply)}
+
+
+def _message_parts(answer: GatewayAnswer) -> list[dict[str, Any]]:
+    message = _answer_message(answer)
+    parts: list[dict[str, Any]] = []
+    for name in ("content", "reasoning_content"):
+        if message.get(name):
+            parts.append({name: message[name]})
+    for number, call in enumerate(message.get("tool_calls", ())):
+        parts.append({"tool_calls": [{"index": number, **call}]})
+    return parts or [{"content": ""}]
 
 
 def write_completion(reply: GatewayReply) -> dict[str, Any]:
@@ -189,12 +215,14 @@ def write_completion(reply: GatewayReply) -> dict[str, Any]:
         choice = _choice(reply, index, answer, {"text": answer.turn.action.text})
         if choice["finish_reason"] == "tool_calls":
             choice["finish_reason"] = "stop"
-        if reply.ask.logprobs:
+        if reply.request.logprobs:
             texts = _texts(reply, answer)
-            logprobs = list(answer.turn.logprobs)
-            offsets = [sum(map(len, texts[:i])) for i in range(len(texts))]
-            known = {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
-            choice["logprobs"] = known
+            choice["logprobs"] = {
+                "tokens": texts,
+                "token_logprobs": list(answer.turn.logprobs),
+                "top_logprobs": None,
+                "text_offset": [sum(map(len, texts[:index])) for index in range(len(texts))],
+            }
         choices.append({**choice, **_prompt_ids(reply)})
     return {**_head(reply, "text_completion", "cmpl"), "choices": choices, "usage": _usage(reply)}
 
@@ -205,5 +233,5 @@ def stream_completion(reply: GatewayReply) -> Iterator[tuple[None, dict[str, Any
     usage = whole.pop("usage")
     for choice in whole["choices"]:
         yield None, {**whole, "choices": [choice]}
-    if reply.ask.with_usage:
+    if reply.request.with_usage:
         yield None, {**whole, "choices": [], "usage": usage}

@@ -1,4 +1,4 @@
-"""What clients ask a gateway for, in any protocol; what cannot be honoured exactly is refused in words."""
+"""What clients ask a gateway for, in any protocol; what cannot be honored exactly is refused in words."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from megarl.environments.environment import ToolCall
 
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 
-_MOST_ANSWERS = 128
-
 
 class GatewayError(Exception):
-    """A request that is not honoured; the message says why."""
+    """A request that is not honored; the message says why."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -28,11 +26,7 @@ class GatewayError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the run samples.
-
-    Args:
-        override: whether requests that want it otherwise are sampled as the run's, not refused.
-    """
+    """The run's sampling; `override`: also for requests of other sampling, which are otherwise refused."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -41,12 +35,12 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayPlace:
+class GatewayConfig:
     """What a run decides for a gateway.
 
     Args:
-        file: gets the address and the run's key, for a harness elsewhere.
-        rewarded: whether something else than a harness gives rewards.
+        file: file for the address and the run's key, which a harness elsewhere reads.
+        rewarded: whether something other than a harness gives rewards.
     """
 
     file: str
@@ -55,20 +49,21 @@ class GatewayPlace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnAsk:
+class GatewayRequest:
     """A request for turns.
 
     Args:
         messages: the whole chat; empty where `prompt` is a text or token ids.
-        most: tokens of a turn.
-        count: turns that answer the same chat, each on a branch.
+        max_tokens: limit of a turn's tokens.
+        count: number of turns that answer the same chat, each on a branch.
         with_ids: whether the answer has token ids.
+        with_usage: whether the stream ends with the numbers of tokens.
     """
 
     messages: tuple[Message, ...] = ()
     prompt: str | tuple[int, ...] | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
-    most: int | None = None
+    max_tokens: int | None = None
     count: int = 1
     logprobs: bool = False
     with_ids: bool = False
@@ -77,9 +72,10 @@ class TurnAsk:
 
     @cached_property
     def digest(self) -> str:
-        """Identifies what is asked: the same again is answered by the same turns."""
-        asked = [self.messages, self.prompt, self.tools, self.most, self.count]
-        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]
+        """Identifies the request: the same turns answer a repeated one."""
+        content = [self.messages, self.prompt, self.tools, self.max_tokens, self.count]
+        text = json.dumps(content, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,17 +91,20 @@ class GatewayReply:
     """The turns that answer a request.
 
     Args:
-        reply_id: the same for a retry.
         created: Unix time, seconds.
         decode: returns the text of token ids, with special tokens.
     """
 
-    ask: TurnAsk
+    request: GatewayRequest
     answers: Sequence[GatewayAnswer]
-    reply_id: str
     created: int
     model: str
     decode: Callable[[Sequence[int]], str]
+
+    @property
+    def reply_id(self) -> str:
+        """Identifies the reply; the same for a retry."""
+        return self.request.digest
 
     @property
     def prompt_tokens(self) -> int:
@@ -118,82 +117,117 @@ class GatewayReply:
 
 @dataclass(kw_only=True)
 class RequestFields:
-    """The fields of a request, which are taken one by one; what is left in the end is refused. Null is like absent.
+    """The fields of a request, taken one by one; those that remain are refused. Null is like absent.
 
     Args:
-        call_ids: of the model's calls of tools, by those that the client was told.
+        call_ids: the model's ids of its tool calls, by those that the client got.
     """
 
-    left: dict[str, Any]
+    remaining: dict[str, Any]
     sampling: Sampling
     model: str
     call_ids: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        self.left = {name: value for name, value in self.left.items() if value is not None}
-        if (model := self.take("model", str, self.model)) != self.model:
-            raise GatewayError(
-                f"model = {model!r}: this session has {self.model!r} alone (environment.args.model)", 404
-            )
+        self.remaining = {name: value for name, value in self.remaining.items() if value is not None}
+        model = self.take("model", str, self.model)
+        if model != self.model:
+            alone = f"this session has {self.model!r} alone (environment.args.model)"
+            raise GatewayError(f"model = {model!r}: {alone}", 404)
 
     def take(self, name: str, kind: type, default: Any = None) -> Any:
         """Returns a field of a type."""
-        value = self.left.pop(name, default)
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not default and not (whole if kind is int else isinstance(value, kind)):
+        value = self.remaining.pop(name, default)
+        wrong = not isinstance(value, kind) or (kind is int and isinstance(value, bool))
+        if value is not default and wrong:
             raise GatewayError(f"{name} must be of the type {kind.__name__}, not {value!r:.80}")
         return value
 
-    def count(self, *names: str) -> int | None:
-        """Returns the first of some fields that is there, a positive number."""
-        found = {name: value for name in names if (value := self.take(name, int)) is not None}
-        for name, value in found.items():
+    def take_count(self, *names: str) -> int | None:
+        """Returns the first of some fields that is there, a positive number; takes all of them."""
+        first = None
+        for name in names:
+            value = self.take(name, int)
+            if value is None:
+                continue
             if value < 1:
                 raise GatewayError(f"{name} = {value}: at least 1")
-        return next(iter(found.values()), None)
+            if first is None:
+                first = value
+        return first
 
-    def several(self) -> int:
-        """Returns how many answers are wanted."""
-        count = self.count("n") or 1
-        if count > _MOST_ANSWERS:
-            raise GatewayError(f"n = {count}: at most {_MOST_ANSWERS}")
-        return count
-
-    def items(self, name: str) -> list[dict[str, Any]]:
+    def take_items(self, name: str) -> list[dict[str, Any]]:
         """Returns a list of objects."""
-        found: list[Any] = self.take(name, list, [])
-        for index, item in enumerate(found):
+        items: list[Any] = self.take(name, list, [])
+        for index, item in enumerate(items):
             if not isinstance(item, dict):
                 raise GatewayError(f"{name}[{index}] must be an object, not {item!r:.80}")
-        return found
+        return items
 
-    def only(self, accepted: Mapping[str, Sequence[Any]]) -> None:
-        """Refuses fields that have another value than one of those that change nothing."""
+    def take_tools(self, kind: str, parameters: str) -> tuple[Mapping[str, Any], ...]:
+        """Returns the offered tools, all of one type, for chat templates.
+
+        Args:
+            parameters: the protocol's key of the arguments' schema.
+        """
+        tools: list[Mapping[str, Any]] = []
+        for index, tool in enumerate(self.take_items("tools")):
+            where = f"tools[{index}]"
+            found = tool.get("type", "custom")
+            if found != kind:
+                raise GatewayError(f"{where}.type = {found!r:.80}: only tools of the type {kind} can be offered")
+            function: Any = tool.get("function", tool)  # Chat Completions has the rest in it
+            if not isinstance(function, dict):
+                raise GatewayError(f"{where}.function must be an object, not {function!r:.80}")
+            tools.append(_tool_schema(function, parameters, where))
+        return tuple(tools)
+
+    def accept_only(self, accepted: Mapping[str, Sequence[Any]]) -> None:
+        """Refuses fields whose values are not among those that change nothing."""
         for name, values in accepted.items():
-            value = self.left.pop(name, None)
+            value = self.remaining.pop(name, None)
             if value is not None and value not in values:
-                rule = f"{' or '.join(map(repr, values))}, or absent" if values else "absent"
-                raise GatewayError(f"{name} = {value!r:.80}: this endpoint cannot honour it; it must be {rule}")
+                rule = " or ".join([*map(repr, values), "absent"])
+                why = "this endpoint cannot honor it"
+                raise GatewayError(f"{name} = {value!r:.80}: {why}; it must be {rule}")
 
-    def sampled(self) -> None:
-        """Refuses fields that want other sampling than the run's."""
-        own = {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p, "top_k": self.sampling.top_k}
-        for name, value in (own | {"seed": None, "presence_penalty": 0, "frequency_penalty": 0}).items():
-            wanted = self.left.pop(name, None)
-            if wanted is not None and wanted != value and not self.sampling.override:
-                rule = f"the run samples with {value}" if name in own else "the run samples otherwise"
-                fix = "leave it out, or set environment.args.override_sampling: true, which ignores it"
-                raise GatewayError(f"{name} = {wanted!r:.80}: {rule}; {fix}")
+    def end(self, *ignored: str) -> None:
+        """Refuses sampling other than the run's, and fields that remain, but for those to ignore."""
+        for name in ("temperature", "top_p", "top_k"):
+            value = getattr(self.sampling, name)
+            self._refuse_sampling(name, value, f"the run samples with {value}")
+        for name, value in (("seed", None), ("presence_penalty", 0), ("frequency_penalty", 0)):
+            self._refuse_sampling(name, value, "the run samples otherwise")
+        names = [name for name in self.remaining if name not in ignored]
+        if names:
+            why = "this endpoint does not know how to honor that; leave it out"
+            raise GatewayError(f"{', '.join(names)}: {why}")
 
-    def drop(self, *names: str) -> None:
-        """Ignores fields that have no effect on what is sampled."""
-        for name in names:
-            self.left.pop(name, None)
+    def _refuse_sampling(self, name: str, value: object, rule: str) -> None:
+        wanted = self.remaining.pop(name, None)
+        if wanted is not None and wanted != value and not self.sampling.override:
+            fix = "leave it out, or set environment.args.override_sampling: true, which ignores it"
+            raise GatewayError(f"{name} = {wanted!r:.80}: {rule}; {fix}")
 
-    def end(self) -> None:
-        """Refuses what is left."""
-        if self.left:
-            raise GatewayError(f"{', '.join(self.left)}: this endpoint does not know how to honour that; leave it out")
+    def take_tool_call(self, call_id: object, name: object, arguments: object, where: str) -> Mapping[str, Any]:
+        """Returns a call of a tool as a client sends it back; arguments may be JSON."""
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                arguments = None
+        if not isinstance(name, str) or not isinstance(call_id, str) or not isinstance(arguments, dict):
+            rule = "a call of a tool has an id, a name, and arguments that are a JSON object"
+            raise GatewayError(f"{where}: {rule}")
+        function: dict[str, Any] = {"name": name, "arguments": arguments}
+        return {"type": "function", "id": self.call_ids.get(call_id, call_id), "function": function}
+
+    def take_tool_answer(self, call_id: object, content: object, where: str) -> Message:
+        """Returns the answer of a tool as a message."""
+        if not isinstance(call_id, str):
+            raise GatewayError(f"{where}: the id of the call must be a text, not {call_id!r:.80}")
+        text = text_of(content, where)
+        return {"role": "tool", "tool_call_id": self.call_ids.get(call_id, call_id), "content": text}
 
 
 def text_of(content: object, where: str) -> str:
@@ -210,38 +244,26 @@ def text_of(content: object, where: str) -> str:
     return "\n".join(texts)
 
 
-def assistant(content: str, thoughts: str | None, calls: Sequence[Mapping[str, Any]]) -> Message:
+def assistant_message(content: str, thoughts: str | None, calls: Sequence[Mapping[str, Any]]) -> Message:
     """Returns a message of the model, as `Action.message` is."""
-    thinking = {} if thoughts is None else {"reasoning_content": thoughts}
-    return {"role": "assistant", "content": content, **thinking, **({"tool_calls": list(calls)} if calls else {})}
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if thoughts is not None:
+        message["reasoning_content"] = thoughts
+    if calls:
+        message["tool_calls"] = list(calls)
+    return message
 
 
-def tool_call(fields: RequestFields, call_id: object, name: object, arguments: object, where: str) -> Mapping[str, Any]:
-    """Returns a call of a tool as a client sends it back; arguments may be JSON."""
-    try:
-        read: Any = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        read = None
-    if not isinstance(name, str) or not isinstance(call_id, str) or not isinstance(read, dict):
-        raise GatewayError(f"{where}: a call of a tool has an id, a name, and arguments that are a JSON object")
-    own = fields.call_ids.get(call_id, call_id)
-    return {"type": "function", "id": own, "function": {"name": name, "arguments": read}}
-
-
-def tool_answer(fields: RequestFields, call_id: object, content: object, where: str) -> Message:
-    """Returns the answer of a tool as a message."""
-    if not isinstance(call_id, str):
-        raise GatewayError(f"{where}: the id of the call must be a text, not {call_id!r:.80}")
-    return {"role": "tool", "tool_call_id": fields.call_ids.get(call_id, call_id), "content": text_of(content, where)}
-
-
-def offered(name: object, description: object, parameters: object, where: str) -> Mapping[str, Any]:
-    """Returns a tool for chat templates."""
-    if not isinstance(name, str) or not isinstance(parameters, dict | None):
+def _tool_schema(tool: Mapping[str, Any], parameters: str, where: str) -> Mapping[str, Any]:
+    name = tool.get("name")
+    schema = tool.get(parameters)
+    if not isinstance(name, str) or not isinstance(schema, dict | None):
         raise GatewayError(f"{where}: a tool has a name, and a JSON schema of its arguments")
-    schema: Any = parameters or {"type": "object", "properties": {}}
-    told = {} if description is None else {"description": text_of(description, where)}
-    return {"type": "function", "function": {"name": name, **told, "parameters": schema}}
+    function: dict[str, Any] = {"name": name}
+    if tool.get("description") is not None:
+        function["description"] = text_of(tool["description"], where)
+    function["parameters"] = schema or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
 
 
 def whole_chat(messages: Iterable[Message]) -> tuple[Message, ...]:

@@ -9,13 +9,10 @@ from typing import Any
 from megarl.conversations.gateway.gateway_request import (
     GatewayError,
     GatewayReply,
+    GatewayRequest,
     RequestFields,
-    TurnAsk,
-    assistant,
-    offered,
+    assistant_message,
     text_of,
-    tool_answer,
-    tool_call,
     whole_chat,
 )
 from megarl.data.tokenizer import Message
@@ -32,53 +29,47 @@ _NEUTRAL = {
     "previous_response_id": (),
     "service_tier": ("auto", "default"),
 }
-_OF_MODEL = ("reasoning", "function_call")
+_IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 
 
-def read_response(fields: RequestFields) -> TurnAsk:
+def read_response(fields: RequestFields) -> GatewayRequest:
     """Reads a request for a response to a whole chat."""
     instructions = fields.take("instructions", str)
     chat: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
-    if isinstance(fields.left.get("input"), str):
-        chat.append({"role": "user", "content": fields.left.pop("input")})
+    if isinstance(fields.remaining.get("input"), str):
+        chat.append({"role": "user", "content": fields.remaining.pop("input")})
     else:
-        chat += _messages(fields, fields.items("input"))
-    tools: list[Mapping[str, Any]] = []
-    for index, tool in enumerate(fields.items("tools")):
-        if tool.get("type") != "function":
-            raise GatewayError(f"tools[{index}].type = {tool.get('type')!r:.80}: only tools of the type function")
-        tools.append(offered(tool.get("name"), tool.get("description"), tool.get("parameters"), f"tools[{index}]"))
-    most = fields.count("max_output_tokens")
+        chat += _messages(fields, fields.take_items("input"))
+    tools = fields.take_tools("function", "parameters")
+    max_tokens = fields.take_count("max_output_tokens")
     stream = fields.take("stream", bool, False)
-    fields.only({**_NEUTRAL, "tool_choice": ("auto",) if tools else ("auto", "none")})
-    fields.sampled()
-    fields.drop("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-    fields.drop("stream_options")
-    fields.end()
-    return TurnAsk(messages=whole_chat(chat), tools=tuple(tools), most=most, stream=stream)
+    fields.accept_only({**_NEUTRAL, "tool_choice": ("auto",) if tools else ("auto", "none")})
+    fields.end(*_IGNORED, "stream_options")
+    return GatewayRequest(messages=whole_chat(chat), tools=tools, max_tokens=max_tokens, stream=stream)
 
 
 def _messages(fields: RequestFields, items: list[dict[str, Any]]) -> Iterator[Message]:
-    """Yields messages; neighbouring items that the model wrote are one."""
-    own: list[dict[str, Any]] = []
+    """Yields messages; neighboring items that the model wrote are one."""
+    written: list[dict[str, Any]] = []  # by the model
     for index, item in enumerate(items):
         kind = item.get("type", "message")
+        role = item.get("role")
         where = f"input[{index}]"
-        if kind in _OF_MODEL or (kind == "message" and item.get("role") == "assistant"):
-            own.append(item)
+        if kind in ("reasoning", "function_call") or (kind == "message" and role == "assistant"):
+            written.append(item)
             continue
-        if own:
-            yield _assistant(fields, own, where)
-            own = []
+        if written:
+            yield _assistant(fields, written, where)
+            written = []
         if kind == "function_call_output":
-            yield tool_answer(fields, item.get("call_id"), item.get("output"), where)
-        elif kind == "message" and item.get("role") in ("system", "developer", "user"):
-            role = "user" if item["role"] == "user" else "system"
+            yield fields.take_tool_answer(item.get("call_id"), item.get("output"), where)
+        elif kind == "message" and role in ("system", "developer", "user"):
+            role = "user" if role == "user" else "system"
             yield {"role": role, "content": text_of(item.get("content"), where)}
         else:
-            raise GatewayError(f"{where}: an item of the type {kind!r:.80}, with the role {item.get('role')!r:.80}")
-    if own:
-        yield _assistant(fields, own, "input")
+            raise GatewayError(f"{where}: an item of the type {kind!r:.80}, with the role {role!r:.80}")
+    if written:
+        yield _assistant(fields, written, "input")
 
 
 def _assistant(fields: RequestFields, items: list[dict[str, Any]], where: str) -> Message:
@@ -89,31 +80,36 @@ def _assistant(fields: RequestFields, items: list[dict[str, Any]], where: str) -
         if item.get("type") == "reasoning":
             thoughts.append(text_of(item.get("content") or item.get("summary"), where))
         elif item.get("type") == "function_call":
-            calls.append(tool_call(fields, item.get("call_id"), item.get("name"), item.get("arguments"), where))
+            call = (item.get("call_id"), item.get("name"), item.get("arguments"))
+            calls.append(fields.take_tool_call(*call, where))
         else:
             texts.append(text_of(item.get("content"), where))
-    return assistant("\n".join(texts), "\n".join(thoughts) if thoughts else None, calls)
+    return assistant_message("\n".join(texts), "\n".join(thoughts) if thoughts else None, calls)
 
 
 def write_response(reply: GatewayReply) -> dict[str, Any]:
     """Returns the answer to a request for a response."""
     answer = reply.answers[0]
-    ask = reply.ask
     action = answer.turn.action
-    status = "completed" if action.finished else "incomplete"
+    status = "completed"
+    details = None
+    if not action.finished:
+        status = "incomplete"
+        details = {"reason": "max_output_tokens"}
     output: list[dict[str, Any]] = []
     if action.thoughts is not None:
         content = [{"type": "reasoning_text", "text": action.thoughts}]
-        output.append({"type": "reasoning", "id": f"rs_{reply.reply_id}", "summary": [], "content": content})
-    if answer.turn.action.content or not answer.calls:
-        content = [{"type": "output_text", "text": answer.turn.action.content, "annotations": [], "logprobs": []}]
-        said = {"type": "message", "id": f"msg_{reply.reply_id}", "role": "assistant"}
-        output.append({**said, "status": status, "content": content})
+        item = {"type": "reasoning", "id": f"rs_{reply.reply_id}", "summary": [], "content": content}
+        output.append(item)
+    if action.content or not answer.calls:
+        part = {"type": "output_text", "text": action.content, "annotations": [], "logprobs": []}
+        item = {"type": "message", "id": f"msg_{reply.reply_id}", "role": "assistant"}
+        output.append({**item, "status": status, "content": [part]})
     for call in answer.calls:
-        function = {"call_id": call.call_id, "name": call.name, "arguments": json.dumps(call.arguments)}
-        output.append({"type": "function_call", "id": f"fc_{call.call_id}", **function, "status": "completed"})
-    tokens = {"input_tokens": reply.prompt_tokens, "output_tokens": reply.sampled_tokens}
-    details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+        item = {"type": "function_call", "id": f"fc_{call.call_id}", "call_id": call.call_id}
+        item |= {"name": call.name, "arguments": json.dumps(call.arguments), "status": "completed"}
+        output.append(item)
+    tools = [{"type": "function", "strict": False, **tool["function"]} for tool in reply.request.tools]
     return {
         "id": f"resp_{reply.reply_id}",
         "object": "response",
@@ -124,13 +120,19 @@ def write_response(reply: GatewayReply) -> dict[str, Any]:
         "error": None,
         "instructions": None,
         "metadata": {},
-        "incomplete_details": None if action.finished else {"reason": "max_output_tokens"},
+        "incomplete_details": details,
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "temperature": None,
         "top_p": None,
-        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in ask.tools],
-        "usage": {**tokens, "total_tokens": sum(tokens.values()), **details},
+        "tools": tools,
+        "usage": {
+            "input_tokens": reply.prompt_tokens,
+            "output_tokens": reply.sampled_tokens,
+            "total_tokens": reply.prompt_tokens + reply.sampled_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        },
     }
 
 

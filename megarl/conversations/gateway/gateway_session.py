@@ -10,16 +10,17 @@ import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from megarl.conversations.chat_session import ChatSession, SessionTurn
-from megarl.conversations.gateway.gateway_request import GatewayAnswer, GatewayError, TurnAsk
-from megarl.environments.environment import EnvironmentTask, FailedEnvironmentError
+from megarl.conversations.gateway.gateway_request import GatewayAnswer, GatewayError, GatewayRequest
+from megarl.environments.environment import EnvironmentTask, FailedEnvironmentError, ToolCall
 from megarl.rewards.child_process import end_with_parent, how_ended
 
 _LONGEST_TASK = 100_000
+"""Bytes of a task in an environment variable; the kernel takes 128 KiB."""
 _PASSED: Final = frozenset(
     [
         "PATH",
@@ -38,48 +39,47 @@ _PASSED: Final = frozenset(
         "MEGARL_SESSION",  # by which a run finds what has left the process group, when it ends
     ]
 )
-"""Of this process's environment: a harness may run what the model wrote, and gets none of the run's keys."""
+"""Names of this process's variables that a harness gets; it may run what the model wrote, and gets no keys."""
 _NO_ROOM: Final = (
-    "prompt is too long, or there were too many turns: a conversation has environment.max_turns turns, each chat "
-    "rollout.max_model_len tokens"
+    "prompt is too long, or there were too many turns: "
+    "a conversation has environment.max_turns turns, each chat rollout.max_model_len tokens"
 )
-"""Bytes of a task in an environment variable; the kernel takes 128 KiB."""
 _KEPT_OUTPUT = 16_384
 _GRACE_S = 5.0
 """For a harness to end by itself, after it has said that its session is done."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answered:
-    """The turns that answer a request, and when: Unix time, seconds."""
-
-    answers: Sequence[GatewayAnswer]
-    created: int
+Answered = tuple[Sequence[GatewayAnswer], int]
+"""The turns that answer a request, and when: Unix time, seconds."""
 
 
 class GatewaySession:
     """Answers the requests of one conversation.
 
-    A request that was made before is answered by the same turns, also while they are being sampled: clients repeat
-    requests that take long.
+    The same turns answer a repeated request, also while they are being sampled: clients repeat requests that take long.
 
     Args:
-        idle_s: the session fails if it asks for no turn for so long, and none is being sampled.
+        idle_s: limit of the time without a request for a turn, while none is being sampled; then the session fails.
 
     Attributes:
-        task: of the conversation, in JSON.
-        temperature: None is that of the run.
-        call_ids: the model's ids of its calls of tools, by those that clients are told.
+        task: the conversation's task, in JSON.
+        temperature: None is the run's.
+        call_ids: the model's ids of its tool calls, by those that clients get.
     """
 
     def __init__(self, chat: ChatSession, task: EnvironmentTask, idle_s: float) -> None:
         self.name = secrets.token_hex(8)
         self.key = secrets.token_urlsafe(32)
         request = chat.conversation.request
-        told = {"prompt_id": task.prompt_id, "messages": task.messages, "fields": task.fields, "seed": request.seed}
         self.sample_id = request.sample_id
         self.temperature = request.temperature
-        self.task = json.dumps(told, default=str)
+        described = {
+            "prompt_id": task.prompt_id,
+            "messages": task.messages,
+            "fields": task.fields,
+            "seed": request.seed,
+        }
+        self.task = json.dumps(described, default=str)
         self.call_ids: dict[str, str] = {}
         self.rewarded = False
         self._chat = chat
@@ -92,13 +92,13 @@ class GatewaySession:
         self._done = asyncio.Event()
         self._failure: str | None = None
 
-    async def answered(self, ask: TurnAsk) -> Answered:
+    async def answered(self, request: GatewayRequest) -> Answered:
         """Returns the turns that answer a request; raises GatewayError, or ValueError if the chat is not rendered."""
-        digest = ask.digest
+        digest = request.digest
         if self._done.is_set():
             raise GatewayError("the session has ended", 401)
         if digest not in self._answers:
-            self._answers[digest] = asyncio.create_task(self._sampled(ask))
+            self._answers[digest] = asyncio.create_task(self._sampled(request))
             self._answers[digest].add_done_callback(lambda task: self._forget_failed(digest, task))
         return await asyncio.shield(self._answers[digest])
 
@@ -106,14 +106,16 @@ class GatewaySession:
         if task.cancelled() or task.exception() is not None:
             del self._answers[digest]
 
-    async def _sampled(self, ask: TurnAsk) -> Answered:
-        if self._chat.turns_left - self._promised < ask.count:
+    async def _sampled(self, request: GatewayRequest) -> Answered:
+        count = request.count
+        if self._chat.turns_left - self._promised < count:
             self._chat.cut_off("max_turns")
             raise GatewayError(_NO_ROOM)
-        self._promised += ask.count
+        self._promised += count
         self._sampling += 1
         try:
-            found = await asyncio.gather(*(self._turn(ask) for _ in range(ask.count)), return_exceptions=True)
+            turns = [self._turn(request) for _ in range(count)]
+            found = await asyncio.gather(*turns, return_exceptions=True)
         finally:
             self._sampling -= 1
         answers: list[GatewayAnswer] = []
@@ -126,18 +128,26 @@ class GatewaySession:
                 self._chat.cut_off()
                 raise GatewayError(_NO_ROOM)
             self._turns += 1
-            calls = [call for call in turn.action.tool_calls if call.problem is None]
-            told = [replace(call, call_id=f"call_{self._turns}_{index}") for index, call in enumerate(calls)]
-            self.call_ids |= {call.call_id: own.call_id for call, own in zip(told, calls, strict=True)}
-            answers.append(GatewayAnswer(turn=turn, calls=tuple(told)))
+            answers.append(GatewayAnswer(turn=turn, calls=self._readable_calls(turn)))
         self.begin()
-        return Answered(answers=answers, created=int(time.time()))
+        return answers, int(time.time())
 
-    async def _turn(self, ask: TurnAsk) -> SessionTurn | None:
+    def _readable_calls(self, turn: SessionTurn) -> tuple[ToolCall, ...]:
+        """Returns the calls that can be read, under ids that are unique in the session."""
+        calls: list[ToolCall] = []
+        for call in turn.action.tool_calls:
+            if call.problem is None:
+                call_id = f"call_{self._turns}_{len(calls)}"
+                self.call_ids[call_id] = call.call_id
+                calls.append(replace(call, call_id=call_id))
+        return tuple(calls)
+
+    async def _turn(self, request: GatewayRequest) -> SessionTurn | None:
         self._promised -= 1
-        if ask.prompt is not None:
-            return await self._chat.complete(ask.prompt, most=ask.most)
-        return await self._chat.answer(ask.messages, ask.tools, most=ask.most)
+        limit = request.max_tokens
+        if request.prompt is not None:
+            return await self._chat.complete(request.prompt, max_tokens=limit)
+        return await self._chat.turn(request.messages, request.tools, max_tokens=limit)
 
     @property
     def done(self) -> bool:
@@ -145,7 +155,7 @@ class GatewaySession:
         return self._done.is_set()
 
     def begin(self) -> None:
-        """Starts the clock of the harness."""
+        """Restarts the clock of the harness."""
         self._active = time.monotonic()
 
     def reward(self, value: float | None, done: bool) -> None:
@@ -170,13 +180,16 @@ class GatewaySession:
 
     async def over(self) -> None:
         """Returns when the session is done; raises FailedEnvironmentError if it takes too long."""
+        limit = f"environment.time_limit = {self._idle_s:g} s"
         while not self._done.is_set():
-            left = self._idle_s if self._sampling else self._active + self._idle_s - time.monotonic()
-            if left <= 0:
+            remaining = self._idle_s
+            if not self._sampling:
+                remaining += self._active - time.monotonic()
+            if remaining <= 0:
                 asked = "asked for no turn" if self._turns else "has asked for no turn"
-                raise FailedEnvironmentError(f"the harness {asked} for environment.time_limit = {self._idle_s:g} s")
+                raise FailedEnvironmentError(f"the harness {asked} for {limit}")
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._done.wait(), left)
+                await asyncio.wait_for(self._done.wait(), remaining)
 
     def cancel(self) -> None:
         """Ends turns in progress."""
@@ -186,8 +199,7 @@ class GatewaySession:
     async def close(self) -> None:
         """Waits for turns in progress, which are left out: engines must not have them any more."""
         self._chat.close()
-        turns = [task for task in self._answers.values() if not task.done()]
-        await asyncio.gather(*turns, return_exceptions=True)
+        await asyncio.gather(*self._answers.values(), return_exceptions=True)
 
     def check(self, rewarded_elsewhere: bool) -> None:
         """Raises FailedEnvironmentError if the conversation has nothing to score."""
@@ -205,24 +217,28 @@ async def run_harness(
     """Runs a harness until it ends or has said that its session is done; nothing of its process group is left.
 
     Args:
-        command: a text is run by the shell.
-        variables: of its environment.
-        passed: names of further ones that it gets of this process's.
+        command: words, or a text for the shell.
+        variables: variables for the harness's environment.
+        passed: names of further variables of this process that the harness gets.
 
     Raises:
         FailedEnvironmentError: it does not start, fails or takes too long; the message has the end of its output.
     """
     words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-    names = {name for name in os.environ if name in _PASSED or name.lower().endswith("_proxy")} | set(passed)
-    kept = {name: os.environ[name] for name in names if name in os.environ}
-    task = {"MEGARL_TASK": session.task} if len(session.task.encode()) <= _LONGEST_TASK else {}
+    environment: dict[str, str] = {}
+    for name, value in os.environ.items():
+        if name in _PASSED or name in passed or name.lower().endswith("_proxy"):
+            environment[name] = value
+    if len(session.task.encode()) <= _LONGEST_TASK:
+        environment["MEGARL_TASK"] = session.task
+    environment |= variables
     try:
         process = await asyncio.create_subprocess_exec(
             *words,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=kept | task | dict(variables),
+            env=environment,
             start_new_session=True,
             preexec_fn=partial(end_with_parent, os.getpid()),
         )
@@ -240,8 +256,8 @@ async def run_harness(
             await asyncio.wait((ended,), timeout=_GRACE_S)
         elif ended.done() and not session.done:
             status = ended.result()
-        if over.done() and (failure := over.exception()) is not None:
-            raise failure
+        if over.done():
+            over.result()
     except FailedEnvironmentError as error:
         raise FailedEnvironmentError(f"{error}{_shown(output)}") from error
     finally:
@@ -249,7 +265,8 @@ async def run_harness(
             os.killpg(process.pid, signal.SIGKILL)
         over.cancel()
         await asyncio.wait((ended,), timeout=_GRACE_S)
-        await asyncio.wait((reading,), timeout=1.0 if ended.done() else 0)  # a child may have left the group
+        # A child that has left the group may hold the output open.
+        await asyncio.wait((reading,), timeout=1.0 if ended.done() else 0)
         reading.cancel()
         if output:
             print(f"harness of {session.sample_id}:{_shown(output)}", flush=True)

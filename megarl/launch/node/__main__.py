@@ -36,8 +36,14 @@ def node(
     left running on any node. Requires RAY_AUTH_TOKEN, a secret of the job.
     """
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
-    run = {"command": command, "config": str(config), "overrides": tuple(overrides or ())}
-    raise typer.Exit(run_agent(AgentOptions(**run, interface=interface, start_limit_s=start_limit)))
+    options = AgentOptions(
+        command=command,
+        config=str(config),
+        overrides=tuple(overrides or ()),
+        interface=interface,
+        start_limit_s=start_limit,
+    )
+    raise typer.Exit(run_agent(options))
 
 
 def run_agent(options: AgentOptions) -> int:
@@ -50,7 +56,9 @@ def run_agent(options: AgentOptions) -> int:
     except ValueError as error:
         log.error(error)
         return 2
-    return (Head if job.index == 0 else Worker)(job, options, token).run()
+    if job.index == 0:
+        return Head(job, options, token).run()
+    return Worker(job, options, token).run()
 
 
 if __name__ == "__main__":

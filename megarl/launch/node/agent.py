@@ -17,17 +17,26 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from megarl.cluster.cleanup import MARK, Guard
 from megarl.cluster.ray_node import ENVIRONMENT, START_HOOK, STARTED, RayNode, new_directory
 from megarl.config import ConfigError, Problem, RunConfig, load
+from megarl.config.inheritance import merged
 from megarl.config.schema import TrainingRun
 from megarl.errors import PreemptedError
 from megarl.launch.node.job_directory import ExitReason, JobDirectory
 from megarl.launch.node.logged_process import LoggedProcess
-from megarl.launch.node.network import PortBlock, address_of, address_towards, interface_of, is_reachable, port_blocks
+from megarl.launch.node.network import (
+    PortBlock,
+    address_of,
+    address_towards,
+    interface_of,
+    is_reachable,
+    port_blocks,
+)
 from megarl.launch.node.slurm_job import SlurmJob, clean_env, missing_gpus
-from megarl.launch.request import JOB_RAY, names_other_ray, unwritable
+from megarl.launch.request import JOB_RAY, other_ray, unwritable
 
 _TOKEN = "RAY_AUTH_TOKEN"
 _TOKEN_LENGTH = 16
@@ -69,7 +78,7 @@ class AgentOptions:
 
 
 class JobEnded(Exception):  # noqa: N818  (also raised when the job succeeds)
-    """Ends the job on this node."""
+    """Ends the job on this node; `node` is the name of the node at fault."""
 
     def __init__(self, exit_code: int, reason: str, node: str | None = None) -> None:
         super().__init__(reason)
@@ -81,12 +90,8 @@ class Agent:
 
     directory: JobDirectory
     environment: Mapping[str, str]
-    _lets_save: Callable[[], bool]
-    """Whether a run is there that may save after a signal; the head tells it."""
-    _run_job: Callable[[], None]
-    """Does this node's part of the job; raises JobEnded."""
-    _end: Callable[[ExitReason], int]
-    """Ends the job on this node; returns the exit code."""
+    _temporary: str
+    _ray_node: RayNode
 
     def __init__(self, job: SlurmJob, options: AgentOptions, token: str) -> None:
         self.job = job
@@ -97,7 +102,7 @@ class Agent:
         self._ray: LoggedProcess | None = None
         self._signals: list[signal.Signals] = []
         self._grace_s = 0.0
-        self._patience = 0.0  # until when, monotonic seconds, the run may save after the first signal
+        self._patience = 0.0  # monotonic seconds until which the run may save after the first signal
         self._ray_starts = 0
         self._next_look = 0.0
         # Slurm passes on the soft limit of the shell that submits, often 1024; Ray raises it in drivers, not in nodes.
@@ -105,6 +110,18 @@ class Agent:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._note_signal)
+
+    def _run_job(self) -> NoReturn:
+        """Does this node's part of the job; raises JobEnded."""
+        raise NotImplementedError
+
+    def _lets_save(self) -> bool:
+        """Whether a run is there that may save after a signal; the head passes the signal on to it."""
+        raise NotImplementedError
+
+    def _end(self, reason: ExitReason) -> int:
+        """Ends the job on this node; returns the exit code."""
+        raise NotImplementedError
 
     def _note_signal(self, number: int, _: object) -> None:
         self._signals.append(signal.Signals(number))
@@ -114,13 +131,14 @@ class Agent:
             self._patience = time.monotonic() + self._grace_s + DRIVER_GRACE_S
 
     def _is_patient(self) -> bool:
-        """Returns whether the run may still save: after SIGUSR1, or a first SIGTERM, nothing but SIGUSR1 may come."""
+        """Whether the run may still save: after the first signal, nothing but SIGUSR1 may come."""
         again = [number for number in self._signals[1:] if number != signal.SIGUSR1]
         return not again and time.monotonic() < self._patience and self._lets_save()
 
     def _stopped(self) -> JobEnded:
-        number = signal.SIGINT if self._signals[0] == signal.SIGINT else signal.SIGTERM
-        return JobEnded(128 + number, f"node {self.job.name} got {self._signals[0].name}")
+        first = self._signals[0]
+        number = signal.SIGINT if first == signal.SIGINT else signal.SIGTERM
+        return JobEnded(128 + number, f"node {self.job.name} got {first.name}")
 
     @property
     def joined(self) -> bool:
@@ -131,14 +149,20 @@ class Agent:
         """Runs this node's part until the job ends; returns the exit code."""
         try:
             self._run_job()
-            raise AssertionError("_run_job always raises")
         except JobEnded as end:
             return self._end(end.reason)
         except Exception as error:
             log.exception("the node agent itself has failed")
-            return self._end(ExitReason(exit_code=1, reason=f"the node agent itself has failed: {error!r}"))
+            reason = f"the node agent itself has failed: {error!r}"
+            return self._end(ExitReason(exit_code=1, reason=reason))
 
-    def wait(self, condition: Callable[[], object], limit_s: float = math.inf, *, poll_s: float = _POLL_S) -> bool:
+    def wait(
+        self,
+        condition: Callable[[], object],
+        limit_s: float = math.inf,
+        *,
+        poll_s: float = _POLL_S,
+    ) -> bool:
         """Waits for a condition; returns False after the limit. Raises JobEnded if the job ends meanwhile."""
         deadline = time.monotonic() + limit_s
         while not condition():
@@ -157,31 +181,39 @@ class Agent:
             raise self._stopped()
         if self.joined and time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + DIRECTORY_POLL_S
-            if (end := self.directory.end()) is not None:
+            end = self.directory.end()
+            if end is not None:
                 raise JobEnded(end.exit_code, end.reason, end.node)
-        if self._ray is not None and (code := self._ray.exit_code) is not None:
-            self._ray_ended(self._ray, code)
+        if self._ray is not None:
+            code = self._ray.exit_code
+            if code is not None:
+                self._ray_ended(self._ray, code)
 
     def _load_config(self) -> RunConfig:
         """Reads the configuration, whose nodes must be the job's, and opens the job's directory."""
         path = self.options.config
+        overrides = self.options.overrides
         nodes = len(self.job.nodes)
+        problems: list[Problem] = []
         try:
-            config = load(path, [*self.options.overrides, JOB_RAY])
-            problems = list(names_other_ray(Path(path), self.options.overrides))
+            config = load(path, [*overrides, JOB_RAY])
             if config.cluster.nodes != nodes:
                 rule = f"the job's nodes, {nodes}"
                 fix = f"set cluster.nodes={nodes}, or start the job on others"
-                problems.insert(0, Problem(field="cluster.nodes", value=str(config.cluster.nodes), rule=rule, fix=fix))
+                problems.append(Problem("cluster.nodes", str(config.cluster.nodes), rule, fix))
+            raw, _ = merged(Path(path), overrides)
+            problems += other_ray(raw)
             if problems:
                 raise ConfigError(problems, path)
         except ConfigError as error:
             # The head reports it; a worker does so only if it does not see the file.
-            raise JobEnded(0 if self.job.index and os.path.exists(path) else 2, str(error)) from None
+            reported = self.job.index > 0 and os.path.exists(path)
+            raise JobEnded(0 if reported else 2, str(error)) from None
         try:
             self.directory = JobDirectory(config.run.dir, self.job)
         except OSError as error:
-            raise JobEnded(2, str(ConfigError([unwritable(config.run.dir, error)], path)), self.job.name) from None
+            refused = ConfigError([unwritable(config.run.dir, error)], path)
+            raise JobEnded(2, str(refused), self.job.name) from None
         if isinstance(config.run, TrainingRun):
             self._grace_s = config.run.grace_period
         return config
@@ -195,8 +227,14 @@ class Agent:
         mark = secrets.token_hex(8)
         self._temporary = new_directory()
         self._guard = Guard(mark, self._temporary, clean, self.directory.ray_logs(self.job.index))
-        own = {MARK: mark, "TMPDIR": self._temporary, "RAY_AUTH_MODE": "token", _TOKEN: self._token}
-        self.environment = {**clean, **ENVIRONMENT, **own}
+        self.environment = {
+            **clean,
+            **ENVIRONMENT,
+            MARK: mark,
+            "TMPDIR": self._temporary,
+            "RAY_AUTH_MODE": "token",
+            _TOKEN: self._token,
+        }
 
     def _claim(self, find_address: Callable[[], str]) -> tuple[str, range]:
         """Returns this node's address, by default that of `find_address`, and its ports."""
@@ -204,7 +242,8 @@ class Agent:
         interface = self.options.interface
         try:
             self._ports = PortBlock(port_blocks(self.job.id))
-            return find_address() if interface is None else address_of(interface), self._ports.ports
+            address = find_address() if interface is None else address_of(interface)
+            return address, self._ports.ports
         except (OSError, ValueError) as error:
             code = 2 if isinstance(error, ValueError) else 1
             raise JobEnded(code, f"node {name} cannot take part: {error}", name) from None
@@ -213,13 +252,15 @@ class Agent:
         """Starts this node's Ray; `head` is HOST:PORT of Ray's head."""
         name = self.job.name
         devices = config.cluster.devices_per_node
-        lack = missing_gpus(devices, self.environment) if config.cluster.device == "cuda" else None
-        if lack is not None:
-            raise JobEnded(2, f"node {name} lacks GPUs: {lack}", name)
-        if interface := self.options.interface or interface_of(address):
+        if config.cluster.device == "cuda":
+            lack = missing_gpus(devices, self.environment)
+            if lack is not None:
+                raise JobEnded(2, f"node {name} lacks GPUs: {lack}", name)
+        interface = self.options.interface or interface_of(address)
+        if interface:
             # The = excludes interfaces whose names only begin with this one.
-            own = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-            self.environment = {**own, **self.environment}
+            defaults = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+            self.environment = {**defaults, **self.environment}
         self._ray_node = RayNode(
             index=self.job.index,
             name=name,
@@ -236,7 +277,9 @@ class Agent:
         node = self._ray_node
         self.wait(lambda: node.index == 0 or is_reachable(node.head))
         self._ray_starts += 1
-        environment = {**self.environment, **START_HOOK, **(_WORKER_RAY if node.index else {})}
+        environment = {**self.environment, **START_HOOK}
+        if node.index:
+            environment |= _WORKER_RAY
         self._ray = LoggedProcess(node.command(), environment, self.directory.log(node.index))
 
     def _ray_ended(self, ray: LoggedProcess, code: int) -> None:
@@ -245,10 +288,11 @@ class Agent:
         name = self.job.name
         node = self._ray_node
         if STARTED in ray.output:
-            told = f"its Ray has ended with exit code {code}; see {self.directory.log(node.index)}"
+            log_file = self.directory.log(node.index)
+            reason = f"its Ray has ended with exit code {code}; see {log_file}"
         else:
-            told = f"its Ray did not start: {ray.last_message}"
-            log.warning(told)
+            reason = f"its Ray did not start: {ray.last_message}"
+            log.warning(reason)
             if self._ray_starts < _RAY_STARTS and _REFUSED not in ray.output:
                 return self._start_ray_process()
         if not self._signals:
@@ -257,8 +301,8 @@ class Agent:
             raise self._stopped()
         if node.index > 0 and not is_reachable(node.head):
             name = self.job.nodes[0]
-            told = "the driver runs there, and its Ray does not answer"
-        raise JobEnded(1, f"node {name} was lost: {told}", name)
+            reason = "the driver runs there, and its Ray does not answer"
+        raise JobEnded(1, f"node {name} was lost: {reason}", name)
 
     def _clean_up(self, *, failed: bool) -> bool:
         """Ends all processes of the agent and removes their files; returns whether nothing is left."""
@@ -287,8 +331,11 @@ class Worker(Agent):
         if not self.wait(directory.ray_address, 2 * limit, poll_s=DIRECTORY_POLL_S):
             raise JobEnded(1, f"{lost} that would be its Ray within {2 * limit:g} s", head)
         ray = str(directory.ray_address())
-        self._start_ray(config, ray, *self._claim(lambda: address_towards(ray.rpartition(":")[0])))
-        self._pause(math.inf)
+        host = ray.rpartition(":")[0]
+        address, ports = self._claim(lambda: address_towards(host))
+        self._start_ray(config, ray, address, ports)
+        while True:
+            self._pause(math.inf)  # until it raises
 
     def _lets_save(self) -> bool:
         return self.joined
@@ -296,16 +343,19 @@ class Worker(Agent):
     def _end(self, reason: ExitReason) -> int:
         failed = reason.failed
         if self.joined:
-            time.sleep(SIGNAL_S)  # then a signal to the whole job has arrived, and another node has written its reason
-            told = self.directory.end()
-            saved = told is not None and told.exit_code in (0, PreemptedError.exit_code)
+            # Then a signal to the whole job has arrived, and another node has written its reason.
+            time.sleep(SIGNAL_S)
+            written = self.directory.end()
+            saved = written is not None and written.exit_code in (0, PreemptedError.exit_code)
             if self._signals and not saved:
                 reason = replace(self._stopped().reason, node=self.job.name)
-            if told is None:
+            if written is None:
                 self.directory.write_end(reason)
             elif saved or not self._signals:
                 reason = replace(reason, exit_code=0)
-                failed = told.failed
+                failed = written.failed
         if reason.exit_code:
             log.error(reason.reason)
-        return reason.exit_code if self._clean_up(failed=failed) else 1
+        if not self._clean_up(failed=failed):
+            return 1
+        return reason.exit_code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from typing import NoReturn
 
 from megarl.cluster.ray_node import READY, watch_command
 from megarl.errors import PreemptedError
@@ -37,9 +38,9 @@ class Head(Agent):
         self._children: list[LoggedProcess] = []
         self._watch: LoggedProcess | None = None
         self._driver: LoggedProcess | None = None
-        self._told = False
+        self._driver_signaled = False
 
-    def _run_job(self) -> None:
+    def _run_job(self) -> NoReturn:
         config = self._load_config()
         directory = self.directory
         directory.begin()
@@ -59,12 +60,13 @@ class Head(Agent):
         self._drive(ray)
 
     def _lets_save(self) -> bool:
-        """Also tells the driver of the first signal."""
-        if self._driver is not None and not self._told:
-            self._told = True
-            log.info("node %s got %s: the run may save", self.job.name, self._signals[0].name)
-            self._driver.send(self._signals[0])
-        return self._told
+        """Also passes the first signal on to the driver."""
+        if self._driver is not None and not self._driver_signaled:
+            self._driver_signaled = True
+            first = self._signals[0]
+            log.info("node %s got %s: the run may save", self.job.name, first.name)
+            self._driver.send(first)
+        return self._driver_signaled
 
     def _look(self) -> None:
         """Also raises JobEnded if Ray has lost a node, after waiting for the node's own reason."""
@@ -84,20 +86,24 @@ class Head(Agent):
             self.directory.write_end(reason)  # now, as Slurm may leave no time later
         for child in self._children:
             child.stop(DRIVER_GRACE_S)
-        if not self._clean_up(failed=reason.failed) and not reason.exit_code:
+        clean = self._clean_up(failed=reason.failed)
+        if not clean and not reason.exit_code:
             reason = ExitReason(exit_code=1, reason="processes of the job are left", node=self.job.name)
-        if self._signals and reason.exit_code == (own := self._stopped().reason).exit_code:
-            reason = own  # a signal to the whole job, which another node got first
+        if self._signals:
+            stopped = self._stopped().reason
+            if stopped.exit_code == reason.exit_code:
+                reason = stopped  # a signal to the whole job, which another node got first
         if self.joined:
             self.directory.write_end(reason)
             self.directory.reached("stopped")
             if reason.exit_code:
                 self.directory.add_to_driver_log(reason.reason)
-            log.info("the job has ended with exit code %d; its logs are in %s", reason.exit_code, self.directory.path)
+            path = self.directory.path
+            log.info("the job has ended with exit code %d; its logs are in %s", reason.exit_code, path)
         return reason.exit_code
 
     def _check_config(self) -> None:
-        """Checks models and data too, in a process of its own, whose memory is freed."""
+        """Checks models and data too, in a process whose memory is freed."""
         child = self._start(self._megarl("plan", "config"))
         limit = self.options.start_limit_s
         if not self.wait(lambda: child.exit_code is not None, limit):
@@ -113,7 +119,8 @@ class Head(Agent):
         limit = self.options.start_limit_s
         if not self.wait(lambda: not self.directory.missing(), limit, poll_s=DIRECTORY_POLL_S):
             missing = [nodes[index] for index in self.directory.missing()]
-            names = f"node{'s' * (len(missing) > 1)} {', '.join(missing)}"
+            plural = "s" * (len(missing) > 1)
+            names = f"node{plural} {', '.join(missing)}"
             raise JobEnded(1, f"no agent has connected from {names} within {limit:g} s", missing[0])
 
     def _wait_for_ray(self, ray: str, devices: int) -> None:
@@ -121,15 +128,20 @@ class Head(Agent):
         limit = self.options.start_limit_s
         nodes = self.job.nodes
         watch = self._start(watch_command(ray, devices, nodes))
-        self.wait(lambda: READY in watch.output.splitlines() or watch.exit_code is not None, limit)
-        if READY not in watch.output.splitlines():
+
+        def is_ready() -> bool:
+            return READY in watch.output.splitlines()
+
+        self.wait(lambda: is_ready() or watch.exit_code is not None, limit)
+        if not is_ready():
             self._pause(SIGNAL_S)
-            told = watch.last_message
-            node = next((name for name in nodes if name in re.split(r"[ ,]+", told)), None)
-            raise JobEnded(1, f"Ray is not ready within {limit:g} s: {told}", node)
+            message = watch.last_message
+            words = re.split(r"[ ,]+", message)
+            node = next((name for name in nodes if name in words), None)
+            raise JobEnded(1, f"Ray is not ready within {limit:g} s: {message}", node)
         self._watch = watch
 
-    def _drive(self, ray: str) -> None:
+    def _drive(self, ray: str) -> NoReturn:
         """Runs the driver; raises JobEnded when it ends."""
         self.environment = {**self.environment, "RAY_ADDRESS": ray}
         driver = self._driver = self._start(self._megarl(self.options.command), driver=True)
@@ -142,12 +154,16 @@ class Head(Agent):
             if self._signals:
                 raise self._stopped()
             self._pause(_NEWS_S)
-        reason = f"megarl {self.options.command} ended with exit code {driver.exit_code}: {driver.last_message}"
-        raise JobEnded(driver.exit_code, reason)
+        ended = f"ended with exit code {driver.exit_code}: {driver.last_message}"
+        raise JobEnded(driver.exit_code, f"megarl {self.options.command} {ended}")
 
     def _start(self, command: list[str], *, driver: bool = False) -> LoggedProcess:
-        file = self.directory.driver_log if driver else self.directory.log(0)
-        child = LoggedProcess(command, self.environment, file, sys.stdout.buffer if driver else None)
+        file = self.directory.log(0)
+        echo = None
+        if driver:
+            file = self.directory.driver_log
+            echo = sys.stdout.buffer
+        child = LoggedProcess(command, self.environment, file, echo)
         self._children.append(child)
         return child
 

@@ -18,8 +18,8 @@ from megarl.files import write_durably
 from megarl.launch.node.slurm_job import SlurmJob
 from megarl.launch.render import templates
 
-_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-_MISTAKE = 2
+_NO_FAILURE = (0, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM, PreemptedError.exit_code)
+"""Exit codes of success, a user's mistake, a stop by a signal, and a preempted run that has saved."""
 _END = "end.json"
 _RAY = "ray.json"
 
@@ -35,20 +35,16 @@ class ExitReason:
     node: str | None = None
 
     @property
-    def by_signal(self) -> bool:
-        """Whether SIGINT or SIGTERM stopped the job; other signals are failures."""
-        return self.exit_code in _STOPPED
-
-    @property
     def failed(self) -> bool:
-        """Whether the job failed, so that Ray's logs are kept; a mistake or a stop is no failure."""
-        return self.exit_code not in (0, _MISTAKE, PreemptedError.exit_code) and not self.by_signal
+        """Whether the job failed, so that Ray's logs are kept."""
+        return self.exit_code not in _NO_FAILURE
 
 
 class JobDirectory:
-    """The directory of one attempt of a job; made here, which may raise OSError."""
+    """The directory of one attempt of a job."""
 
     def __init__(self, run_dir: str, job: SlurmJob) -> None:
+        """Makes the directory; may raise OSError."""
         self._job = job
         self.path = Path(run_dir).absolute() / "slurm" / f"{job.id}-{job.attempt}"
         self.path.mkdir(parents=True, exist_ok=True)
@@ -73,7 +69,9 @@ class JobDirectory:
     def ray_address(self) -> str | None:
         """Returns the address that the head of this step has published; None before it has started."""
         published = self._read(_RAY)
-        return published["address"] if published.get("step") == self._job.step else None
+        if published.get("step") != self._job.step:
+            return None
+        return published["address"]
 
     def missing(self) -> list[int]:
         """Returns the indices of the nodes whose agents have not opened their logs."""
@@ -85,36 +83,37 @@ class JobDirectory:
         end = self._read(_END)
         return ExitReason(**end) if end else None
 
-    def _names(self) -> set[str]:
+    def _names(self) -> list[str]:
         """Lists the directory: on NFS this shows new files before they can be opened by name."""
         try:
-            return set(os.listdir(self.path))
+            return os.listdir(self.path)
         except OSError:
-            return set()
+            return []
 
     def _read(self, name: str) -> dict[str, Any]:
+        if name not in self._names():
+            return {}
         try:
-            return json.loads((self.path / name).read_text(encoding="utf-8")) if name in self._names() else {}
+            return json.loads((self.path / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
 
     def reached(self, stage: str, when: float | None = None) -> None:
         """Appends a stage and its time, seconds since 1970 or now, to times.jsonl."""
-        line = json.dumps({"stage": stage, "time": round(time.time() if when is None else when, 3)})
+        if when is None:
+            when = time.time()
+        line = json.dumps({"stage": stage, "time": round(when, 3)})
         with _warning(), (self.path / "times.jsonl").open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
 
     def write_attach(self, ray_address: str, secret: str) -> None:
-        """Writes the script that opens a shell in the job, and the token for it, readable by the owner alone."""
+        """Writes the script that opens a shell in the job, and its token, which only the owner can read."""
         script = self.path / "attach"
-        values = {"ray": ray_address, "token": self._token, "job": self._job}
+        template = templates().get_template("attach.j2")
+        text = template.render(script=script, ray=ray_address, token=self._token, job=self._job)
         with _warning():
-            self._token.unlink(missing_ok=True)
-            with os.fdopen(os.open(self._token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(secret)
-            text = templates().get_template("attach.j2").render(script=script, **values)
-            script.write_text(text, encoding="utf-8")
-            script.chmod(0o755)
+            write_durably(self._token, secret, mode=0o600)
+            write_durably(script, text, mode=0o755)
 
     def write_end(self, reason: ExitReason) -> None:
         """Writes why the job ends, which ends it on every node, and removes the token."""

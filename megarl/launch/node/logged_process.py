@@ -24,7 +24,8 @@ class LoggedProcess:
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, echo: BinaryIO | None = None
     ) -> None:
         self._output = b""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # for all of it, but the driver of the run
+        # Slurm sends SIGUSR1 to all processes of the job, and only the driver of the run handles it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
             self._process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -38,9 +39,11 @@ class LoggedProcess:
         """Copies the output, and keeps reading if that fails: a full disk must not block the process."""
         output = cast(IO[bytes], self._process.stdout).fileno()
         with contextlib.ExitStack() as stack:
-            copies = [] if echo is None else [echo]
+            copies: list[BinaryIO] = []
+            if echo is not None:
+                copies.append(echo)
             with contextlib.suppress(OSError):
-                copies.append(stack.enter_context(log.open("ab", buffering=0)))
+                copies.append(stack.enter_context(log.open("ab")))
             while chunk := os.read(output, _CHUNK_BYTES):
                 self._output = (self._output + chunk)[-_CHUNK_BYTES:]
                 for copy in copies:
@@ -57,16 +60,20 @@ class LoggedProcess:
     def last_message(self) -> str:
         """The output from its last line that is not indented."""
         lines = self.output.split("\n")
-        first = max((index for index, line in enumerate(lines) if line[:1].strip()), default=0)
+        first = 0
+        for index, line in enumerate(lines):
+            if line[:1].strip():
+                first = index
         return "\n".join(lines[first:])
 
     @property
     def exit_code(self) -> int | None:
         """None while it runs; 128 plus the signal's number after a signal."""
         code = self._process.poll()
-        if code is not None:
-            self._copying.join(_DRAIN_S)
-        return code if code is None or code >= 0 else 128 - code
+        if code is None:
+            return None
+        self._copying.join(_DRAIN_S)
+        return code if code >= 0 else 128 - code
 
     def send(self, number: signal.Signals) -> None:
         """Sends a signal, if it still runs."""

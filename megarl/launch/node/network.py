@@ -25,8 +25,11 @@ LOOPBACK: Final = "127.0.0.1"
 
 def port_blocks(job: int) -> tuple[range, ...]:
     """Returns the blocks of ports that a job's nodes try, in order; consecutive jobs have different first ones."""
-    starts = (_FIRST + (job + step * _STRIDE) % _BLOCKS * _SIZE for step in range(_CANDIDATES))
-    return tuple(range(start, start + _SIZE) for start in starts)
+    blocks: list[range] = []
+    for step in range(_CANDIDATES):
+        start = _FIRST + (job + step * _STRIDE) % _BLOCKS * _SIZE
+        blocks.append(range(start, start + _SIZE))
+    return tuple(blocks)
 
 
 class PortBlock:
@@ -37,10 +40,11 @@ class PortBlock:
             claim = _listen(block[0])
             if claim is None:
                 continue
-            probes = [_listen(port) for port in block[1:_CHECKED]]
-            for probe in filter(None, probes):
-                probe.close()
-            if all(probes):
+            others = [_listen(port) for port in block[1:_CHECKED]]
+            for other in others:
+                if other is not None:
+                    other.close()
+            if None not in others:
                 self._claim = claim
                 self.ports = block[1:]
                 return
@@ -84,7 +88,11 @@ def address_of(interface: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    return next((name for name, own in interface_addresses().items() if own == address), None)
+    """Returns the name of the interface with an IPv4 address; None without one."""
+    for name, known in interface_addresses().items():
+        if known == address:
+            return name
+    return None
 
 
 def address_towards(host: str) -> str:
@@ -102,15 +110,15 @@ def head_address(job: SlurmJob) -> str:
     """
     if len(job.nodes) == 1:
         return LOOPBACK
-    launcher = job.launcher if job.launcher in interface_addresses().values() else None
-    if launcher not in (None, LOOPBACK):
+    launcher = job.launcher
+    if launcher is None or launcher not in interface_addresses().values():
+        return address_towards(job.nodes[1])
+    if launcher != LOOPBACK:
         return launcher
     try:
         return address_towards(job.nodes[1])
     except OSError:
-        if launcher is None:
-            raise
-        return launcher
+        return LOOPBACK
 
 
 def is_reachable(address: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -71,17 +70,21 @@ class SlurmJob:
         except KeyError as missing:
             fix = "start the node agent in a Slurm job, with srun --ntasks-per-node=1"
             raise ValueError(f"{missing.args[0]} is not set: {fix}") from None
-        if tasks != len(job.nodes):
-            found = f"the step has {tasks} tasks on {len(job.nodes)} nodes"
-            raise ValueError(f"{found}: start it with srun --ntasks-per-node=1")
+        nodes = len(job.nodes)
+        if tasks != nodes:
+            fix = "start it with srun --ntasks-per-node=1"
+            raise ValueError(f"the step has {tasks} tasks on {nodes} nodes: {fix}")
         return job
 
 
 def expand_nodelist(nodelist: str) -> Iterator[str]:
     """Expands a list such as ``n[1-3,7],gpu-a[01-02]``; containers lack `scontrol show hostnames`."""
     for item in _ITEM.findall(nodelist):
-        parts = [_numbers(ranges) if ranges else [text] for ranges, text in _PART.findall(item)]
-        yield from map("".join, itertools.product(*parts))
+        names = [""]
+        for ranges, text in _PART.findall(item):
+            choices = _numbers(ranges) if ranges else [text]
+            names = [name + choice for name in names for choice in choices]
+        yield from names
 
 
 def _numbers(ranges: str) -> list[str]:
@@ -89,7 +92,8 @@ def _numbers(ranges: str) -> list[str]:
     numbers: list[str] = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")
-        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+        for number in range(int(first), int(last or first) + 1):
+            numbers.append(str(number).zfill(len(first)))
     return numbers
 
 
@@ -97,14 +101,15 @@ def missing_gpus(wanted: int, environment: Mapping[str, str], devices: Path = Pa
     """Returns which GPUs are missing and how to request them, or None; loads no CUDA library."""
     visible = environment.get(_VISIBLE)
     if visible is None:
-        names = [entry.name for entry in devices.iterdir() if _DEVICE_FILE.fullmatch(entry.name)]
-        found = f"{len(names)} in {devices}"
+        count = sum(_DEVICE_FILE.fullmatch(entry.name) is not None for entry in devices.iterdir())
+        found = f"{count} in {devices}"
     else:
-        names = [name for name in visible.split(",") if name and name != "NoDevFiles"]  # Slurm's word for none
-        found = f"{len(names)}, as {_VISIBLE}={visible}"
-    if len(names) >= wanted:
+        count = len(set(visible.split(",")) - {"", "NoDevFiles"})  # Slurm's word for none
+        found = f"{count}, as {_VISIBLE}={visible}"
+    if count >= wanted:
         return None
-    return f"it has {found}, and cluster.devices_per_node is {wanted}: ask for them, as with --gpus-per-node={wanted}"
+    fix = f"request them, as with --gpus-per-node={wanted}"
+    return f"it has {found}, and cluster.devices_per_node is {wanted}: {fix}"
 
 
 def clean_env(environment: Mapping[str, str]) -> dict[str, str]:
