@@ -39,7 +39,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 LIMIT_S: Final = 900
 TIMED: Final = re.compile(
-    r"(time|perf)/.*|sync/(.*seconds|gb_per_second)|time|seconds|plan_seconds|host|pid|job|peak_memory_gb|sha256|nbytes"
+    r"(time|perf|memory)/.*|sync/(.*seconds|gb_per_second)|rollout/engine_idle"
+    r"|time|seconds|plan_seconds|host|pid|job|peak_memory_gb|sha256|nbytes"
 )
 """Keys whose values differ from run to run; a checkpoint is compared by its tensors, not by its files."""
 IDENTITY: Final = ("event", "number", "step", "update", "kind", "sample_id")
@@ -288,7 +289,7 @@ def recipe_run(name: str, checkout: Path, directory: Path) -> str:
 
 
 def described(run: Path) -> dict[str, Any]:
-    """Every file of a directory by what it says; of files of other kinds there is the name alone."""
+    """Every file of a directory by what it says, but the trace; of files of other kinds there is the name alone."""
     readers: Mapping[str, Callable[[Path], Any]] = {
         ".jsonl": lines,
         ".json": lambda file: without_times(json.loads(file.read_text())),
@@ -299,7 +300,7 @@ def described(run: Path) -> dict[str, Any]:
         ".pt": lambda file: repr(torch.load(file)),
     }
     found: dict[str, Any] = {}
-    for file in sorted(file for file in run.rglob("*") if file.is_file()):
+    for file in sorted(file for file in run.rglob("*") if file.is_file() and file.name != "trace.json"):
         name, kind = str(file.relative_to(run)), file.suffix or file.name
         if kind in (".json", ".jsonl") and file.stat().st_size > LARGE:
             found[name] = hashlib.sha256(file.read_bytes()).hexdigest()

@@ -13,6 +13,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.turns.instant import ROOM, InstantEngine, InstantEnvironment
@@ -27,7 +28,7 @@ _ENGINES = 2
 _PROCESSES = 2
 
 
-def _launch(session: Session, turns: int, tokens: int) -> ConversationGroup:
+async def _launch(session: Session, turns: int, tokens: int) -> ConversationGroup:
     rollout = Rollout(devices=f"0-{_ENGINES - 1}", max_new_tokens=1, max_model_len=ROOM)
     engines = RolloutGroup(session, rollout, "", EngineOptions(vocab_size=1, device="cpu"), engine=InstantEngine)
     processes = [
@@ -35,12 +36,12 @@ def _launch(session: Session, turns: int, tokens: int) -> ConversationGroup:
         for index in range(_PROCESSES)
     ]
     group = ConversationGroup(session, processes, engines)
-    engines.start().wait()
-    group.start().wait()
+    await engines.start()
+    await group.start()
     return group
 
 
-def _measure(group: ConversationGroup, conversations: int, tokens: int) -> tuple[float, float]:
+async def _measure(group: ConversationGroup, conversations: int, tokens: int) -> tuple[float, float]:
     """Returns the milliseconds of the main thread and of the clock per turn."""
     requests: list[SampleRequest] = []
     for index in range(conversations):
@@ -48,11 +49,20 @@ def _measure(group: ConversationGroup, conversations: int, tokens: int) -> tuple
         requests.append(SampleRequest(sample_id=f"s{index}", prompt=prompt, seed=index))
     began = time.perf_counter()
     used = time.thread_time()
-    rollouts = group.generate(requests, 8 * _PROCESSES).wait()
+    rollouts = await group.generate(requests, 8 * _PROCESSES).result()
     used = time.thread_time() - used
     took = time.perf_counter() - began
     turns = sum(sample.outcome.turns for sample in rollouts.samples if sample.outcome is not None)
     return 1e3 * used / turns, 1e3 * took / turns
+
+
+async def _measure_all(session: Session, counts: Sequence[int], turns: int, tokens: int) -> None:
+    """Prints a line per number of conversations."""
+    group = await _launch(session, turns, tokens)
+    await _measure(group, _PROCESSES, tokens)
+    for conversations in counts:
+        used, took = await _measure(group, conversations, tokens)
+        print(f"{conversations:6} conversations   driver {used:.3f} ms a turn   clock {took:.3f} ms", flush=True)
 
 
 def main(arguments: list[str]) -> None:
@@ -62,12 +72,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--tokens", type=int, default=100)
     given = parser.parse_args(arguments)
     cluster = Cluster(device="cpu", devices_per_node=_ENGINES, threads_per_device=Threads(trainers=1, engines=1))
+    counts = [int(count) for count in given.conversations.split(",")]
     with tempfile.TemporaryDirectory() as directory, Session(cluster, Path(directory)) as session:
-        group = _launch(session, given.turns, given.tokens)
-        _measure(group, _PROCESSES, given.tokens)
-        for conversations in map(int, given.conversations.split(",")):
-            used, took = _measure(group, conversations, given.tokens)
-            print(f"{conversations:6} conversations   driver {used:.3f} ms a turn   clock {took:.3f} ms", flush=True)
+        session.run(_measure_all(session, counts, given.turns, given.tokens))
 
 
 if __name__ == "__main__":

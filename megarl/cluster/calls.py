@@ -1,20 +1,24 @@
 """Calls on processes. They are watched together, because one process that fails or hangs blocks the others.
 
-While the driver waits for one call, it watches every call in progress: it raises the first failure of any of them,
-whose peers may wait in a collective forever, and an error where one exceeds the time limit of its phase.
+Calls are made and awaited within `CallMonitor.run`. It ends with the first failure of any call, whose peers may wait in
+a collective forever, and with an error where a call exceeds the time limit of its phase.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 from ray import ObjectRef
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from megarl.cluster import ray_api
 from megarl.cluster.ray_worker import ChunkRefs, Timed
@@ -23,8 +27,6 @@ from megarl.config.schema import TimeLimits
 from megarl.errors import RunError
 from megarl.remote import Phase
 from megarl.texts import printable
-
-T = TypeVar("T")
 
 _GRACE_S = 4.0
 """Wait for the report of a death, which may arrive after the failures that it causes."""
@@ -35,6 +37,10 @@ class WorkerError(RunError):
 
     repeats = False
     """Whether new processes would fail in the same way; see `ray_api.repeats`."""
+
+
+class ProcessLostError(WorkerError):
+    """The process of a call that survives its loss has died or exceeded the time limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,83 +65,20 @@ class Process[W_co]:
         return [f"The end of {self.log_file}:", end.rstrip()] if text.strip() else []
 
 
-class Awaited(Protocol):
-    """Something that calls in progress finish."""
-
-    @property
-    def finished(self) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Condition:
-    """Awaits that something holds."""
-
-    holds: Callable[[], bool]
-
-    @property
-    def finished(self) -> bool:
-        return self.holds()
-
-
-Routine = Generator[Awaited, None, T]
-"""Work that takes several calls, one after the other: it yields what it waits for, and returns its result."""
-
-
-class Task[T]:
-    """A routine in progress."""
-
-    def __init__(self, routine: Routine[T]) -> None:
-        self._routine = routine
-        self._awaited: Awaited | None = None
-        self._results: list[T] = []
-        self._error: BaseException | None = None
-
-    @property
-    def finished(self) -> bool:
-        return bool(self._results)
-
-    @property
-    def result(self) -> T:
-        return self._results[0]
-
-    def advance(self) -> Awaited:
-        """Goes on as far as results have arrived, and returns what the task waits for then; raises its error."""
-        if self._error is not None:
-            raise self._error
-        while not self.finished and (self._awaited is None or self._awaited.finished):
-            try:
-                self._awaited = next(self._routine)
-            except StopIteration as end:
-                self._results.append(end.value)
-            except BaseException as error:
-                self._error = error
-                raise
-        return self if self.finished or self._awaited is None else self._awaited
-
-
-def together[T](routines: Iterable[Routine[T]]) -> Routine[list[T]]:
-    """Runs routines at the same time; returns their results in the order of the routines."""
-    tasks = [Task(routine) for routine in routines]
-    while unfinished := [task for task in tasks if not task.finished]:
-        awaited = [task.advance() for task in unfinished]
-        yield Condition(lambda awaited=awaited: any(each.finished for each in awaited))
-    return [task.result for task in tasks]
-
-
 @dataclass(eq=False, kw_only=True)
 class Call[R]:
-    """A method call on some processes.
+    """A method call on some processes; awaiting it returns their results, without those that failed as tolerated.
 
     Args:
         label: name of the call in messages.
         done: a reference per process to its result for the driver.
         results: results that have arrived, by index of the process.
         seconds: durations of the method, by index of the process.
-        then: called when the last result has arrived, while the driver waits for this call or another.
-        lost: called with the cause when a process has died or exceeded the time limit, in place of an error.
+        survives_loss: awaiting the call raises ProcessLostError when a process has died or exceeded the time limit;
+            otherwise that ends the run.
         late: called with the message when processes exceed the time limit; returns whether all get another one.
         tolerates: errors of this kind end a process's part of the call, as messages in `errors`.
-        after: calls whose results the processes wait for; the time limit begins when they are finished.
+        after: calls whose results the processes wait for; the time limit begins when they have ended.
         beside: an earlier call whose processes these meet; the time limit begins with that of this call.
     """
 
@@ -146,39 +89,38 @@ class Call[R]:
     monitor: CallMonitor
     results: dict[int, R] = field(default_factory=dict[int, R])
     seconds: dict[int, float] = field(default_factory=dict[int, float])
-    then: Callable[[], None] | None = None
-    lost: Callable[[str], None] | None = None
+    survives_loss: bool = False
     late: Callable[[str], bool] | None = None
     tolerates: type[RunError] | None = None
     errors: dict[int, str] = field(default_factory=dict[int, str])
     after: Sequence[Call[Any]] = ()
     beside: Call[Any] | None = None
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the time limit has begun."""
+    ended: asyncio.Future[None] = field(init=False)
+    earlier: Sequence[asyncio.Future[None]] = field(default=(), init=False)
+    """The ends of the last calls that its processes had before."""
+    late_at: float | None = field(default=None, init=False)
+    """When the time limit ends, by the clock of the loop; None before it has begun."""
+
+    def __await__(self) -> Generator[Any, None, list[R]]:
+        yield from asyncio.shield(self.ended).__await__()
+        return [self.results[index] for index in sorted(self.results)]
 
     @property
     def finished(self) -> bool:
         """Returns whether all processes have answered."""
         return len(self.results) + len(self.errors) == len(self.done)
 
-    def wait(self) -> list[R]:
-        """Waits for the call, and returns the result of each process.
-
-        Raises:
-            WorkerError: A process failed or exceeded its time limit, in this call or another.
-        """
-        self.monitor.wait_for(self)
-        return [self.results[index] for index in range(len(self.done))]
-
-    def read(self, index: int) -> None:
-        """Reads the result of a process that has finished; raises RayError if it failed."""
-        done: Timed[R] = ray_api.get(self.done[index])
-        self.results[index], self.seconds[index] = done.result, done.seconds
-        if self.monitor.observer is not None:
-            self.monitor.observer(self.processes[index].name, self.label.partition(".")[0], done.spans)
-
-    def longest(self) -> float:
+    async def longest(self) -> float:
         """Waits for the call, and returns the seconds of the slowest process."""
-        self.wait()
+        await self
         return max(self.seconds.values())
+
+    def restart_limit(self) -> None:
+        """Begins the time limit again, if it has begun."""
+        if self.late_at is not None:
+            self.late_at = asyncio.get_running_loop().time() + self.monitor.limit_of(self)
 
     @property
     def unanswered(self) -> list[Process[Any]]:
@@ -197,16 +139,20 @@ class ChunkCall[S, T](Call[S]):
     chunks: ChunkRefs[T]
 
 
-def gather_by_chunk[T](call: Call[dict[int, T] | None]) -> dict[int, T]:
+async def gather_by_chunk[T](call: Call[dict[int, T] | None]) -> dict[int, T]:
     """Waits for results by chunk, and joins those of the reporting ranks."""
-    return {chunk: column for result in call.wait() if result is not None for chunk, column in result.items()}
+    joined: dict[int, T] = {}
+    for result in await call:
+        joined |= result or {}
+    return joined
 
 
-def rank0_result[R](call: Call[R | None]) -> R:
+async def rank0_result[R](call: Call[R | None]) -> R:
     """Waits for a call, and returns the result of its first reporting rank; other ranks return the same or None."""
-    results = [result for result in call.wait() if result is not None]
-    assert results, f"{call.label}: no rank reports"
-    return results[0]
+    for result in await call:
+        if result is not None:
+            return result
+    raise AssertionError(f"{call.label}: no rank reports")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +162,7 @@ class _Failure:
     order: int
     call: Call[Any]
     index: int
-    error: RayError
+    error: BaseException
 
     def priority(self) -> tuple[bool, int, int]:
         """Returns the sort key: the probable cause first. A death comes first, as it breaks connections of others."""
@@ -224,169 +170,220 @@ class _Failure:
 
 
 C = TypeVar("C", bound=Call[Any])
+T = TypeVar("T")
 
 
 class CallMonitor:
     """Watches the calls of a session.
 
     A call has its whole time limit from the moment when all its processes have finished the earlier ones, as those that
-    are ready may wait for the others, and the calls that it waits for are finished.
+    are ready may wait for the others, and the calls that it waits for have ended.
     """
 
     def __init__(self, limits: TimeLimits) -> None:
         self._limits = limits
-        self._pending: dict[ObjectRef[Any], tuple[int, Call[Any], int]] = {}
-        self._ends: dict[ObjectRef[Any], float] = {}
+        self._calls: dict[Call[Any], int] = {}  # in progress, with their order of submission
         self._submitted = 0
+        self._last: dict[str, asyncio.Future[None]] = {}  # the end of the last call of each process
+        self._failures: list[_Failure] = []
+        self._all_answered = asyncio.Event()
         self._error: WorkerError | None = None
-        self.listeners: list[Callable[[], None]] = []
-        """Called again and again while the driver waits for something."""
+        self._group: asyncio.TaskGroup | None = None
+        self._spawned: set[asyncio.Task[Any]] = set()
         self.explainer: Callable[[Sequence[str]], Sequence[str]] = lambda late: ()
         """Called with the names of the processes that exceed a time limit; says what they do."""
         self.observer: Callable[[str, str, Sequence[Span]], None] | None = None
         """Called with a process, its group or role, and what it has done; processes return that with each result."""
 
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs work to its end, in which calls are made; its background work is ended with it.
+
+        Raises:
+            WorkerError: A process failed or exceeded a time limit, in any call.
+        """
+        if self._error is not None:
+            work.close()
+            raise self._error
+        error: BaseException
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                await self._resume()
+                result = await work
+                for task in self._spawned:
+                    task.cancel()
+                return result
+        except BaseExceptionGroup as errors:
+            error = errors
+        finally:
+            self._group = None
+            work.close()  # it has not begun where an earlier run's failure has come
+        raise _first(error)
+
+    async def _resume(self) -> None:
+        """Goes on with what an earlier run has left: calls in progress, and failures that came after its end."""
+        for call in self._calls:
+            self.spawn(self._watch(call))
+        if self._failures:
+            await self._fail()
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Starts work beside that of `run`, which its error ends."""
+        assert self._group is not None, "calls are made within run"
+        try:
+            task = self._group.create_task(work)
+        except RuntimeError:  # an error ends the run at the moment
+            work.close()
+            raise
+        self._spawned.add(task)
+        task.add_done_callback(self._spawned.discard)
+        return task
+
     def follow(self, call: C) -> C:
-        """Watches a submitted call, and returns it."""
-        self._pending.update({ref: (self._submitted, call, index) for index, ref in enumerate(call.done)})
+        """Watches a submitted call, and returns it; attributes that the caller sets at once are respected."""
+        loop = asyncio.get_running_loop()
+        call.ended = loop.create_future()
+        earlier: list[asyncio.Future[None]] = []
+        for process in call.processes:
+            if process.concurrent:
+                continue
+            if process.name in self._last:
+                earlier.append(self._last[process.name])
+            self._last[process.name] = loop.create_future()
+        call.earlier = earlier
+        ends = [None if process.concurrent else self._last[process.name] for process in call.processes]
+        self._calls[call] = self._submitted
         self._submitted += 1
+        self._all_answered.clear()
+        for index, ref in enumerate(call.done):
+            ray_api.when_done(ref, loop, partial(self._arrived, call, index, ends[index]))
+        self.spawn(self._watch(call))
         return call
+
+    def limit_of(self, call: Call[Any]) -> float:
+        """Returns the time limit of a call, seconds."""
+        return getattr(self._limits, call.phase)
 
     def starts(self, process: Process[Any]) -> bool:
         """Returns whether a process is still starting."""
-        return any(c.phase == "start" and c.processes[index] is process for _, c, index in self._pending.values())
+        return any(call.phase == "start" and process in call.unanswered for call in self._calls)
 
     def in_progress(self) -> list[str]:
         """Returns a line per call in progress, with the seconds of its time limit; any thread may ask."""
-        now = time.monotonic()
-        ends = self._ends
-        told = dict[Call[Any], str]()
-        for ref, (_, call, _) in list(self._pending.items()):
-            limit: float = getattr(self._limits, call.phase)
-            told[call] = f"{limit - ends[ref] + now:.0f} of {limit:g} s" if ref in ends else "its limit has not begun"
-        return [f"{call}: {waited}" for call, waited in told.items()]
+        lines: list[str] = []
+        for call in list(self._calls):
+            limit = self.limit_of(call)
+            end = call.late_at
+            waited = "its limit has not begun"
+            if end is not None:
+                waited = f"{limit - end + time.monotonic():.0f} of {limit:g} s"
+            lines.append(f"{call}: {waited}")
+        return lines
 
-    def wait_for(self, call: Call[Any]) -> None:
-        """Waits until every process has finished the call; see `Call.wait`."""
-        while not call.finished:
-            left = (ref for index, ref in enumerate(call.done) if index not in call.results)
-            if self._error is not None and not all(ref in self._pending for ref in left):
-                raise self._error
-            self._wait_for_any()
+    async def _watch(self, call: Call[Any]) -> None:
+        """Waits for the end of a call, and deals with its time limit."""
+        await asyncio.sleep(0)  # the caller sets the attributes of the call
+        waited = [*call.earlier, *(other.ended for other in call.after)]
+        if waited:
+            await asyncio.wait(waited)
+        if call.beside is not None:
+            await call.beside.begun.wait()
+        call.begun.set()
+        clock = asyncio.get_running_loop().time
+        call.late_at = clock() + self.limit_of(call)
+        while not call.ended.done():
+            left = call.late_at - clock()
+            if left > 0:
+                await asyncio.wait([call.ended], timeout=left)
+            else:
+                self._expire(call)
+                call.late_at = clock() + self.limit_of(call)
 
-    def wait_until(self, awaited: Awaited) -> None:
-        """Waits until `awaited` is finished; raises WorkerError as `wait_for` does."""
-        while not awaited.finished:
-            if not self._pending:
-                raise self._error or RuntimeError(f"no call is in progress that could finish {awaited}")
-            self._wait_for_any()
-
-    def _wait_for_any(self) -> None:
-        """Waits until a process has finished a call, and takes the results of all that have."""
-        ends = self._time_limits()
-        ready = ray_api.wait(list(self._pending), count=1, timeout=max(0.0, min(ends.values()) - time.monotonic()))
-        if ready:
-            # Takes all that have finished, because each `wait` is linear in the calls in progress.
-            ready = ray_api.wait(list(self._pending), count=len(self._pending), timeout=0)
-        failures = self._collect(ready)
-        if failures:
-            self._fail(failures)
-        for listener in self.listeners:
-            listener()
-        now = time.monotonic()
-        overdue = [ref for ref, end in ends.items() if end <= now and ref in self._pending]
-        if overdue:  # what came while the results were handled is not late
-            came = ray_api.wait(overdue, count=len(overdue), timeout=0)
-            overdue = [ref for ref in overdue if ref not in came]
-        for ref in sorted(overdue, key=lambda ref: ends[ref]):
-            if ref not in self._ends:  # another process of its call was late
-                continue
-            _, late, _ = self._pending[ref]
-            message = self._overdue(late)
-            if late.late is not None and late.late(message):
-                for each in late.done:
-                    self._ends.pop(each, None)
-                continue
-            if late.lost is None:
-                raise WorkerError(message)
-            del self._pending[ref]
-            self._lose(late, message)
-
-    def _time_limits(self) -> Mapping[ObjectRef[Any], float]:
-        """Returns when the time limits end of the calls that wait for no earlier one; there is at least one."""
-        now = time.monotonic()
-        busy = set[int]()
-        queued = set[Call[Any]]()
-        for _, call, index in self._pending.values():
-            process = call.processes[index]
-            waits = id(process) in busy and not process.concurrent
-            if waits or call.beside in queued or not all(earlier.finished for earlier in call.after):
-                queued.add(call)
-            busy.add(id(process))
-        running = {ref: call for ref, (_, call, _) in self._pending.items() if call not in queued}
-        limits: dict[str, float] = self._limits.model_dump()
-        self._ends = {ref: self._ends.get(ref, now + limits[call.phase]) for ref, call in running.items()}
-        return self._ends
+    def _expire(self, call: Call[Any]) -> None:
+        """Deals with a call that exceeds its time; raises WorkerError unless it gets another limit or survives."""
+        left = [ref for index, ref in enumerate(call.done) if index not in {*call.results, *call.errors}]
+        if self._failures or len(ray_api.wait(left, count=len(left), timeout=0)) == len(left):
+            return  # what came while this process was busy is not late
+        message = self._overdue(call)
+        if call.late is not None and call.late(message):
+            return
+        if not call.survives_loss:
+            raise WorkerError(message)
+        self._lose(call, message)
 
     def _overdue(self, late: Call[Any]) -> str:
         """Returns the message for a call that exceeds its time; another call may be the cause."""
-        calls = dict.fromkeys(call for _, call, _ in self._pending.values() if call is not late)
-        return "\n".join(
-            [
-                f"No answer within {getattr(self._limits, late.phase):g} s from {late}.",
-                f"Raise cluster.time_limits.{late.phase} if it may take longer.",
-                *(f"Also in progress: {other}." for other in calls),
-                *self.explainer([process.name for process in late.unanswered]),
-                *(line for each in late.unanswered for line in ("", *each.log_tail())),
-            ]
-        )
+        lines = [
+            f"No answer within {self.limit_of(late):g} s from {late}.",
+            f"Raise cluster.time_limits.{late.phase} if it may take longer.",
+        ]
+        lines += [f"Also in progress: {other}." for other in self._calls if other is not late]
+        lines += self.explainer([process.name for process in late.unanswered])
+        for process in late.unanswered:
+            lines += ["", *process.log_tail()]
+        return "\n".join(lines)
 
-    def _collect(self, ready: Sequence[ObjectRef[Any]], *, ends: bool = False) -> list[_Failure]:
-        """Reads the results of finished processes, and returns the failures; with `ends`, nothing goes on."""
-        failures: list[_Failure] = []
-        for ref in ready:
-            order, call, index = self._pending.pop(ref)
-            try:
-                call.read(index)
-            except RayError as error:
-                failure = _Failure(order=order, call=call, index=index, error=error)
-                if isinstance(error, RayActorError) and call.lost is not None and not ends:
-                    self._lose(call, _message(failure, []))
-                elif isinstance(error, RayTaskError) and isinstance(ray_api.raised(error), call.tolerates or ()):
-                    call.errors[index] = _message(failure, [])
-                else:
-                    failures.append(failure)
-            else:
-                then = call.then
-                done = call.finished and not ends
-                if done:
-                    call.then = call.lost = call.late = None  # they refer to the call, and would keep its results
-                if done and then is not None:
-                    then()
-        return failures
+    def _arrived(self, call: Call[Any], index: int, end: asyncio.Future[None] | None, done: Future[Timed[Any]]) -> None:
+        """Takes the answer of a process. When a failure ends the run, nothing goes on any more."""
+        if end is not None and not end.done():
+            end.set_result(None)
+        if call not in self._calls:  # it was lost
+            return
+        error = done.exception()
+        if error is None:
+            self._take(call, index, done.result())
+        elif isinstance(error, RayTaskError) and isinstance(ray_api.raised(error), call.tolerates or ()):
+            call.errors[index] = _message(_Failure(order=0, call=call, index=index, error=error), [])
+        else:
+            failure = _Failure(order=self._calls[call], call=call, index=index, error=error)
+            if isinstance(error, RayActorError) and call.survives_loss and not self._failures:
+                self._lose(call, _message(failure, []))
+                return
+            call.errors[index] = ""
+            self._failures.append(failure)
+            if len(self._failures) == 1 and self._group is not None:
+                with suppress(RuntimeError):  # the run ends already
+                    self.spawn(self._fail())
+        if call.finished:
+            self._forget(call)
+            if not self._failures:
+                call.ended.set_result(None)
+
+    def _forget(self, call: Call[Any]) -> None:
+        del self._calls[call]
+        if not self._calls:
+            self._all_answered.set()
+
+    def _take(self, call: Call[Any], index: int, answer: Timed[Any]) -> None:
+        call.results[index] = answer.result
+        call.seconds[index] = answer.seconds
+        if self.observer is not None:
+            self.observer(call.processes[index].name, call.label.partition(".")[0], answer.spans)
 
     def _lose(self, call: Call[Any], cause: str) -> None:
-        """Lets a call deal with the loss of its process; raises WorkerError if it cannot."""
-        assert call.lost is not None
-        lost = call.lost
-        call.then = None
-        call.lost = None
-        call.late = None
-        try:
-            lost(cause)
-        except WorkerError as error:
-            self._error = error
-            raise
+        """Ends a call that survives the loss of its process."""
+        self._forget(call)
+        call.ended.set_exception(ProcessLostError(cause))
+        call.ended.exception()  # nobody may wait for it
 
-    def _fail(self, failures: list[_Failure]) -> None:
+    async def _fail(self) -> None:
         """Raises the probable cause, after a moment in which the failures that follow from it arrive."""
-        if self._pending:
-            ready = ray_api.wait(list(self._pending), count=len(self._pending), timeout=_GRACE_S)
-            failures = [*failures, *self._collect(ready, ends=True)]
-        cause = min(failures, key=_Failure.priority)
-        self._error = WorkerError(_message(cause, failures))
+        if self._calls:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_GRACE_S):
+                    await self._all_answered.wait()
+        cause = min(self._failures, key=_Failure.priority)
+        self._error = WorkerError(_message(cause, self._failures))
         self._error.repeats = ray_api.repeats(cause.error)
-        raise self._error from None
+        raise self._error
+
+
+def _first(error: BaseException) -> BaseException:
+    """Returns the first error of groups."""
+    while isinstance(error, BaseExceptionGroup):
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        error = group.exceptions[0]
+    return error
 
 
 def _message(cause: _Failure, failures: Sequence[_Failure]) -> str:

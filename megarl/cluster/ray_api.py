@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -116,13 +119,23 @@ def wait(refs: Sequence[ObjectRef[Any]], *, count: int, timeout: float) -> list[
     return ready
 
 
+def when_done[T](ref: ObjectRef[T], loop: asyncio.AbstractEventLoop, then: Callable[[Future[T]], object]) -> None:
+    """Calls a function in the thread of a loop, with the future of a reference, when it has a value or a failure."""
+
+    def pass_on(done: Future[T]) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(then, done)
+
+    ref.future().add_done_callback(pass_on)
+
+
 def raised(error: RayTaskError) -> object:
     """Returns the exception that was raised in the process."""
     untyped: Any = error
     return untyped.cause
 
 
-def repeats(error: RayError) -> bool:
+def repeats(error: BaseException) -> bool:
     """Returns whether a call failed because of the program, its data or its configuration, and not of a machine.
 
     torch raises a RuntimeError for CUDA, NCCL, Gloo and memory, the system an OSError, and Ray a RayError for an object
@@ -138,7 +151,7 @@ def complete_message(error: RayTaskError) -> str | None:
     return str(cause) if isinstance(cause, RunError) else full_disk(cause)
 
 
-def end_of_ray(error: RayError) -> str:
+def end_of_ray(error: BaseException) -> str:
     """Returns which of Ray's own processes on this machine has ended, if an actor died with it; else "".
 
     A raylet that ends with its agent may still be ending; its actors then miss their owner, which is this process.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 from ray.exceptions import RayError
 
 from megarl.cluster import ray_api
-from megarl.cluster.calls import Call, CallMonitor, Condition, Process, WorkerError
+from megarl.cluster.calls import Call, CallMonitor, Process, ProcessLostError, WorkerError
 from megarl.cluster.cleanup import MARK, Guard, ProcessCleanup
 from megarl.cluster.driver_environment import (
     environment,
@@ -70,6 +71,7 @@ class Session:
         self._processes: list[Process[Any]] = []  # Ray ends a process without a handle
         self._files: list[Path] = []  # to remove at the end
         self._guard: Guard | None = None
+        self._runner = asyncio.Runner(loop_factory=_event_loop)
         self.monitor = CallMonitor(cluster.time_limits)
         self.monitor.explainer = partial(report_hang, logs=log_dir.absolute(), joined=address is not None)
 
@@ -94,6 +96,7 @@ class Session:
             self.placement = Placement(
                 self._cluster.nodes, self._cluster.devices_per_node, virtual=self._address is None
             )
+            ending.enter_context(self._runner)
             self._ending = ending.pop_all()
         return self
 
@@ -102,6 +105,14 @@ class Session:
         self._ending.__exit__(*exception)
         if isinstance(error := exception[1], RayError):
             raise WorkerError(f"An object of Ray's was lost, or there was no room for it: {error}") from error
+
+    def run[X](self, work: Coroutine[Any, Any, X]) -> X:
+        """Runs the work of the driver, which calls the processes, to its end; see `CallMonitor.run`."""
+        return self._runner.get_loop().run_until_complete(self.monitor.run(work))
+
+    def spawn[X](self, work: Coroutine[Any, Any, X]) -> asyncio.Task[X]:
+        """Starts work beside that of `run`, which its error ends."""
+        return self.monitor.spawn(work)
 
     def launch(
         self, name: str, devices: Sequence[int], worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
@@ -185,43 +196,55 @@ class Session:
         seen = ray_api.wait(signs, count=len(signs), timeout=_SIGN_OF_LIFE_S)
         return [process for process, sign in zip(processes, signs, strict=True) if sign not in seen]
 
-    def begin_profile(self, names: Collection[str]) -> list[Process[Any]]:
+    async def begin_profile(self, names: Collection[str]) -> list[Process[Any]]:
         """Begins to profile processes; returns them, without those that are still starting or are lost."""
         chosen = (process for process in self._processes if process.name in names)
         ready = [process for process in chosen if not self.monitor.starts(process)]
-        return list(self._profile(dict.fromkeys(ready)))
+        return list(await self._profile(dict.fromkeys(ready)))
 
-    def end_profile(self, traces: Mapping[Process[Any], str]) -> dict[str, Sequence[CallProfile]]:
+    async def end_profile(self, traces: Mapping[Process[Any], str]) -> dict[str, Sequence[CallProfile]]:
         """Ends the profiles of processes, each with the file of its trace.
 
         Returns what the processes computed, by name, without those that were replaced or are lost.
         """
-        found = self._profile({process: traces[process] for process in traces if process in self._processes})
+        found = await self._profile({process: traces[process] for process in traces if process in self._processes})
         return {process.name: calls for process, calls in found.items()}
 
-    def _profile(self, traces: Mapping[Process[Any], str | None]) -> dict[Process[Any], Sequence[CallProfile]]:
+    async def _profile(self, traces: Mapping[Process[Any], str | None]) -> dict[Process[Any], Sequence[CallProfile]]:
         """Begins profiles, or ends those with a trace. A lost process has none; what calls it next deals with that."""
         calls: list[Call[Sequence[CallProfile]]] = []
         for process, trace in traces.items():
             done = [process.actor.profile.remote(trace)]
             call = Call[Sequence[CallProfile]](
-                label="profile", phase="checkpoint", processes=[process], done=done, monitor=self.monitor
+                label="profile",
+                phase="checkpoint",
+                processes=[process],
+                done=done,
+                monitor=self.monitor,
+                survives_loss=True,
             )
-            call.lost = partial(_print_loss, process)
             calls.append(self.monitor.follow(call))
-        self.monitor.wait_until(Condition(lambda: all(call.lost is None for call in calls)))  # answered, or lost
-        return {call.processes[0]: call.results[0] for call in calls if call.finished}
+        profiles: dict[Process[Any], Sequence[CallProfile]] = {}
+        for call in calls:
+            (process,) = call.processes
+            try:
+                (profiles[process],) = await call
+            except ProcessLostError as error:
+                cause = str(error).splitlines()[0]
+                print(f"{cause} There is no profile of {process.name}.", file=sys.stderr, flush=True)
+        return profiles
 
     @property
     def host(self) -> str:
         """Returns the address of the driver: loopback for a Ray of its own, else the node's address."""
         return _LOOPBACK if self._address is None else ray_api.node_address()
 
-    def free_address(self, process: Process[Any]) -> str:
+    async def free_address(self, process: Process[Any]) -> str:
         """Returns a free `host:port` of a process: on loopback for a Ray of its own, else on its node's address."""
         done = [process.actor.free_address.remote(_LOOPBACK if self._address is None else None)]
         call = Call[str](label="free_address", phase="start", processes=[process], done=done, monitor=self.monitor)
-        return self.monitor.follow(call).wait()[0]
+        (address,) = await self.monitor.follow(call)
+        return address
 
     def _remove_files(self) -> None:
         for file in self._files:
@@ -270,8 +293,11 @@ class Session:
             ) from error
 
 
-def _print_loss(process: Process[Any], cause: str) -> None:
-    print(f"{cause.splitlines()[0]} There is no profile of {process.name}.", file=sys.stderr, flush=True)
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Returns a loop whose tasks begin at once, so that they make their first calls in the order of the program."""
+    loop = asyncio.new_event_loop()
+    loop.set_task_factory(asyncio.eager_task_factory)
+    return loop
 
 
 def _cpu_environment(threads: int | None) -> dict[str, str]:

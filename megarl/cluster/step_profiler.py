@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -37,17 +37,17 @@ class StepProfiler:
                 f"rollout engine {engine}" for engine in config.profile.profiled_engines(config.engine_settings)
             ]
 
-    @contextmanager
-    def step(self, step: int) -> Generator[None]:
+    @asynccontextmanager
+    async def step(self, step: int) -> AsyncGenerator[None]:
         """Surrounds a step; prints the longest kernels of a profiled one."""
         if step not in self._steps:
             yield
             return
         self._directory.mkdir(exist_ok=True)
-        begun = self._session.begin_profile(self._names)
+        begun = await self._session.begin_profile(self._names)
         yield
         traces = {name: self._directory / f"step-{step}-{name.replace(' ', '-')}.json.gz" for name in self._names}
-        profiles = self._session.end_profile({process: str(traces[process.name]) for process in begun})
+        profiles = await self._session.end_profile({process: str(traces[process.name]) for process in begun})
         found = {name: [asdict(call) for call in calls] for name, calls in profiles.items()}
         write_durably(self._directory / f"step-{step}.json", json.dumps(found, indent=1) + "\n")
         for name, calls in profiles.items():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
@@ -114,11 +115,15 @@ class WorkerGroup[W]:
         )
         return self._session.monitor.follow(call)
 
-    def take_usage(self) -> list[ProcessUsage]:
+    async def take_usage(self) -> list[ProcessUsage]:
         """Returns what each process has used since the last reading."""
-        return self._ask_usage(self.processes).wait()
+        return await self._call_usage(self.processes)
 
-    def _ask_usage(self, processes: Sequence[Process[W]]) -> Call[ProcessUsage]:
+    def spawn[X](self, work: Coroutine[Any, Any, X]) -> asyncio.Task[X]:
+        """Starts work beside that of the driver, which its error ends."""
+        return self._session.monitor.spawn(work)
+
+    def _call_usage(self, processes: Sequence[Process[W]]) -> Call[ProcessUsage]:
         done = [process.actor.usage.remote() for process in processes]
         call = Call[ProcessUsage](
             label=f"{self.name}.usage",

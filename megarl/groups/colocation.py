@@ -41,40 +41,40 @@ class Colocation:
         self._training = True
         self._version = 0
 
-    def to_training(self) -> None:
-        """Gives the devices to the trainers, unless they have them, and waits."""
+    async def to_training(self) -> None:
+        """Gives the devices to the trainers, unless they have them."""
         if not self._training and self.shared:
-            self._call_if_sleeping(RolloutEngine.sleep)
+            await self._call_if_sleeping(RolloutEngine.sleep)
         self._training = True
 
-    def to_rollout(self) -> None:
-        """Gives the devices to the engines, unless they have them, and waits; engines that slept get their weights."""
+    async def to_rollout(self) -> None:
+        """Gives the devices to the engines, unless they have them; engines that slept get their weights."""
         if not self._training or not self.shared:
             return
         if self._sleep and self._resharder is not None:
-            self.sync()
+            await self.sync()
             return
-        self._trainers.offload_all()
-        self._call_if_sleeping(RolloutEngine.wake_weights)
-        self._call_if_sleeping(RolloutEngine.wake_cache)
+        await self._trainers.offload_all()
+        await self._call_if_sleeping(RolloutEngine.wake_weights)
+        await self._call_if_sleeping(RolloutEngine.wake_cache)
         self._training = False
 
-    def sync(self, version: int | None = None) -> SyncReport:
+    async def sync(self, version: int | None = None) -> SyncReport:
         """Moves the actor's weights into the engines as `version`, or the last version, and gives them the devices."""
         assert self._training or not self.shared, "the engines have the devices already"
         assert self._resharder is not None
         self._version = self._version if version is None else version
         start = perf_counter()
-        self._call_if_sleeping(RolloutEngine.wake_weights)
+        await self._call_if_sleeping(RolloutEngine.wake_weights)
         awake = perf_counter()
-        report = self._resharder.sync(self._version)
+        report = await self._resharder.sync(self._version)
         synced = perf_counter()
         if self.shared:
-            self._trainers.offload_all()
-        self._call_if_sleeping(RolloutEngine.wake_cache)
+            await self._trainers.offload_all()
+        await self._call_if_sleeping(RolloutEngine.wake_cache)
         self._training = False
         return report.with_offload(awake - start + perf_counter() - synced)
 
-    def _call_if_sleeping(self, method: RemoteMethod[RolloutEngine, [], None]) -> None:
+    async def _call_if_sleeping(self, method: RemoteMethod[RolloutEngine, [], None]) -> None:
         if self._sleep:
-            self.engines.call(method).wait()
+            await self.engines.call(method)

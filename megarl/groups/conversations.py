@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from megarl.cluster.calls import Call, ChunkCall, Process
+from megarl.cluster.calls import Call, Process
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import SamplingConfig
@@ -17,11 +17,11 @@ from megarl.conversations.chat_session import TurnLimits
 from megarl.conversations.environment_process import EnvironmentProcess, TurnRequest
 from megarl.conversations.gateway.gateway_request import GatewayConfig, Sampling
 from megarl.groups.engines import RolloutGroup, Turn
-from megarl.groups.rollouts import PendingRollouts, work_items
+from megarl.groups.rollouts import GenerateCall, PendingRollouts, work_items
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.requests import stop_token_ids
 from megarl.texts import printable
-from megarl.types import RolloutChunk, SampleInfo, SampleRequest, TurnAnswer, WorkItem
+from megarl.types import SampleInfo, SampleRequest, TurnAnswer, WorkItem
 
 
 class Generator(Protocol):
@@ -61,19 +61,22 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
         super().__init__(session, "environments", processes)
         self._engines = engines
         self._gateway = gateway
-        # Items of each process in progress, and whether it had a turn since their time limit began.
-        self._running = [dict[ChunkCall[list[SampleInfo], RolloutChunk], bool]() for _ in processes]
-        self._asked: set[int] = set()  # processes that are asked for turns; each answers the last such call only
+        self._running: list[set[GenerateCall]] = [set() for _ in processes]  # calls for items
+        self._sampling: set[int] = set()  # processes that are asked for turns
         self._engine_of: dict[str, Process[RolloutEngine]] = {}  # that sampled the last turn of a conversation
         self._reported: set[str] = set()  # kinds of failures
         engines.turns_answered = self._answer
 
-    def start(self) -> Call[None]:
-        """Starts the processes, and returns at once, or when the nodes of gateways have told their addresses."""
+    async def start(self) -> None:
+        """Starts the processes, when the nodes of gateways have returned their addresses."""
         if not self._gateway:
-            return self.call(EnvironmentProcess.start)
-        hosts = [self._session.free_address(process).rpartition(":")[0] for process in self.processes]
-        return self.call_each(EnvironmentProcess.start, hosts)
+            await self.call(EnvironmentProcess.start)
+            return
+        hosts: list[str] = []
+        for process in self.processes:
+            address = await self._session.free_address(process)
+            hosts.append(address.rpartition(":")[0])
+        await self.call_each(EnvironmentProcess.start, hosts)
 
     def close(self) -> Call[None]:
         """Lets every process end by itself; returns at once."""
@@ -81,25 +84,24 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
 
     def generate(self, requests: Sequence[SampleRequest], chunks: int) -> PendingRollouts:
         """Holds a conversation per request; returns at once. See `RolloutGroup.generate`."""
-        items = work_items(requests, chunks)
-        pending = PendingRollouts(items=items, engines=self._engines)
-        for item in items:
+        answers: list[asyncio.Task[GenerateCall]] = []
+        for item in work_items(requests, chunks):
             process = item.chunk % len(self.processes)
             call = self.call_one(process, EnvironmentProcess.generate, item, [item.chunk])
-            call.then = partial(self._finish, process, item, pending, call)
-            call.late = partial(self._goes_on, process, call)
-            self._running[process][call] = False
-            self._ask(process)
-        return pending
+            self._running[process].add(call)
+            answers.append(self.spawn(self._finish(process, item, call)))
+            if process not in self._sampling:
+                self._sampling.add(process)
+                self.spawn(self._sample(process))
+        return PendingRollouts(answers=answers)
 
-    def _finish(
-        self, process: int, item: WorkItem, pending: PendingRollouts, call: ChunkCall[list[SampleInfo], RolloutChunk]
-    ) -> None:
-        del self._running[process][call]
+    async def _finish(self, process: int, item: WorkItem, call: GenerateCall) -> GenerateCall:
+        """Waits for the conversations of an item, and prints failures of a new kind."""
+        (samples,) = await call
+        self._running[process].remove(call)
         for request in item.requests:
             self._engine_of.pop(request.sample_id, None)
-        pending.answers[item.chunk] = call
-        for kind, failure in conversation_failures(call.results[0]).items():
+        for kind, failure in conversation_failures(samples).items():
             if kind not in self._reported:
                 self._reported.add(kind)
                 print(
@@ -108,34 +110,22 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
                     file=sys.stderr,
                     flush=True,
                 )
+        return call
 
-    def _goes_on(self, process: int, call: ChunkCall[list[SampleInfo], RolloutChunk], _late: str) -> bool:
-        """Returns whether a process had a turn since the time limit of a call began."""
-        goes_on = self._running[process][call]
-        self._running[process][call] = False
-        return goes_on
-
-    def _ask(self, process: int) -> None:
-        """Asks a process for turns, unless it has no conversations or is asked already."""
-        if not self._running[process] or process in self._asked:
-            return
-        self._asked.add(process)
-        call: Call[list[TurnRequest]] = self.submit(
-            EnvironmentProcess.next_turns, [()], processes=[self.processes[process]]
-        )
-        call.then = partial(self._sample, process, call)
-
-    def _sample(self, process: int, call: Call[list[TurnRequest]]) -> None:
-        """Lets the engines sample turns, and asks for further ones."""
-        self._asked.remove(process)
-        turns: list[Turn[_TurnSource]] = []
-        for turn in call.results[0]:
-            last = self._engine_of.get(turn.conversation)
-            engine = None if last is None else self._engines.index(last)
-            source = _TurnSource(process=process, turn=turn)
-            turns.append(Turn(request=turn.request, tokens=turn.tokens, engine=engine, source=source))
-        self._engines.sample(turns)
-        self._ask(process)
+    async def _sample(self, process: int) -> None:
+        """Lets the engines sample the turns of a process, as long as it has conversations."""
+        while self._running[process]:
+            call = self.submit(EnvironmentProcess.next_turns, [()], processes=[self.processes[process]])
+            requests: list[TurnRequest]
+            (requests,) = await call
+            turns: list[Turn[_TurnSource]] = []
+            for turn in requests:
+                last = self._engine_of.get(turn.conversation)
+                engine = None if last is None else self._engines.index(last)
+                source = _TurnSource(process=process, turn=turn)
+                turns.append(Turn(request=turn.request, tokens=turn.tokens, engine=engine, source=source))
+            self._engines.sample(turns)
+        self._sampling.remove(process)
 
     def _answer(self, answers: Sequence[tuple[Turn[_TurnSource], TurnAnswer]], engine: Process[RolloutEngine]) -> None:
         """Hands turns to the processes that asked for them."""
@@ -146,7 +136,8 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
             numbered = replace(answer, number=source.turn.number)
             by_process.setdefault(source.process, []).append(numbered)
         for process, turns in by_process.items():
-            self._running[process] = dict.fromkeys(self._running[process], True)
+            for call in self._running[process]:
+                call.restart_limit()
             self.call_at(process, EnvironmentProcess.answer, turns)
 
 

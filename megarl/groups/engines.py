@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
-import operator
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, TypeVar
 
-from megarl.cluster.calls import (
-    Awaited,
-    Call,
-    CallMonitor,
-    ChunkCall,
-    Condition,
-    Process,
-    Routine,
-    Task,
-    WorkerError,
-)
+from megarl.cluster.calls import Call, ChunkCall, Process, ProcessLostError, WorkerError
 from megarl.cluster.process_usage import ProcessUsage
+from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import RunConfig, parse_devices
 from megarl.config.schema import Cluster, Rollout
-from megarl.groups.rollouts import PendingPick, PendingRollouts, PendingTruncation, Rollouts, split, work_items
+from megarl.groups.rollouts import GenerateCall, PendingRollouts, Rollouts, split, work_items
 from megarl.models import model_spec, vocab_size
 from megarl.remote import RemoteMethod
+from megarl.rollout.completions import ResponseEnds
 from megarl.rollout.engine import EngineOptions, PickRequest, RolloutEngine, TruncateRequest
 from megarl.rollout.replay import RecordingEngine, ReplayingEngine
 from megarl.types import Pickled, RolloutChunk, SampleInfo, SampleRequest, TurnAnswer, WorkItem
@@ -40,9 +31,6 @@ R = TypeVar("R")
 
 _OVERLOAD = 2
 """A prompt leaves the engine that has its beginning where that has so many times the tokens of the least busy one."""
-
-Finished = Callable[[ChunkCall[list[SampleInfo], RolloutChunk]], None]
-"""Gets the call that generated an item when it is finished."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +53,11 @@ class Turn[S]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Item:
-    """An item of work that waits for an engine, or is being generated."""
+    """An item of work that waits for an engine, or is being generated; `done` gets the call that generated it."""
 
     item: WorkItem
     tokens: int
-    done: Finished
+    done: asyncio.Future[GenerateCall]
 
     engine = None
 
@@ -123,7 +111,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self._replacements = replacements
         self.replaced: list[str] = []
         """The cause of each replacement."""
-        self.restore: Callable[[], None] | None = None
+        self.restore: Callable[[], Awaitable[None]] | None = None
         """Gives the engines weights when all of them were replaced; None ends the run."""
         self._numbers = itertools.count()
         self._waiting: list[tuple[int, _Item | Turn[Any]]] = []  # a heap
@@ -131,7 +119,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self._listening: set[int] = set()  # engines that are asked for sampled turns
         self.turns_answered: Callable[[Sequence[tuple[Turn[Any], TurnAnswer]], Process[RolloutEngine]], None]
         """Called with sampled turns and the process that sampled them."""
-        self._room = [0] * rollout.engines
+        self._room = [0] * rollout.engines  # responses that each generates at once
         self._starting: dict[int, Call[int]] = {}  # of replaced engines, until they have weights
         # responses, and tokens
         self._in_progress = [0] * rollout.engines
@@ -141,17 +129,11 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self._busy_s = [0.0] * rollout.engines
         self._tokens = [0] * rollout.engines
         self._changed = [time.perf_counter()] * (rollout.engines + 1)  # of each engine, and of the last reading
+        self._change = asyncio.Event()  # of what `until` waits for
 
-    def start(self) -> Call[int]:
-        """Starts the engines, and returns at once."""
-        call = self.call(RolloutEngine.start)
-        call.then = lambda: self._open(call.results)
-        return call
-
-    def _open(self, room: Mapping[int, int]) -> None:
-        """Lets engines take items; `room` is the number of responses that each generates at once."""
-        for engine, responses in room.items():
-            self._room[engine] = responses
+    async def start(self) -> None:
+        """Starts the engines, which take items from then on."""
+        self._room = await self.call(RolloutEngine.start)
         self._assign()
 
     def generate(self, requests: Sequence[SampleRequest], chunks: int) -> PendingRollouts:
@@ -161,13 +143,13 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             requests: adjacent ones go to one engine, so that the samples of a prompt share its prefix.
             chunks: maximum number of chunks.
         """
-        items = work_items(requests, chunks)
-        pending = PendingRollouts(items=items, engines=self)
-        for item in items:
-            done = partial(operator.setitem, pending.answers, item.chunk)
+        answers: list[asyncio.Future[GenerateCall]] = []
+        for item in work_items(requests, chunks):
+            done = asyncio.get_running_loop().create_future()
             self._push(_Item(item=item, tokens=self._tokens_of(item), done=done))
+            answers.append(done)
         self._assign()
-        return pending
+        return PendingRollouts(answers=answers)
 
     def sample(self, turns: Sequence[Turn[Any]]) -> None:
         """Samples turns, which `turns_answered` gets; returns at once."""
@@ -181,10 +163,6 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
 
     def _push(self, work: _Item | Turn[Any]) -> None:
         heapq.heappush(self._waiting, (next(self._numbers), work))
-
-    @property
-    def monitor(self) -> CallMonitor:
-        return self._session.monitor
 
     @property
     def idle(self) -> bool:
@@ -233,16 +211,18 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             metrics["perf/engine_tokens_per_second_max"] = max(speeds)
         return metrics
 
-    def take_usage(self) -> list[ProcessUsage]:
+    async def take_usage(self) -> list[ProcessUsage]:
         """Like that of other groups, but without engines that are starting or are lost meanwhile."""
-        calls = {engine: self._ask_usage([self.processes[engine]]) for engine in self.started}
-        if self.replaceable:
-            for engine, call in calls.items():
-                call.lost = partial(self.replace, engine, call.processes[0])
-        own = self.processes
-        answered = Condition(lambda: all(c.finished or c.processes[0] not in own for c in calls.values()))
-        self.monitor.wait_until(answered)
-        return [usage for call in calls.values() for usage in call.results.values()]
+        calls = {engine: self._call_usage([self.processes[engine]]) for engine in self.started}
+        for call in calls.values():
+            call.survives_loss = self.replaceable
+        usages: list[ProcessUsage] = []
+        for engine, call in calls.items():
+            try:
+                usages += await call
+            except ProcessLostError as error:
+                self._lose(engine, call.processes[0], error)
+        return usages
 
     def _count(self, engine: int, responses: int, tokens: int = 0) -> None:
         """Adds to an engine's responses in progress, and to its tokens in flight."""
@@ -252,44 +232,55 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self._changed[engine] = now
         self._in_progress[engine] += responses
         self._in_flight[engine] += tokens
+        self._notify()
 
     def _tokens_of(self, item: WorkItem) -> int:
         """Returns the tokens that an item may come to have."""
         return sum(len(each.prompt.token_ids) + (each.max_new_tokens or self._new_tokens) for each in item.requests)
 
-    def require(self, awaited: Awaited) -> None:
-        """Waits until `awaited` is finished; raises WorkerError if all engines are lost and get no weights again."""
-        while True:
-            self.monitor.wait_until(Condition(lambda: awaited.finished or self._all_lost))
-            if awaited.finished:
-                return
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Waits until something holds of the engines: what is in progress, or which of them have started."""
+        while not holds():
+            await self._change.wait()
+
+    def _notify(self) -> None:
+        """Lets `until` look again."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def require(self, work: Awaitable[R]) -> R:
+        """Waits for work that needs engines; raises WorkerError if all engines are lost and get no weights again."""
+        awaited = asyncio.ensure_future(work)
+        while not awaited.done():
+            lost = asyncio.ensure_future(self.until(lambda: self._all_lost))
+            await asyncio.wait([awaited, lost], return_when=asyncio.FIRST_COMPLETED)
+            lost.cancel()
+            if awaited.done():
+                break
             if self.restore is None:
                 raise WorkerError(f"{self.replaced[-1]}\nNo other engine is left that could answer in its place.")
-            self.restore()
+            await self.restore()
+        return awaited.result()
 
-    def run(self, routine: Routine[R]) -> R:
-        """Runs a routine to its end, and returns its result; raises WorkerError as `require` does."""
-        task = Task(routine)
-        while not task.finished:
-            self.require(task.advance())
-        return task.result
-
-    def hold(self, engines: Iterable[int], *, drain: bool) -> None:
+    async def hold(self, engines: Iterable[int], *, drain: bool) -> None:
         """Lets engines take no further items until `readmit`; with `drain`, waits until they have finished theirs."""
         self._held.update(engines)
         if drain:
-            self.monitor.wait_until(Condition(lambda: not any(self._in_progress[engine] for engine in engines)))
+            await self.until(lambda: not any(self._in_progress[engine] for engine in engines))
 
     def readmit(self, engines: Iterable[int]) -> None:
         """Reopens engines that have current weights."""
         self._held.difference_update(engines)
-        self._open({engine: self._starting.pop(engine).results[0] for engine in engines if engine in self._starting})
+        for engine in engines:
+            if engine in self._starting:
+                self._room[engine] = self._starting.pop(engine).results[0]
+        self._assign()
 
     def close(self) -> Call[None]:
         """Lets every engine end by itself; returns at once. Those that are still starting are ended."""
         started = self.started
         for engine in set(range(len(self.processes))).difference(started):
-            self._starting[engine].lost = lambda _cause: None
+            del self._starting[engine]
             self._session.end(self.processes[engine])
         return self.submit(RolloutEngine.close, [()] * len(started), processes=[self.processes[e] for e in started])
 
@@ -313,70 +304,70 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             else:
                 self._generate(engine, number, work)
         for engine, requests in turns.items():
-            self._watch(engine, self.call_at(engine, RolloutEngine.sample_turns, requests))
-            self._listen(engine)
+            call = self.call_at(engine, RolloutEngine.sample_turns, requests)
+            if self.replaceable:
+                call.survives_loss = True
+                self.spawn(self._watch(engine, call))
+            if engine not in self._listening:
+                self._listening.add(engine)
+                self.spawn(self._take_turns(engine))
 
     def _generate(self, engine: int, number: int, work: _Item) -> None:
         """Lets an engine generate an item."""
-        process = self.processes[engine]
         call = self.call_one(engine, RolloutEngine.generate, work.item, [work.item.chunk])
-        call.then = partial(self._finish, engine, process, work, call)
-        if self._replacements:
-            call.lost = partial(self._lose, engine, process, (number, work))
+        call.survives_loss = self.replaceable
+        self.spawn(self._finish(engine, number, work, call))
 
-    def _finish(
-        self,
-        engine: int,
-        process: Process[RolloutEngine],
-        work: _Item,
-        call: ChunkCall[list[SampleInfo], RolloutChunk],
-    ) -> None:
+    async def _finish(self, engine: int, number: int, work: _Item, call: GenerateCall) -> None:
+        """Waits for an item; that of a lost engine waits for another one."""
+        (process,) = call.processes
+        try:
+            (samples,) = await call
+        except ProcessLostError as error:
+            heapq.heappush(self._waiting, (number, work))
+            self._lose(engine, process, error)
+            return
         if self.processes[engine] is process:
             self._count(engine, -work.responses, -work.tokens)
-            self._tokens[engine] += sum(sample.response_tokens for sample in call.results[0])
-        work.done(call)
+            self._tokens[engine] += sum(sample.response_tokens for sample in samples)
+        work.done.set_result(call)
         self._assign()
 
-    def _listen(self, engine: int) -> None:
-        """Waits for the next answers of an engine that samples turns, unless it does already."""
-        if engine in self._listening or not self._turns[engine]:
-            return
-        self._listening.add(engine)
-        call: Call[Any] = self.call_at(engine, RolloutEngine.sampled_turns)
-        call.then = partial(self._take, engine, self.processes[engine], call)
-        self._watch(engine, call)
-
-    def _take(self, engine: int, process: Process[RolloutEngine], call: Call[list[TurnAnswer]]) -> None:
-        """Hands on the turns that an engine has sampled; those of a replaced one are sampled again."""
-        if self.processes[engine] is not process:
-            return
+    async def _take_turns(self, engine: int) -> None:
+        """Hands on the turns that an engine has sampled, as long as it has any; those of a lost one wait again."""
+        process = self.processes[engine]
+        while self._turns[engine]:
+            call: Call[Any] = self.call_at(engine, RolloutEngine.sampled_turns)
+            call.survives_loss = self.replaceable
+            sampled: list[TurnAnswer]
+            try:
+                (sampled,) = await call
+            except ProcessLostError as error:
+                self._lose(engine, process, error)
+                return
+            if self.processes[engine] is not process:
+                return
+            answers: list[tuple[Turn[Any], TurnAnswer]] = []
+            for answer in sampled:
+                turn = self._turns[engine].pop(answer.number)
+                self._count(engine, -1, -turn.tokens)
+                self._tokens[engine] += answer.tokens
+                answers.append((turn, answer))
+            self.turns_answered(answers, process)
+            self._assign()
         self._listening.discard(engine)
-        answers: list[tuple[Turn[Any], TurnAnswer]] = []
-        for answer in call.results[0]:
-            turn = self._turns[engine].pop(answer.number)
-            self._count(engine, -1, -turn.tokens)
-            self._tokens[engine] += answer.tokens
-            answers.append((turn, answer))
-        self.turns_answered(answers, process)
-        self._listen(engine)
-        self._assign()
 
-    def _watch(self, engine: int, call: Call[Any]) -> None:
-        """Replaces the engine where it dies or hangs in a call."""
-        if self._replacements:
-            call.lost = partial(self._lose, engine, self.processes[engine], None)
+    async def _watch(self, engine: int, call: Call[Any]) -> None:
+        """Replaces an engine that is lost in a call."""
+        (process,) = call.processes
+        try:
+            await call
+        except ProcessLostError as error:
+            self._lose(engine, process, error)
 
-    def _lose(
-        self,
-        engine: int,
-        process: Process[RolloutEngine],
-        lost: tuple[int, _Item] | None,
-        cause: str,
-    ) -> None:
-        """Replaces a lost engine, and lets others answer an item of its, and its turns."""
-        if lost is not None:
-            heapq.heappush(self._waiting, lost)
-        self.replace(engine, process, cause)
+    def _lose(self, engine: int, process: Process[RolloutEngine], error: ProcessLostError) -> None:
+        """Replaces a lost engine, and lets others answer what it was asked."""
+        self.replace(engine, process, str(error))
         self._assign()
 
     def replace(self, engine: int, process: Process[RolloutEngine], cause: str) -> None:
@@ -399,58 +390,90 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self._listening.discard(engine)
         self._session.end(process)
         self.processes[engine] = self._launch(engine)
-        self._starting[engine] = call = self.call_at(engine, RolloutEngine.start)
-        call.lost = partial(self.replace, engine, self.processes[engine])
+        call = self.call_at(engine, RolloutEngine.start)
+        call.survives_loss = True
+        self._starting[engine] = call
+        self.spawn(self._watch_start(engine, call))
+        self._notify()
         first = cause.splitlines()[0]
         print(f"{first} It is replaced; its responses in progress are generated again.", file=sys.stderr, flush=True)
 
-    def pick(self, rollouts: Rollouts, samples: Sequence[SampleInfo], chunks: int) -> PendingPick:
-        """Copies samples, in their order, into at most `chunks` new chunks, branches together; returns at once."""
-        talks = [list(own) for _, own in itertools.groupby(samples, key=lambda sample: sample.conversation)]
-        parts = {new: list(itertools.chain(*own)) for new, own in enumerate(split(talks, chunks))}
-        rows = {new: [(sample.chunk, sample.row) for sample in part] for new, part in parts.items()}
+    async def _watch_start(self, engine: int, call: Call[int]) -> None:
+        """Replaces an engine that is lost while it starts, unless it was to be closed."""
+        try:
+            await call
+        except ProcessLostError as error:
+            if self._starting.get(engine) is call:
+                self.replace(engine, call.processes[0], str(error))
+        self._notify()
 
-        def request(own: Sequence[int]) -> PickRequest:
-            old = rollouts.chunks.only({chunk for new in own for chunk, _ in rows[new]})
-            return PickRequest(chunks=old, rows={new: rows[new] for new in own})
+    async def pick(self, rollouts: Rollouts, samples: Sequence[SampleInfo], chunks: int) -> Rollouts:
+        """Copies samples, in their order, into at most `chunks` new chunks, branches together."""
+        conversations = [list(group) for _, group in itertools.groupby(samples, key=lambda sample: sample.conversation)]
+        rows: dict[int, list[tuple[int, int]]] = {}  # of each new chunk
+        picked: list[SampleInfo] = []
+        for new, part in enumerate(split(conversations, chunks)):
+            rows[new] = []
+            for sample in itertools.chain(*part):
+                picked.append(replace(sample, chunk=new, row=len(rows[new])))
+                rows[new].append((sample.chunk, sample.row))
 
-        picked = (replace(sample, chunk=new, row=row) for new, part in parts.items() for row, sample in enumerate(part))
-        return PendingPick(samples=tuple(picked), calls=self._divide(RolloutEngine.pick, request, list(parts)))
+        def request(numbers: Sequence[int]) -> PickRequest:
+            old = rollouts.chunks.only({chunk for new in numbers for chunk, _ in rows[new]})
+            return PickRequest(chunks=old, rows={new: rows[new] for new in numbers})
 
-    def truncate(self, rollouts: Rollouts, token: int, after: int) -> PendingTruncation:
-        """Ends every response after its first `token` at an index of at least `after`; returns at once."""
+        calls = await self._divide(RolloutEngine.pick, request, list(rows))
+        return Rollouts(samples=tuple(picked), chunks=ChunkRefs[RolloutChunk].of(call.chunks for call in calls))
 
-        def request(own: Sequence[int]) -> TruncateRequest:
-            return TruncateRequest(chunks=rollouts.chunks.only(own), token=token, after=after, assigned=own)
+    async def truncate(self, rollouts: Rollouts, token: int, after: int) -> Rollouts:
+        """Ends every response after its first `token` at an index of at least `after`, at the same chunks and rows.
+
+        `finished` of the samples is whether a response has the token.
+        """
+
+        def request(numbers: Sequence[int]) -> TruncateRequest:
+            return TruncateRequest(chunks=rollouts.chunks.only(numbers), token=token, after=after, assigned=numbers)
 
         chunks = sorted({sample.chunk for sample in rollouts.samples})
-        return PendingTruncation(rollouts=rollouts, calls=self._divide(RolloutEngine.truncate, request, chunks))
+        calls = await self._divide(RolloutEngine.truncate, request, chunks)
+        ends: dict[int, ResponseEnds] = {}
+        for call in calls:
+            ends |= call.results[0]
+        samples: list[SampleInfo] = []
+        for sample in rollouts.samples:  # lengths, and whether responses have the token
+            sampled, given, finished = (column[sample.row] for column in ends[sample.chunk])
+            samples.append(replace(sample, response_tokens=sampled, given_tokens=given, finished=bool(finished)))
+        return Rollouts(samples=tuple(samples), chunks=ChunkRefs[RolloutChunk].of(call.chunks for call in calls))
 
-    def _divide(
+    async def _divide(
         self, method: RemoteMethod[RolloutEngine, [Q], Any], make: Callable[[Sequence[int]], Q], chunks: Sequence[int]
-    ) -> Sequence[ChunkCall[Any, RolloutChunk]]:
-        """Calls a method by chunk, on the engines that have started, or on all if none has.
-
-        Another engine does the part of one that is lost; the sequence has its call then.
-        """
+    ) -> list[ChunkCall[Any, RolloutChunk]]:
+        """Calls a method by chunk, on the engines that have started, or on all if none has; returns the calls."""
         engines = self.started or range(len(self.processes))
-        parts = [part for index in range(len(engines)) if (part := chunks[index :: len(engines)])]
-        calls: list[ChunkCall[Any, RolloutChunk]] = []
+        parts: list[asyncio.Task[ChunkCall[Any, RolloutChunk]]] = []
+        for index, engine in enumerate(engines):
+            numbers = chunks[index :: len(engines)]
+            if numbers:
+                parts.append(self.spawn(self._call_part(engine, method, make(numbers), numbers)))
+        return [await part for part in parts]
 
-        def ask(part: int, engine: int) -> ChunkCall[Any, RolloutChunk]:
+    async def _call_part(
+        self, engine: int, method: RemoteMethod[RolloutEngine, [Q], Any], request: Q, chunks: Sequence[int]
+    ) -> ChunkCall[Any, RolloutChunk]:
+        """Calls a method on an engine, or on another one if that is lost."""
+        while True:
             process = self.processes[engine]
-            call = self.submit(method, [(make(parts[part]),)], chunks=[parts[part]], processes=[process])
-            call.after = [self._starting[engine]] if engine in self._starting else ()
-            if self._replacements:
-                call.lost = partial(lose, part, engine, process)
-            return call
-
-        def lose(part: int, engine: int, process: Process[RolloutEngine], cause: str) -> None:
-            self.replace(engine, process, cause)
-            calls[part] = ask(part, next(iter(self.started), engine))
-
-        calls += [ask(part, engine) for part, engine in zip(range(len(parts)), engines, strict=False)]
-        return calls
+            call = self.submit(method, [(request,)], chunks=[chunks], processes=[process])
+            if engine in self._starting:
+                call.after = [self._starting[engine]]
+            call.survives_loss = self.replaceable
+            try:
+                await call
+            except ProcessLostError as error:
+                self._lose(engine, process, error)
+                engine = next(iter(self.started), engine)
+            else:
+                return call
 
 
 def engine_options(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
-from megarl.cluster.calls import Call, Routine
+from megarl.cluster.calls import Call
 from megarl.cluster.session import Session
 from megarl.config import SamplingConfig
 from megarl.config.schema import JudgeModel
@@ -34,25 +33,22 @@ class Judge:
         self._engines = engines
         self._scorers = scorers
 
-    def start(self) -> Call[int]:
-        """Starts the engines; returns at once."""
-        return self._engines.start()
+    async def start(self) -> None:
+        """Starts the engines."""
+        await self._engines.start()
 
     def close(self) -> Call[None]:
         """Lets the engines end by themselves; returns at once."""
         return self._engines.close()
 
-    def score(
-        self, rollouts: Rollouts, prompts: Mapping[str, Prompt]
-    ) -> Routine[tuple[Call[ScoredRows], Sequence[Call[Any]]]]:
-        """Asks for the score of every sample; returns the call that reads the answers, and those before it.
+    async def score(self, rollouts: Rollouts, prompts: Mapping[str, Prompt]) -> tuple[Call[ScoredRows], float]:
+        """Asks for the score of every sample; returns the call that reads the answers, and the seconds before it.
 
         Args:
             prompts: by prompt id.
         """
         asking = self._scorers.questions(rollouts, prompts)
-        yield asking
-        questions = [question for part in asking.wait() for question in part]
+        questions = [question for part in await asking for question in part]
         requests = [
             SampleRequest(
                 sample_id=f"judge/{number}",
@@ -64,10 +60,11 @@ class Judge:
             if question.problem is None
         ]
         if not requests:
-            return self._scorers.read(questions, None), [asking]
+            return self._scorers.read(questions, None), await asking.longest()
         answers = self._engines.generate(requests, _CHUNKS_PER_ENGINE * len(self._engines.processes))
-        yield answers
-        return self._scorers.read(questions, answers.result()), [asking, *answers.answers.values()]
+        rollouts = await answers.result()
+        seconds = max(await asking.longest(), await answers.longest())
+        return self._scorers.read(questions, rollouts), seconds
 
 
 def launch_judge(config: SamplingConfig, session: Session, scorers: RuleScorers | None) -> Judge | None:

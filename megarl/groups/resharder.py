@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megarl.cluster.calls import Condition, Process
+from megarl.cluster.calls import Process
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import RolloutTrainingConfig, parse_devices
@@ -170,7 +170,7 @@ class EngineLink:
         self._watch: BarrierWatch
         self._ranks: Mapping[int, int] = {}
 
-    def connect(self) -> bool:
+    async def connect(self) -> bool:
         """Connects the actor's ranks with the engines that have started; returns whether all of these are connected.
 
         Every rank gets its part of the plan. An earlier connection ends, unless it is of the same processes.
@@ -194,12 +194,12 @@ class EngineLink:
             for i, engine in enumerate(engines)
         }
         attempt = SyncAttempt(self._engines, self._watch, self._ranks, sent, received)
-        if not attempt.succeeds() or attempt.lost:
+        if not await attempt.succeeds() or attempt.lost:
             return False
         self._connected = processes
         return True
 
-    def update(self, version: int) -> SyncReport | None:
+    async def update(self, version: int) -> SyncReport | None:
         """Sends the actor's weights to the engines that have started, and waits until every rank has committed them.
 
         Returns None if there is no such engine.
@@ -208,9 +208,9 @@ class EngineLink:
             WorkerError: The sync was aborted though no engine was lost, or a process failed.
         """
         while engines := self._started:
-            self._engines.hold(engines, drain=self._drain)
+            await self._engines.hold(engines, drain=self._drain)
             start = time.perf_counter()
-            if engines != self._started or not self.connect() or self._connected != self._processes(engines):
+            if engines != self._started or not await self.connect() or self._connected != self._processes(engines):
                 continue
             self._watch.begin()
             sent = self._senders.call(MegatronWorker.send_weights, version, self._number)
@@ -218,7 +218,7 @@ class EngineLink:
                 engine: self._engines.call_at(engine, RolloutEngine.receive_weights, version) for engine in engines
             }
             attempt = SyncAttempt(self._engines, self._watch, self._ranks, sent, received)
-            if not attempt.succeeds():
+            if not await attempt.succeeds():
                 continue
             # One that has answered may be lost afterwards, while it generates.
             left = [engine for engine in engines if self._processes([engine]) == received[engine].processes]
@@ -258,12 +258,12 @@ class Resharder:
         for part in parts:
             planner.plan(part)
 
-    def connect(self) -> None:
-        """Connects all ranks, and waits."""
+    async def connect(self) -> None:
+        """Connects all ranks."""
         for link in self._links:
-            link.connect()
+            await link.connect()
 
-    def sync(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> SyncReport:
         """Sends the actor's weights, and waits until every rank has committed the version.
 
         Replaced engines take part if they have started. Without any engine that has, it waits for one.
@@ -276,6 +276,9 @@ class Resharder:
         """
         reports: list[SyncReport] = []
         while not reports:
-            self._engines.monitor.wait_until(Condition(lambda: bool(self._engines.started)))
-            reports = [report for link in self._links if (report := link.update(version)) is not None]
+            await self._engines.until(lambda: bool(self._engines.started))
+            for link in self._links:
+                report = await link.update(version)
+                if report is not None:
+                    reports.append(report)
         return SyncReport.joined(reports)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, replace
 
-from megarl.cluster.calls import Awaited, ChunkCall
+from megarl.cluster.calls import ChunkCall
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.rollout.completions import ResponseEnds
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
 
 
@@ -43,80 +42,33 @@ class Rollouts:
         ]
 
 
-class Requiring(Protocol):
-    """The engines, as `RolloutGroup` is them."""
-
-    def require(self, awaited: Awaited) -> None: ...
+GenerateCall = ChunkCall[list[SampleInfo], RolloutChunk]
+"""A call that has generated an item."""
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PendingRollouts:
-    """Rollouts that are being generated."""
+    """Rollouts that are being generated; `answers` are of the items, in the order of their chunks."""
 
-    items: Sequence[WorkItem]
-    engines: Requiring
-    answers: dict[int, ChunkCall[list[SampleInfo], RolloutChunk]] = field(default_factory=dict)  # by chunk
-
-    @property
-    def finished(self) -> bool:
-        return all(item.chunk in self.answers for item in self.items)
+    answers: Sequence[asyncio.Future[GenerateCall]]
 
     def parts(self, count: int) -> list[PendingRollouts]:
         """Returns what `Rollouts.parts` returns of the result; each part is finished with its own last response."""
-        return [replace(self, items=items) for items in split(self.items, count)]
+        return [PendingRollouts(answers=answers) for answers in split(self.answers, count)]
 
-    def result(self) -> Rollouts:
-        """Returns the finished rollouts; the samples are in the order of the requests."""
-        calls = [self.answers[item.chunk] for item in self.items]
-        return Rollouts(
-            samples=tuple(info for call in calls for info in call.results[0]),
-            chunks=ChunkRefs[RolloutChunk].of(call.chunks for call in calls),
-        )
-
-    def wait(self) -> Rollouts:
-        """Waits for the rollouts; raises WorkerError as `Call.wait` does, and if no engine is left."""
-        self.engines.require(self)
-        return self.result()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingPick:
-    """Samples that are being copied into new chunks, which the calls make."""
-
-    samples: tuple[SampleInfo, ...]
-    calls: Sequence[ChunkCall[None, RolloutChunk]]
-
-    @property
-    def finished(self) -> bool:
-        return all(call.finished for call in self.calls)
-
-    def result(self) -> Rollouts:
-        """Returns the copies."""
-        return Rollouts(samples=self.samples, chunks=ChunkRefs[RolloutChunk].of(call.chunks for call in self.calls))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingTruncation:
-    """Rollouts whose responses are being truncated, into new chunks, which the calls make."""
-
-    rollouts: Rollouts
-    calls: Sequence[ChunkCall[dict[int, ResponseEnds], RolloutChunk]]
-
-    @property
-    def finished(self) -> bool:
-        return all(call.finished for call in self.calls)
-
-    def result(self) -> Rollouts:
-        """Returns the truncated samples, at the same chunks and rows.
-
-        `finished` is whether a response has the token.
-        """
-        ends = {chunk: own for call in self.calls for chunk, own in call.results[0].items()}
+    async def result(self) -> Rollouts:
+        """Waits for the rollouts; the samples are in the order of the requests."""
         samples: list[SampleInfo] = []
-        for sample in self.rollouts.samples:  # lengths, and whether responses have the token
-            sampled, given, finished = (column[sample.row] for column in ends[sample.chunk])
-            samples.append(replace(sample, response_tokens=sampled, given_tokens=given, finished=bool(finished)))
-        return Rollouts(samples=tuple(samples), chunks=ChunkRefs[RolloutChunk].of(call.chunks for call in self.calls))
+        chunks: list[ChunkRefs[RolloutChunk]] = []
+        for answer in self.answers:
+            call = await answer
+            samples += call.results[0]
+            chunks.append(call.chunks)
+        return Rollouts(samples=tuple(samples), chunks=ChunkRefs[RolloutChunk].of(chunks))
+
+    async def longest(self) -> float:
+        """Waits for the rollouts, and returns the seconds of the slowest call."""
+        return max([await (await answer).longest() for answer in self.answers])
 
 
 def split[T](items: Sequence[T], count: int) -> list[Sequence[T]]:

@@ -187,9 +187,9 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
         ]
         super().__init__(session, "scorers", processes)
 
-    def start(self) -> Call[None]:
-        """Loads the functions; returns at once."""
-        return self.call(ScoringProcess.start)
+    async def start(self) -> None:
+        """Loads the functions."""
+        await self.call(ScoringProcess.start)
 
     def close(self) -> Call[None]:
         """Lets every process end by itself; returns at once."""
@@ -247,9 +247,9 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
         processes = [self.processes[index] for index in shares]
         return self.submit(method, [(request,) for request in requests], processes=processes)
 
-    def gather(self, call: Call[ScoredRows]) -> dict[int, Scores]:
+    async def gather(self, call: Call[ScoredRows]) -> dict[int, Scores]:
         """Waits for the scores of `submit`, by chunk, and warns of failures; a sample without a score has NaN."""
-        results = call.wait()
+        results = await call
         failures = {kind: unscored for result in reversed(results) for kind, unscored in result.failures.items()}
         if failures:
             self.failures = [

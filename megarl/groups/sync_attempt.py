@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megarl.cluster.calls import Call, Condition, Process, WorkerError
+from megarl.cluster.calls import Call, ProcessLostError, WorkerError
 from megarl.groups.engines import RolloutGroup
 from megarl.resharding import BarrierWatch, SyncError
-from megarl.rollout.engine import RolloutEngine
 
 
 class SyncAttempt:
@@ -46,16 +45,21 @@ class SyncAttempt:
             sent.late = partial(self._extend, None)
             for engine, call in received.items():
                 call.late = partial(self._extend, engine)
-                call.lost = partial(self._lose, engine, call.processes[0])
+                call.survives_loss = True
 
-    def succeeds(self) -> bool:
+    async def succeeds(self) -> bool:
         """Waits for all ranks; returns whether those that are left have done it.
 
         Raises:
             WorkerError: They have aborted it though no engine was lost, or a process failed.
         """
-        self._engines.monitor.wait_until(Condition(lambda: self._finished))
-        errors = [error for call in (self._sent, *self._received.values()) for error in call.errors.values()]
+        received = [self._engines.spawn(self._receive(engine, call)) for engine, call in self._received.items()]
+        await self._sent
+        for each in received:
+            await each
+        errors: list[str] = []
+        for call in (self._sent, *self._received.values()):
+            errors += call.errors.values()
         if errors and not self.lost:
             first = min(self._ranks)
             raise WorkerError(
@@ -64,16 +68,15 @@ class SyncAttempt:
             )
         return not errors
 
-    @property
-    def _finished(self) -> bool:
-        left = (call for engine, call in self._received.items() if engine not in self.lost)
-        return self._sent.finished and all(call.finished for call in left)
-
-    def _lose(self, engine: int, process: Process[RolloutEngine], cause: str) -> None:
-        """Replaces an engine, whose end breaks its connections, and frees those that wait for it in a barrier."""
-        self.lost.add(engine)
-        self._engines.replace(engine, process, cause)
-        self._watch.abort(cause.splitlines()[0])
+    async def _receive(self, engine: int, call: Call[Any]) -> None:
+        """Waits for an engine. Where it is lost, its end breaks its connections; those in a barrier are freed."""
+        (process,) = call.processes
+        try:
+            await call
+        except ProcessLostError as error:
+            self.lost.add(engine)
+            self._engines.replace(engine, process, str(error))
+            self._watch.abort(str(error).splitlines()[0])
 
     def _extend(self, engine: int | None, message: str) -> bool:
         """Returns whether the actor's ranks, or an engine, are late because of another engine, which hangs.

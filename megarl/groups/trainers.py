@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
@@ -104,41 +104,41 @@ class Trainers:
         replicas = max((role.layout.dp for role in self.roles.values()), default=1)
         return max(_CHUNKS_PER_REPLICA, parts) * replicas
 
-    def start(self, model_dir: str) -> None:
-        """Connects the ranks of every group, builds the roles and loads their weights, and waits; see `start_all`."""
+    async def start(self, model_dir: str) -> None:
+        """Connects the ranks of every group, builds the roles and loads their weights; see `start_all`."""
         loading: list[Call[None]] = []
         for group in self.groups.values():
-            address = self.session.free_address(group.processes[0])
+            address = await self.session.free_address(group.processes[0])
             group.call(MegatronWorker.start, f"tcp://{address}")
             loading.append(group.call(MegatronWorker.load, model_dir))
-        _wait(loading)
+        await _all(loading)
 
-    def offload_all(self) -> None:
-        """Offloads every role that can be offloaded, and waits."""
-        _wait([group.call(MegatronWorker.offload_all) for group in self.groups.values()])
+    async def offload_all(self) -> None:
+        """Offloads every role that can be offloaded."""
+        await _all([group.call(MegatronWorker.offload_all) for group in self.groups.values()])
 
-    def take_usage(self) -> dict[str, list[ProcessUsage]]:
+    async def take_usage(self) -> dict[str, list[ProcessUsage]]:
         """Returns what each rank of each group has used since the last reading."""
-        return {name: group.take_usage() for name, group in self.groups.items()}
+        return {name: await group.take_usage() for name, group in self.groups.items()}
 
 
-def _wait(calls: Sequence[Call[Any]]) -> None:
-    for call in calls:
-        call.wait()
+async def _all(started: Sequence[Awaitable[Any]]) -> None:
+    for each in started:
+        await each
 
 
 class Service(Protocol):
     """Processes beside trainers and the actor's engines."""
 
-    def start(self) -> Call[Any]: ...
+    async def start(self) -> None: ...
 
     def close(self) -> Call[None]: ...
 
 
-def start_all(
+async def start_all(
     trainers: Trainers, engines: RolloutGroup | None, services: Sequence[Service], model_dir: str, *, sleep: bool
 ) -> None:
-    """Starts every launched process, loads every model, and waits.
+    """Starts every launched process, and loads every model.
 
     Args:
         model_dir: Hugging Face directory of the model.
@@ -147,19 +147,21 @@ def start_all(
     Raises:
         WorkerError: A process failed to start.
     """
-    starting = [] if engines is None else [engines.start()]
-    loading = [service.start() for service in services]
+    spawn = trainers.session.spawn
+    starting = [] if engines is None else [spawn(engines.start())]
+    loading = [spawn(service.start()) for service in services]
     if sleep:
-        _wait(starting)
-    trainers.start(model_dir)
-    _wait([*starting, *loading])
+        await _all(starting)
+    await trainers.start(model_dir)
+    await _all([*starting, *loading])
 
 
-def close_all(trainers: Trainers, engines: RolloutGroup | None = None, services: Sequence[Service] = ()) -> None:
-    """Lets every process end by itself, and waits."""
+async def close_all(trainers: Trainers, engines: RolloutGroup | None = None, services: Sequence[Service] = ()) -> None:
+    """Lets every process end by itself."""
     calls = [] if engines is None else [engines.close()]
     calls += [service.close() for service in services]
-    _wait([*calls, *(group.call(MegatronWorker.close) for group in trainers.groups.values())])
+    calls += [group.call(MegatronWorker.close) for group in trainers.groups.values()]
+    await _all(calls)
 
 
 def launch_trainers(config: RunConfig, session: Session) -> Trainers:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from megarl.algos.metrics import clustered_mean, pass_rate
-from megarl.cluster.calls import Routine
 from megarl.config import SamplingConfig
 from megarl.config.schema import Evaluation
 from megarl.data.branches import Branches
@@ -65,28 +64,25 @@ class Evaluator:
         """Returns whether an evaluation puts other weights into the engines for a while."""
         return self._ema_of is not None
 
-    def evaluate(self, step: int) -> EvaluationResult:
+    async def evaluate(self, step: int) -> EvaluationResult:
         """Returns the metrics of the weights after a step, `eval/*`, and of their EMA, `eval_ema/*`."""
-        self._colocation.to_rollout()
-        result = self._engines.run(self.routine(step))
+        await self._colocation.to_rollout()
+        result = await self._engines.require(self.measure(step))
         if self._ema_of is None:
             return result
-        self._ema_of.call(MegatronWorker.swap_weights, True).wait()
-        self._colocation.sync()
-        ema = self._engines.run(self.routine(step, "eval_ema"))
-        self._ema_of.call(MegatronWorker.swap_weights, False).wait()
-        self._colocation.sync()
+        await self._ema_of.call(MegatronWorker.swap_weights, True)
+        await self._colocation.sync()
+        ema = await self._engines.require(self.measure(step, "eval_ema"))
+        await self._ema_of.call(MegatronWorker.swap_weights, False)
+        await self._colocation.sync()
         return dataclasses.replace(result, metrics={**result.metrics, **ema.metrics})
 
-    def routine(self, step: int, prefix: str = "eval") -> Routine[EvaluationResult]:
+    async def measure(self, step: int, prefix: str = "eval") -> EvaluationResult:
         """Evaluates the engines' weights; afterwards the trainers have the devices."""
-        pending = self._generator.generate(self._requests, self._chunks)
-        yield pending
-        rollouts = pending.result()
-        self._colocation.to_training()
-        scoring = yield from self._scorer.score(rollouts, self._prompts, self._evaluation.functions)
-        yield scoring
-        scores = scoring.wait()
+        rollouts = await self._generator.generate(self._requests, self._chunks).result()
+        await self._colocation.to_training()
+        scored = await self._scorer.score(rollouts, self._prompts, self._evaluation.functions)
+        scores = scored.scores
         whole = Branches.of(rollouts.samples).whole(rollouts.samples)
         metrics = held_out_metrics(scores, whole, self._evaluation)
         total = scores.get(REWARD_MODEL, next(iter(scores.values())))

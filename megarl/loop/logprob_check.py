@@ -39,35 +39,43 @@ class DisagreementError(RunError):
 
 
 class LogprobCheck:
-    """Random sequences and the actor's log-probabilities of them; the constructor waits for its forward pass."""
+    """Random sequences and the actor's log-probabilities of them.
 
-    def __init__(self, config: RolloutTrainingConfig, actor: RemoteRole) -> None:
+    Args:
+        limit: largest mean absolute difference of an engine, in nats per token.
+    """
+
+    def __init__(self, sequences: Sequence[npt.NDArray[np.int32]], logprobs: Ragged, limit: float) -> None:
+        self._sequences = sequences
+        self._logprobs = logprobs
+        self._limit = limit
+
+    @classmethod
+    async def begin(cls, config: RolloutTrainingConfig, actor: RemoteRole) -> LogprobCheck:
+        """Computes the actor's log-probabilities."""
         agreement = config.resharding.logprob_check
         assert agreement is not None
         spec = model_spec(config.model.hf_config())
         longest = min(agreement.tokens, config.rollout.max_model_len)
-        self._limit = agreement.max_mean_abs_diff or TOLERANCES[spec.dtype]
-        self._sequences = random_sequences(
-            agreement, vocab=vocab_size(config, spec), longest=longest, seed=config.run.seed
-        )
-        rows = [
-            Demonstration(key=str(i), prompt_ids=ids[:1], response_ids=ids[1:]) for i, ids in enumerate(self._sequences)
-        ]
+        limit = agreement.max_mean_abs_diff or TOLERANCES[spec.dtype]
+        sequences = random_sequences(agreement, vocab=vocab_size(config, spec), longest=longest, seed=config.run.seed)
+        rows = [Demonstration(key=str(i), prompt_ids=ids[:1], response_ids=ids[1:]) for i, ids in enumerate(sequences)]
         samples, chunks = text_batch(rows, actor.layout.dp)
         budget = config.role("actor").tokens_per_micro_batch
         request = ForwardRequest(
             schedule=inference_schedule(samples, actor.layout, budget), chunks=ChunkRefs[TextChunk].put(chunks)
         )
-        by_chunk = gather_by_chunk(actor.dispatch(MegatronWorker.logprobs, request))
-        self._logprobs = Ragged.from_rows((by_chunk[sample.chunk][sample.row] for sample in samples), np.float32)
+        by_chunk = await gather_by_chunk(actor.dispatch(MegatronWorker.logprobs, request))
+        logprobs = Ragged.from_rows((by_chunk[sample.chunk][sample.row] for sample in samples), np.float32)
+        return cls(sequences, logprobs, limit)
 
-    def compare(self, engines: RolloutGroup) -> dict[str, float]:
+    async def compare(self, engines: RolloutGroup) -> dict[str, float]:
         """Compares every engine, awake and with the actor's weights; returns the metrics `sync/logprob_*`.
 
         Raises:
             DisagreementError: An engine's mean absolute difference is above the limit, or NaN.
         """
-        found = engines.call(RolloutEngine.logprobs, [ids.tolist() for ids in self._sequences]).wait()
+        found = await engines.call(RolloutEngine.logprobs, [ids.tolist() for ids in self._sequences])
         return compare_logprobs(self._logprobs, found, self._limit)
 
 

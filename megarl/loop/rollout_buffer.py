@@ -13,17 +13,19 @@ samples, in their order. The modes differ in what happens to responses in progre
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megarl.cluster.calls import Condition, Routine, Task, WorkerError
+from megarl.cluster.calls import WorkerError
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config import RolloutTrainingConfig
 from megarl.data.branches import Branches
@@ -31,8 +33,8 @@ from megarl.data.packing import sample_infos
 from megarl.groups.colocation import Colocation
 from megarl.groups.engines import RolloutGroup
 from megarl.groups.rollouts import Rollouts
-from megarl.loop.sampler import Sampled, Sampler
-from megarl.loop.scoring import Scoring
+from megarl.loop.sampler import Sampled, Sampler, Scoring, known_scores
+from megarl.loop.scoring import ScoredSamples
 from megarl.rollout.completions import load_chunks, save_chunks
 from megarl.rollout.requests import sampling_settings
 from megarl.types import ConversationOutcome, RolloutChunk
@@ -60,97 +62,104 @@ class RolloutBuffer:
         self._overlaps = self._staleness > 0 and not colocation.shared
         self._rollout = config.rollout
         self._sizes = config.data.prompts_per_step, config.data.samples_per_prompt
-        self.version = self._taken = 0  # of the engines, and of the actor
-        self._steps: dict[int, Task[Sampled]] = {}
-        self._background: list[Task[Any]] = []
-        self._paused = self._advancing = False
+        self.version = 0  # of the engines
+        self._taken = 0  # version of the actor
+        self._steps: dict[int, asyncio.Task[Sampled]] = {}
+        self._loaded: dict[int, Callable[[], Coroutine[Any, Any, Sampled]]] = {}  # to be scored
+        self._background: list[asyncio.Task[Any]] = []
+        self._paused = False
 
     def begin(self, step: int) -> None:
         """Starts after a step, whose weights the engines have."""
         self._taken = step
         self._engines.restore = self._restore
         if self._overlaps:
-            self._engines.monitor.listeners.append(self._advance)
+            for loaded in sorted(self._loaded):
+                self._start(loaded)
         self.synced(step)
 
-    def take(self, step: int) -> Sampled:
+    async def take(self, step: int) -> Sampled:
         """Waits for the samples of a step, and returns them; their scores may be in progress."""
-        self._advance()
+        self._admit()
         if not self._overlaps:
             for due in range(step, min(step + self._staleness, self._last) + 1):
-                sampling = self._steps.setdefault(due, Task(self._sampler.sample(due)))
-                while not sampling.finished:
-                    self._engines.require(sampling.advance())
-        self._engines.require(Condition(lambda: step in self._steps and self._steps[step].finished))
-        self._colocation.to_training()
-        sampled = self._steps.pop(step).result
+                await self._engines.require(self._start(due))
+        sampled = await self._engines.require(self._steps[step])
+        await self._colocation.to_training()
+        del self._steps[step]
         self._taken = step
         self._sampler.forget(step)
         return sampled
 
-    def prepare_sync(self) -> None:
+    async def prepare_sync(self) -> None:
         """Waits for what only the present weights may sample."""
         if self._overlaps and self._mode == "exact":
-            self._engines.require(Condition(lambda: not (self._in_progress or self._admitted or self._unfinished)))
+            await self._engines.require(self._sample_admitted())
+
+    async def _sample_admitted(self) -> None:
+        """Waits until all that may be sampled is sampled, and other work of the engines is done."""
+        self._admit()
+        while unfinished := [*self._in_progress, *self._unfinished]:
+            await asyncio.wait(unfinished)
+            self._admit()
 
     def synced(self, version: int) -> None:
         """Goes on with new weights in the engines."""
         self.version = version
-        self._advance()
+        self._admit()
 
     def skips_sync(self, step: int) -> bool:
         """Returns whether the engines rather finish their responses, as the next step does not need them."""
         following = self._steps.get(step + 1)
-        ready = following is not None and following.finished
+        ready = following is not None and following.done()
         return self._overlaps and self._mode == "bounded" and ready and not self._engines.idle
 
-    def run_beside(self, routine: Routine[Any]) -> None:
+    def run_beside(self, work: Coroutine[Any, Any, Any]) -> None:
         """Starts other work of the engines, which goes on as sampling does."""
-        self._background.append(Task(routine))
-        self._advance()
+        self._background.append(self._engines.spawn(work))
 
-    def take_results(self, *, wait: bool) -> list[Any]:
+    async def take_results(self, *, wait: bool) -> list[Any]:
         """Returns the results of the finished work that was added, in its order; with `wait`, of all of it."""
-        if wait:
-            self._engines.require(Condition(lambda: not self._unfinished))
+        if wait and self._unfinished:
+            await self._engines.require(asyncio.wait(self._unfinished))
         done: list[Any] = []
-        while self._background and self._background[0].finished:
-            done.append(self._background.pop(0).result)
+        while self._background and self._background[0].done():
+            done.append(self._background.pop(0).result())
         return done
 
-    @contextmanager
-    def paused(self) -> Generator[None]:
+    @asynccontextmanager
+    async def paused(self) -> AsyncGenerator[None]:
         """First waits for the steps that are being sampled; in the block no others are started."""
         self._paused = True
-        if self._overlaps:
-            self._engines.require(Condition(lambda: not self._in_progress))
+        if self._in_progress:
+            await self._engines.require(asyncio.wait(self._in_progress))
         yield
         self._paused = False
-        self._advance()
+        self._admit()
 
-    def _restore(self) -> None:
+    async def _restore(self) -> None:
         """Gives the engines the actor's weights, as all were lost; raises WorkerError if they had older ones."""
         if self._mode == "exact" and self.version != self._taken:
             raise WorkerError(
                 f"{self._engines.replaced[-1]}\nNo engine is left with version {self.version} of the weights, and "
                 f"the actor has version {self._taken} by now: resume the run, which samples these steps again"
             )
-        self._colocation.sync(self._taken)
+        await self._colocation.sync(self._taken)
         self.synced(self._taken)
 
     @property
     def depth(self) -> int:
         """Number of sampled steps that wait for the training."""
-        return sum(sampling.finished for sampling in self._steps.values())
+        return sum(sampling.done() for sampling in self._steps.values())
 
     @property
-    def _in_progress(self) -> list[Task[Sampled]]:
-        return [sampling for sampling in self._steps.values() if not sampling.finished]
+    def _in_progress(self) -> list[asyncio.Task[Sampled]]:
+        return [sampling for sampling in self._steps.values() if not sampling.done()]
 
     @property
-    def _unfinished(self) -> list[Task[Any]]:
+    def _unfinished(self) -> list[asyncio.Task[Any]]:
         """Other work that is in progress."""
-        return [task for task in self._background if not task.finished]
+        return [task for task in self._background if not task.done()]
 
     @property
     def _admitted(self) -> list[int]:
@@ -158,24 +167,29 @@ class RolloutBuffer:
         last = min(self.version + 1 + self._staleness, self._last)
         return [step for step in range(self._taken + 1, last + 1) if step not in self._steps]
 
-    def _advance(self) -> None:
-        """Advances sampling and admits further steps within the staleness bound."""
-        if self._advancing or not self._overlaps:
+    def _admit(self) -> None:
+        """Starts to sample further steps within the staleness bound, where they overlap."""
+        if not self._overlaps or self._paused:
             return
-        self._advancing = True
-        try:
-            for task in (*self._in_progress, *self._background):
-                task.advance()
-            while not self._paused and self._admitted and not (self._mode == "exact" and self._in_progress):
-                step = self._admitted[0]
-                self._steps[step] = Task(self._sampler.sample(step))
-                self._steps[step].advance()
-        finally:
-            self._advancing = False
+        while self._admitted and not (self._mode == "exact" and self._in_progress):
+            self._start(self._admitted[0])
+
+    def _start(self, step: int) -> asyncio.Task[Sampled]:
+        """Starts to sample a step, or to score one that was loaded, unless that has begun."""
+        if step not in self._steps:
+            loaded = self._loaded.pop(step, None)
+            sampling = self._engines.spawn(self._sampler.sample(step) if loaded is None else loaded())
+            self._steps[step] = sampling
+            sampling.add_done_callback(self._sampled)
+        return self._steps[step]
+
+    def _sampled(self, sampling: asyncio.Task[Sampled]) -> None:
+        if not sampling.cancelled() and sampling.exception() is None:
+            self._admit()
 
     def state(self, directory: Path) -> dict[str, Any]:
         """Returns the position in the prompts, and what is sampled; writes the rollouts of the latter to files."""
-        sampled = {str(step): task.result for step, task in sorted(self._steps.items()) if task.finished}
+        sampled = {str(step): task.result() for step, task in sorted(self._steps.items()) if task.done()}
         steps = {step: _save(each, directory / f"step-{step}") for step, each in sampled.items()}
         if not steps:
             return dict(self._sampler.state())
@@ -202,8 +216,9 @@ class RolloutBuffer:
                 continue
             if (len(prompts), len(Branches.of(rollouts.samples).last) // len(prompts)) != self._sizes:
                 continue
-            routine = self._sampler.score(prompts, rollouts, greedy, saved["metrics"], scoring, greedy_scoring)
-            self._steps[int(step)] = Task(routine)
+            self._loaded[int(step)] = partial(
+                self._sampler.score, prompts, rollouts, greedy, saved["metrics"], scoring, greedy_scoring
+            )
 
 
 def _save(sampled: Sampled, path: Path) -> dict[str, Any]:
@@ -229,10 +244,11 @@ def _save_rollouts(rollouts: Rollouts, scoring: Scoring | None, path: Path) -> d
     fetched = rollouts.chunks.only(numbers)
     save_chunks(path, [fetched[chunk] for chunk in numbers])
     scored = None
-    if scoring is not None and scoring.finished and scoring.dense is None:  # scores of tokens are computed again
-        columns = {name: values.astype(float).tolist() for name, values in scoring.wait().items()}
+    known = scoring.result() if scoring is not None and scoring.done() else None
+    if known is not None and known.dense is None:  # scores of tokens are computed again
+        columns = {name: values.astype(float).tolist() for name, values in known.scores.items()}
         scored = {
-            "ends": [(sample.response_tokens, sample.finished, sample.given_tokens) for sample in scoring.samples],
+            "ends": [(sample.response_tokens, sample.finished, sample.given_tokens) for sample in known.samples],
             "scores": {name: [x if math.isfinite(x) else None for x in own] for name, own in columns.items()},
         }
     outcomes = [sample.outcome and asdict(sample.outcome) for sample in rollouts.samples]
@@ -255,7 +271,7 @@ def _load(saved: Mapping[str, Any], path: Path) -> tuple[Rollouts, Scoring | Non
     ]
     columns: dict[str, list[float | None]] = saved["scored"]["scores"]
     scores = {name: np.array(column, dtype=np.float32) for name, column in columns.items()}  # None becomes NaN
-    return rollouts, Scoring(samples=seen, wait=lambda: scores)
+    return rollouts, known_scores(ScoredSamples(samples=seen, scores=scores))
 
 
 def _oldest(rollouts: Rollouts) -> int:

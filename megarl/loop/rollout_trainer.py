@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megarl.cluster.calls import Routine
 from megarl.cluster.process_usage import memory_metrics
 from megarl.cluster.session import Session
 from megarl.config import RolloutTrainingConfig
@@ -86,37 +85,39 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
     def _make_buffer(self, sampler: Sampler) -> RolloutBuffer:
         return RolloutBuffer(self._config, sampler, self._engines, self._colocation)
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Starts every process, loads every model, and connects the actor with the engines."""
         sleep = self._config.rollout.sleep
-        start_all(self._trainers, self._engines, self._parts.services, self._model_dir, sleep=sleep)
+        await start_all(self._trainers, self._engines, self._parts.services, self._model_dir, sleep=sleep)
         self._phase("connections")
-        self._resharder.connect()
+        await self._resharder.connect()
 
-    def begin(self, step: int) -> Metrics:
+    async def begin(self, step: int) -> Metrics:
         """Moves the actor's weights into the engines, and compares the log-probabilities of both."""
         agreement = self._config.resharding.logprob_check
-        check = None if agreement is None else LogprobCheck(self._config, self.roles["actor"])
+        check = None if agreement is None else await LogprobCheck.begin(self._config, self.roles["actor"])
         self._phase("weights into the engines")
-        metrics = self._colocation.sync(step).metrics()
+        report = await self._colocation.sync(step)
+        metrics = report.metrics()
         if check is not None:
             self._phase("log-probabilities compared")
-            metrics = {**metrics, **check.compare(self._engines)}
+            metrics = {**metrics, **(await check.compare(self._engines))}
         self._engines.take_metrics()  # the start is no part of a step
         self._buffer.begin(step)
         return metrics
 
-    def _sync(self, step: int) -> Metrics:
+    async def _sync(self, step: int) -> Metrics:
         """Moves the actor's weights into the engines as version `step`, if a sync is due."""
         steps = self._config.steps
         every = self.evaluate_every
         evaluates = step == steps or (every is not None and step % every == 0)
         if not evaluates and (step % self._config.rollout.sync_every or self._buffer.skips_sync(step)):
             return {}
-        self._buffer.prepare_sync()
-        metrics = self._colocation.sync(step).metrics()
+        await self._buffer.prepare_sync()
+        report = await self._colocation.sync(step)
         self._buffer.synced(step)
-        return {**metrics, **memory_metrics(self._engines.name, self._engines.take_usage())}
+        usage = await self._engines.take_usage()
+        return {**report.metrics(), **memory_metrics(self._engines.name, usage)}
 
     def _score_order(self, samples: Sequence[SampleInfo], step: int) -> npt.NDArray[np.int64] | None:
         """Returns the permutation of the scores of a step's conversations; None unless they are shuffled."""
@@ -124,7 +125,7 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
             return None
         return shuffled_order(len(Branches.of(samples).last), self._config.run.seed, step)
 
-    def _result(
+    async def _result(
         self,
         step: int,
         sampled: Sampled,
@@ -147,8 +148,6 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         if self._config.rollout.replay is None:
             self._skipped.add(step, updates, partial(write_rollouts, sampled, self._config.rollout))
         tokens = sum(sample.tokens for sample in rollouts.samples)
-        if (model := sampled.scoring.model) is not None:
-            self._meter.add("reward", "reward", sampled.scoring.samples, model.longest())
         all_metrics = {
             "version": step,
             **self._engines.take_metrics(),
@@ -159,7 +158,7 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
             "update/steps": len(updates),
             **timings,
             "perf/tokens_per_second": tokens / timings["time/step"],
-            **self._meter.take(self._trainers.take_usage()),
+            **self._meter.take(await self._trainers.take_usage()),
         }
         prompts = {prompt.prompt_id: prompt for prompt in sampled.prompts}
         tracking = self._config.tracking
@@ -179,45 +178,46 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
             metrics["rollout/engines_replaced"] = len(self._engines.replaced)
         return metrics
 
-    def evaluate(self, step: int) -> EvaluationResult | None:
+    async def evaluate(self, step: int) -> EvaluationResult | None:
         """Evaluates the weights of the last sync; without `evaluation.blocking`, `evaluations` returns the result."""
         evaluation = self._config.evaluation
         if self._evaluator is None or evaluation is None:
             return None
         if not evaluation.blocking:
-            self._buffer.run_beside(self._noting_versions(self._evaluator.routine(step)))
+            self._buffer.run_beside(self._noting_versions(self._evaluator.measure(step)))
             return None
         self._phase("evaluation")
-        # The weights of the moving average replace the engines' for a while.
-        with self._buffer.paused() if self._evaluator.replaces_weights else nullcontext():
-            return self._evaluator.evaluate(step)
+        async with AsyncExitStack() as during:
+            if self._evaluator.replaces_weights:  # those of the moving average are in the engines for a while
+                await during.enter_async_context(self._buffer.paused())
+            return await self._evaluator.evaluate(step)
 
-    def evaluations(self, *, wait: bool) -> Sequence[EvaluationResult]:
+    async def evaluations(self, *, wait: bool) -> Sequence[EvaluationResult]:
         """Returns the results of finished evaluations that ran during the training; with `wait`, of all of them."""
-        return self._buffer.take_results(wait=wait)
+        return await self._buffer.take_results(wait=wait)
 
-    def _noting_versions(self, evaluation: Routine[EvaluationResult]) -> Routine[EvaluationResult]:
+    async def _noting_versions(self, evaluation: Coroutine[Any, Any, EvaluationResult]) -> EvaluationResult:
         """Adds the engines' versions at the beginning and the end of an evaluation to its metrics."""
         first = self._buffer.version
-        result = yield from evaluation
+        result = await evaluation
         versions = {"eval/version": first, "eval/version_end": self._buffer.version}
         return replace(result, metrics={**result.metrics, **versions})
 
-    def to_training(self) -> None:
+    async def to_training(self) -> None:
         """Gives shared devices to the trainers."""
-        self._colocation.to_training()
+        await self._colocation.to_training()
 
-    def finish(self, export: Path) -> Metrics:
+    async def finish(self, export: Path) -> Metrics:
         """Exports the actor and its EMA."""
         self._phase("export")
-        self.to_training()
+        await self.to_training()
         actor = self.roles["actor"]
         template = self._config.model.tokenizer_directory(self._model_dir)
-        actor.call(MegatronWorker.export, str(export), template).wait()
+        await actor.call(MegatronWorker.export, str(export), template)
         if self._config.actor.ema is not None:
-            actor.call(MegatronWorker.swap_weights, True).wait()
-            actor.call(MegatronWorker.export, str(ema_export(export)), template).wait()
-            actor.call(MegatronWorker.swap_weights, False).wait()
+            await actor.call(MegatronWorker.swap_weights, True)
+            await actor.call(MegatronWorker.export, str(ema_export(export)), template)
+            await actor.call(MegatronWorker.swap_weights, False)
         return {}
 
     def state(self, directory: Path) -> dict[str, Any]:
@@ -228,6 +228,6 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         """Loads `state()`."""
         self._buffer.load(state["prompts"], directory)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Lets every process end by itself."""
-        close_all(self._trainers, self._engines, self._parts.services)
+        await close_all(self._trainers, self._engines, self._parts.services)

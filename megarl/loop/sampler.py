@@ -5,6 +5,7 @@ A step has `data.prompts_per_step` draws: a draw is a prompt with its `samples_p
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from megarl.cluster.calls import Routine, together
 from megarl.cluster.session import Session
 from megarl.config import RolloutTrainingConfig, SamplingConfig
 from megarl.config.schema import TruncateAt
@@ -27,8 +27,11 @@ from megarl.groups.rollouts import PendingRollouts, Rollouts
 from megarl.groups.scorers import launch_scorers
 from megarl.groups.trainers import Service, Trainers
 from megarl.loop.forward_passes import Forwards
-from megarl.loop.scoring import SampleFilter, Scorer, Scoring
+from megarl.loop.scoring import SampleFilter, ScoredSamples, Scorer
 from megarl.types import Prompt, SampleInfo
+
+Scoring = asyncio.Future[ScoredSamples]
+"""Scores that are being computed, or are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,15 @@ class DynamicSampling:
     rounds: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Round:
+    """The draws of a round of dynamic sampling, and their scores."""
+
+    prompts: Sequence[Prompt]
+    rollouts: Rollouts
+    scored: ScoredSamples
+
+
 class Sampler:
     """Samples and scores the rollouts of a step.
 
@@ -144,25 +156,23 @@ class Sampler:
         self._drawn: dict[int, list[str]] = {}  # the prompts of steps that have not been trained on
         self._asked: Counter[int] = Counter()  # how many of them were asked in this process
 
-    def sample(self, step: int) -> Routine[Sampled]:
+    async def sample(self, step: int) -> Sampled:
         """Generates the rollouts of a step and starts to score them; afterwards the trainers have the devices."""
         metrics: Mapping[str, float] = {}
-        forwards = ()
+        forwards: Sequence[Forwards] = ()
         greedy = None
         if self._dynamic is None:
-            self._colocation.to_rollout()
+            await self._colocation.to_rollout()
             prompts = self._draw(step)
-            rollouts, scoring, forwards = yield from self._generate(prompts, (), step)
+            rollouts, scoring, forwards = await self._generate(prompts, (), step)
         else:
-            prompts, rollouts, scoring, metrics = yield from self._filtered(self._dynamic, step)
+            prompts, rollouts, scoring, metrics = await self._filtered(self._dynamic, step)
         if self._greedy:
-            self._colocation.to_rollout()
-            pending = self._generator.generate(greedy_requests(prompts, step=step), self._chunks)
-            yield pending
-            greedy = pending.result()
-        return (yield from self.score(prompts, rollouts, greedy, metrics, scoring, forwards=forwards))
+            await self._colocation.to_rollout()
+            greedy = await self._generator.generate(greedy_requests(prompts, step=step), self._chunks).result()
+        return await self.score(prompts, rollouts, greedy, metrics, scoring, forwards=forwards)
 
-    def score(
+    async def score(
         self,
         prompts: Sequence[Prompt],
         rollouts: Rollouts,
@@ -171,14 +181,13 @@ class Sampler:
         scoring: Scoring | None = None,
         greedy: Scoring | None = None,
         forwards: Sequence[Forwards] = (),
-    ) -> Routine[Sampled]:
+    ) -> Sampled:
         """Starts whatever scoring has not started yet; gives the devices to the trainers."""
-        self._colocation.to_training()
+        await self._colocation.to_training()
         if scoring is None:
-            parts = rollouts.parts(self._parts)
-            scoring = Scoring.joined((yield from together(self._score(part, prompts) for part in parts)))
+            scoring = self._join([self._score(part, prompts) for part in rollouts.parts(self._parts)])
         if greedy is None and greedy_rollouts is not None:
-            greedy = yield from self._score(greedy_rollouts, prompts)
+            greedy = self._score(greedy_rollouts, prompts)
         return Sampled(
             prompts=prompts,
             rollouts=rollouts,
@@ -217,9 +226,9 @@ class Sampler:
         drawn += [prompt.prompt_id for prompt in self._stream.next(missing)]
         return [self._stream[prompt_id] for prompt_id in drawn[first : self._asked[step]]]
 
-    def _generate(
+    async def _generate(
         self, prompts: Sequence[Prompt], earlier: Sequence[Prompt], step: int
-    ) -> Routine[tuple[Rollouts, Scoring | None, Sequence[Forwards]]]:
+    ) -> tuple[Rollouts, Scoring | None, Sequence[Forwards]]:
         """Generates samples of some prompts, whose ids and seeds continue those of the step's earlier prompts.
 
         Where the trainers have devices of their own, their scores and forward passes have begun.
@@ -227,29 +236,44 @@ class Sampler:
         requests = sample_requests([*earlier, *prompts], self._samples_per_prompt, seed=self._seed, step=step)
         pending = self._generator.generate(requests[len(earlier) * self._samples_per_prompt :], self._chunks)
         if self._colocation.shared:
-            yield pending
-            return pending.result(), None, ()
-        begun = yield from together(self._begin(part, prompts) for part in pending.parts(self._parts))
-        return pending.result(), Scoring.joined([scoring for scoring, _ in begun]), [forwards for _, forwards in begun]
+            return await pending.result(), None, ()
+        parts = [self._engines.spawn(self._begin(part, prompts)) for part in pending.parts(self._parts)]
+        scorings: list[Scoring] = []
+        forwards: list[Forwards] = []
+        for part in parts:
+            scoring, begun = await part
+            scorings.append(scoring)
+            forwards.append(begun)
+        return await pending.result(), self._join(scorings), forwards
 
-    def _begin(self, part: PendingRollouts, prompts: Sequence[Prompt]) -> Routine[tuple[Scoring, Forwards]]:
+    async def _begin(self, part: PendingRollouts, prompts: Sequence[Prompt]) -> tuple[Scoring, Forwards]:
         """Starts forward passes and scores of a part of some samples when its responses have arrived."""
-        yield part
-        rollouts = part.result()
-        forwards: Forwards = {} if self._begin_forwards is None else self._begin_forwards(rollouts)
-        return (yield from self._score(rollouts, prompts)), forwards
+        rollouts = await part.result()
+        forwards: Forwards = {}
+        if self._begin_forwards is not None:
+            forwards = self._begin_forwards(rollouts)
+        return self._score(rollouts, prompts), forwards
 
-    def _score(self, rollouts: Rollouts, prompts: Sequence[Prompt]) -> Routine[Scoring]:
+    def _score(self, rollouts: Rollouts, prompts: Sequence[Prompt]) -> Scoring:
+        """Starts to score rollouts."""
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
-        return self._scorer.score(rollouts, by_id, self._functions)
+        return self._engines.spawn(self._scorer.score(rollouts, by_id, self._functions))
 
-    def _filtered(
+    def _join(self, parts: Sequence[Scoring]) -> Scoring:
+        """Returns the scores of all parts."""
+
+        async def joined() -> ScoredSamples:
+            return ScoredSamples.joined([await part for part in parts])
+
+        return self._engines.spawn(joined())
+
+    async def _filtered(
         self, dynamic: DynamicSampling, step: int
-    ) -> Routine[tuple[list[Prompt], Rollouts, Scoring, Mapping[str, float]]]:
+    ) -> tuple[list[Prompt], Rollouts, Scoring, Mapping[str, float]]:
         """Returns prompts, rollouts, scores and metrics of the first draws that pass the filter."""
         wanted = self._prompts_per_step
         size = self._samples_per_prompt
-        rounds, kept = yield from self._rounds(dynamic, step)
+        rounds, kept = await self._rounds(dynamic, step)
         prompts = [prompt for each in rounds for prompt in each.prompts]
         others = sorted(set(range(len(prompts))) - set(kept))
         chosen = sorted([*kept, *others][:wanted])
@@ -260,45 +284,48 @@ class Sampler:
         for conversation in conversations:
             rows += branches.rows(conversation)
         if len(rows) < len(rollouts.samples):
-            picked = self._engines.pick(rollouts, [rollouts.samples[row] for row in rows], self._chunks)
-            yield picked
-            rollouts = picked.result()
+            rollouts = await self._engines.pick(rollouts, [rollouts.samples[row] for row in rows], self._chunks)
+        scored = ScoredSamples.joined([each.scored for each in rounds])
+        selected = ScoredSamples(
+            samples=[scored.samples[row] for row in rows],
+            scores={name: values[conversations] for name, values in scored.scores.items()},
+            seconds=scored.seconds,
+        )
         metrics = {
             "filter/rounds": len(rounds),
             "filter/groups": len(prompts),
             "filter/groups_kept": len(kept) / len(prompts),
             "filter/filled": max(wanted - len(kept), 0),
         }
-        return [prompts[draw] for draw in chosen], rollouts, _select_scores(rounds, conversations, rows), metrics
+        return [prompts[draw] for draw in chosen], rollouts, known_scores(selected), metrics
 
-    def _rounds(self, dynamic: DynamicSampling, step: int) -> Routine[tuple[list[Sampled], list[int]]]:
+    async def _rounds(self, dynamic: DynamicSampling, step: int) -> tuple[list[_Round], list[int]]:
         """Samples rounds until enough draws pass; returns the rounds, and the indices of these draws in all rounds."""
-        rounds: list[Sampled] = []
+        rounds: list[_Round] = []
         drawn: list[Prompt] = []
         kept: list[int] = []
         while len(rounds) < dynamic.rounds and len(kept) < self._prompts_per_step:
-            self._colocation.to_rollout()
+            await self._colocation.to_rollout()
             prompts = self._draw(step)
-            rollouts, scoring, _ = yield from self._generate(prompts, drawn, step)
+            rollouts, scoring, _ = await self._generate(prompts, drawn, step)
             if scoring is None:
                 if self._scorer.model is not None:
-                    self._colocation.to_training()
-                scoring = yield from self._score(rollouts, prompts)
-            yield scoring
-            rounds.append(Sampled(prompts=prompts, rollouts=rollouts, scoring=scoring))
-            whole = Branches.of(scoring.samples).whole(scoring.samples)
-            keeps = dynamic.keep(scoring.wait(), whole)[:: self._samples_per_prompt]
+                    await self._colocation.to_training()
+                scoring = self._score(rollouts, prompts)
+            scored = await scoring
+            rounds.append(_Round(prompts=prompts, rollouts=rollouts, scored=scored))
+            whole = Branches.of(scored.samples).whole(scored.samples)
+            keeps = dynamic.keep(scored.scores, whole)[:: self._samples_per_prompt]
             kept += (len(drawn) + np.flatnonzero(keeps)).tolist()
             drawn += prompts
         return rounds, kept
 
 
-def _select_scores(rounds: Sequence[Sampled], conversations: Sequence[int], rows: Sequence[int]) -> Scoring:
-    """Returns the scores of some conversations of all rounds, whose samples are `rows`."""
-    joined = Scoring.joined([each.scoring for each in rounds])
-    scores = {name: values[conversations] for name, values in joined.wait().items()}
-    seconds = joined.seconds()
-    return Scoring(samples=[joined.samples[row] for row in rows], wait=lambda: scores, seconds=lambda: seconds)
+def known_scores(scored: ScoredSamples) -> Scoring:
+    """Returns scores that are known."""
+    scoring = asyncio.get_running_loop().create_future()
+    scoring.set_result(scored)
+    return scoring
 
 
 def sample_metrics(samples: Sequence[SampleInfo], max_new_tokens: int) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import time
 from collections.abc import Mapping, Sequence
@@ -11,8 +12,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Final, Protocol
 
-from megarl.cluster.calls import Call, CallMonitor
 from megarl.cluster.driver_environment import ignore_interrupts
+from megarl.cluster.session import Session
 from megarl.config import TrainingConfig
 from megarl.errors import RunError
 from megarl.files import FileRecord
@@ -23,7 +24,7 @@ from megarl.run.directory import RunDirectory
 from megarl.types import RoleName
 
 _INTERVAL_S: Final = 1.0
-"""Least time between two questions to the ranks whether they have written."""
+"""Time between two questions to the ranks whether they have written."""
 
 
 class Saved(Protocol):
@@ -32,7 +33,7 @@ class Saved(Protocol):
     @property
     def roles(self) -> Mapping[RoleName, RemoteRole]: ...
 
-    def to_training(self) -> None: ...
+    async def to_training(self) -> None: ...
 
     def state(self, directory: Path) -> dict[str, Any]: ...
 
@@ -42,45 +43,42 @@ class _Writing:
     """A checkpoint that is being written.
 
     Args:
-        state: of the driver.
+        state: state of the driver.
         began: monotonic seconds.
-        asked: calls in progress that ask the ranks of each role whether they have written.
-        commit: in progress, since all have written.
+        commit: the commit in progress, since all ranks have written.
     """
 
     step: int
     state: Mapping[str, Any]
     began: float
-    asked: Sequence[Call[list[FileRecord] | None]] = ()
     commit: Future[None] | None = None
 
 
 class Saver:
     """Saves checkpoints; at most one is being written while the training goes on.
 
-    The ranks copy their parts to host memory and write the copies in a thread. While the driver waits for calls of the
-    training, it asks them whether they have written; when all have, a thread of the driver verifies and commits.
+    The ranks copy their parts to host memory and write the copies in a thread. A task of the driver asks them from time
+    to time whether they have written; when all have, a thread of the driver verifies and commits.
     """
 
-    def __init__(self, config: TrainingConfig, directory: RunDirectory, trainer: Saved, monitor: CallMonitor) -> None:
+    def __init__(self, config: TrainingConfig, directory: RunDirectory, trainer: Saved, session: Session) -> None:
         self._config = config
         self._directory = directory
         self._trainer = trainer
         self._roles = [trainer.roles[name] for name in config.saved]
         self._writing: _Writing | None = None
         self._longest_s = 0.0
-        self._next_question = 0.0
-        monitor.listeners.append(self._ask)
+        self._session = session
 
-    def save(self, step: int) -> None:
+    async def save(self, step: int) -> None:
         """Saves the state after a step; returns when the training may go on. Waits for the checkpoint before it.
 
         Raises:
             RunError: it cannot be written, or that before it could not be.
         """
-        self.wait()
+        await self.wait()
         began = time.monotonic()
-        self._trainer.to_training()
+        await self._trainer.to_training()
         staged = self._directory.checkpoints.stage(step)
         background = self._config.checkpoint.async_save and step < self._config.steps
         calls = {
@@ -89,19 +87,20 @@ class Saver:
         }
         with writing(step):
             state = copy.deepcopy(self._trainer.state(staged / ROLLOUTS))
-        files = {name: call.wait() for name, call in calls.items()}
+        files = {name: await call for name, call in calls.items()}
         saved = _Writing(step=step, state=state, began=began)
         if background:
             self._writing = saved
+            self._session.spawn(self._watch(saved))
         else:
             self._finish(saved, files)
 
-    def check(self) -> None:
+    async def check(self) -> None:
         """Raises the error of a checkpoint whose commit has failed."""
         if self._writing is not None and self._writing.commit is not None and self._writing.commit.done():
-            self.wait()
+            await self.wait()
 
-    def wait(self) -> None:
+    async def wait(self) -> None:
         """Waits until the last checkpoint is committed.
 
         Raises:
@@ -112,17 +111,18 @@ class Saver:
             return
         if saved.commit is None:
             calls = {role.name: role.call(MegatronWorker.saved, wait=True) for role in self._roles}
-            files = {name: call.wait() for name, call in calls.items()}
+            files = {name: await call for name, call in calls.items()}
             self._commit(saved, files)
         assert saved.commit is not None
         limit = self._config.cluster.time_limits.checkpoint
-        in_time = wait([saved.commit], limit).done
+        commit = asyncio.wrap_future(saved.commit)
+        await asyncio.wait([commit], timeout=limit)
         self._writing = None  # not before: after an interrupt, `close` lets the commit finish
-        if not in_time:
+        if not commit.done():
             late = f"is written, but has not been verified and renamed in {limit:g} s"
             fix = f"see whether {self._directory.checkpoint_dir} answers, or raise cluster.time_limits.checkpoint"
             raise RunError(f"The checkpoint of step {saved.step} {late}: {fix}.")
-        saved.commit.result()
+        commit.result()
 
     @property
     def expected_s(self) -> float:
@@ -135,22 +135,14 @@ class Saver:
         if self._writing is not None and self._writing.commit is not None:
             wait([self._writing.commit], self._config.cluster.time_limits.checkpoint)
 
-    def _ask(self) -> None:
-        """Asks the ranks, from time to time, whether they have written."""
-        saved = self._writing
-        now = time.monotonic()
-        if saved is None or saved.asked or saved.commit is not None or now < self._next_question:
-            return
-        self._next_question = now + _INTERVAL_S
-        saved.asked = calls = [role.call(MegatronWorker.saved, wait=False) for role in self._roles]
-
-        def answered() -> None:
-            if all(call.finished for call in calls):
-                saved.asked = ()
-                self._commit(saved, {role.name: call.wait() for role, call in zip(self._roles, calls, strict=True)})
-
-        for call in calls:
-            call.then = answered
+    async def _watch(self, saved: _Writing) -> None:
+        """Asks the ranks, from time to time, whether they have written, until the commit has begun."""
+        while True:
+            calls = {role.name: role.call(MegatronWorker.saved, wait=False) for role in self._roles}
+            self._commit(saved, {name: await call for name, call in calls.items()})
+            if saved.commit is not None:
+                return
+            await asyncio.sleep(_INTERVAL_S)
 
     def _commit(self, saved: _Writing, files: Mapping[str, Sequence[list[FileRecord] | None]]) -> None:
         """Begins to commit a checkpoint, if all ranks have written, and it has not begun."""

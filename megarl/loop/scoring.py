@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +28,7 @@ from megarl.algos.group_advantages import Samples
 from megarl.algos.metrics import group_metrics
 from megarl.algos.registry import FILTERS, GROUP_ADVANTAGES, MISSING_ENDS, SELECTIONS, bound
 from megarl.algos.reward_shaping import clip_scores
-from megarl.cluster.calls import Call, Routine, gather_by_chunk
+from megarl.cluster.calls import Call, gather_by_chunk
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config import SamplingConfig
 from megarl.config.schema import Algo, EnvironmentSettings, Reward, RewardFunction, Scores, Selection, TruncateAt
@@ -63,47 +62,35 @@ SampleFilter = Callable[[ScoresByReward, Sequence[SampleInfo]], npt.NDArray[np.b
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scoring:
-    """Scores that are being computed.
+class ScoredSamples:
+    """The scores of some samples.
 
     Args:
         samples: [N], with the lengths and ends of the responses as truncated for the rewards.
-        calls: that compute the scores.
-        wait: waits for the scores; raises WorkerError if a process failed.
-        seconds: waits likewise; returns the duration of the slowest reward.
-        model: the call of the reward model, if its scores were computed together.
+        seconds: duration of the slowest reward.
         dense: raw scores of the reward model before the first token of each response and after every token; None if it
             scores whole responses. The last is the score of the sample.
     """
 
     samples: Sequence[SampleInfo]
-    wait: Callable[[], ScoresByReward]
-    seconds: Callable[[], float] = float
-    calls: Sequence[Call[Any]] = ()
-    model: Call[Any] | None = None
+    scores: ScoresByReward
+    seconds: float = 0.0
     dense: ChunkRefs[Ragged] | None = None
 
     @classmethod
-    def joined(cls, parts: Sequence[Scoring]) -> Scoring:
+    def joined(cls, parts: Sequence[ScoredSamples]) -> ScoredSamples:
         """Returns the scores of the parts of some samples; `seconds` adds up."""
-
-        def wait() -> ScoresByReward:
-            scores = [part.wait() for part in parts]
-            return {name: np.concatenate([of_part[name] for of_part in scores]) for name in scores[0]}
-
+        samples: list[SampleInfo] = []
+        for part in parts:
+            samples += part.samples
+        scores = {name: np.concatenate([part.scores[name] for part in parts]) for name in parts[0].scores}
         dense = [part.dense for part in parts if part.dense is not None]
         return cls(
-            samples=[sample for part in parts for sample in part.samples],
-            wait=wait,
-            seconds=lambda: sum(part.seconds() for part in parts),
-            calls=[call for part in parts for call in part.calls],
+            samples=samples,
+            scores=scores,
+            seconds=sum(part.seconds for part in parts),
             dense=ChunkRefs[Ragged].of(dense) if dense else None,
         )
-
-    @property
-    def finished(self) -> bool:
-        """Returns whether `wait` returns at once."""
-        return all(call.finished for call in self.calls)
 
 
 class Scorer:
@@ -142,62 +129,52 @@ class Scorer:
         bias = reward.weight * self._scale.bias
         return TokenRewardScale(gain=gain, bias=bias, differences=reward.dense == "differences")
 
-    def score(
+    async def score(
         self, rollouts: Rollouts, prompts: Mapping[str, Prompt], functions: Sequence[RewardFunction]
-    ) -> Routine[Scoring]:
-        """Starts to score truncated rollouts, or waits for the judge; `prompts` are by prompt id."""
+    ) -> ScoredSamples:
+        """Scores truncated rollouts; `prompts` are by prompt id."""
         if self._truncate_at is not None:
-            truncation = self._engines.truncate(rollouts, self._truncate_at.token, self._truncate_at.after)
-            yield truncation
-            rollouts = truncation.result()
-        model = dense = None
+            rollouts = await self._engines.truncate(rollouts, self._truncate_at.token, self._truncate_at.after)
         branches = Branches.of(rollouts.samples)
+        model: Call[dict[int, Values] | None] | None = None
+        dense: ChunkRefs[Ragged] | None = None
         if self.model is not None:
             budget = self._config.role("reward").tokens_per_micro_batch
             schedule = inference_schedule(rollouts.samples, self.model.layout, budget)
             request = ForwardRequest(schedule=schedule, chunks=rollouts.chunks)
             if self._reward.dense:
-                model = dense = self.model.dispatch_by_chunk(MegatronWorker.token_scores, request)
+                model = by_chunk = self.model.dispatch_by_chunk(MegatronWorker.token_scores, request)
+                dense = by_chunk.chunks
             else:
                 model = self.model.dispatch(MegatronWorker.scores, request)
-        rules = list[Call[ScoredRows]]()
-        calls = list[Call[Any]]()
-        if self.rules is not None:
-            whole = replace(rollouts, samples=tuple(branches.whole(rollouts.samples)))
-            rules += [self.rules.score(functions, whole, prompts)] if functions else []
-            if self._judge is not None:
-                judged, calls = yield from self._judge.score(whole, prompts)
-                rules.append(judged)
-        calls = [*calls, *rules, *([] if model is None else [model])]
-        return Scoring(
-            samples=rollouts.samples,
-            wait=lambda: self._gather(model, rules, branches) | self._environment_rewards(rollouts, branches),
-            seconds=lambda: max((call.longest() for call in calls), default=0.0),
-            calls=calls,
-            model=model,
-            dense=None if dense is None else dense.chunks,
-        )
-
-    def _environment_rewards(self, rollouts: Rollouts, branches: Branches) -> dict[str, Values]:
-        """Returns the rewards of the environment, which came with the rollouts."""
-        if self._config.environment is None:
-            return {}
-        last: list[int] = branches.last.tolist()
-        rewards = [rollouts.samples[row].reward for row in last]
-        return {ENVIRONMENT: np.array(rewards, dtype=np.float32)}
-
-    def _gather(
-        self, model: Call[dict[int, Values] | None] | None, rules: Sequence[Call[ScoredRows]], branches: Branches
-    ) -> dict[str, Values]:
-        """Waits for the scores of the reward model, those of the last branches, and of scoring processes."""
+        whole = replace(rollouts, samples=tuple(branches.whole(rollouts.samples)))
+        rules: list[Call[ScoredRows]] = []
+        seconds: list[float] = [0.0]
+        if self.rules is not None and functions:
+            rules.append(self.rules.score(functions, whole, prompts))
+        if self.rules is not None and self._judge is not None:
+            judged, asked_s = await self._judge.score(whole, prompts)
+            rules.append(judged)
+            seconds.append(asked_s)
         scores: dict[str, Values] = {}
         if model is not None:
-            raw = gather_rows(gather_by_chunk(model))[branches.last]
+            raw = gather_rows(await gather_by_chunk(model))[branches.last]
             scores[REWARD_MODEL] = self._scale.apply(torch.as_tensor(np.where(np.isfinite(raw), raw, np.nan))).numpy()
-        for columns in (self.rules.gather(call) for call in rules if self.rules is not None):
-            for name in next(iter(columns.values())):
-                scores[name] = gather_rows({chunk: of_chunk[name] for chunk, of_chunk in columns.items()})
-        return scores
+            seconds.append(await model.longest())
+        for call in rules:
+            assert self.rules is not None
+            scores |= gather_columns(await self.rules.gather(call))
+            seconds.append(await call.longest())
+        if self._config.environment is not None:
+            rewards = [sample.reward for sample in whole.samples]
+            scores[ENVIRONMENT] = np.array(rewards, dtype=np.float32)
+        return ScoredSamples(samples=rollouts.samples, scores=scores, seconds=max(seconds), dense=dense)
+
+
+def gather_columns(columns: Mapping[int, Mapping[str, Values]]) -> dict[str, Values]:
+    """Returns the scores of all chunks by reward."""
+    names = next(iter(columns.values()))
+    return {name: gather_rows({chunk: scores[name] for chunk, scores in columns.items()}) for name in names}
 
 
 def gather_rows(columns: Mapping[int, Values]) -> Values:
@@ -288,14 +265,14 @@ class ScoredBatch:
 
 def score_batch(
     samples: Sequence[SampleInfo],
-    scoring: Scoring,
-    greedy: Scoring | None,
+    scored: ScoredSamples,
+    greedy: ScoredSamples | None,
     weights: Mapping[str, float],
     algo: Algo,
     *,
     order: npt.NDArray[np.int64] | None,
 ) -> ScoredBatch:
-    """Waits for the scores of a step, and computes advantages if the algorithm compares the samples of a prompt.
+    """Returns the scores of a step, with advantages if the algorithm compares the samples of a prompt.
 
     Branches count as one sample, with the score and the end of the last one and the length of all.
 
@@ -305,8 +282,8 @@ def score_batch(
         order: permutation of the scores of conversations.
     """
     branches = Branches.of(samples)
-    whole = branches.whole(scoring.samples)
-    by_reward = scoring.wait()
+    whole = branches.whole(scored.samples)
+    by_reward = scored.scores
     scores = totals = total_scores(by_reward, whole, weights, algo.scores)
     if algo.from_token_rewards and ENVIRONMENT in weights:  # its rewards are placed at the ends of turns
         scores = total_scores(by_reward, whole, {**weights, ENVIRONMENT: 0.0}, algo.scores)
@@ -423,10 +400,10 @@ def _group_metrics(scores: Values, groups: npt.NDArray[np.int64]) -> dict[str, f
 
 
 def _greedy_scores(
-    greedy: Scoring, samples: Sequence[SampleInfo], weights: Mapping[str, float], shaping: Scores
+    greedy: ScoredSamples, samples: Sequence[SampleInfo], weights: Mapping[str, float], shaping: Scores
 ) -> torch.Tensor:
     """Returns the score of the greedy response to the prompt of each of some samples."""
     greedy_samples = Branches.of(greedy.samples).whole(greedy.samples)
-    totals = total_scores(greedy.wait(), greedy_samples, weights, shaping)
+    totals = total_scores(greedy.scores, greedy_samples, weights, shaping)
     by_prompt = {sample.prompt_id: total for sample, total in zip(greedy_samples, totals, strict=True)}
     return torch.tensor([by_prompt[sample.prompt_id] for sample in samples])

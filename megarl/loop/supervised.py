@@ -68,15 +68,15 @@ class SupervisedTrainer:
         self._all_tokens = all_tokens
         self.evaluate_every = evaluate_every
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Starts the trainers and loads the model."""
-        self._trainers.start(self._model_dir)
+        await self._trainers.start(self._model_dir)
 
-    def begin(self, step: int) -> Metrics:
+    async def begin(self, step: int) -> Metrics:
         """Does nothing."""
         return {}
 
-    def step(self, step: int) -> StepResult:
+    async def step(self, step: int) -> StepResult:
         """Takes an optimizer step."""
         timers = Timers()
         self._phase("update")
@@ -84,27 +84,27 @@ class SupervisedTrainer:
             samples, chunks, schedule = self._batch(self._rows.next(self._rows_per_step))
             request = UpdateRequest(schedules=(schedule,), chunks=chunks)
             call = self._role.dispatch(MegatronWorker.update, request)
-            updates = rank0_result(call)
+            updates = await rank0_result(call)
         self._skipped.add(step, updates, partial(write_rows, step, samples))
-        self._meter.add_update(self._role.name, (schedule,), call.longest())
+        self._meter.add_update(self._role.name, (schedule,), await call.longest())
         seconds = timers.take()
         tokens_per_second = sum(sample.tokens for sample in samples) / seconds["time/step"]
         metrics = {
             "data/epochs": self._rows.epochs,
             **seconds,
             "perf/tokens_per_second": tokens_per_second,
-            **self._meter.take(self._trainers.take_usage()),
+            **self._meter.take(await self._trainers.take_usage()),
         }
         return StepResult(step=step, metrics=metrics, updates=updates)
 
-    def evaluate(self, step: int) -> EvaluationResult | None:
+    async def evaluate(self, step: int) -> EvaluationResult | None:
         """Computes the loss and its metrics on the held-out rows."""
         if self._held_out is None:
             return None
         self._phase("evaluation")
         _, chunks, schedule = self._batch(self._held_out)
         request = ForwardRequest(schedule=schedule, chunks=chunks)
-        metrics = rank0_result(self._role.dispatch(MegatronWorker.evaluate, request))
+        metrics = await rank0_result(self._role.dispatch(MegatronWorker.evaluate, request))
         return EvaluationResult(step=step, metrics={"eval/samples": len(self._held_out), **metrics})
 
     def _batch(self, rows: Sequence[Any]) -> tuple[tuple[SampleInfo, ...], ChunkRefs[TextChunk], Schedule]:
@@ -113,11 +113,11 @@ class SupervisedTrainer:
         schedule = step_schedule(trained, self._layout, self._budget, rows_per_unit=self._sequences_per_row)
         return samples, ChunkRefs[TextChunk].put(chunks), schedule
 
-    def evaluations(self, *, wait: bool) -> Sequence[EvaluationResult]:
+    async def evaluations(self, *, wait: bool) -> Sequence[EvaluationResult]:
         """Returns nothing: no evaluation runs during the training."""
         return ()
 
-    def to_training(self) -> None:
+    async def to_training(self) -> None:
         """Does nothing: the trained role always has the devices."""
 
     def state(self, directory: Path) -> dict[str, Any]:
@@ -128,13 +128,13 @@ class SupervisedTrainer:
         """Loads `state()`."""
         self._rows.load(StreamState(**state["rows"]))
 
-    def finish(self, export: Path) -> Metrics:
+    async def finish(self, export: Path) -> Metrics:
         """Exports the trained role."""
         self._phase("export")
         template = self._config.model.tokenizer_directory(self._model_dir)
-        self._role.call(MegatronWorker.export, str(export), template).wait()
+        await self._role.call(MegatronWorker.export, str(export), template)
         return {}
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Lets every process end by itself."""
-        close_all(self._trainers)
+        await close_all(self._trainers)

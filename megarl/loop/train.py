@@ -40,32 +40,32 @@ from megarl.types import RoleName
 
 
 class Trainer(Protocol):
-    """The trainer of a stage. Every method waits until its work is done."""
+    """The trainer of a stage. Every method returns when its work is done."""
 
     roles: Mapping[RoleName, RemoteRole]
     """All roles; those in `config.saved` are part of checkpoints."""
     evaluate_every: int | None
     """Steps between evaluations; None: only before the first step and after the last."""
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Starts every process and loads every model."""
 
-    def begin(self, step: int) -> Metrics:
+    async def begin(self, step: int) -> Metrics:
         """Prepares the first step of this process, after a checkpoint was loaded; `step` is the last one taken."""
         ...
 
-    def step(self, step: int) -> StepResult:
+    async def step(self, step: int) -> StepResult:
         """Takes a step."""
         ...
 
-    def evaluate(self, step: int) -> EvaluationResult | None:
+    async def evaluate(self, step: int) -> EvaluationResult | None:
         """Evaluates on held-out data; returns None without any, or if `evaluations` will return the result."""
 
-    def evaluations(self, *, wait: bool) -> Sequence[EvaluationResult]:
+    async def evaluations(self, *, wait: bool) -> Sequence[EvaluationResult]:
         """Returns the results of finished evaluations that ran during the training; with `wait`, of all of them."""
         ...
 
-    def to_training(self) -> None:
+    async def to_training(self) -> None:
         """Gives the devices to the trained roles, which are about to be saved."""
 
     def state(self, directory: Path) -> dict[str, Any]:
@@ -75,11 +75,11 @@ class Trainer(Protocol):
     def load(self, state: Mapping[str, Any], directory: Path) -> None:
         """Loads `state()`."""
 
-    def finish(self, export: Path) -> Metrics:
+    async def finish(self, export: Path) -> Metrics:
         """Writes the trained model as a Hugging Face directory, and returns metrics of it."""
         ...
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Lets every process end by itself."""
 
 
@@ -110,7 +110,7 @@ def train_with_restarts(config: TrainingConfig) -> Summary:
                 return Summary.read(directory.summary)
             with noted_signals() as signals:
                 try:
-                    return train(config, data, directory, clock)
+                    return _attempt(config, data, directory, clock)
                 except RunError as error:
                     if signals():  # one that came while the attempt ended
                         raise
@@ -119,42 +119,57 @@ def train_with_restarts(config: TrainingConfig) -> Summary:
             gc.collect()  # what is left of the attempt has references to objects of its Ray
 
 
-def train(config: TrainingConfig, data: Any, directory: RunDirectory, clock: Callable[[], float]) -> Summary:
+def _attempt(config: TrainingConfig, data: Any, directory: RunDirectory, clock: Callable[[], float]) -> Summary:
     """Takes the steps that are left, with processes of its own; `clock` gives the seconds of this attempt."""
     with (
-        _started(config, data, directory, clock) as (trainer, reporter, profiler, saver),
+        _started(config, data, directory, clock) as (session, trainer, reporter, saver),
         Preemption(config.run.grace_period, end_of_time(config.run, os.environ)) as preemption,
     ):
-        taken = directory.step
-        if taken == 0:
-            reporter.evaluated(trainer.evaluate(0))
-        limits = UnscoredSteps(config), SkippedSteps(config, directory)
-        for step in range(taken + 1, config.steps + 1):
-            reporter.trace.begin(step)
-            with profiler.step(step):
-                result = trainer.step(step)
-            reporter.write(result)
-            for limit in limits:
-                limit.add(result)
-            saver.check()
-            if _due(step, trainer.evaluate_every, config.steps):
-                reporter.evaluated(trainer.evaluate(step))
-            alarm = reporter.alarm(step)
-            leaves = preemption.leaves(saver.expected_s)
-            saves = leaves or alarm is not None or _due(step, config.checkpoint.every, config.steps)
-            for result in trainer.evaluations(wait=saves):
-                reporter.evaluated(result)
-            if saves:
-                reporter.phase("checkpoint")
-                saver.save(step)
-            if alarm is not None:
-                saver.wait()
-                raise RunError(f"health.stop: {alarm.text}; step {step} is saved, and the same command goes on")
-            if saves and step < config.steps:
-                preemption.saved(step, saver.wait)
-        export = trainer.finish(directory.export)
-        trainer.close()
-        return reporter.finished(export)
+        return session.run(train(config, directory, session, trainer, reporter, saver, preemption))
+
+
+async def train(
+    config: TrainingConfig,
+    directory: RunDirectory,
+    session: Session,
+    trainer: Trainer,
+    reporter: Reporter,
+    saver: Saver,
+    preemption: Preemption,
+) -> Summary:
+    """Takes the steps that are left, evaluates and saves between them, and exports the model."""
+    taken = directory.step
+    reporter.started(await trainer.begin(taken))
+    if taken == 0:
+        reporter.evaluated(await trainer.evaluate(0))
+    profiler = StepProfiler(config, session, directory.profile)
+    limits = (UnscoredSteps(config), SkippedSteps(config, directory))
+    for step in range(taken + 1, config.steps + 1):
+        reporter.trace.begin(step)
+        async with profiler.step(step):
+            result = await trainer.step(step)
+        reporter.write(result)
+        for limit in limits:
+            limit.add(result)
+        await saver.check()
+        if _due(step, trainer.evaluate_every, config.steps):
+            reporter.evaluated(await trainer.evaluate(step))
+        alarm = reporter.alarm(step)
+        leaves = preemption.leaves(saver.expected_s)
+        saves = leaves or alarm is not None or _due(step, config.checkpoint.every, config.steps)
+        for evaluation in await trainer.evaluations(wait=saves):
+            reporter.evaluated(evaluation)
+        if saves:
+            reporter.phase("checkpoint")
+            await saver.save(step)
+        if alarm is not None:
+            await saver.wait()
+            raise RunError(f"health.stop: {alarm.text}; step {step} is saved, and the same command goes on")
+        if saves and step < config.steps:
+            await preemption.saved(step, saver.wait)
+    export = await trainer.finish(directory.export)
+    await trainer.close()
+    return reporter.finished(export)
 
 
 def profile(config: TrainingConfig) -> None:
@@ -165,13 +180,20 @@ def profile(config: TrainingConfig) -> None:
     """
     config, data = _checked(config)
     assert config.profile is not None, "no steps are profiled"
+    last = max(config.profile.profiled_steps(config.steps))
     directory = RunDirectory(config)
-    with _started(config, data, directory, profiles=True) as (trainer, reporter, profiler, _):
-        for step in range(1, max(config.profile.profiled_steps(config.steps)) + 1):
+
+    async def take_steps() -> None:
+        reporter.started(await trainer.begin(0))
+        profiler = StepProfiler(config, session, directory.profile)
+        for step in range(1, last + 1):
             reporter.trace.begin(step)
-            with profiler.step(step):
-                result = trainer.step(step)
+            async with profiler.step(step):
+                result = await trainer.step(step)
             reporter.write(result)
+
+    with _started(config, data, directory, profiles=True) as (session, trainer, reporter, _):
+        session.run(take_steps())
 
 
 def _checked(config: TrainingConfig) -> tuple[TrainingConfig, Any]:
@@ -197,7 +219,7 @@ def _started(
     clock: Callable[[], float] = process_age,
     *,
     profiles: bool = False,
-) -> Generator[tuple[Trainer, Reporter, StepProfiler, Saver]]:
+) -> Generator[tuple[Session, Trainer, Reporter, Saver]]:
     """Starts every process, loads the last checkpoint, and ends all of it after the block, which may only profile."""
     taken = directory.step
     session = Session(config.cluster, directory.logs, config.cluster.address)
@@ -214,21 +236,14 @@ def _started(
             reporter.phase(f"{processes(config)} with their models")
             model_dir = model_directory(config, directory.path)
             trainer = trainer_class(config)(config, session, model_dir, data, reporter.phase)
-            if directory.latest is not None:
-                _load(trainer, directory.latest)
-            trainer.start()
-            if directory.latest is not None:
-                reporter.phase("the checkpoint")
-                _restore(trainer, config, directory.latest)
-            ready = trainer.begin(taken)
-            reporter.started(ready)
-        saver = opened.enter_context(closing(Saver(config, directory, trainer, session.monitor)))
+            session.run(_start(trainer, config, directory.latest, reporter))
+        saver = opened.enter_context(closing(Saver(config, directory, trainer, session)))
         try:
-            yield trainer, reporter, StepProfiler(config, session, directory.profile), saver
+            yield session, trainer, reporter, saver
         except RunError as error:
             if not isinstance(error, WorkerError):  # the ranks are well: what they write is not lost
                 with suppress(RunError):
-                    saver.wait()
+                    session.run(saver.wait())
             raise
 
 
@@ -265,12 +280,13 @@ def _load(trainer: Trainer, checkpoint: Checkpoint) -> None:
         raise ConfigError([Problem(field="data", value="changed", rule=str(error), fix=fix)]) from error
 
 
-def _restore(trainer: Trainer, config: TrainingConfig, checkpoint: Checkpoint) -> None:
-    """Loads the trained roles of a checkpoint."""
-    path = checkpoint.path
-    for call in [role.call(MegatronWorker.restore, str(path / role.name)) for role in _saved(trainer, config)]:
-        call.wait()
-
-
-def _saved(trainer: Trainer, config: TrainingConfig) -> list[RemoteRole]:
-    return [trainer.roles[name] for name in config.saved]
+async def _start(trainer: Trainer, config: TrainingConfig, checkpoint: Checkpoint | None, reporter: Reporter) -> None:
+    """Starts the processes, and loads a checkpoint."""
+    if checkpoint is not None:
+        _load(trainer, checkpoint)
+    await trainer.start()
+    if checkpoint is not None:
+        reporter.phase("the checkpoint")
+        roles = [trainer.roles[name] for name in config.saved]
+        for call in [role.call(MegatronWorker.restore, str(checkpoint.path / role.name)) for role in roles]:
+            await call

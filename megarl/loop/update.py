@@ -136,7 +136,7 @@ class Updater:
         self._actor = roles["actor"]
         self._critic = roles.get("critic")
 
-    def update(
+    async def update(
         self,
         experience: ChunkRefs[ExperienceChunk],
         plan: StepPlan,
@@ -154,7 +154,7 @@ class Updater:
             trained_roles: roles with scored samples.
         """
         algo = self._algo
-        trained = self._trained(plan, trained_roles)
+        trained = await self._trained(plan, trained_roles)
         updates: list[dict[str, float]] = []
         for by_role in zip(*(plan.passes(role.name) for role in trained), strict=True):
             calls: list[Call[list[dict[str, float]] | None]] = []
@@ -162,10 +162,10 @@ class Updater:
             for role, schedules in zip(trained, by_role, strict=True):
                 requests.append(self._request(role, schedules, experience, kl_coef))
                 calls.append(role.dispatch(MegatronWorker.update, requests[-1]))
-            metrics = [rank0_result(call) for call in calls]
+            metrics = [await rank0_result(call) for call in calls]
             for role, request, call in zip(trained, requests, calls, strict=True):
                 texts = () if request.texts is None else request.texts.schedules
-                self._meter.add_update(role.name, [*request.schedules, *texts], call.longest())
+                self._meter.add_update(role.name, [*request.schedules, *texts], await call.longest())
             steps = [dict(ChainMap(*of_step)) for of_step in zip(*metrics, strict=True)]
             updates += steps
             stop = algo.early_stop if self._actor in trained else None
@@ -174,17 +174,17 @@ class Updater:
         left = plan.total_steps - len(updates)
         if left:
             for call in [role.call(MegatronWorker.skip_steps, left) for role in trained]:
-                call.wait()
+                await call
         sync = algo.kl.reference_sync
         if sync is not None and plan.step % sync.every == 0:
-            self._actor.call(MegatronWorker.soft_update_reference).wait()
+            await self._actor.call(MegatronWorker.soft_update_reference)
         return updates
 
-    def take_token_values(self) -> TokenValues:
+    async def take_token_values(self) -> TokenValues:
         """Returns the values of the tokens in the last update, where `tracking.tokens` keeps them."""
         if not self._token_values:
             return {}
-        parts = self._actor.call(MegatronWorker.take_token_values).wait()
+        parts = await self._actor.call(MegatronWorker.take_token_values)
         return {sample: values for part in parts for sample, values in part.items()}
 
     def state(self) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class Updater:
     def _warms_up(self, step: int) -> bool:
         return step <= self._warmup_steps
 
-    def _trained(self, plan: StepPlan, trained_roles: Container[RoleName]) -> list[RemoteRole]:
+    async def _trained(self, plan: StepPlan, trained_roles: Container[RoleName]) -> list[RemoteRole]:
         """Returns the roles that take optimizer steps; other roles with a schedule skip theirs."""
         trained: list[RemoteRole] = []
         for role in (self._actor, self._critic):
@@ -212,7 +212,7 @@ class Updater:
             if role.name in trained_roles or (role is self._actor and self.trains_actor(plan.step, trained_roles)):
                 trained.append(role)
             else:
-                role.call(MegatronWorker.skip_steps, plan.total_steps).wait()
+                await role.call(MegatronWorker.skip_steps, plan.total_steps)
         return trained
 
     def _request(

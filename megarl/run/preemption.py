@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final, Self
 
@@ -72,7 +72,7 @@ class Preemption:
             self._reason = self._reason or "its time is over"
         return bool(self._reason)
 
-    def saved(self, step: int, wait: Callable[[], object]) -> None:
+    async def saved(self, step: int, wait: Callable[[], Awaitable[object]]) -> None:
         """Notes that a step was saved; raises PreemptedError if the run ends, and ignores interrupts from then on.
 
         Args:
@@ -80,7 +80,7 @@ class Preemption:
         """
         self._mark = self._clock()
         if self._reason:
-            wait()
+            await wait()
             ignore_interrupts()
             raise PreemptedError(f"preempted after step {step}: {self._reason}. Run the same command to continue")
 

@@ -1,9 +1,12 @@
-"""One Ray cluster, with its temporary directory, for all tests of this folder."""
+"""One Ray cluster, with its temporary directory, for all tests of this folder; `async def` tests run in its loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -21,6 +24,22 @@ DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
 ROLES = "groups.train.roles"
 TWO = ("cluster.devices_per_node=2", "groups.train.devices=0-1", f"{ROLES}.actor={{tp: 2, pp: 1}}")
 """Overrides for two processes."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs an `async def` test within `Session.run` of its session fixture, or in a plain loop if it has none."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    arguments: dict[str, Any] = {name: pyfuncitem.funcargs[name] for name in names}
+    test = pyfuncitem.obj(**arguments)
+    sessions = [fixture for fixture in pyfuncitem.funcargs.values() if isinstance(fixture, Session)]
+    if sessions:
+        sessions[0].run(test)
+    else:
+        asyncio.run(test)
+    return True
 
 
 @pytest.fixture(scope="package")
@@ -65,9 +84,24 @@ def make_group(session: Session, config: RunConfig) -> Iterator[MakeGroup]:
     yield make
     for workers in made:
         _kill(workers)
-    session.monitor = CallMonitor(
-        TimeLimits()
-    )  # forgets the calls that ended with their processes, as a run's end would
+    forget_calls(session)
+
+
+async def answer_of[T](make: Callable[[], Awaitable[T]]) -> T:
+    """Makes a call, or what consists of calls, and waits for it: for tests outside the loop, which expect failures."""
+    return await make()
+
+
+@pytest.fixture
+def drop_broken_calls(session: Session) -> Iterator[None]:
+    """Drops the calls that a test breaks, as a run's end would."""
+    yield
+    forget_calls(session)
+
+
+def forget_calls(session: Session) -> None:
+    """Gives a session a new monitor, which knows no call that failed or ended with its process."""
+    session.monitor = CallMonitor(TimeLimits())
 
 
 def _kill(workers: WorkerGroup[FakeWorker]) -> None:

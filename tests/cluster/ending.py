@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,42 +47,42 @@ class Run:
         self._config, self._session, self._directory = config, session, directory
         self._schedule = Schedule(ranks=(_one_row(0), _one_row(1)))
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Two trainers start and load."""
-        Trainers(session=self._session, groups={"train": self._trainers()}, roles={}).start("nowhere")
+        await Trainers(session=self._session, groups={"train": self._trainers()}, roles={}).start("nowhere")
 
-    def rollout(self) -> None:
+    async def rollout(self) -> None:
         """An engine generates."""
         prompts = random_prompts(count=2, min_tokens=2, max_tokens=4, vocab_size=90, seed=0)
         engines = self._engines()
-        engines.start().wait()
-        engines.generate(sample_requests(prompts, 1, seed=0, step=1), 2).wait()
+        await engines.start()
+        await engines.generate(sample_requests(prompts, 1, seed=0, step=1), 2).result()
 
-    def inference(self) -> None:
+    async def inference(self) -> None:
         """Trainers compute log-probabilities, which an update waits for."""
         actor = self._actor()
         request = ForwardRequest(schedule=self._schedule, chunks=ChunkRefs.put([0, 1]))
         old = actor.dispatch_by_chunk(MegatronWorker.logprobs, request).chunks
-        actor.dispatch(MegatronWorker.update, UpdateRequest(schedules=[self._schedule], chunks=old)).wait()
+        await actor.dispatch(MegatronWorker.update, UpdateRequest(schedules=[self._schedule], chunks=old))
 
-    def update(self) -> None:
+    async def update(self) -> None:
         """Trainers take an optimizer step."""
         request = UpdateRequest(schedules=[self._schedule], chunks=ChunkRefs.put([0, 1]))
-        self._actor().dispatch(MegatronWorker.update, request).wait()
+        await self._actor().dispatch(MegatronWorker.update, request)
 
-    def sync(self) -> None:
+    async def sync(self) -> None:
         """Trainers send weights to an engine."""
         actor = self._actor()
         planner = SyncPlanner(self._session, self._config, actor)
         resharder = Resharder(planner, self._config.rollout, actor, self._engines())
-        resharder.connect()
-        resharder.sync(version=1)
+        await resharder.connect()
+        await resharder.sync(version=1)
 
-    def checkpoint(self) -> None:
+    async def checkpoint(self) -> None:
         """Trainers save, and all end by themselves."""
         actor = self._actor()
-        actor.call(MegatronWorker.save, str(self._directory)).wait()
-        actor.group.call(MegatronWorker.close).wait()
+        await actor.call(MegatronWorker.save, str(self._directory))
+        await actor.group.call(MegatronWorker.close)
 
     def _actor(self) -> RemoteRole:
         return RemoteRole(self._trainers(), "actor", self._config.layout("actor"))
@@ -95,7 +95,7 @@ class Run:
         return RolloutGroup(self._session, self._config.rollout, "nowhere", OPTIONS, engine=engine)
 
 
-PHASES: Mapping[str, Callable[[Run], None]] = {
+PHASES: Mapping[str, Callable[[Run], Coroutine[Any, Any, None]]] = {
     "start": Run.start,
     "rollout": Run.rollout,
     "inference": Run.inference,
@@ -143,7 +143,7 @@ def go_through(case: str, logs: Path) -> dict[str, Any]:
             with Session(config.cluster, logs) as session:
                 if phase == RAY:  # it was quicker than the signal
                     time.sleep(_LATE_S)
-                PHASES[phase](Run(config, session, logs))
+                session.run(PHASES[phase](Run(config, session, logs)))
         except (Exception, SystemExit, KeyboardInterrupt) as caught:
             error = f"{type(caught).__name__}: {caught}"
         return {

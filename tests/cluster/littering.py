@@ -10,7 +10,7 @@ from pathlib import Path
 from megarl.cluster.session import Session
 from megarl.config import load
 from megarl.groups.trainers import launch_group
-from tests.cluster.conftest import DEBUG, TWO
+from tests.cluster.conftest import DEBUG, TWO, answer_of
 from tests.cluster.fakes import FakeWorker
 
 
@@ -19,7 +19,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config = load(DEBUG, TWO)
     with Session(config.cluster, Path(tempfile.gettempdir()) / "logs") as session:
-        names = launch_group(session, config, "train", FakeWorker).call(FakeWorker.litter).wait()
+        group = launch_group(session, config, "train", FakeWorker)
+        names = session.run(answer_of(lambda: group.call(FakeWorker.litter)))
         print(*names, flush=True)
         time.sleep(120)
 

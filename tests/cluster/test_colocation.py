@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -18,16 +19,16 @@ REPORT = SyncReport(version=0, nbytes=8, messages=1, staging_bytes=8, seconds=2.
 
 
 class Log:
-    """Records the calls of all objects that it replaces."""
+    """Records the calls of all objects that it replaces; each of them is awaited."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
+        async def call(*args: Any) -> Any:
             if name == "call":
                 self.calls.append(args[0].name)
-                return SimpleNamespace(wait=lambda: None)
+                return None
             self.calls.append(" ".join([name, *map(str, args)]))
             return REPORT
 
@@ -43,98 +44,106 @@ def colocation(log: Any, *, sleep: bool) -> Colocation:
     return Colocation(log, log, log, sleep=sleep)
 
 
-def test_sleeping_engines_alternate_with_trainers() -> None:
+async def test_sleeping_engines_alternate_with_trainers() -> None:
     log = Log()
     devices = colocation(log, sleep=True)
-    devices.sync(3)
+    await devices.sync(3)
     assert log.new_calls() == ["wake_weights", "sync 3", "offload_all", "wake_cache"]
-    devices.to_rollout()
+    await devices.to_rollout()
     assert log.new_calls() == []
-    devices.to_training()
-    devices.to_training()
+    await devices.to_training()
+    await devices.to_training()
     assert log.new_calls() == ["sleep"]
-    devices.to_rollout()
+    await devices.to_rollout()
     assert log.new_calls() == ["wake_weights", "sync 3", "offload_all", "wake_cache"], "the version of the last sync"
-    devices.to_training()
-    devices.sync()
+    await devices.to_training()
+    await devices.sync()
     assert log.new_calls() == ["sleep", "wake_weights", "sync 3", "offload_all", "wake_cache"]
 
 
-def test_awake_engines_keep_their_weights_while_trainers_work() -> None:
+async def test_awake_engines_keep_their_weights_while_trainers_work() -> None:
     log = Log()
     devices = colocation(log, sleep=False)
-    devices.sync(0)
+    await devices.sync(0)
     assert log.new_calls() == ["sync 0", "offload_all"]
-    devices.to_training()
+    await devices.to_training()
     assert log.new_calls() == []
-    devices.to_rollout()
-    devices.to_rollout()
+    await devices.to_rollout()
+    await devices.to_rollout()
     assert log.new_calls() == ["offload_all"]
 
 
 @pytest.mark.parametrize(
     ("sleep", "calls"), [(True, ["offload_all", "wake_weights", "wake_cache", "sleep"]), (False, ["offload_all"])]
 )
-def test_engines_that_load_files_get_no_weights_from_trainers(sleep: bool, calls: list[str]) -> None:
+async def test_engines_that_load_files_get_no_weights_from_trainers(sleep: bool, calls: list[str]) -> None:
     log: Any = Log()
     devices = Colocation(log, log, None, sleep=sleep)
-    devices.to_rollout()
-    devices.to_rollout()
-    devices.to_training()
+    await devices.to_rollout()
+    await devices.to_rollout()
+    await devices.to_training()
     assert log.new_calls() == calls
 
 
-def test_engines_on_separate_devices_get_weights_at_any_time() -> None:
+async def test_engines_on_separate_devices_get_weights_at_any_time() -> None:
     log: Any = Log()
     devices = Colocation(log, log, log, sleep=False, shared=False)
-    devices.sync(0)
-    devices.to_training()
-    devices.sync(1)
-    devices.sync(2)
-    devices.to_rollout()
+    await devices.sync(0)
+    await devices.to_training()
+    await devices.sync(1)
+    await devices.sync(2)
+    await devices.to_rollout()
     assert log.new_calls() == ["sync 0", "sync 1", "sync 2"]
 
 
-def test_engines_that_hold_the_devices_get_no_weights() -> None:
+async def test_engines_that_hold_the_devices_get_no_weights() -> None:
     devices = colocation(Log(), sleep=True)
-    devices.sync(0)
+    await devices.sync(0)
     with pytest.raises(AssertionError, match="the engines have the devices already"):
-        devices.sync(1)
+        await devices.sync(1)
 
 
 @pytest.mark.parametrize("sleep", [True, False])
-def test_offloading_is_timed_separately_from_the_sync(sleep: bool) -> None:
-    report = colocation(Log(), sleep=sleep).sync(0)
+async def test_offloading_is_timed_separately_from_the_sync(sleep: bool) -> None:
+    report = await colocation(Log(), sleep=sleep).sync(0)
     assert 100.0 < report.stages["offload"] < 160.0
     assert report.seconds == 2.0
     assert report.metrics()["sync/gb_per_second"] == 4e-9
 
 
 @pytest.mark.parametrize(("every", "synced"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
-def test_weights_are_synced_when_due_and_after_the_last_step(every: int, synced: list[int]) -> None:
+async def test_weights_are_synced_when_due_and_after_the_last_step(every: int, synced: list[int]) -> None:
     log = Log()
     trainer: Any = object.__new__(RolloutTrainer)
     trainer._config = SimpleNamespace(rollout=SimpleNamespace(sync_every=every), steps=5)
     trainer._colocation = SimpleNamespace(sync=log.sync)
-    trainer._buffer = SimpleNamespace(skips_sync=lambda _: False, prepare_sync=log.prepare, synced=log.synced)
-    usage = ProcessUsage(idle=0.0, peak_bytes={"rollout": 2**30}, device_name="")
-    trainer._engines = SimpleNamespace(name="rollout", take_usage=lambda: [usage])
+    trainer._buffer = SimpleNamespace(
+        skips_sync=lambda _: False,
+        prepare_sync=log.prepare,
+        synced=lambda step: log.calls.append(f"synced {step}"),
+    )
+
+    async def take_usage() -> list[ProcessUsage]:
+        return [ProcessUsage(idle=0.0, peak_bytes={"rollout": 2**30}, device_name="")]
+
+    trainer._engines = SimpleNamespace(name="rollout", take_usage=take_usage)
     trainer.evaluate_every = None
-    metrics = [trainer._sync(step) for step in range(1, 6)]
+    metrics = [await trainer._sync(step) for step in range(1, 6)]
     assert log.new_calls() == [call for step in synced for call in ("prepare", f"sync {step}", f"synced {step}")]
     assert [step for step, of_step in enumerate(metrics, 1) if of_step] == synced
     assert all(of_step["memory/rollout/rollout"] == 1.0 for of_step in metrics if of_step)
 
 
-def test_the_first_step_does_not_count_the_start_of_the_engines() -> None:
+async def test_the_first_step_does_not_count_the_start_of_the_engines() -> None:
     engines: Any = object.__new__(RolloutGroup)
     engines.processes, engines._in_progress, engines._in_flight, engines._tokens = ["engine"], [0], [0], [0]
+    engines._change = asyncio.Event()
     engines._busy_s, engines._changed = [0.0], [time.perf_counter() - 1000.0] * 2
     trainer: Any = object.__new__(RolloutTrainer)
     trainer._config = SimpleNamespace(resharding=SimpleNamespace(logprob_check=None))
     trainer._phase, trainer._engines = (lambda _name: None), engines
-    trainer._colocation = SimpleNamespace(sync=lambda _step: SimpleNamespace(metrics=dict[str, float]))
+    trainer._colocation = Log()
     trainer._buffer = SimpleNamespace(begin=lambda _step: engines._count(0, 1))
-    trainer.begin(0)
+    await trainer.begin(0)
     time.sleep(0.2)
     assert engines.take_metrics()["rollout/engine_idle"] < 0.5

@@ -107,15 +107,16 @@ def test_cores_are_those_in_the_process_affinity(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.process
-def test_processes_get_their_threads(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_processes_get_their_threads(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = load(DEBUG, ["cluster.threads_per_device={trainers: 2, engines: 3}"]).cluster
     monkeypatch.setattr(session, "_cluster", cluster)
     trainer = session.launch("train rank 0", [0], FakeWorker, None, "train", 0)
     scorer = session.launch_at("scorer 0", 0, (), FakeWorker, None, "scorers", 0)
     engine = session.launch_stepping("engine", [0], FakeStepper)
     workers = WorkerGroup(session, "train", [trainer, scorer])
-    assert workers.call(FakeWorker.environment, "OMP_NUM_THREADS").wait() == ["2", "1"]
-    assert workers.call(FakeWorker.environment, "OMP_WAIT_POLICY").wait() == ["PASSIVE", None]
-    assert WorkerGroup(session, "rollout", [engine]).call(FakeStepper.environment, "OMP_NUM_THREADS").wait() == ["3"]
+    assert await workers.call(FakeWorker.environment, "OMP_NUM_THREADS") == ["2", "1"]
+    assert await workers.call(FakeWorker.environment, "OMP_WAIT_POLICY") == ["PASSIVE", None]
+    engines = WorkerGroup(session, "rollout", [engine])
+    assert await engines.call(FakeStepper.environment, "OMP_NUM_THREADS") == ["3"]
     for process in (trainer, scorer, engine):
         session.end(process)

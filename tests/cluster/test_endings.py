@@ -112,5 +112,5 @@ def test_the_rank_that_has_not_come_is_named_with_its_stack(results: Results) ->
 def test_all_processes_of_a_hanging_run_leave_their_stacks(results: Results, phase: str) -> None:
     stacks = results[f"hang:{phase}"]["stacks"]
     assert stacks.keys() >= {"driver", CALLS[phase].partition(" {}")[0].replace(" ", "-")}
-    assert "in _wait_for_any" in stacks["driver"]
+    assert "in _expire" in stacks["driver"]
     assert all("most recent call first" in text for text in stacks.values()), stacks

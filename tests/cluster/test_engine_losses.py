@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from megarl.cluster import session as sessions
-from megarl.cluster.calls import CallMonitor, Condition, WorkerError
+from megarl.cluster.calls import CallMonitor, WorkerError
 from megarl.cluster.session import Session
 from megarl.config import load
 from megarl.config.schema import TimeLimits
@@ -24,7 +24,7 @@ from megarl.groups.sync_attempt import SyncAttempt
 from megarl.groups.trainers import RemoteRole, launch_group
 from megarl.remote import Phase, RemoteMethod
 from megarl.stages.ppo.config import PPOConfig
-from tests.cluster.conftest import DEBUG
+from tests.cluster.conftest import DEBUG, forget_calls
 from tests.cluster.fakes import OPTIONS
 from tests.cluster.syncing_workers import Engine, Trainer
 from tests.e2e.test_endings import process_that_prints_to
@@ -45,18 +45,20 @@ class Run:
     faults: Path
     version: int = field(default=0)
 
-    def sync(self) -> None:
+    async def sync(self) -> None:
         self.version += 1
-        assert self.resharder.sync(self.version).version == self.version
+        report = await self.resharder.sync(self.version)
+        assert report.version == self.version
 
-    def values(self, engine: int) -> set[float]:
-        return self.engines.call_at(engine, VALUES).wait()[0]
+    async def values(self, engine: int) -> set[float]:
+        (values,) = await self.engines.call_at(engine, VALUES)
+        return values
 
-    def complete(self) -> None:
+    async def complete(self) -> None:
         """Waits until both engines have started, and syncs them."""
-        self.engines.monitor.wait_until(Condition(lambda: self.engines.started == [0, 1]))
-        self.sync()
-        assert [self.values(engine) for engine in (0, 1)] == [{self.version}] * 2
+        await self.engines.until(lambda: self.engines.started == [0, 1])
+        await self.sync()
+        assert [await self.values(engine) for engine in (0, 1)] == [{self.version}] * 2
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,6 @@ def run(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         session.monitor = CallMonitor(TimeLimits(**{**dict.fromkeys(get_args(Phase), 120.0), "sync": SYNC_LIMIT_S}))
         trainers: Any = launch_group(session, config, "train", worker)
         engines = RolloutGroup(session, config.rollout, str(faults), OPTIONS, engine=engine, replacements=12)
-        engines.start().wait()
         actor = RemoteRole(trainers, "actor", config.layout("actor"))
 
         def resharder(*, rolling: bool = False) -> Resharder:
@@ -88,11 +89,16 @@ def run(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             return Resharder(SyncPlanner(session, config, actor), rollout, actor, engines)
 
         made = Run(engines, resharder(), partial(resharder, rolling=True), faults)
-        made.resharder.connect()
+
+        async def start() -> None:
+            await engines.start()
+            await made.resharder.connect()
+
+        session.run(start())
         yield made
     for process in (*trainers.processes, *engines.processes):
         ray.kill(process.actor)
-    session.monitor = CallMonitor(TimeLimits())
+    forget_calls(session)
 
 
 @pytest.mark.parametrize(
@@ -105,78 +111,78 @@ def run(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         ("step stuck", f"No answer within {SYNC_LIMIT_S:g} s from rollout engine 1 in rollout.receive_weights."),
     ],
 )
-def test_the_surviving_engine_is_synced_and_a_new_one_joins(run: Run, fault: str, cause: str) -> None:
-    run.complete()
+async def test_the_surviving_engine_is_synced_and_a_new_one_joins(run: Run, fault: str, cause: str) -> None:
+    await run.complete()
     before = len(run.engines.replaced)
     (run.faults / "1").write_text(fault)
     if fault.startswith("step"):
-        run.values(1)  # a step follows each call
-    run.sync()
-    assert run.values(0) == {run.version}
+        await run.values(1)  # a step follows each call
+    await run.sync()
+    assert await run.values(0) == {run.version}
     assert [each.splitlines()[0] for each in run.engines.replaced[before:]] == [cause]
-    run.complete()
+    await run.complete()
 
 
-def test_an_engine_that_dies_after_its_weights_arrived_is_replaced(run: Run) -> None:
-    run.complete()
+async def test_an_engine_that_dies_after_its_weights_arrived_is_replaced(run: Run) -> None:
+    await run.complete()
     os.kill(process_that_prints_to(run.engines.processes[1].log_file), signal.SIGKILL)
-    assert len(run.engines.take_usage()) == 1
+    assert len(await run.engines.take_usage()) == 1
     assert run.engines.replaced[-1].splitlines()[0] == "rollout engine 1 died in rollout.usage."
-    run.complete()
+    await run.complete()
 
 
 @pytest.mark.parametrize("reconnects", [False, True])
-def test_an_engine_that_dies_in_another_call_is_left_out(
+async def test_an_engine_that_dies_in_another_call_is_left_out(
     run: Run, monkeypatch: pytest.MonkeyPatch, reconnects: bool
 ) -> None:
     """It has answered the sync's own call, be that of the transfer or of the connection before."""
-    run.complete()
+    await run.complete()
 
     def replace() -> None:
         run.engines.replace(1, run.engines.processes[1], "rollout engine 1 died in rollout.generate.")
 
-    def succeed_and_lose(attempt: SyncAttempt) -> bool:
+    async def succeed_and_lose(attempt: SyncAttempt) -> bool:
         monkeypatch.undo()
-        succeeded = attempt.succeeds()
+        succeeded = await attempt.succeeds()
         replace()
         return succeeded
 
     if reconnects:
         replace()
-        run.engines.monitor.wait_until(Condition(lambda: run.engines.started == [0, 1]))
+        await run.engines.until(lambda: run.engines.started == [0, 1])
     monkeypatch.setattr(SyncAttempt, "succeeds", succeed_and_lose)
-    run.sync()
-    assert run.values(0) == {run.version}
-    run.complete()
+    await run.sync()
+    assert await run.values(0) == {run.version}
+    await run.complete()
 
 
-def test_consecutive_engine_deaths_end_with_two_new_engines(run: Run) -> None:
-    run.complete()
+async def test_consecutive_engine_deaths_end_with_two_new_engines(run: Run) -> None:
+    await run.complete()
     before = len(run.engines.replaced)
     (run.faults / "0").write_text("load kill")
     (run.faults / "1").write_text("connect kill")
-    run.sync()
+    await run.sync()
     labels = [each.splitlines()[0].rpartition(" ")[2] for each in run.engines.replaced[before:]]
     assert labels == ["rollout.receive_weights.", "rollout.connect."]
-    run.complete()
+    await run.complete()
 
 
-def test_engines_updated_in_turn_do_not_wait_for_each_other(run: Run) -> None:
-    run.complete()
+async def test_engines_updated_in_turn_do_not_wait_for_each_other(run: Run) -> None:
+    await run.complete()
     together = run.resharder
     run.resharder = run.rolling()
-    run.complete()
+    await run.complete()
     (run.faults / "1").write_text("load kill")
-    run.sync()
-    assert run.values(0) == {run.version}
-    run.complete()
+    await run.sync()
+    assert await run.values(0) == {run.version}
+    await run.complete()
     run.resharder = together
 
 
-def test_replacements_are_limited(run: Run) -> None:
+def test_replacements_are_limited(session: Session, run: Run) -> None:
     """The last test: the run is over."""
-    run.complete()
+    session.run(run.complete())
     run.engines._replacements = len(run.engines.replaced)
     (run.faults / "0").write_text("begin kill")
     with pytest.raises(WorkerError, match=r"(?s)engine 0 died in rollout\.receive_weights.*max_replacements = 12 is"):
-        run.sync()
+        session.run(run.sync())

@@ -18,7 +18,7 @@ from megarl.cli import app
 from megarl.cluster.hang_report import StackFrame, explain, report_hang, stacks_of_other_nodes, working_frames
 from megarl.cluster.session import Session
 from megarl.stacks import ProcessStacks, answering, take_stacks, write_stacks
-from tests.cluster.conftest import MakeGroup
+from tests.cluster.conftest import MakeGroup, answer_of
 from tests.cluster.fakes import FakeWorker
 
 OTHER_THREADS = """\
@@ -139,16 +139,16 @@ def test_an_event_loop_that_is_blocked_works(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_the_stacks_of_live_workers(session: Session, make_group: MakeGroup, tmp_path: Path) -> None:
+async def test_the_stacks_of_live_workers(session: Session, make_group: MakeGroup, tmp_path: Path) -> None:
     """The command of the user, while all ranks sleep in a call; they go on afterwards."""
     group = make_group()
-    group.call(FakeWorker.note, "awake").wait()
+    await group.call(FakeWorker.note, "awake")
     asleep = group.call(FakeWorker.note, "asleep", 3.0)
     time.sleep(0.5)
     (tmp_path / "logs").symlink_to(session._log_dir)
     told = CliRunner().invoke(app, ["stacks", str(tmp_path)])
     assert told.exit_code == 0, told.output
-    assert asleep.wait() == [0, 1, 2]
+    assert await asleep == [0, 1, 2]
     for rank in range(3):
         assert f"train-rank-{rank} (pid " in told.output
     assert told.output.count("fakes.py") == 3
@@ -162,7 +162,7 @@ def test_the_stacks_of_live_workers(session: Session, make_group: MakeGroup, tmp
 def test_other_nodes_are_asked(session: Session, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """This node counts as another one."""
     workers = make_group()
-    workers.call(FakeWorker.note, "awake").wait()
+    session.run(answer_of(lambda: workers.call(FakeWorker.note, "awake")))
     monkeypatch.setattr("megarl.cluster.ray_api.node_address", lambda: "elsewhere")
     found, silent = stacks_of_other_nodes(session._log_dir)
     assert silent == []
@@ -172,7 +172,7 @@ def test_other_nodes_are_asked(session: Session, make_group: MakeGroup, monkeypa
 @pytest.mark.process
 def test_a_stopped_worker_is_named(session: Session, make_group: MakeGroup) -> None:
     workers = make_group()
-    pids: list[Any] = workers.call(FakeWorker.pid).wait()
+    pids: list[Any] = session.run(answer_of(lambda: workers.call(FakeWorker.pid)))
     os.kill(pids[2], signal.SIGSTOP)
     try:
         names = [process.name for process in workers.processes]

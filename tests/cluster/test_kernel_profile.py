@@ -121,27 +121,27 @@ def test_torch_profiler_events_are_assigned_to_calls(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_engine_steps_are_profiled_under_their_request(session: Session, tmp_path: Path) -> None:
+async def test_engine_steps_are_profiled_under_their_request(session: Session, tmp_path: Path) -> None:
     process = session.launch_stepping("profiled engine", [0], FakeStepper, 0.02)
     stepper = WorkerGroup(session, "rollout", [process])
     work = stepper.call(FakeStepper.work, 60)
-    assert session.begin_profile(["profiled engine", "of no process"]) == [process]
-    stepper.call(FakeStepper.note, "a").wait()
+    assert await session.begin_profile(["profiled engine", "of no process"]) == [process]
+    await stepper.call(FakeStepper.note, "a")
     time.sleep(0.1)
-    profiles = session.end_profile({process: str(tmp_path / "trace.json")})["profiled engine"]
-    steps, note = profiles
+    profiles = await session.end_profile({process: str(tmp_path / "trace.json")})
+    steps, note = profiles["profiled engine"]
     assert (steps.name, note.name) == ("rollout.work", "update.note")
     (python,) = steps.kernels
     assert python.name == PYTHON
     assert 0.02 <= 0.02 * python.calls <= steps.seconds
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    work.wait()
+    await work
     starting = stepper.call(RemoteMethod[FakeStepper, [], bool](FakeStepper.step, "start"))
-    assert session.begin_profile(["profiled engine"]) == []
-    starting.wait()
-    assert session.begin_profile(["profiled engine"]) == [process]
+    assert await session.begin_profile(["profiled engine"]) == []
+    await starting
+    assert await session.begin_profile(["profiled engine"]) == [process]
     ray.kill(process.actor)
-    assert session.end_profile({process: str(tmp_path / "lost.json")}) == {}, "it has died"
-    assert session.begin_profile(["profiled engine"]) == []
+    assert await session.end_profile({process: str(tmp_path / "lost.json")}) == {}, "it has died"
+    assert await session.begin_profile(["profiled engine"]) == []
     session.end(process)
-    assert session.end_profile({process: str(tmp_path / "gone.json")}) == {}, "it was replaced"
+    assert await session.end_profile({process: str(tmp_path / "gone.json")}) == {}, "it was replaced"

@@ -15,8 +15,8 @@ from tests.security.listeners import METHODS, assert_closed
 pytestmark = pytest.mark.process
 
 
-def test_a_session_is_closed_to_others(session: Session, group: WorkerGroup[FakeWorker]) -> None:
-    assert group.call(FakeWorker.note, "here").wait() == [0, 1, 2]
+async def test_a_session_is_closed_to_others(session: Session, group: WorkerGroup[FakeWorker]) -> None:
+    assert await group.call(FakeWorker.note, "here") == [0, 1, 2]
     seen = assert_closed([os.getpid(), *marked_processes(os.environ[MARK])])
     for method in METHODS:
         assert "UNAUTHENTICATED" in seen[method], f"no process has refused {method}"

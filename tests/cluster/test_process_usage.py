@@ -41,13 +41,13 @@ def test_time_between_calls_is_idle() -> None:
 
 
 @pytest.mark.process
-def test_a_group_reports_the_usage_of_its_processes(group: WorkerGroup[FakeWorker]) -> None:
-    group.call(FakeWorker.noted).wait()
-    group.take_usage()
-    group.call(FakeWorker.note, "sleeps", 0.5).wait()
-    used = group.take_usage()
+async def test_a_group_reports_the_usage_of_its_processes(group: WorkerGroup[FakeWorker]) -> None:
+    await group.call(FakeWorker.noted)
+    await group.take_usage()
+    await group.call(FakeWorker.note, "sleeps", 0.5)
+    used = await group.take_usage()
     assert len(used) == 3
     assert all(usage.peak_bytes["update"] > 10 << 20 for usage in used)
     assert all(usage.idle < 0.5 and not usage.device_name for usage in used)
     time.sleep(0.1)
-    assert all(usage.idle == 1 for usage in group.take_usage())
+    assert all(usage.idle == 1 for usage in await group.take_usage())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,17 @@ ACTOR = Layout(tp=2, pp=2)
 TP2_ENGINES = ["rollout.devices=0-3", "rollout.tp=2", "cluster.nodes=2", "cluster.devices_per_node=2"]
 
 
+async def done(*_: object, **__: object) -> None:
+    """In place of a coroutine that has nothing to wait for."""
+
+
+class Answered(SimpleNamespace):
+    """A call that all processes have answered; no one asks for the results of awaiting it."""
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield from done().__await__()
+
+
 @dataclass
 class Calls:
     """Stands in for all processes: records the calls, and returns what the test sets."""
@@ -34,7 +46,7 @@ class Calls:
         """All processes of the group answer, each with an answer of its own; an error is that of all of them."""
         self.asked += [(method.name, request) for request in requests]
         answers = [next(self.answers) for _ in requests]
-        return SimpleNamespace(
+        return Answered(
             processes=["process"] * len(requests),
             finished=True,
             results={i: answer for i, answer in enumerate(answers) if not isinstance(answer, WorkerError)},
@@ -55,9 +67,10 @@ class Calls:
             processes=["engine 0", "engine 1"],
             started=list(started),
             call_at=self.call_at,
-            hold=lambda _engines, drain: None,
+            hold=done,
             readmit=lambda _engines: None,
-            monitor=SimpleNamespace(wait_until=lambda awaited: awaited.finished),
+            until=done,
+            spawn=asyncio.ensure_future,
             replaceable=False,
         )
 
@@ -77,22 +90,22 @@ def resharder(calls: Calls, *overrides: str, started: Sequence[int] = (0, 1)) ->
     return Resharder(planner, config.rollout, calls.actor(), calls.engines(started))
 
 
-def connected(answers: Sequence[Any]) -> Resharder:
+async def connected(answers: Sequence[Any]) -> Resharder:
     """The same, connected; the calls of a sync get these answers."""
     made = resharder(Calls(iter([*[None] * 6, *answers])))
-    made.connect()
+    await made.connect()
     return made
 
 
-def specs(calls: Calls, *overrides: str, started: Sequence[int] = (0, 1)) -> list[tuple[SyncSpec, Sequence[int]]]:
+async def specs(calls: Calls, *overrides: str, started: Sequence[int] = (0, 1)) -> list[tuple[SyncSpec, Sequence[int]]]:
     """The connection specs of every process, the trainers first."""
-    resharder(calls, *overrides, started=started).connect()
+    await resharder(calls, *overrides, started=started).connect()
     assert {name for name, _ in calls.asked} == {"connect"}
     return [(request.sync, request.ranks) for _, request in calls.asked]
 
 
-def test_every_process_gets_its_own_part_of_the_plan() -> None:
-    told = specs(Calls())
+async def test_every_process_gets_its_own_part_of_the_plan() -> None:
+    told = await specs(Calls())
     assert [list(ranks) for _, ranks in told] == [[0], [1], [2], [3], [4, 5], [6, 7]]
     for spec, ranks in told:
         assert set(spec.senders) | set(spec.receivers) == set(ranks)
@@ -101,29 +114,29 @@ def test_every_process_gets_its_own_part_of_the_plan() -> None:
 
 
 @pytest.mark.parametrize(("transport", "framed"), [("auto", ({2, 3}, {0, 1})), ("gloo", ({0, 1, 2, 3},) * 2)])
-def test_transport_follows_from_nodes_and_configuration(transport: str, framed: Sequence[set[int]]) -> None:
+async def test_transport_follows_from_nodes_and_configuration(transport: str, framed: Sequence[set[int]]) -> None:
     """TP2 x PP2 has each half of the layers on one of the nodes; each engine is on one, too."""
-    told = specs(Calls(), f"resharding.transport={transport}", "resharding.verify=false")
+    told = await specs(Calls(), f"resharding.transport={transport}", "resharding.verify=false")
     for (spec, ranks), far in zip(told[4:], framed, strict=True):
         assert {sender for rank in ranks for sender in spec.recv_buffers[rank].via_network} == far
         assert not spec.verify
 
 
-def test_engines_that_have_not_started_are_left_out() -> None:
+async def test_engines_that_have_not_started_are_left_out() -> None:
     """The second engine alone is on the second node, as half of the trainers."""
-    told = specs(Calls(), started=[1])
+    told = await specs(Calls(), started=[1])
     assert [list(ranks) for _, ranks in told] == [[0], [1], [2], [3], [4, 5]]
     spec, ranks = told[4]
     assert spec.world_size == 6
     assert {sender for rank in ranks for sender in spec.recv_buffers[rank].via_network} == {0, 1}
 
 
-def test_each_half_of_the_engines_has_a_connection_if_updated_in_turn() -> None:
+async def test_each_half_of_the_engines_has_a_connection_if_updated_in_turn() -> None:
     calls = Calls()
     rolling = ["groups.train.devices=4-7", "cluster.devices_per_node=4"]
     rolling += ["rollout={max_staleness: 1, mode: bounded, rolling_update: true}"]
     made = resharder(calls, *rolling)
-    made.connect()
+    await made.connect()
     told = [(request.link, [*request.ranks], request.sync.world_size) for _, request in calls.asked]
     alone = [[0], [1], [2], [3], [4, 5]]
     assert told == [(link, ranks, 6) for link in (0, 1) for ranks in alone]
@@ -133,10 +146,11 @@ def stats(nbytes: int, **seconds: float) -> SyncStats:
     return SyncStats(version=3, nbytes=nbytes, messages=2, peak_staging_bytes=nbytes, seconds=seconds)
 
 
-def test_a_report_sums_bytes_and_has_the_slowest_rank_of_each_stage() -> None:
+async def test_a_report_sums_bytes_and_has_the_slowest_rank_of_each_stage() -> None:
     sent = [stats(6, pack=1.0, commit=0.5), stats(2, pack=3.0), stats(0), stats(0)]
     received = [[stats(4, load=2.0)], [stats(4, load=1.0, commit=0.7)]]
-    report = connected([*sent, *received]).sync(3)
+    made = await connected([*sent, *received])
+    report = await made.sync(3)
     assert isinstance(report, SyncReport)
     assert (report.version, report.nbytes, report.messages, report.staging_bytes) == (3, 8, 4, 6)
     assert report.stages == {"pack": 3.0, "commit": 0.7, "load": 2.0}
@@ -155,10 +169,11 @@ def test_reports_of_engines_updated_in_turn_are_summed() -> None:
     assert (report.seconds, report.stages) == (8.0, {"pack": 1.5, "load": 6.0})
 
 
-def test_an_aborted_sync_names_the_owners_of_the_ranks() -> None:
+async def test_an_aborted_sync_names_the_owners_of_the_ranks() -> None:
     aborted = WorkerError("train rank 0 failed in actor.send_weights: sync aborted: rank 7: no room")
+    made = await connected([aborted] * 6)
     with pytest.raises(WorkerError) as failure:
-        connected([aborted] * 6).sync(3)
+        await made.sync(3)
     first, second = str(failure.value).splitlines()
     assert first == str(aborted)
     assert "the actor's group, 0 to 3, and from 4 on those of the engines, 2 of each" in second

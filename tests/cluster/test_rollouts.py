@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 import ray
 
-from megarl.cluster.calls import CallMonitor, WorkerError
+from megarl.cluster.calls import WorkerError
 from megarl.cluster.session import Session
-from megarl.config.schema import Rollout, TimeLimits
+from megarl.config.schema import Rollout
 from megarl.groups.engines import RolloutGroup
-from megarl.groups.rollouts import PendingPick, PendingTruncation, Rollouts
+from megarl.groups.rollouts import Rollouts
 from megarl.stages.ppo.config import PPOConfig
 from megarl.types import Prompt, SampleRequest
+from tests.cluster.conftest import answer_of
 from tests.cluster.fakes import OPTIONS, FakeEngine
 
 pytestmark = pytest.mark.process
 
-MakeEngines = Callable[[str], RolloutGroup]
+MakeEngines = Callable[[str], Awaitable[RolloutGroup]]
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +29,10 @@ def make(session: Session, config: PPOConfig) -> Iterator[MakeEngines]:
     """Makes engines, one per device."""
     made: list[RolloutGroup] = []
 
-    def engines(devices: str) -> RolloutGroup:
+    async def engines(devices: str) -> RolloutGroup:
         rollout = Rollout.model_validate({**config.rollout.model_dump(), "devices": devices})
         made.append(RolloutGroup(session, rollout, "nowhere", OPTIONS, engine=FakeEngine))
-        made[-1].start().wait()
+        await made[-1].start()
         return made[-1]
 
     yield engines
@@ -40,18 +41,15 @@ def make(session: Session, config: PPOConfig) -> Iterator[MakeEngines]:
 
 
 @pytest.fixture(scope="module")
-def two(make: MakeEngines) -> RolloutGroup:
+def two(session: Session, make: MakeEngines) -> RolloutGroup:
     """Engines that have answered before, so that none is still starting when work is divided."""
-    engines = make("2-3")
-    engines.generate(requests(2), 2).wait()
-    return engines
 
+    async def engines() -> RolloutGroup:
+        made = await make("2-3")
+        await made.generate(requests(2), 2).result()
+        return made
 
-@pytest.fixture
-def drop_broken_calls(session: Session) -> Iterator[None]:
-    """Drops the calls that a test breaks, as a run's end would."""
-    yield
-    session.monitor = CallMonitor(TimeLimits())
+    return session.run(engines())
 
 
 def requests(count: int, first: Sequence[int] = ()) -> list[SampleRequest]:
@@ -63,10 +61,10 @@ def requests(count: int, first: Sequence[int] = ()) -> list[SampleRequest]:
     ]
 
 
-def writers(engines: RolloutGroup, count: int, chunks: int) -> list[set[int]]:
+async def writers(engines: RolloutGroup, count: int, chunks: int) -> list[set[int]]:
     """The engine that answered, by chunk; checks that every sample is at the place in its info."""
     asked = requests(count)
-    rollouts = engines.generate(asked, chunks).wait()
+    rollouts = await engines.generate(asked, chunks).result()
     assert [info.sample_id for info in rollouts.samples] == [request.sample_id for request in asked]
     for info, request in zip(rollouts.samples, asked, strict=True):
         chunk = rollouts.chunks[info.chunk]
@@ -79,14 +77,14 @@ def writers(engines: RolloutGroup, count: int, chunks: int) -> list[set[int]]:
 
 
 @pytest.mark.parametrize(("samples", "chunks"), [(7, 4), (5, 16), (1, 8)])
-def test_every_sample_is_at_the_place_in_its_info(two: RolloutGroup, samples: int, chunks: int) -> None:
-    assert len(writers(two, samples, chunks)) == min(samples, chunks)
+async def test_every_sample_is_at_the_place_in_its_info(two: RolloutGroup, samples: int, chunks: int) -> None:
+    assert len(await writers(two, samples, chunks)) == min(samples, chunks)
 
 
-def test_engine_throughput_is_measured_since_the_last_reading(two: RolloutGroup) -> None:
+async def test_engine_throughput_is_measured_since_the_last_reading(two: RolloutGroup) -> None:
     two.take_metrics()
     start = time.perf_counter()
-    rollouts = two.generate(requests(8), 4).wait()
+    rollouts = await two.generate(requests(8), 4).result()
     took = time.perf_counter() - start
     metrics = two.take_metrics()
     tokens = sum(sample.response_tokens for sample in rollouts.samples)
@@ -99,14 +97,14 @@ def test_engine_throughput_is_measured_since_the_last_reading(two: RolloutGroup)
     assert two.take_metrics() == {"rollout/engine_idle": 1}
 
 
-def test_samples_of_two_rounds_are_selected_without_sending_tokens_to_the_driver(two: RolloutGroup) -> None:
-    rounds = [two.generate(requests(count), chunks).wait() for count, chunks in ((7, 4), (5, 2))]
+async def test_samples_of_two_rounds_are_selected_without_sending_tokens_to_the_driver(two: RolloutGroup) -> None:
+    rounds = [await two.generate(requests(count), chunks).result() for count, chunks in ((7, 4), (5, 2))]
     joined = Rollouts.joined(rounds)
     assert [(info.sample_id, info.prompt_tokens) for info in joined.samples] == [
         (info.sample_id, info.prompt_tokens) for part in rounds for info in part.samples
     ]
     kept = [joined.samples[index] for index in (10, 1, 2, 11, 6)]
-    picked = finished(two, two.pick(joined, kept, 3))
+    picked = await two.pick(joined, kept, 3)
     assert len(picked.chunks) == 3
     assert [info.sample_id for info in picked.samples] == [info.sample_id for info in kept]
     for info, old in zip(picked.samples, kept, strict=True):
@@ -114,14 +112,14 @@ def test_samples_of_two_rounds_are_selected_without_sending_tokens_to_the_driver
         assert len(picked.chunks[info.chunk].response_ids[info.row]) == info.response_tokens == old.response_tokens
     names = ["a", "a#1", "a#2", "b", "c", "c#1"]
     branches = [replace(sample, sample_id=name) for sample, name in zip(joined.samples, names, strict=False)]
-    picked = finished(two, two.pick(joined, branches, 6))
+    picked = await two.pick(joined, branches, 6)
     assert [info.chunk for info in picked.samples] == [0, 0, 0, 1, 2, 2], "the branches of a conversation stay together"
 
 
-def test_a_scorer_gets_truncated_responses(two: RolloutGroup) -> None:
+async def test_a_scorer_gets_truncated_responses(two: RolloutGroup) -> None:
     """The fake engines answer 7 0 1 and the like: with their prompt."""
-    rollouts = two.generate(requests(6), 3).wait()
-    seen = finished(two, two.truncate(rollouts, 0, 1))
+    rollouts = await two.generate(requests(6), 3).result()
+    seen = await two.truncate(rollouts, 0, 1)
     for info, old in zip(seen.samples, rollouts.samples, strict=True):
         ids = rollouts.chunks[old.chunk].response_ids[old.row].tolist()
         found = 0 in ids[1:]
@@ -131,52 +129,47 @@ def test_a_scorer_gets_truncated_responses(two: RolloutGroup) -> None:
     assert [info.finished for info in seen.samples] == [False, True, True, False, True, True]
 
 
-def test_another_engine_copies_and_truncates_for_one_that_dies(
+@pytest.mark.usefixtures("drop_broken_calls")
+async def test_another_engine_copies_and_truncates_for_one_that_dies(
     session: Session, config: PPOConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It dies while it is idle; the calls detect that."""
     rollout = Rollout.model_validate({**config.rollout.model_dump(), "devices": "2-3"})
     engines = RolloutGroup(session, rollout, "nowhere", OPTIONS, engine=FakeEngine, replacements=2)
-    engines.start().wait()
-    rollouts = engines.generate(requests(6), 3).wait()
+    await engines.start()
+    rollouts = await engines.generate(requests(6), 3).result()
     ray.kill(engines.processes[0].actor)
-    picked = finished(engines, engines.pick(rollouts, rollouts.samples[::-1], 4))
+    picked = await engines.pick(rollouts, rollouts.samples[::-1], 4)
     assert [sample.sample_id for sample in picked.samples] == [f"s{i}" for i in range(5, -1, -1)]
     assert all(picked.chunks[info.chunk].sample_ids[info.row] == info.sample_id for info in picked.samples)
     ray.kill(engines.processes[1].actor)  # none with weights is left, and the first may still be starting
-    seen = finished(engines, engines.truncate(picked, 0, 1))
+    seen = await engines.truncate(picked, 0, 1)
     assert [sample.finished for sample in seen.samples] == [True, True, False, True, True, False]
     causes = [cause.splitlines()[0] for cause in engines.replaced]
     assert causes == ["rollout engine 0 died in rollout.pick.", "rollout engine 1 died in rollout.truncate."]
     assert capfd.readouterr().err.count("It is replaced") == 2
     for process in engines.processes:
         ray.kill(process.actor)
-    session.monitor = CallMonitor(TimeLimits())
 
 
-def finished(engines: RolloutGroup, pending: PendingPick | PendingTruncation) -> Rollouts:
-    engines.monitor.wait_until(pending)
-    return pending.result()
-
-
-def test_a_chunk_has_one_writer_and_all_engines_write(two: RolloutGroup) -> None:
-    by_chunk = writers(two, 320, 160)
+async def test_a_chunk_has_one_writer_and_all_engines_write(two: RolloutGroup) -> None:
+    by_chunk = await writers(two, 320, 160)
     assert all(len(engines) == 1 for engines in by_chunk)
     assert set.union(*by_chunk) == {0, 1}
 
 
-def test_engines_take_work_as_they_have_room(two: RolloutGroup) -> None:
+async def test_engines_take_work_as_they_have_room(two: RolloutGroup) -> None:
     """An engine delayed by an item holds as many as it has room for, and leaves the rest to the other."""
     hold_up = requests(17, first=[97])
-    rollouts = two.generate(hold_up, 17).wait()
+    rollouts = await two.generate(hold_up, 17).result()
     answered = [rollouts.chunks[chunk].versions[0][0].engine_id for chunk in range(17)]
     assert answered.count(answered[0]) == 2
     assert len(set(answered)) == 2
 
 
-def test_more_engines_give_the_same_samples(make: MakeEngines, two: RolloutGroup) -> None:
-    one = make("2")
-    alone, together = (engines.generate(requests(20), 6).wait() for engines in (one, two))
+async def test_more_engines_give_the_same_samples(make: MakeEngines, two: RolloutGroup) -> None:
+    one = await make("2")
+    alone, together = [await engines.generate(requests(20), 6).result() for engines in (one, two)]
     assert alone.samples == together.samples
     for chunk in range(6):
         for column in ("sample_ids", "response_ids"):
@@ -184,25 +177,26 @@ def test_more_engines_give_the_same_samples(make: MakeEngines, two: RolloutGroup
             assert [list(row) for row in first] == [list(row) for row in second]
 
 
-def test_items_wait_for_engines_that_are_starting(session: Session, config: PPOConfig) -> None:
+async def test_items_wait_for_engines_that_are_starting(session: Session, config: PPOConfig) -> None:
     engines = RolloutGroup(session, config.rollout, "nowhere", OPTIONS, engine=FakeEngine)
     pending = engines.generate(requests(5), 3)
-    engines.start()
-    assert [info.sample_id for info in pending.wait().samples] == [f"s{i}" for i in range(5)]
+    starting = engines.spawn(engines.start())
+    rollouts = await pending.result()
+    assert [info.sample_id for info in rollouts.samples] == [f"s{i}" for i in range(5)]
+    await starting
     for process in engines.processes:
         ray.kill(process.actor)
 
 
-def test_the_driver_continues_while_engines_generate(two: RolloutGroup) -> None:
+async def test_the_driver_continues_while_engines_generate(two: RolloutGroup) -> None:
     """Rollouts of several requests are in progress together; paused engines finish only what they have."""
     first, second = two.generate(requests(30), 15), two.generate(requests(4), 2)
-    assert not first.finished
-    two.hold([0, 1], drain=True)
-    assert not first.finished
-    assert not second.finished
-    assert 0 < len(first.answers) < 15
+    assert not any(answer.done() for answer in first.answers)
+    await two.hold([0, 1], drain=True)
+    assert 0 < sum(answer.done() for answer in first.answers) < 15
+    assert not all(answer.done() for answer in second.answers)
     two.readmit([0, 1])
-    assert [len(pending.wait().samples) for pending in (first, second)] == [30, 4]
+    assert [len((await pending.result()).samples) for pending in (first, second)] == [30, 4]
 
 
 @pytest.mark.parametrize(
@@ -216,12 +210,13 @@ def test_the_driver_continues_while_engines_generate(two: RolloutGroup) -> None:
     ],
     ids=["fails", "dies"],
 )
+@pytest.mark.usefixtures("drop_broken_calls")
 def test_a_failure_is_raised_while_other_engines_work(
-    make: MakeEngines, drop_broken_calls: None, token: int, message: str
+    session: Session, make: MakeEngines, token: int, message: str
 ) -> None:
-    engines = make("2-3")
-    engines.generate(requests(4), 4).wait()
+    engines = session.run(answer_of(lambda: make("2-3")))
+    session.run(answer_of(lambda: engines.generate(requests(4), 4).result()))
     start = time.monotonic()
     with pytest.raises(WorkerError, match=message):
-        engines.generate(requests(3000, first=[0, 1, token]), 3000).wait()
+        session.run(answer_of(lambda: engines.generate(requests(3000, first=[0, 1, token]), 3000).result()))
     assert time.monotonic() - start < 30, "the other engine alone takes 60 s"

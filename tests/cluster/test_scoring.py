@@ -20,6 +20,7 @@ from megarl.cluster.session import Session
 from megarl.config.schema import Reward, RewardFunction, TimeLimits
 from megarl.groups.rollouts import Rollouts
 from megarl.groups.scorers import RuleScorers, ScoringProcess
+from tests.cluster.conftest import answer_of
 from tests.rewards.completions import infos, own, prompt, rollout
 
 pytestmark = pytest.mark.process
@@ -54,7 +55,7 @@ def scorers(session: Session, tmp_path_factory: pytest.TempPathFactory, warnings
     PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="\4").save_pretrained(directory)
     reward = Reward(processes=2, time_limit=3.0, retries=0)
     made = RuleScorers(session, str(directory), FUNCTIONS, reward, TimeLimits(), warnings.append)
-    made.call(ScoringProcess.start).wait()
+    session.run(answer_of(lambda: made.call(ScoringProcess.start)))
     yield made
     for process in made.processes:
         ray.kill(process.actor)
@@ -70,9 +71,9 @@ def rollouts(chunks: int) -> Rollouts:
 
 
 @pytest.mark.dist
-def test_every_chunk_is_scored_by_every_function(scorers: RuleScorers) -> None:
+async def test_every_chunk_is_scored_by_every_function(scorers: RuleScorers) -> None:
     given = rollouts(5)
-    scores = scorers.gather(scorers.score([LENGTH, EXACT_MATCH, SEEN, PROCESS], given, PROMPTS))
+    scores = await scorers.gather(scorers.score([LENGTH, EXACT_MATCH, SEEN, PROCESS], given, PROMPTS))
     assert {chunk: column["length"].tolist() for chunk, column in scores.items()} == {c: [3 + c, 6] for c in range(5)}
     assert {chunk: column["exact_match"].tolist() for chunk, column in scores.items()} == {
         0: [1, 1],
@@ -86,9 +87,9 @@ def test_every_chunk_is_scored_by_every_function(scorers: RuleScorers) -> None:
 
 
 @pytest.mark.dist
-def test_all_responses_to_a_prompt_are_scored_together(scorers: RuleScorers) -> None:
+async def test_all_responses_to_a_prompt_are_scored_together(scorers: RuleScorers) -> None:
     """Those to a are longer in each chunk; those to b are equal."""
-    scores = scorers.gather(scorers.score([RANKS, LENGTH, PROCESS], rollouts(5), PROMPTS))
+    scores = await scorers.gather(scorers.score([RANKS, LENGTH, PROCESS], rollouts(5), PROMPTS))
     assert {chunk: column["ranks"].tolist() for chunk, column in scores.items()} == {c: [c, 0] for c in range(5)}
     assert {chunk: column["length"].tolist() for chunk, column in scores.items()} == {c: [3 + c, 6] for c in range(5)}
     processes = np.array([scores[chunk]["process"] for chunk in range(5)])
@@ -97,10 +98,10 @@ def test_all_responses_to_a_prompt_are_scored_together(scorers: RuleScorers) -> 
 
 
 @pytest.mark.dist
-def test_parts_of_a_step_get_the_scores_of_the_whole_step(scorers: RuleScorers) -> None:
+async def test_parts_of_a_step_get_the_scores_of_the_whole_step(scorers: RuleScorers) -> None:
     given = rollouts(4)
-    whole = scorers.gather(scorers.score([EXACT_MATCH, PROCESS], given, PROMPTS))
-    parts = [scorers.gather(scorers.score([EXACT_MATCH, PROCESS], part, PROMPTS)) for part in given.parts(4)]
+    whole = await scorers.gather(scorers.score([EXACT_MATCH, PROCESS], given, PROMPTS))
+    parts = [await scorers.gather(scorers.score([EXACT_MATCH, PROCESS], part, PROMPTS)) for part in given.parts(4)]
     for chunk, scores in enumerate(parts):
         assert {name: values.tolist() for name, values in scores[chunk].items()} == {
             name: values.tolist() for name, values in whole[chunk].items()
@@ -109,15 +110,17 @@ def test_parts_of_a_step_get_the_scores_of_the_whole_step(scorers: RuleScorers) 
 
 
 @pytest.mark.dist
-def test_chunks_may_be_fewer_than_processes(scorers: RuleScorers) -> None:
-    scores = scorers.gather(scorers.score([LENGTH], rollouts(1), PROMPTS))
+async def test_chunks_may_be_fewer_than_processes(scorers: RuleScorers) -> None:
+    scores = await scorers.gather(scorers.score([LENGTH], rollouts(1), PROMPTS))
     assert {chunk: column["length"].tolist() for chunk, column in scores.items()} == {0: [3, 6]}
 
 
 @pytest.mark.dist
-def test_a_failure_is_shown_once_with_its_prompt_and_its_traceback(scorers: RuleScorers, warnings: list[str]) -> None:
+async def test_a_failure_is_shown_once_with_its_prompt_and_its_traceback(
+    scorers: RuleScorers, warnings: list[str]
+) -> None:
     for _ in range(2):
-        scores = scorers.gather(scorers.score([QUOTIENT, LENGTH], rollouts(4), PROMPTS))
+        scores = await scorers.gather(scorers.score([QUOTIENT, LENGTH], rollouts(4), PROMPTS))
         unscored = {chunk: np.isnan(column["quotient"]).tolist() for chunk, column in scores.items()}
         assert unscored == {0: [False, True], 1: [False, True], 2: [False, True], 3: [True, True]}
         assert scores[3]["length"].tolist() == [6, 6]
@@ -131,9 +134,9 @@ def test_a_failure_is_shown_once_with_its_prompt_and_its_traceback(scorers: Rule
 
 
 @pytest.mark.dist
-def test_a_hanging_function_loses_only_its_sample(scorers: RuleScorers, warnings: list[str]) -> None:
+async def test_a_hanging_function_loses_only_its_sample(scorers: RuleScorers, warnings: list[str]) -> None:
     start = time.monotonic()
-    scores = scorers.gather(scorers.score([STUBBORN], rollouts(2), PROMPTS))
+    scores = await scorers.gather(scorers.score([STUBBORN], rollouts(2), PROMPTS))
     assert time.monotonic() - start < 60
     for column in scores.values():
         np.testing.assert_array_equal(column["stubborn"], np.float32([1, math.nan]))
@@ -141,10 +144,10 @@ def test_a_hanging_function_loses_only_its_sample(scorers: RuleScorers, warnings
 
 
 @pytest.mark.dist
-def test_child_processes_end_on_close(scorers: RuleScorers) -> None:
-    scores = scorers.gather(scorers.score([PROCESS], rollouts(2), PROMPTS))
+async def test_child_processes_end_on_close(scorers: RuleScorers) -> None:
+    scores = await scorers.gather(scorers.score([PROCESS], rollouts(2), PROMPTS))
     children = {int(pid) for column in scores.values() for pid in column["process"]}
     assert len(children) == 2
     assert all(Path(f"/proc/{pid}").exists() for pid in children)
-    scorers.call(ScoringProcess.close).wait()
+    await scorers.call(ScoringProcess.close)
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]

@@ -133,12 +133,13 @@ from pathlib import Path
 from megarl.groups.trainers import launch_group
 from megarl.cluster.session import Session
 from megarl.config import load
-from tests.cluster.conftest import DEBUG, TWO
+from tests.cluster.conftest import DEBUG, TWO, answer_of
 from tests.cluster.fakes import FakeWorker
 config = load(DEBUG, TWO)
 for _ in range(2):
     with Session(config.cluster, Path(sys.argv[2]), address=sys.argv[1]) as session:
-        print(*launch_group(session, config, "train", FakeWorker).call(FakeWorker.note, "here").wait())
+        group = launch_group(session, config, "train", FakeWorker)
+        print(*session.run(answer_of(lambda: group.call(FakeWorker.note, "here"))))
         print(ray.get(session.launch("place", [0], Path, ".").actor.run.remote("absolute", (), {})).result)
 """
 
@@ -153,14 +154,18 @@ from megarl.config import load
 from tests.cluster.conftest import DEBUG, TWO
 from tests.cluster.fakes import FakeWorker
 config = load(DEBUG, TWO)
-with Session(config.cluster, Path(sys.argv[1])) as session:
-    group = launch_group(session, config, "train", FakeWorker)
-    group.call(FakeWorker.note, "here").wait()
+
+async def lose():
+    await group.call(FakeWorker.note, "here")
     asleep = group.call(FakeWorker.note, "asleep", 60.0)
     for pid in marked_processes(os.environ[MARK]):
         if b"ray::RuntimeEnvAgent" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
-    asleep.wait()
+    await asleep
+
+with Session(config.cluster, Path(sys.argv[1])) as session:
+    group = launch_group(session, config, "train", FakeWorker)
+    session.run(lose())
 """
 
 

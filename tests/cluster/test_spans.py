@@ -58,29 +58,29 @@ def assert_in_order(spans: list[Span]) -> None:
 
 
 @pytest.mark.process
-def test_a_worker_returns_its_spans_with_its_results(session: Session, reported: Reported, config: Any) -> None:
+async def test_a_worker_returns_its_spans_with_its_results(session: Session, reported: Reported, config: Any) -> None:
     process = session.launch("train rank 0", [0], FakeWorker, config, "train", 0)
     worker = WorkerGroup(session, "train", [process]).named("actor")
     call = worker.call(FakeWorker.note, "a", 0.05)
-    call.wait()
-    worker.call(FakeWorker.note, "b", 0.02).wait()
+    await call
+    await worker.call(FakeWorker.note, "b", 0.02)
     assert {(process, group) for process, group, _ in reported} == {("train rank 0", "actor")}
     spans = [span for _, _, span in reported]
     assert_in_order(spans)
     assert [span.name for span in spans if span.name != WAIT] == ["note", "note"]
     first, second = [span.end - span.start for span in spans if span.name != WAIT]
-    assert first == pytest.approx(call.longest(), abs=1e-6)
+    assert first == pytest.approx(await call.longest(), abs=1e-6)
     assert 0.02 <= second < first
 
 
 @pytest.mark.process
-def test_engine_steps_are_recorded_under_their_request(session: Session, reported: Reported) -> None:
+async def test_engine_steps_are_recorded_under_their_request(session: Session, reported: Reported) -> None:
     process = session.launch_stepping("engine", [0], FakeStepper, 0.02)
     stepper = WorkerGroup(session, "rollout", [process])
     work = stepper.call(FakeStepper.work, 20)
-    stepper.call(FakeStepper.noted).wait()
-    work.wait()
-    stepper.call(FakeStepper.noted).wait()
+    await stepper.call(FakeStepper.noted)
+    await work
+    await stepper.call(FakeStepper.noted)
     spans = [span for _, _, span in reported if span.name not in (WAIT, "noted")]
     assert {span.name for span in spans} == {"work"}
     assert 20 * 0.02 <= sum(span.end - span.start for span in spans) <= spans[-1].end - spans[0].start

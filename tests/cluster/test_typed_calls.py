@@ -27,7 +27,7 @@ from megarl.experience.records import ExperienceChunk
 from megarl.types import Ragged, RolloutChunk, Schedule
 
 
-def calls(
+async def calls(
     actor: RemoteRole,
     engines: RolloutGroup,
     schedule: Schedule,
@@ -38,12 +38,12 @@ def calls(
 
 RIGHT = (
     "update = UpdateRequest(schedules=[schedule], chunks=experience, kl_coef=0.1)",
-    "assert_type(rank0_result(actor.dispatch(MegatronWorker.update, update)), list[dict[str, float]])",
+    "assert_type(await rank0_result(actor.dispatch(MegatronWorker.update, update)), list[dict[str, float]])",
     "forward = ForwardRequest(schedule=schedule, chunks=rollouts)",
     "assert_type(actor.dispatch_by_chunk(MegatronWorker.values, forward), ChunkCall[None, Ragged])",
-    "assert_type(gather_by_chunk(actor.dispatch(MegatronWorker.logprobs, forward)), dict[int, Ragged])",
+    "assert_type(await gather_by_chunk(actor.dispatch(MegatronWorker.logprobs, forward)), dict[int, Ragged])",
     "assert_type(actor.call(MegatronWorker.skip_steps, 3), Call[None])",
-    "assert_type(engines.call(RolloutEngine.logprobs, [[1, 2]]).wait(), list[Ragged])",
+    "assert_type(await engines.call(RolloutEngine.logprobs, [[1, 2]]), list[Ragged])",
 )
 WRONG = {
     "a misspelt field": "UpdateRequest(schedules=[schedule], chunks=experience, kl_coeff=0.1)",
@@ -55,7 +55,7 @@ WRONG = {
     "a method that is not remote": "engines.call(RolloutEngine.shard_maps)",
     "a method that does not exist": "engines.call(RolloutEngine.generat)",
     "a method of other workers": "engines.call(MegatronWorker.close)",
-    "a result taken for another": "text: str = rank0_result(actor.dispatch(MegatronWorker.evaluate, forward))",
+    "a result taken for another": "text: str = await rank0_result(actor.dispatch(MegatronWorker.evaluate, forward))",
 }
 
 

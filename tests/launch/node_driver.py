@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -58,20 +59,28 @@ def drive(how: str, path: str, *overrides: str) -> None:
     with Session(config.cluster, Path(config.run.dir) / "logs", config.cluster.address) as session:
         devices = range(config.cluster.nodes * config.cluster.devices_per_node)
         processes = [session.launch(f"litterer {device}", [device], worker) for device in devices]
-        litterers = WorkerGroup(session, "litterers", processes)
-        names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
-        nodes = litterers.call(worker.litter).wait()
-        print("busy on", *(names[node] for node in nodes), flush=True)
-        if how == "fails":
-            raise ArithmeticError("the loss is a teapot")
-        if how == "saves":
-            with Preemption(60.0, None) as preemption:
-                while not preemption.leaves():
-                    time.sleep(0.1)
-                preemption.saved(1, litterers.call(worker.save).wait)
-        if how == "stays":
-            litterers.call(worker.stay).wait()
+        session.run(work(how, WorkerGroup(session, "litterers", processes), worker))
     print("done", flush=True)
+
+
+async def work(how: str, litterers: WorkerGroup[Litterer], worker: type[Litterer]) -> None:
+    """Makes all processes busy, and ends as it is told."""
+    names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
+    nodes = await litterers.call(worker.litter)
+    print("busy on", *(names[node] for node in nodes), flush=True)
+
+    async def save() -> None:
+        await litterers.call(worker.save)
+
+    if how == "fails":
+        raise ArithmeticError("the loss is a teapot")
+    if how == "saves":
+        with Preemption(60.0, None) as preemption:
+            while not preemption.leaves():
+                await asyncio.sleep(0.1)
+            await preemption.saved(1, save)
+    if how == "stays":
+        await litterers.call(worker.stay)
 
 
 if __name__ == "__main__":

@@ -23,19 +23,19 @@ from megarl.groups.conversations import ConversationGroup
 from megarl.groups.engines import RolloutGroup
 from megarl.types import WorkItem
 from tests.conversations.test_environment_process import Characters
-from tests.loop.simulated_time import SimulatedTime
+from tests.loop.simulated_time import SimulatedMonitor, SimulatedTime
 
 PROCESSES, CONCURRENCY, LAST = 2, 5, 1e4
 
 
-class Loop(asyncio.BaseEventLoop):
-    """An event loop in simulated time, which waits for nothing else."""
+class Loop(SimulatedTime):
+    """The event loop of a process, in the simulated time of the driver's, which runs it."""
 
     def __init__(self, clock: SimulatedTime) -> None:
         super().__init__()
         self._clock = clock
-        self._clock_resolution = 1e-6
         self._selector = SimpleNamespace(select=lambda _timeout: ())
+        self.set_task_factory(None)
 
     def time(self) -> float:
         return self._clock.now
@@ -47,9 +47,6 @@ class Loop(asyncio.BaseEventLoop):
     def _write_to_self(self) -> None:
         self._clock.after(0.0, self._run_ready)
 
-    def _process_events(self, event_list: object) -> None:
-        pass
-
     def _run_ready(self) -> None:
         asyncio._set_running_loop(self)
         try:
@@ -57,7 +54,7 @@ class Loop(asyncio.BaseEventLoop):
             while self._ready:
                 self._run_once()
         finally:
-            asyncio._set_running_loop(None)
+            asyncio._set_running_loop(self._clock)
 
     def run_in_executor(self, _executor: object, function: Any, *args: Any) -> asyncio.Future[Any]:
         """Runs a function at once: threads have no simulated time."""
@@ -67,15 +64,6 @@ class Loop(asyncio.BaseEventLoop):
         except Exception as error:
             future.set_exception(error)
         return future
-
-    def create_task(self, *args: Any, **options: Any) -> asyncio.Task[Any]:
-        """Makes a task that may be left unfinished, as those of a simulation that ends before."""
-        task: Any = super().create_task(*args, **options)
-        task._log_destroy_pending = False
-        return task
-
-    def __del__(self) -> None:
-        """Has nothing to close."""
 
 
 class Children:
@@ -113,13 +101,13 @@ class Children:
 class Conversations(ConversationGroup):
     """The real group; messages of its processes take random times, and may overtake each other."""
 
-    def __init__(self, clock: SimulatedTime, chance: random.Random, engines: RolloutGroup) -> None:
-        session: Any = SimpleNamespace(monitor=clock)
-        processes: Any = [_process(clock, chance) for _ in range(PROCESSES)]
+    def __init__(self, monitor: SimulatedMonitor, chance: random.Random, engines: RolloutGroup) -> None:
+        session: Any = SimpleNamespace(monitor=monitor)
+        processes: Any = [_process(monitor.clock, chance) for _ in range(PROCESSES)]
         super().__init__(session, processes, engines)
-        self._clock, self._chance = clock, chance
+        self._clock, self._chance = monitor.clock, chance
         self.unanswered: list[Call[Any]] = []
-        clock.listeners.append(self._end_in_time)
+        monitor.clock.last = LAST  # processes ask again and again, so that a deadlock is no lack of events
 
     def call_one(self, process: int, method: object, item: WorkItem, chunks: Sequence[int]) -> ChunkCall[Any, Any]:
         """Begins the conversations of an item."""
@@ -150,7 +138,7 @@ class Conversations(ConversationGroup):
         return host
 
     def _call(self, process: int, label: str) -> ChunkCall[Any, Any]:
-        return ChunkCall[Any, Any](
+        call = ChunkCall[Any, Any](
             label=label,
             phase="rollout",
             processes=[self.processes[process]],
@@ -158,6 +146,7 @@ class Conversations(ConversationGroup):
             monitor=self._session.monitor,
             chunks=ChunkRefs({}),
         )
+        return self._session.monitor.follow(call)
 
     def _deliver(self, call: Call[Any], answer: Future[Any], take: Callable[[Any], Any]) -> None:
         """Brings the driver the result of a call, after a while."""
@@ -166,15 +155,10 @@ class Conversations(ConversationGroup):
         def arrive() -> None:
             self.unanswered.remove(call)
             call.results[0] = take(answer.result())
-            assert call.then is not None
-            call.then()
+            call.ended.set_result(None)
 
         seconds = self._chance.choice([0.0, 0.01, 1.0]) * self._chance.random()
         answer.add_done_callback(lambda _: self._clock.after(seconds, arrive))
-
-    def _end_in_time(self) -> None:
-        """Processes ask again and again, so that a deadlock is no lack of events."""
-        assert self._clock.now < LAST, f"no end; in progress: {[call.label for call in self.unanswered]}"
 
 
 def _process(clock: SimulatedTime, chance: random.Random) -> EnvironmentProcess:

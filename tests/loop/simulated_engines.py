@@ -9,7 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from megarl.cluster.calls import Call, ChunkCall
+from megarl.cluster.calls import Call, ChunkCall, ProcessLostError
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.data.stream import stable_hash
 from megarl.groups.engines import RolloutGroup
@@ -18,7 +18,7 @@ from megarl.rollout.completions import Response, pack_chunk, select_rows
 from megarl.types import Pickled, SampledTurn, SampleRequest, TurnAnswer, VersionSpan, WorkItem
 from tests.cluster.fakes import OPTIONS
 from tests.loop.simulated_sync import Meeting, call_of
-from tests.loop.simulated_time import SimulatedTime
+from tests.loop.simulated_time import SimulatedMonitor
 
 
 @dataclass(eq=False)
@@ -55,14 +55,15 @@ class Engines(RolloutGroup):
     """
 
     def __init__(
-        self, clock: SimulatedTime, chance: random.Random, *, engines: int, mode: str, losses: int, start_s: float
+        self, monitor: SimulatedMonitor, chance: random.Random, *, engines: int, mode: str, losses: int, start_s: float
     ) -> None:
         session: Any = SimpleNamespace(
-            monitor=clock, launch_stepping=lambda *_, **__: object(), end=self._kill, silent=self._silent
+            monitor=monitor, launch_stepping=lambda *_, **__: object(), end=self._kill, silent=self._silent
         )
         rollout: Any = SimpleNamespace(devices=f"0-{engines - 1}", tp=1, engines=engines, max_new_tokens=7)
         super().__init__(session, rollout, "nowhere", OPTIONS, replacements=losses)
-        self._clock, self._chance, self._mode, self._start_s = clock, chance, mode, start_s
+        self.monitor = monitor
+        self._clock, self._chance, self._mode, self._start_s = monitor.clock, chance, mode, start_s
         self.versions: dict[Any, int] = {}
         self.running: dict[Running, Any] = {}
         self.ills: dict[Any, str] = {}
@@ -76,7 +77,7 @@ class Engines(RolloutGroup):
         self._mixed: set[Any] = set()
         self._calls: list[Call[Any]] = []
         self._meetings: dict[Any, tuple[Meeting, int]] = {}
-        self._open(dict.fromkeys(range(engines), 3))
+        self._room = [3] * engines
 
     def call_one(self, process: int, method: object, item: WorkItem, chunks: Sequence[int]) -> ChunkCall[Any, Any]:
         """Each token takes a while; a chunk arrives with its last token."""
@@ -85,15 +86,7 @@ class Engines(RolloutGroup):
         assert mine not in self._mixed, "an engine with half of its weights"
         self.begun_in_syncs += any(self.processes[engine] in self.versions for engine in self._held)
         running = [self._begin(mine, stable_hash(request.seed, "tokens") % 7 + 1) for request in item.requests]
-        refs: dict[int, Any] = {}
-        call = ChunkCall[Any, Any](
-            label="generate",
-            phase="rollout",
-            processes=[mine],
-            done=[SimpleNamespace()],
-            monitor=self.monitor,
-            chunks=ChunkRefs(refs),
-        )
+        call = self._chunk_call("generate", mine)
 
         def finish() -> None:
             if mine in self.ills:
@@ -143,6 +136,7 @@ class Engines(RolloutGroup):
             if aborted:
                 self._mixed.update([mine] if method.name != "connect" and self._chance.random() < 0.7 else [])
                 call.errors[0] = aborted
+                call.ended.set_result(None)
                 return
             if method.name != "connect":
                 self._commit(mine, *args)
@@ -203,7 +197,6 @@ class Engines(RolloutGroup):
             if call.late is not None and call.late(message):
                 self.limit(call, seconds)
             else:
-                assert call.lost is not None, message
                 self._lose_call(call, message)
 
         self._calls.append(call)
@@ -246,11 +239,11 @@ class Engines(RolloutGroup):
         return [process for process in processes if self.ills.get(process) == "stopped"]
 
     def _lose_call(self, call: Call[Any], cause: str) -> None:
-        if call in self._calls:
-            assert call.lost is not None, cause
+        if call in self._calls and not call.ended.done():
+            assert call.survives_loss, cause
             self._calls.remove(call)
-            lost, call.then, call.lost, call.late = call.lost, None, None, None
-            lost(cause)
+            call.ended.set_exception(ProcessLostError(cause))
+            call.ended.exception()  # nobody may wait for it
 
     def _answer(self, call: Call[Any], result: object) -> None:
         (process,) = call.processes
@@ -258,9 +251,18 @@ class Engines(RolloutGroup):
             return
         self._calls.remove(call)
         call.results[0] = result
-        then, call.then, call.lost, call.late = call.then, None, None, None
-        if then is not None:
-            then()
+        call.ended.set_result(None)
+
+    def _chunk_call(self, label: str, process: Any) -> ChunkCall[Any, Any]:
+        call = ChunkCall[Any, Any](
+            label=label,
+            phase="rollout",
+            processes=[process],
+            done=[SimpleNamespace()],
+            monitor=self._session.monitor,
+            chunks=ChunkRefs({}),
+        )
+        return self.monitor.follow(call)
 
     def _begin(self, process: Any, tokens: int) -> Running:
         seconds = self._chance.choice([0.0, 1.0, 1.0, 2.0, 20.0]) * self._chance.random()
@@ -281,14 +283,8 @@ class Engines(RolloutGroup):
     ) -> ChunkCall[Any, Any]:
         """Copies samples; a call is one process's part."""
         ((request,),), (own,) = args, chunks
-        call = ChunkCall[Any, Any](
-            label=method.name,
-            phase="rollout",
-            processes=processes,
-            done=[SimpleNamespace()],
-            monitor=self.monitor,
-            chunks=ChunkRefs({}),
-        )
+        (process,) = processes
+        call = self._chunk_call(method.name, process)
 
         def finish() -> None:
             call.chunks._refs.update({chunk: select_rows(request.chunks, request.rows[chunk]) for chunk in own})

@@ -10,7 +10,7 @@ from typing import Any
 from megarl.cluster.calls import Call
 from megarl.groups.resharder import Resharder
 from megarl.resharding import SyncStats
-from tests.loop.simulated_time import SimulatedTime
+from tests.loop.simulated_time import SimulatedMonitor, SimulatedTime
 
 Leave = Callable[[str], None]
 """Lets a rank out of a meeting, with the reason of an abort or none."""
@@ -80,14 +80,15 @@ class Meeting:
 
 def call_of(monitor: Any, process: Any, label: str = "sync") -> Call[Any]:
     """A call on one process."""
-    return Call[Any](label=label, phase="sync", processes=[process], done=[SimpleNamespace()], monitor=monitor)
+    call = Call[Any](label=label, phase="sync", processes=[process], done=[SimpleNamespace()], monitor=monitor)
+    return monitor.follow(call)
 
 
 class Trainers:
     """The actor's ranks, of which there is one. It never fails."""
 
-    def __init__(self, clock: Any, chance: random.Random, limit: Callable[[Call[Any]], None]) -> None:
-        self._clock, self._chance, self._limit = clock, chance, limit
+    def __init__(self, monitor: SimulatedMonitor, chance: random.Random, limit: Callable[[Call[Any]], None]) -> None:
+        self._monitor, self._chance, self._limit = monitor, chance, limit
         self.processes = ["trainer"]
         self._meetings: dict[int, Meeting] = {}
 
@@ -100,15 +101,16 @@ class Trainers:
         return self._come(link, SyncStats(version=version))
 
     def _come(self, link: int, result: object) -> Call[Any]:
-        call, meeting = call_of(self._clock, "trainer"), self._meetings[link]
+        call, meeting = call_of(self._monitor, "trainer"), self._meetings[link]
 
         def leave(error: str) -> None:
             if error:
                 call.errors[0] = error
             else:
                 call.results[0] = result
+            call.ended.set_result(None)
 
-        self._clock.after(self._chance.random(), lambda: meeting.come(0, leave))
+        self._monitor.clock.after(self._chance.random(), lambda: meeting.come(0, leave))
         self._limit(call)
         return call
 
@@ -137,9 +139,9 @@ class Planner:
         return spec.meeting
 
 
-def resharder(clock: Any, chance: random.Random, engines: Any, rollout: Any) -> Resharder:
+def resharder(monitor: SimulatedMonitor, chance: random.Random, engines: Any, rollout: Any) -> Resharder:
     """The real one, between simulated ranks."""
-    planner: Any = Planner(clock, chance)
-    trainers = Trainers(clock, chance, engines.limit)
+    planner: Any = Planner(monitor.clock, chance)
+    trainers = Trainers(monitor, chance, engines.limit)
     actor: Any = SimpleNamespace(name="actor", group=SimpleNamespace(named=lambda _name: trainers))
     return Resharder(planner, rollout, actor, engines)

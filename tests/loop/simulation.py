@@ -3,15 +3,16 @@ times."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from megarl.cluster.calls import Routine
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.data.prompts import sample_requests
 from megarl.data.stream import stable_hash
@@ -21,25 +22,17 @@ from megarl.loop.forward_passes import ForwardPasses
 from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.rollout_trainer import RolloutTrainer
 from megarl.loop.sampler import DynamicSampling, RolloutParts, Sampled, Sampler
-from megarl.loop.scoring import ScoresByReward, Scoring
+from megarl.loop.scoring import ScoredSamples, ScoresByReward
 from megarl.megatron.worker_requests import ForwardRequest
 from megarl.run.results import EvaluationResult
 from megarl.types import Layout, Prompt, Ragged, SampleInfo, Schedule
 from tests.loop.simulated_conversations import Conversations
 from tests.loop.simulated_engines import Engines
 from tests.loop.simulated_sync import resharder
-from tests.loop.simulated_time import SimulatedTime
+from tests.loop.simulated_time import SimulatedMonitor, SimulatedTime
 
 SEED, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, CHUNKS = 5, 3, 2, 4
 PROMPTS = [Prompt(prompt_id=f"p{index}", token_ids=(index, 7)) for index in range(11)]
-
-
-@dataclass
-class Work:
-    finished: bool = False
-
-    def finish(self) -> None:
-        self.finished = True
 
 
 class Scorer:
@@ -47,19 +40,17 @@ class Scorer:
 
     model = None
 
-    def __init__(self, clock: SimulatedTime, chance: random.Random) -> None:
-        self._clock, self._chance = clock, chance
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
 
-    def score(self, rollouts: Rollouts, prompts: Mapping[str, Prompt], functions: object) -> Routine[Scoring]:
+    async def score(self, rollouts: Rollouts, prompts: Mapping[str, Prompt], functions: object) -> ScoredSamples:
         assert {sample.prompt_id for sample in rollouts.samples} <= set(prompts)
-        work = Work()
-        self._clock.after(self._chance.random(), work.finish)
-        yield work
+        await asyncio.sleep(self._chance.random())
         scores = [
             float(sum(rollouts.chunks[sample.chunk].response_ids[sample.row].tolist()) % 3)
             for sample in rollouts.samples
         ]
-        return Scoring(samples=rollouts.samples, wait=lambda: {"rule": np.float32(scores)})
+        return ScoredSamples(samples=rollouts.samples, scores={"rule": np.float32(scores)})
 
 
 def differ(sources: ScoresByReward, samples: Sequence[SampleInfo]) -> Any:
@@ -94,16 +85,16 @@ class Devices:
     def __init__(self, engines: Engines, resharder: Resharder, *, shared: bool) -> None:
         self._engines, self._resharder, self.shared, self.training = engines, resharder, shared, True
 
-    def to_training(self) -> None:
+    async def to_training(self) -> None:
         assert not self.shared or not self._engines.running
         self.training = True
 
-    def to_rollout(self) -> None:
+    async def to_rollout(self) -> None:
         self.training = False
 
-    def sync(self, version: int) -> None:
+    async def sync(self, version: int) -> None:
         assert self.training or not self.shared, "the engines have the devices already"
-        self._resharder.sync(version)
+        await self._resharder.sync(version)
         self.training = False
 
 
@@ -143,8 +134,9 @@ class Simulation:
 
     def __init__(self, setup: Setup, chance: random.Random) -> None:
         self.setup, self.chance, self.clock = setup, chance, SimulatedTime()
+        self.monitor = SimulatedMonitor(self.clock)
         self.engines = Engines(
-            self.clock, chance, engines=setup.engines, mode=setup.mode, losses=setup.losses, start_s=setup.start_s
+            self.monitor, chance, engines=setup.engines, mode=setup.mode, losses=setup.losses, start_s=setup.start_s
         )
         config: Any = SimpleNamespace(
             steps=setup.steps,
@@ -169,14 +161,14 @@ class Simulation:
             ),
             role=lambda name: SimpleNamespace(tokens_per_micro_batch=20),
         )
-        self.generator = Conversations(self.clock, chance, self.engines) if setup.conversations else self.engines
+        self.generator = Conversations(self.monitor, chance, self.engines) if setup.conversations else self.engines
         names = ("actor", "critic", "reference")
         self.roles = {name: Role(name, lambda: bool(self.engines.running)) for name in names}
         roles: Any = self.roles
         self.passes = ForwardPasses(config, config.algo, roles)
-        moves = resharder(self.clock, chance, self.engines, config.rollout)
+        moves = resharder(self.monitor, chance, self.engines, config.rollout)
         self.devices: Any = Devices(self.engines, moves, shared=setup.shared)
-        scorer: Any = Scorer(self.clock, chance)
+        scorer: Any = Scorer(chance)
         dynamic = DynamicSampling(keep=differ, rounds=3) if setup.filtered else None
         begin = None if setup.filtered else self.passes.begin
         sampler = Sampler(
@@ -196,49 +188,65 @@ class Simulation:
         self.columns: dict[int, Mapping[str, Sequence[Sequence[float]]]] = {}
         """Of each step and pass, the values of each sample."""
 
+    def load(self, state: Mapping[str, Any], directory: Path) -> None:
+        async def load() -> None:
+            self.buffer.load(state, directory)
+
+        self.monitor.drive(load())
+
     def begin(self, step: int = 0) -> None:
-        self.devices.sync(step)
+        self.monitor.drive(self._begin(step))
+
+    async def _begin(self, step: int) -> None:
+        await self.devices.sync(step)
         self.buffer.begin(step)
 
     def step(self, step: int) -> None:
         """Trains on a step, and moves the weights where they are due."""
-        self.trained[step] = sampled = self.buffer.take(step)
+        self.monitor.drive(self._step(step))
+
+    async def _step(self, step: int) -> None:
+        self.trained[step] = sampled = await self.buffer.take(step)
         forwards = self.passes.complete(sampled.rollouts, sampled.forwards)
         columns = {name: ChunkRefs[Ragged].of(part.chunks for part in parts) for name, parts in forwards.items()}
         self.columns[step] = {
             name: [column[sample.chunk][sample.row].tolist() for sample in sampled.rollouts.samples]
             for name, column in columns.items()
         }
+        await sampled.scoring
+        if sampled.greedy is not None:
+            await sampled.greedy
         self.roles["actor"].version = self.roles["critic"].version = step
         assert self.devices.training or not self.setup.shared
-        self.clock.work(self.chance.choice([0.1, 3.0]) * self.chance.random())
+        await asyncio.sleep(self.chance.choice([0.1, 3.0]) * self.chance.random())
         if step < self.setup.steps and self.buffer.skips_sync(step):
             return
-        self.buffer.prepare_sync()
-        self.devices.sync(step)
+        await self.buffer.prepare_sync()
+        await self.devices.sync(step)
         self.buffer.synced(step)
         self.synced.append(step)
         if self.setup.evaluates:
-            self._evaluate(step)
+            await self._evaluate(step)
 
-    def _evaluate(self, step: int) -> None:
+    async def _evaluate(self, step: int) -> None:
         """Evaluates the newest weights, between two steps or during the next ones."""
 
-        def routine() -> Routine[EvaluationResult]:
-            pending = self.generator.generate(sample_requests(PROMPTS, 1, seed=SEED, step=0), CHUNKS)
-            yield pending
-            rollouts = pending.result()
+        async def measure() -> EvaluationResult:
+            requests = sample_requests(PROMPTS, 1, seed=SEED, step=0)
+            rollouts = await self.generator.generate(requests, CHUNKS).result()
             assert len(rollouts.samples) == len(PROMPTS)
             places = [(rollouts.chunks[sample.chunk], sample.row) for sample in rollouts.samples]
             found = {span.version for chunk, row in places for span in chunk.versions[row]}
             return EvaluationResult(step=step, metrics={"oldest": min(found), "newest": max(found)}, samples=[])
 
         if self.setup.blocking:
-            assert self.engines.run(routine()).metrics == {"oldest": step, "newest": step}
+            result = await self.engines.require(measure())
+            assert result.metrics == {"oldest": step, "newest": step}
             return
         trainer: Any = SimpleNamespace(_buffer=self.buffer)
-        self.buffer.run_beside(RolloutTrainer._noting_versions(trainer, routine()))
-        self.evaluated += [(step, result) for result in self.buffer.take_results(wait=step == self.setup.steps)]
+        self.buffer.run_beside(RolloutTrainer._noting_versions(trainer, measure()))
+        results = await self.buffer.take_results(wait=step == self.setup.steps)
+        self.evaluated += [(step, result) for result in results]
 
 
 def content(sampled: Sampled) -> list[tuple[str, list[int], list[int]]]:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megarl.cluster.calls import Task
 from megarl.config.schema import Evaluation, SourceFields
 from megarl.loop.evaluate import Evaluator, held_out_metrics
-from megarl.loop.scoring import Scoring
+from megarl.loop.scoring import ScoredSamples
 from megarl.megatron.worker import MegatronWorker
 from megarl.types import Prompt, SampleInfo
+from tests.loop.answers import Answered, answer, run
 
 Z = 1.959963984540054
 NAN = math.nan
@@ -102,7 +101,7 @@ class Actor:
     def call(self, method: Any, wanted: bool) -> Any:
         assert method is MegatronWorker.swap_weights
         self.weights = "average" if wanted else "actor"
-        return SimpleNamespace(wait=lambda: None)
+        return Answered()
 
 
 def evaluator(*, average: bool) -> tuple[Evaluator, list[str]]:
@@ -110,29 +109,29 @@ def evaluator(*, average: bool) -> tuple[Evaluator, list[str]]:
     calls: list[str] = []
     actor, answered = Actor(), samples("ab")
 
-    def scored(*_: Any) -> Generator[Any, None, Scoring]:
-        yield from ()
-        return Scoring(samples=answered, wait=lambda: {"f": np.float32([len(calls)] * 2)})
+    async def scored(*_: Any) -> ScoredSamples:
+        return ScoredSamples(samples=answered, scores={"f": np.float32([len(calls)] * 2)})
 
-    def run(routine: Any) -> Any:
-        task = Task(routine)
-        task.advance()
-        return task.result
+    async def note(call: str) -> None:
+        calls.append(call)
 
-    pending = SimpleNamespace(finished=True, result=lambda: SimpleNamespace(samples=answered))
+    async def require(work: Any) -> Any:
+        return await work
+
+    pending = SimpleNamespace(result=lambda: answer(SimpleNamespace(samples=answered)))
     parts: dict[str, Any] = {
         "config": SimpleNamespace(
             evaluation=evaluation(), run=SimpleNamespace(seed=0), tracking=SimpleNamespace(samples=0, tokens=False)
         ),
         "data": SimpleNamespace(tokenizer=None, held_out=[Prompt(prompt_id=id, token_ids=(1,)) for id in "ab"]),
         "parts": SimpleNamespace(
-            engines=SimpleNamespace(run=run),
+            engines=SimpleNamespace(require=require),
             generator=SimpleNamespace(generate=lambda *_: pending),
             scorer=SimpleNamespace(score=scored),
             colocation=SimpleNamespace(
-                to_rollout=lambda: calls.append("to rollout"),
-                sync=lambda: calls.append(f"sync {actor.weights}"),
-                to_training=lambda: calls.append("to training"),
+                to_rollout=lambda: note("to rollout"),
+                sync=lambda: note(f"sync {actor.weights}"),
+                to_training=lambda: note("to training"),
             ),
         ),
         "ema_of": actor if average else None,
@@ -142,14 +141,14 @@ def evaluator(*, average: bool) -> tuple[Evaluator, list[str]]:
 
 def test_the_ema_is_evaluated_after_the_actor_whose_weights_are_restored() -> None:
     evaluating, calls = evaluator(average=True)
-    result = evaluating.evaluate(4)
+    result = run(evaluating.evaluate(4))
     assert calls == ["to rollout", "to training", "sync average", "to training", "sync actor"]
     assert (result.step, result.metrics["eval/f"], result.metrics["eval_ema/f"]) == (4, 2.0, 4.0)
 
 
 def test_without_an_ema_the_engines_keep_their_weights() -> None:
     evaluating, calls = evaluator(average=False)
-    metrics = evaluating.evaluate(1).metrics
+    metrics = run(evaluating.evaluate(1)).metrics
     assert calls == ["to rollout", "to training"]
     assert metrics["eval/f"] == 2.0
     assert not [name for name in metrics if name.startswith("eval_ema/")]

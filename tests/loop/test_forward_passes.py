@@ -52,8 +52,8 @@ def numbers(simulation: Simulation) -> list[Any]:
     return [
         (
             content(sampled),
-            sampled.scoring.wait()["rule"].tolist(),
-            None if sampled.greedy is None else sampled.greedy.wait()["rule"].tolist(),
+            sampled.scoring.result().scores["rule"].tolist(),
+            None if sampled.greedy is None else sampled.greedy.result().scores["rule"].tolist(),
             simulation.columns[step],
         )
         for step, sampled in sorted(simulation.trained.items())
@@ -117,10 +117,10 @@ def test_a_resumed_run_has_the_same_numbers(tmp_path: Path, staleness: int, kind
         saved = 1 + seed % (STEPS - 1)
         for step in range(1, saved + 1):
             first.step(step)
-        first.clock.work(first.chance.random())
+        first.monitor.work(first.chance.random())
         state = first.buffer.state(tmp_path / str(seed))
         resumed = simulated(seed + 1000, kind, staleness=staleness, parts=3)
-        resumed.buffer.load(state, tmp_path / str(seed))
+        resumed.load(state, tmp_path / str(seed))
         resumed.roles["actor"].version = resumed.roles["critic"].version = saved
         resumed.begin(saved)
         for step in range(saved + 1, STEPS + 1):

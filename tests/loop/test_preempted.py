@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
@@ -19,6 +19,7 @@ from megarl.errors import PreemptedError
 from megarl.loop import train
 from megarl.run.results import EvaluationResult, StepResult
 from tests.config.debug import DEBUG
+from tests.loop.answers import run
 
 Start = Callable[..., list[str]]
 
@@ -35,35 +36,44 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
             if what in signals:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        def step(number: int) -> StepResult:
+        async def step(number: int) -> StepResult:
             do(f"step {number}")
             return StepResult(step=number, metrics={}, updates=[])
 
-        def evaluate(number: int) -> EvaluationResult:
+        async def evaluate(number: int) -> EvaluationResult:
             do(f"evaluation {number}")
             return EvaluationResult(step=number, metrics={})
 
+        async def note(what: str) -> None:
+            do(what)
+
         trainer = MagicMock(evaluate_every=2, roles={})
         trainer.step, trainer.evaluate = step, evaluate
-        trainer.evaluations.return_value = ()
-        trainer.finish = lambda _: do("export")
+        trainer.begin, trainer.close = AsyncMock(), AsyncMock()
+        trainer.evaluations = AsyncMock(return_value=())
+        trainer.finish = lambda _: note("export")
 
-        saver = MagicMock(expected_s=0.0)
-        saver.save = lambda number: do(f"checkpoint {number}")
-        saver.wait = lambda: do("committed")
+        saver = MagicMock(expected_s=0.0, check=AsyncMock())
+        saver.save = lambda number: note(f"checkpoint {number}")
+        saver.wait = lambda: note("committed")
         reporter = MagicMock()
         reporter.alarm.return_value = None
 
         @contextmanager
         def started(*_: Any) -> Iterator[Any]:
             with interrupts_raise():
-                yield trainer, reporter, MagicMock(), saver
+                yield SimpleNamespace(run=run), trainer, reporter, saver
 
         config = load(DEBUG.with_stem(stage), [f"run.dir={tmp_path / 'run'}", "run.steps=4", "run.epochs=null"])
         assert isinstance(config, TrainingConfig)
         config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": every})})
         directory = SimpleNamespace(
-            finished=False, step=0, export=tmp_path, updates=tmp_path / "none", skipped=tmp_path
+            finished=False,
+            step=0,
+            export=tmp_path,
+            updates=tmp_path / "none",
+            skipped=tmp_path,
+            profile=tmp_path,
         )
         monkeypatch.setattr(train, "_checked", lambda given: (given, None))
         monkeypatch.setattr(train, "RunDirectory", lambda _: directory)

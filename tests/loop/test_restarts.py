@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from megarl.run.restarts import IN_JOBS, Restarts
 from megarl.run.results import StepResult
 from tests.checkpoint.staging import write_role
 from tests.e2e.runs import lines
+from tests.loop.answers import Answered
+from tests.loop.answers import run as run_in_loop
 
 SFT = Path(__file__).parents[2] / "configs" / "debug" / "sft.yaml"
 DIED = "train rank 1 died in actor.update.\n\nThe end of its log: ..."
@@ -48,23 +50,13 @@ def died() -> None:
     raise WorkerError(DIED)
 
 
-class Answered:
-    """A call that has ended."""
-
-    def __init__(self, result: Any) -> None:
-        self._result = result
-
-    def wait(self) -> Any:
-        return self._result
-
-
 class Role:
     """A role with checkpoints of random bytes."""
 
     name = "actor"
 
     def call(self, method: Any, directory: str, **_: Any) -> Answered:
-        return Answered(write_role(Path(directory), ranks=2) if method.name == "save" else None)
+        return Answered(*(write_role(Path(directory), ranks=2) if method.name == "save" else ()))
 
 
 class Interrupted(Session):
@@ -75,8 +67,10 @@ class Interrupted(Session):
 
     def __init__(self, *_: Any) -> None:
         self.monitor = self
-        self.listeners: list[Any] = []
         self._ending = ExitStack()
+
+    def run[T](self, work: Coroutine[Any, Any, T]) -> T:
+        return run_in_loop(work)
 
     def __enter__(self) -> Interrupted:
         return self
@@ -101,34 +95,34 @@ class Trainer:
         self.roles = {"actor": Role()}
         self._itself = self  # as parts of a trainer refer to each other
 
-    def start(self) -> None:
+    async def start(self) -> None:
         if self.strikes and not self.strikes[0][0]:
             self.strikes.pop(0)[1]()
 
-    def begin(self, step: int) -> dict[str, float]:
+    async def begin(self, step: int) -> dict[str, float]:
         return {}
 
-    def step(self, step: int) -> StepResult:
+    async def step(self, step: int) -> StepResult:
         if self.strikes and self.strikes[0][0] == step:
             self.strikes.pop(0)[1]()
         return StepResult(step=step, metrics={"sft/loss": 1.0 / step}, updates=[{}])
 
-    def evaluate(self, step: int) -> None: ...
+    async def evaluate(self, step: int) -> None: ...
 
-    def evaluations(self, *, wait: bool) -> Sequence[Any]:
+    async def evaluations(self, *, wait: bool) -> Sequence[Any]:
         return ()
 
-    def to_training(self) -> None: ...
+    async def to_training(self) -> None: ...
 
     def state(self, directory: Path) -> dict[str, Any]:
         return {}
 
     def load(self, state: Any, directory: Path) -> None: ...
 
-    def finish(self, export: Path) -> dict[str, float]:
+    async def finish(self, export: Path) -> dict[str, float]:
         return {}
 
-    def close(self) -> None: ...
+    async def close(self) -> None: ...
 
 
 Run = Callable[..., Path]

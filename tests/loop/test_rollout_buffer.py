@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from megarl.cluster import ray_api
-from megarl.cluster.calls import Routine
 from megarl.errors import RunError
 from megarl.groups.rollouts import Rollouts
 from megarl.loop.sampler import Sampled
-from megarl.loop.scoring import Scoring
-from tests.loop.simulation import Scorer, Setup, Simulation, Work, content
+from megarl.loop.scoring import ScoredSamples
+from tests.loop.simulation import Scorer, Setup, Simulation, content
 from tests.unit_profile import fewer
 
 STEPS, SCHEDULES = 6, fewer(60)
@@ -93,12 +92,12 @@ def test_an_exact_run_resumed_from_any_checkpoint_equals_the_uninterrupted_run(
         first.begin()
         for step in range(1, saved + 1):
             first.step(step)
-        first.clock.work(first.chance.random())
+        first.monitor.work(first.chance.random())
         directory = tmp_path / str(seed)
         state = first.buffer.state(directory)
         assert bool(state.get("sampled")) == directory.exists()
         resumed = Simulation(setup, random.Random(seed + 1000))
-        resumed.buffer.load(state, directory)
+        resumed.load(state, directory)
         resumed.begin(saved)
         for step in range(saved + 1, STEPS + 1):
             resumed.step(step)
@@ -109,9 +108,8 @@ def test_scores_that_are_not_finite_are_saved_as_missing(tmp_path: Path, monkeyp
     """A reward of an environment may exceed the range of float32. Training takes both for no score."""
     scores = {"rule": np.array([np.inf, np.nan, 0.1, -np.inf, 2.0, 3.0], np.float32)}
 
-    def score(_: Scorer, rollouts: Rollouts, *__: object) -> Routine[Scoring]:
-        yield Work(finished=True)
-        return Scoring(samples=rollouts.samples, wait=lambda: scores)
+    async def score(_: Scorer, rollouts: Rollouts, *__: object) -> ScoredSamples:
+        return ScoredSamples(samples=rollouts.samples, scores=scores)
 
     monkeypatch.setattr(Scorer, "score", score)
     first = Simulation(Setup(staleness=1, mode="exact", engines=1, steps=2, filtered=False), random.Random(0))
@@ -119,11 +117,11 @@ def test_scores_that_are_not_finite_are_saved_as_missing(tmp_path: Path, monkeyp
     first.step(1)
     state = json.loads(json.dumps(first.buffer.state(tmp_path), allow_nan=False))
     resumed = Simulation(first.setup, random.Random(1))
-    resumed.buffer.load(state, tmp_path)
+    resumed.load(state, tmp_path)
     resumed.begin(1)
     resumed.step(2)
     expected = np.array([np.nan, np.nan, 0.1, np.nan, 2.0, 3.0], np.float32)
-    np.testing.assert_array_equal(resumed.trained[2].scoring.wait()["rule"], expected)
+    np.testing.assert_array_equal(resumed.trained[2].scoring.result().scores["rule"], expected)
 
 
 @pytest.mark.parametrize("mode", ["bounded", "inflight"])
@@ -137,7 +135,7 @@ def test_a_resumed_run_keeps_the_staleness_bound(tmp_path: Path, mode: str) -> N
             first.step(step)
         state = first.buffer.state(tmp_path / str(seed))
         resumed = Simulation(setup, random.Random(seed + 1000))
-        resumed.buffer.load(state, tmp_path / str(seed))
+        resumed.load(state, tmp_path / str(seed))
         resumed.begin(saved)
         for step in range(saved + 1, STEPS + 1):
             resumed.step(step)
@@ -159,7 +157,7 @@ def test_engines_do_not_generate_while_trainers_use_shared_devices(tmp_path: Pat
     for step in (1, 2, 3):
         first.step(step)
     resumed = Simulation(setups[0], random.Random(2))
-    resumed.buffer.load(first.buffer.state(tmp_path / "saved"), tmp_path / "saved")
+    resumed.load(first.buffer.state(tmp_path / "saved"), tmp_path / "saved")
     resumed.begin(3)
     for step in range(4, STEPS + 1):
         resumed.step(step)
@@ -300,7 +298,7 @@ def test_a_changed_staleness_applies_from_the_resume_on(tmp_path: Path, before: 
         resumed = Simulation(
             Setup(staleness=after, mode="exact", engines=2, steps=STEPS, filtered=True), random.Random(seed)
         )
-        resumed.buffer.load(state, tmp_path / str(seed))
+        resumed.load(state, tmp_path / str(seed))
         again = resumed.buffer.state(tmp_path / f"again {seed}")
         assert again["drawn"] == state["drawn"], "prompts that were drawn are not lost with a second checkpoint"
         resumed.begin(1)
@@ -321,11 +319,11 @@ def test_samples_of_another_distribution_or_format_are_generated_again(tmp_path:
     temperature, *others = state["sampling"]
     another = {"sampling": [temperature / 2, *others], "format": None}
     kept = Simulation(setup, random.Random(0))
-    kept.buffer.load(state, tmp_path)
-    assert {str(step) for step in kept.buffer._steps} == state["sampled"].keys()
+    kept.load(state, tmp_path)
+    assert {str(step) for step in kept.buffer._loaded} == state["sampled"].keys()
     resumed = Simulation(setup, random.Random(0))
-    resumed.buffer.load({**state, changed: another[changed]}, tmp_path)
-    assert not resumed.buffer._steps
+    resumed.load({**state, changed: another[changed]}, tmp_path)
+    assert not resumed.buffer._loaded
     resumed.begin(1)
     for step in range(2, STEPS + 1):
         resumed.step(step)
@@ -338,7 +336,7 @@ def test_a_run_that_goes_on_beyond_its_end_samples_with_the_newest_weights(tmp_p
     for step in (1, 2, 3):
         ended.step(step)
     longer = Simulation(Setup(staleness=2, mode="exact", engines=2, steps=STEPS, filtered=False), random.Random(1))
-    longer.buffer.load(ended.buffer.state(tmp_path), tmp_path)
+    longer.load(ended.buffer.state(tmp_path), tmp_path)
     longer.begin(3)
     for step in (4, 5, 6):
         longer.step(step)

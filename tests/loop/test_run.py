@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from megarl.run.directory import RunDirectory
 from megarl.run.report import Reporter
 from megarl.run.results import StepResult
 from megarl.stages.ppo.trainer import PPOTrainer
+from tests.loop.answers import run
 from tests.loop.test_model_directory import DEBUG
 
 
@@ -94,15 +95,18 @@ class Steps:
     def __init__(self, *metrics: dict[str, float]) -> None:
         self.metrics, self.saved = metrics, list[int]()
 
-    def step(self, step: int) -> StepResult:
+    async def begin(self, _step: int) -> dict[str, float]:
+        return {}
+
+    async def step(self, step: int) -> StepResult:
         own = self.metrics[step - 1]
         updates = [{name: value for name, value in own.items() if name.startswith("policy/")}]
         return StepResult(step=step, metrics={"time/step": 1.0, **own}, updates=updates)
 
-    def evaluate(self, _step: int) -> None:
+    async def evaluate(self, _step: int) -> None:
         return None
 
-    def evaluations(self, *, wait: bool) -> tuple[()]:
+    async def evaluations(self, *, wait: bool) -> tuple[()]:
         return ()
 
 
@@ -111,11 +115,14 @@ def end_of(trainer: Steps, directory: Path, monkeypatch: pytest.MonkeyPatch, *ov
 
     @contextmanager
     def started(config: TrainingConfig, _data: Any, directory: RunDirectory, *_: Any) -> Iterator[Any]:
-        def nothing() -> None: ...
+        async def nothing() -> None: ...
+
+        async def save(step: int) -> None:
+            trainer.saved.append(step)
 
         with Reporter(config, directory, 0) as reporter:
-            saver = SimpleNamespace(save=trainer.saved.append, check=nothing, wait=nothing, expected_s=0.0)
-            yield trainer, reporter, SimpleNamespace(step=lambda _step: nullcontext()), saver
+            saver = SimpleNamespace(save=save, check=nothing, wait=nothing, expected_s=0.0)
+            yield SimpleNamespace(run=run), trainer, reporter, saver
 
     monkeypatch.setattr(train, "_checked", lambda config: (config, None))
     monkeypatch.setattr(train, "_started", started)

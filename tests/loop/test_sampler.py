@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 
 from megarl.groups.rollouts import Rollouts
 from megarl.loop.sampler import DynamicSampling, RolloutParts, Sampled, Sampler
-from megarl.loop.scoring import ScoresByReward, Scoring
+from megarl.loop.scoring import ScoredSamples, ScoresByReward
 from megarl.types import Prompt, SampleInfo, SampleRequest
+from tests.loop.answers import run
 
 PROMPTS = [Prompt(prompt_id=f"p{index}", token_ids=(index,)) for index in range(5)]
 SAMPLES = 2
@@ -40,30 +42,27 @@ class World:
         samples = tuple(info(request, row) for row, request in enumerate(requests))
         return Answered(Rollouts(samples=samples, chunks=OneChunk()))
 
-    def pick(self, rollouts: Rollouts, samples: Sequence[SampleInfo], chunks: int) -> Answered:
+    async def pick(self, rollouts: Rollouts, samples: Sequence[SampleInfo], chunks: int) -> Rollouts:
         self.picked = [sample.sample_id for sample in samples]
         moved = tuple(replace(sample, chunk=0, row=row) for row, sample in enumerate(samples))
-        return Answered(Rollouts(samples=moved, chunks=OneChunk()))
+        return Rollouts(samples=moved, chunks=OneChunk())
 
-    def score(
-        self, rollouts: Rollouts, prompts: Mapping[str, Prompt], functions: object
-    ) -> Generator[Any, None, Scoring]:
-        yield from ()
+    async def score(self, rollouts: Rollouts, prompts: Mapping[str, Prompt], functions: object) -> ScoredSamples:
         assert {sample.prompt_id for sample in rollouts.samples} <= prompts.keys()
+        scores = np.float32([self.worth_of(sample) for sample in rollouts.samples])
+        return ScoredSamples(samples=rollouts.samples, scores={"rule": scores})
 
-        def wait() -> ScoresByReward:
-            return {"rule": np.float32([self.worth_of(sample) for sample in rollouts.samples])}
-
-        return Scoring(samples=rollouts.samples, wait=wait)
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        return asyncio.get_running_loop().create_task(work)
 
     def worth_of(self, sample: SampleInfo) -> float:
         index = sample.sample_id.rpartition("/")[2]
         return 100.0 if index == "greedy" else self.worth[sample.prompt_id][int(index)]
 
-    def to_training(self) -> None:
+    async def to_training(self) -> None:
         self.moves.append("training")
 
-    def to_rollout(self) -> None:
+    async def to_rollout(self) -> None:
         self.moves.append("rollout")
 
 
@@ -72,9 +71,8 @@ class Answered:
     """Rollouts that are available immediately."""
 
     rollouts: Rollouts
-    finished: bool = True
 
-    def result(self) -> Rollouts:
+    async def result(self) -> Rollouts:
         return self.rollouts
 
 
@@ -124,13 +122,17 @@ def sampler(world: World, *, rounds: int = 0, greedy: bool = False) -> Sampler:
 
 def take(sampler: Sampler, step: int) -> Sampled:
     """Samples a step that is then trained on."""
-    routine = sampler.sample(step)
-    while True:
-        try:
-            assert next(routine).finished
-        except StopIteration as end:
-            sampler.forget(step)
-            return end.value
+
+    async def scored() -> Sampled:
+        sampled = await sampler.sample(step)
+        await sampled.scoring
+        if sampled.greedy is not None:
+            await sampled.greedy
+        return sampled
+
+    sampled = run(scored())
+    sampler.forget(step)
+    return sampled
 
 
 def ids(sampled: Sampled) -> list[str]:
@@ -138,7 +140,7 @@ def ids(sampled: Sampled) -> list[str]:
 
 
 def scores(sampled: Sampled) -> list[float]:
-    return sampled.scoring.wait()["rule"].tolist()
+    return sampled.scoring.result().scores["rule"].tolist()
 
 
 SAYS = {f"p{index}": [0.0, 1.0] * 4 for index in range(5)}
@@ -199,7 +201,7 @@ def test_a_full_first_round_is_used_unchanged() -> None:
     world = World(SAYS)
     found = take(sampler(world, rounds=3), 1)
     assert world.picked == []
-    assert found.rollouts.samples == world.generate(world.asked[0], 4).result().samples
+    assert found.rollouts.samples == world.generate(world.asked[0], 4).rollouts.samples
 
 
 def test_greedy_responses_are_those_of_the_kept_prompts() -> None:
@@ -213,8 +215,8 @@ def test_greedy_responses_are_those_of_the_kept_prompts() -> None:
     ]
     assert world.moves[-2:] == ["rollout", "training"]
     assert found.greedy is not None
-    assert [sample.prompt_id for sample in found.greedy.samples] == kept
-    assert found.greedy.wait()["rule"].tolist() == [100.0] * PER_STEP
+    assert [sample.prompt_id for sample in found.greedy.result().samples] == kept
+    assert found.greedy.result().scores["rule"].tolist() == [100.0] * PER_STEP
 
 
 @pytest.mark.parametrize("rounds", [0, 3])

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from megarl.algos.reward_shaping import ScoreScale
-from megarl.cluster.calls import Task
+from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config.schema import Algo, Reward, RewardFunction, Scores
-from megarl.data.branches import Branches
 from megarl.experience.records import TokenRewardScale
+from megarl.groups.rollouts import Rollouts
 from megarl.loop.sampler import conversation_metrics, sample_metrics
 from megarl.loop.scoring import (
     ScoredBatch,
+    ScoredSamples,
     Scorer,
-    Scoring,
     gather_rows,
     reward_weights,
     sample_filter,
@@ -32,6 +32,7 @@ from megarl.loop.scoring import (
 from megarl.megatron.worker import MegatronWorker
 from megarl.types import ConversationOutcome, SampleInfo
 from tests.config.debug import debug
+from tests.loop.answers import Answered, answer, run
 
 NONE = math.nan
 
@@ -56,6 +57,8 @@ SAMPLES = (
     sample("c", 0, 2, 0),
 )
 VALUES = np.array([1, 2, 3, 4, 5], np.float32)
+ROWS = {0: 2, 1: 2, 2: 1}
+"""Samples by chunk."""
 
 
 def scored_batch(
@@ -73,11 +76,10 @@ def scored_batch(
     likeliest = None
     if greedy is not None:
         of_prompts = [sample(prompt, 0, 0, row) for row, prompt in enumerate(greedy)]
-        likeliest = Scoring(samples=of_prompts, wait=lambda: {"reward_model": np.float32(list(greedy.values()))})
-    scoring = Scoring(samples=samples, wait=lambda: scores)
+        likeliest = ScoredSamples(samples=of_prompts, scores={"reward_model": np.float32(list(greedy.values()))})
     return score_batch(
         samples,
-        scoring,
+        ScoredSamples(samples=samples, scores=scores),
         likeliest,
         reward_weights(reward or Reward()),
         Algo.model_validate(algo),
@@ -101,67 +103,66 @@ def test_a_rank_gets_the_rows_of_its_chunks() -> None:
     assert rows.only([]).scores.tolist() == []
 
 
-def answered(*results: Any) -> Any:
-    """A call that has these results."""
-    return SimpleNamespace(wait=lambda: list(results))
-
-
 def test_scores_are_in_sample_order() -> None:
-    model = answered({0: np.float32([0, 1]), 2: np.float32([math.inf])}, None, {1: np.float32([2, 3])})
-    scorer = object.__new__(Scorer)
+    model = Answered({0: np.float32([0, 1]), 2: np.float32([math.inf])}, None, {1: np.float32([2, 3])})
+    config: Any = debug()
+    reward: Any = SimpleNamespace(layout=config.layout("reward"), dispatch=lambda *_: model)
+    found: Any = {
+        1: {"f": np.float32([30, 40]), "g": np.float32([0, 1])},
+        0: {"f": np.float32([10, 20]), "g": np.float32([1, 0])},
+        2: {"f": np.float32([NONE]), "g": np.float32([1])},
+    }
+    rules: Any = SimpleNamespace(score=lambda *_: Answered(), gather=lambda _: answer(found))
+    engines: Any = None
+    scorer = Scorer(config, {"reward": reward}, rules, engines)
     scorer._scale = ScoreScale(mean=1.0, std=2.0)
-    rules: Any = SimpleNamespace(
-        gather=lambda _: {
-            1: {"f": np.float32([30, 40]), "g": np.float32([0, 1])},
-            0: {"f": np.float32([10, 20]), "g": np.float32([1, 0])},
-            2: {"f": np.float32([NONE]), "g": np.float32([1])},
-        }
-    )
-    scorer.rules = rules
-    found = scorer._gather(model, [answered()], Branches.of(SAMPLES))
-    assert {name: values.tolist() for name, values in found.items()} == {
+    functions = [RewardFunction(name="here:f"), RewardFunction(name="here:g")]
+    rollouts = Rollouts(samples=SAMPLES, chunks=ChunkRefs({}))
+    scored = run(scorer.score(rollouts, {}, functions))
+    assert {name: values.tolist() for name, values in scored.scores.items()} == {
         "reward_model": pytest.approx([-0.5, 0, 0.5, 1, NONE], nan_ok=True),
         "f": pytest.approx([10, 20, 30, 40, NONE], nan_ok=True),
         "g": [1, 0, 0, 1, 1],
     }
-    assert unscored_metrics(found) == {
+    assert unscored_metrics(scored.scores) == {
         "rewards/unscored": 1,
         "rewards/unscored/reward_model": 1,
         "rewards/unscored/f": 1,
         "rewards/unscored/g": 0,
     }
+    assert scored.seconds == 2.0
 
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_rewards_get_truncated_responses_and_the_reward_model_may_get_full_ones(dense: bool) -> None:
-    whole: Any = SimpleNamespace(samples=SAMPLES, chunks="whole")
-    cut: Any = SimpleNamespace(samples=[sample("b", 0, 0, 0, finished=False)], chunks="cut")
+    refs: Any = {"whole": "whole", "cut": "cut"}
+    whole = Rollouts(samples=SAMPLES, chunks=refs["whole"])
+    cut = Rollouts(samples=(sample("b", 0, 0, 0, finished=False),), chunks=refs["cut"])
     asked: list[Any] = []
 
     def dispatch(method: Any, request: Any) -> Any:
         asked.append((method, request.schedule.ranks[0].total_rows, request.chunks))
-        return SimpleNamespace(wait=lambda: [{0: np.float32([7])}], chunks=f"columns of {request.chunks}")
+        scores = {index: np.float32([7] * rows) for index, rows in ROWS.items()} if dense else {0: np.float32([7])}
+        return Answered(scores, chunks=f"columns of {request.chunks}")
 
-    def truncate(rollouts: Any, token: int, after: int) -> Any:
+    async def truncate(rollouts: Rollouts, token: int, after: int) -> Rollouts:
         assert (rollouts, token, after) == (whole, 13, 2)
-        return SimpleNamespace(finished=True, result=lambda: cut)
+        return cut
 
     config: Any = debug(*(["reward.dense=scores"] if dense else []))
     model: Any = SimpleNamespace(layout=config.layout("reward"), dispatch=dispatch, dispatch_by_chunk=dispatch)
     engines: Any = SimpleNamespace(truncate=truncate)
     truncate_at: Any = None if dense else SimpleNamespace(token=13, after=2)
     scorer = Scorer(config, {"reward": model}, None, engines, truncate_at)
-    task = Task(scorer.score(whole, {}, ()))
-    task.advance()
-    scoring = task.result
+    scored = run(scorer.score(whole, {}, ()))
     if dense:
-        assert (asked, scoring.dense) == ([(MegatronWorker.token_scores, 5, "whole")], "columns of whole")
+        assert (asked, scored.dense) == ([(MegatronWorker.token_scores, 5, "whole")], "columns of whole")
         assert scorer.token_scale == TokenRewardScale(gain=1.0, bias=0.0, differences=False)
         return
     assert asked == [(MegatronWorker.scores, 1, "cut")]
-    assert scoring.samples is cut.samples, "finished is what the rewards see"
-    assert (scoring.dense, scorer.token_scale) == (None, None)
-    assert scoring.wait()["reward_model"].tolist() == [7]
+    assert scored.samples is cut.samples, "finished is what the rewards see"
+    assert (scored.dense, scorer.token_scale) == (None, None)
+    assert scored.scores["reward_model"].tolist() == [7]
 
 
 def test_the_total_is_weighted_then_clipped_and_unfinished_responses_have_a_fixed_score() -> None:
@@ -312,11 +313,11 @@ def test_branches_count_as_one_sample() -> None:
     of = [0, 0, 1, 2, 2, 2, 3]
 
     def scored(samples: Sequence[SampleInfo], values: np.ndarray, algo: dict[str, Any]) -> ScoredBatch:
-        scoring = Scoring(samples=samples, wait=lambda: {"reward_model": values})
+        found = ScoredSamples(samples=samples, scores={"reward_model": values})
         order = np.array([1, 0, 3, 2])
         return score_batch(
             samples,
-            scoring,
+            found,
             None,
             reward_weights(Reward()),
             Algo.model_validate(algo),

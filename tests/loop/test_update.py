@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from megarl.algos.kl import KLController
+from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config.schema import Algo, EarlyStop
 from megarl.loop.update import Updater, mean_kl
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import UpdateRequest
 from megarl.stages.ppo.trainer import PPOTrainer
 from megarl.types import RankSchedule, RoleName, Schedule
+from tests.loop.answers import Answered, run
 
 TOKENS = (10, 30)
 """Response tokens of the two optimizer steps of an epoch."""
@@ -45,7 +47,7 @@ class FakeRole:
         steps = [
             {f"{prefix}/ppo_kl": self._kls.pop(0), f"{prefix}/kl_coef": request.kl_coef} for _ in request.schedules
         ]
-        return SimpleNamespace(wait=lambda: [None, steps], longest=lambda: 2.0)
+        return Answered(None, steps)
 
     def call(self, method: Any, *args: Any) -> Any:
         notes = {
@@ -53,7 +55,7 @@ class FakeRole:
             MegatronWorker.soft_update_reference: ("reference", "follows"),
         }
         self._log.append(notes[method])
-        return SimpleNamespace(wait=lambda: None)
+        return Answered()
 
 
 class FakeMeter:
@@ -96,7 +98,8 @@ def updated(
     algo: Any = SimpleNamespace(early_stop=stop, kl=SimpleNamespace(reference_sync=sync))
     roles: Any = {"actor": FakeRole("actor", log, list(kls)), "critic": FakeRole("critic", log, [0.0] * 6)}
     updater = Updater(algo, roles, texts, meter or FakeMeter(), warmup_steps=warmup)
-    told = updater.update(object(), plan(step, together=stop is None), kl_coef=0.5, trained_roles=trained_roles)
+    made = plan(step, together=stop is None)
+    told = run(updater.update(ChunkRefs({}), made, kl_coef=0.5, trained_roles=trained_roles))
     return told, log
 
 

@@ -52,7 +52,7 @@ def evaluate(config: RunConfig) -> Summary:
         print(data.left_out.message(directory.left_out), flush=True)
     with closing(directory), attempt(directory):
         with EvaluationReporter(config, directory) as reporter, session:
-            result = _evaluate_model(config, session, directory, data)
+            result = session.run(_evaluate_model(config, session, directory, data))
             reporter.write(result, f"{config.model.path or 'a random model'} on {config.evaluation.source}")
         seconds = process_age()
         summary = Summary(stage=config.stage, steps=0, seconds=seconds, evaluation=result.metrics)
@@ -61,7 +61,7 @@ def evaluate(config: RunConfig) -> Summary:
     return summary
 
 
-def _evaluate_model(
+async def _evaluate_model(
     config: EvalConfig, session: Session, directory: EvaluationDirectory, data: PromptSets
 ) -> EvaluationResult:
     model_dir = model_directory(config, directory.path)
@@ -69,9 +69,9 @@ def _evaluate_model(
     engines = launch_engines(config, config.rollout, session, model_dir, weights="files")
     colocation = Colocation(trainers, engines, None, sleep=config.rollout.sleep)
     parts = RolloutParts.launch(config, session, model_dir, trainers, colocation)
-    start_all(trainers, engines, parts.services, model_dir, sleep=config.rollout.sleep)
+    await start_all(trainers, engines, parts.services, model_dir, sleep=config.rollout.sleep)
     print(f"the processes print into {directory.logs}", flush=True)
     chunks = max(trainers.chunks(), _CHUNKS_PER_ENGINE * config.rollout.engines)
-    result = Evaluator(config, data, parts, chunks).evaluate(0)
-    close_all(trainers, engines, parts.services)
+    result = await Evaluator(config, data, parts, chunks).evaluate(0)
+    await close_all(trainers, engines, parts.services)
     return result

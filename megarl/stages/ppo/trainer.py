@@ -70,59 +70,62 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         if config.critic is not None and config.critic.value_norm is not None:
             self._value_norm = asdict(ValueMoments())
 
-    def step(self, step: int) -> StepResult:
+    async def step(self, step: int) -> StepResult:
         """Takes a step; afterwards the engines have version `step` where a sync is due."""
         timers = Timers(self._phase)
         algo = self._config.algo
         with timers("step"):
             with timers("rollout"):
-                sampled = self._buffer.take(step)
+                sampled = await self._buffer.take(step)
             with timers("experience"):
                 forwards = self._forward_passes.complete(sampled.rollouts, sampled.forwards)
-                batch = self._score(sampled, step)
+                batch = await self._score(sampled, step)
                 plan = StepPlan(self._config, algo, sampled.rollouts.samples, step, selected=batch.selected)
                 if algo.old_logprobs_from_update and not self._updater.trains_actor(step, batch.trained_roles):
                     passes = [self._forward_passes.actor_logprobs(sampled.rollouts)]  # for the metrics alone
                     forwards = {**forwards, "logprobs": passes}
-                experience, metrics = self._build_experience(sampled, plan, forwards, batch)
+                experience, metrics = await self._build_experience(sampled, plan, forwards, batch)
             with timers("update"):
-                updates = self._updater.update(
+                updates = await self._updater.update(
                     experience, plan, kl_coef=self._kl.coef, trained_roles=batch.trained_roles
                 )
-                in_update = self._updater.take_token_values()
+                in_update = await self._updater.take_token_values()
             with timers("sync"):
-                transfer = self._sync(step)
+                transfer = await self._sync(step)
         self._adapt_kl_coef([metrics, *updates], len(sampled.rollouts.samples))
         scores = batch.totals
         advantages = batch.samples.sequence_advantages
         timings = timers.take()
         timings = {**transfer, **timings}
         columns = token_columns(experience, forwards, in_update)
-        return self._result(
+        return await self._result(
             step, sampled, scores, batch.scores_by_reward, updates, metrics, timings, advantages, columns
         )
 
-    def _score(self, sampled: Sampled, step: int) -> ScoredBatch:
+    async def _score(self, sampled: Sampled, step: int) -> ScoredBatch:
         """Waits for the scores, computes group advantages, and selects the samples to train on."""
         samples = sampled.rollouts.samples
         algo = self._config.algo
         order = self._score_order(samples, step)
-        batch = score_batch(samples, sampled.scoring, sampled.greedy, self._weights, algo, order=order)
+        scored = await sampled.scoring
+        greedy = None if sampled.greedy is None else await sampled.greedy
+        batch = score_batch(samples, scored, greedy, self._weights, algo, order=order)
         if algo.select is None:
             return batch
-        return with_selection(batch, sampled.scoring.samples, algo.select, self._config.data.samples_per_prompt)
+        return with_selection(batch, scored.samples, algo.select, self._config.data.samples_per_prompt)
 
-    def _build_experience(
+    async def _build_experience(
         self, sampled: Sampled, plan: StepPlan, forwards: Mapping[str, Sequence[Forward]], batch: ScoredBatch
     ) -> tuple[ChunkRefs[ExperienceChunk], Metrics]:
         """Builds the experience on the actor's ranks; returns it with the metrics of the whole phase."""
+        scored = await sampled.scoring
         by_role = _by_role(forwards)
         columns = Columns(
             samples=batch.samples,
             old_logprobs=by_role.get("logprobs"),
             ref_logprobs=by_role.get("ref"),
             values=by_role.get("values"),
-            dense=sampled.scoring.dense,
+            dense=scored.dense,
         )
         context = StepContext(
             kl_coef=self._kl.coef,
@@ -138,12 +141,13 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         )
         call = self.roles["actor"].dispatch_by_chunk(MegatronWorker.build_experience, request)
         call.after = tuple(part for parts in forwards.values() for part in parts)
-        report = rank0_result(call)
+        report = await rank0_result(call)
         self._value_norm = report.value_norm
-        seconds = {name: sum(part.longest() for part in parts) for name, parts in forwards.items()}
-        for name, spent in seconds.items():
-            self._meter.add(name, ROLES[name], sampled.rollouts.samples, spent)
-        timings = {f"time/{name}": spent for name, spent in {"reward": sampled.scoring.seconds(), **seconds}.items()}
+        timings = {"time/reward": scored.seconds}
+        for name, parts in forwards.items():
+            seconds = sum([await part.longest() for part in parts])
+            self._meter.add(name, ROLES[name], sampled.rollouts.samples, seconds)
+            timings[f"time/{name}"] = seconds
         return call.chunks, {**report.metrics, **batch.metrics, **timings}
 
     def _adapt_kl_coef(self, metrics: Sequence[Metrics], samples: int) -> None:

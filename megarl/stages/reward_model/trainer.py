@@ -9,7 +9,6 @@ the model, whose raw scores do not change.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -59,60 +58,62 @@ class RewardModelTrainer(SupervisedTrainer):
         self._preferences = data.held_out
         self._reference_prompts = data.reference
         self._normalisation = config.normalisation
+        self._responses: Rollouts | None = None  # of the initial model
         self._engines: RolloutGroup | None = None
         self._sleep = config.rollout is not None and config.rollout.sleep
         if config.rollout is not None:
             self._engines = launch_engines(config, config.rollout, session, model_dir, weights="files")
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Starts the trainers, and the engines with the initial model."""
-        start_all(self._trainers, self._engines, (), self._model_dir, sleep=self._sleep)
+        await start_all(self._trainers, self._engines, (), self._model_dir, sleep=self._sleep)
 
-    def begin(self, step: int) -> Metrics:
+    async def begin(self, step: int) -> Metrics:
         """Scales the head before the first step, if configured."""
         if step > 0 or self._normalisation is None or not self._normalisation.before:
             return {}
-        scale = self._reference_scale()
-        self._role.call(MegatronWorker.scale_head, scale.gain).wait()
+        scale = await self._reference_scale()
+        await self._role.call(MegatronWorker.scale_head, scale.gain)
         return {"normalisation/before_mean": scale.mean, "normalisation/before_std": scale.std}
 
-    def finish(self, export: Path) -> Metrics:
+    async def finish(self, export: Path) -> Metrics:
         """Exports the reward model, the scale of its scores and their statistics on the held-out preferences."""
-        super().finish(export)
+        await super().finish(export)
         metrics: dict[str, float] = {}
         if self._preferences is not None:
             self._phase("statistics")
             samples, chunks = text_batch(self._preferences, self._layout.dp)
-            scores = self._scores(samples, ChunkRefs[TextChunk].put(chunks))
+            scores = await self._scores(samples, ChunkRefs[TextChunk].put(chunks))
             statistics = PreferenceStatistics.of(scores.reshape(len(self._preferences), -1))
             statistics.write(export)
             metrics |= statistics.metrics()
         if self._normalisation is not None:
-            scale = self._reference_scale()
+            scale = await self._reference_scale()
             write_scale(scale, export)
             metrics |= {"normalisation/mean": scale.mean, "normalisation/std": scale.std}
         return metrics
 
-    def _scores(self, samples: Sequence[SampleInfo], chunks: Selectable[TokenChunk]) -> Values:
+    async def _scores(self, samples: Sequence[SampleInfo], chunks: Selectable[TokenChunk]) -> Values:
         """Returns the scores of samples, [N]."""
         schedule = inference_schedule(samples, self._layout, self._budget)
         request = ForwardRequest(schedule=schedule, chunks=chunks)
-        return gather_rows(gather_by_chunk(self._role.dispatch(MegatronWorker.scores, request)))
+        return gather_rows(await gather_by_chunk(self._role.dispatch(MegatronWorker.scores, request)))
 
-    def _reference_scale(self) -> ScoreScale:
+    async def _reference_scale(self) -> ScoreScale:
         """Returns the scale that gives the scores of the reference samples the configured mean and deviation."""
         settings = self._normalisation
-        rollouts = self._reference_samples
+        rollouts = await self._reference_samples()
         assert settings is not None
-        scores = torch.as_tensor(self._scores(rollouts.samples, rollouts.chunks))
+        scores = torch.as_tensor(await self._scores(rollouts.samples, rollouts.chunks))
         try:
             return score_scale(scores, target_mean=settings.mean, target_std=settings.std, ddof=settings.ddof)
         except ValueError as error:
             raise RunError(f"normalisation: {error}") from error
 
-    @cached_property
-    def _reference_samples(self) -> Rollouts:
+    async def _reference_samples(self) -> Rollouts:
         """Returns responses of the initial model, which do not depend on when they are generated."""
+        if self._responses is not None:
+            return self._responses
         assert self._engines is not None
         assert self._normalisation is not None
         self._phase("reference samples")
@@ -120,11 +121,11 @@ class RewardModelTrainer(SupervisedTrainer):
         prompts = Stream(self._reference_prompts, seed).next(self._normalisation.samples)
         requests = sample_requests(prompts, 1, seed=seed, step=0)
         colocation = Colocation(self._trainers, self._engines, None, sleep=self._sleep)
-        colocation.to_rollout()
-        rollouts = self._engines.generate(requests, self._trainers.chunks()).wait()
-        colocation.to_training()
-        return rollouts
+        await colocation.to_rollout()
+        self._responses = await self._engines.generate(requests, self._trainers.chunks()).result()
+        await colocation.to_training()
+        return self._responses
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Lets every process end by itself."""
-        close_all(self._trainers, self._engines)
+        await close_all(self._trainers, self._engines)
