@@ -209,7 +209,7 @@ def _kinds() -> str:
     """Returns the table of the arguments of custom functions."""
     rows = ["| field | called with | returns |", "| --- | --- | --- |"]
     for kind in KINDS:
-        if kind.own:
+        if kind.custom:
             level = f", `level: {kind.level}`" if kind.level is not None else ""
             arguments = f"`{', '.join([*kind.arguments, *(f'{name}=' for name in kind.keywords)])}`"
             if kind.named:
