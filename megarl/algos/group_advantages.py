@@ -26,7 +26,7 @@ DDof = Literal[0, 1]
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """All samples of a step, on all ranks; those of a group need not be neighbours.
+    """All samples of a step, on all ranks; those of a group need not be neighbors.
 
     Args:
         scores: [N] float32 or float64, total scores after clipping; in a run float32, NaN where not ``scored``.

@@ -157,9 +157,9 @@ class KLController:
     al., "Fine-tuning language models from human preferences" (2019).
 
     Args:
-        coef: at the start, reward or loss per nat.
-        target: of the mean KL of a response, the sum over its tokens or their mean, nats; None keeps ``coef``.
-        horizon: samples.
+        coef: coefficient at the start, reward or loss per nat.
+        target: mean KL of a response, the sum over its tokens or their mean, nats; None keeps ``coef``.
+        horizon: number of samples over which the coefficient adapts.
     """
 
     def __init__(self, coef: float, *, target: float | None, horizon: float) -> None:

@@ -37,7 +37,7 @@ def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tens
     rollout = rollout_logprobs.double()
     difference = on_mask(old - rollout, response_mask)
     near = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    of_tokens = {
+    by_token = {
         "rollout/logprob_gap": (old_logprobs - rollout_logprobs).abs().double(),
         "rollout_corr/kl": -difference,
         "rollout_corr/k3_kl": torch.expm1(near) - near,
@@ -45,15 +45,17 @@ def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tens
         "rollout_corr/mult_prob_error": near.abs().exp(),
     }
     whole = difference.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    of_sequences = {
+    by_sequence = {
         "rollout_corr/training_ppl": (-row_mean(old, response_mask)).exp(),
         "rollout_corr/rollout_ppl": (-row_mean(rollout, response_mask)).exp(),
         "rollout_corr/ppl_ratio": (-row_mean(difference, response_mask)).exp(),
         "rollout_corr/chi2_sequence": torch.expm1(2 * whole),
     }
-    counted = {**dict.fromkeys(of_tokens, response_mask), **dict.fromkeys(of_sequences, response_mask.any(-1, True))}
-    values = {**of_tokens, **of_sequences}
-    return {name: (values[name][mask].sum(), mask.sum()) for name, mask in counted.items()}
+    means: dict[str, tuple[Tensor, Tensor]] = {}
+    for values, mask in ((by_token, response_mask), (by_sequence, response_mask.any(-1, True))):
+        for name, value in values.items():
+            means[name] = (value[mask].sum(), mask.sum())
+    return means
 
 
 def gaps_by_age(
@@ -113,21 +115,22 @@ def policy_drift(
             without branches.
     """
     tokens = response_mask.sum()
-    own = response_mask.sum(-1)
-    shares = torch.ones_like(own, dtype=torch.float64)
+    counts = response_mask.sum(-1)
+    shares = torch.ones_like(counts, dtype=torch.float64)
     if lengths is not None:
-        shares = torch.where(lengths > 0, own / lengths.clamp(min=1).double(), shares)
+        shares = torch.where(lengths > 0, counts / lengths.clamp(min=1).double(), shares)
     sequences = shares.sum()
     means = {"objective/entropy": (on_mask(-old_logprobs, response_mask).double().sum(), sequences)}
     if kl is None:
         return means
     total = on_mask(kl, response_mask).double().sum()
-    of_kl = {
+    row_means = row_mean(kl.double(), response_mask).squeeze(-1)
+    return {
         "objective/kl": (total, sequences),
         "objective/kl_per_token": (total, tokens),
-        "objective/kl_token_mean": ((row_mean(kl.double(), response_mask).squeeze(-1) * shares).sum(), sequences),
+        "objective/kl_token_mean": ((row_means * shares).sum(), sequences),
+        **means,
     }
-    return {**of_kl, **means}
 
 
 def objective_metrics(scores: Tensor, penalties: Tensor, response_mask: Tensor, *, reduce: Reduce) -> dict[str, float]:
@@ -188,10 +191,16 @@ def group_metrics(scores: Tensor, groups: Tensor) -> dict[str, float]:
         scores: [N], of all samples of a step.
         groups: [N] int, the number of each sample's prompt, from 0 on.
     """
-    members = [scores[groups == group] for group in range(int(groups.max()) + 1)]
-    deviations = torch.stack([own.std(correction=0) for own in members])
-    equal = torch.stack([own.min() == own.max() for own in members])
-    return {"group/std_mean": float(deviations.mean()), "group/zero_std_fraction": float(equal.float().mean())}
+    deviations: list[Tensor] = []
+    equal: list[Tensor] = []
+    for group in range(int(groups.max()) + 1):
+        members = scores[groups == group]
+        deviations.append(members.std(correction=0))
+        equal.append(members.min() == members.max())
+    return {
+        "group/std_mean": float(torch.stack(deviations).mean()),
+        "group/zero_std_fraction": float(torch.stack(equal).float().mean()),
+    }
 
 
 def pass_rate(successes: Tensor, samples: Tensor, *, k: int) -> Tensor:

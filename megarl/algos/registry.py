@@ -31,15 +31,15 @@ class Kind[F: Callable[..., Any]]:
     """The functions that one field chooses from.
 
     Args:
-        module: of ``megarl.algos``.
-        functions: of the module, by their names in a configuration.
+        module: module of ``megarl.algos``.
+        functions: functions of the module, by their names in a configuration.
         presets: keyword arguments of the function that a name implies.
         arguments: positional arguments of every call.
         named: whether a function takes those of the arguments alone that its parameters name, by keyword.
         further: positional arguments of some calls, each with the field that adds it.
         keywords: keyword arguments of every call, besides the options.
-        level: of the user's own functions, where the field takes two kinds of them; else None.
-        own: whether the field takes the user's own functions.
+        level: level of the user's functions, where the field takes two kinds of them; else None.
+        custom: whether the field takes the user's functions.
     """
 
     title: str
@@ -53,7 +53,7 @@ class Kind[F: Callable[..., Any]]:
     keywords: tuple[str, ...] = ()
     returns: str
     level: str | None = None
-    own: bool = True
+    custom: bool = True
 
     def __contains__(self, name: object) -> bool:
         return name in self.functions
@@ -82,10 +82,10 @@ class Kind[F: Callable[..., Any]]:
 
 
 def bound[F: Callable[..., Any]](kind: Kind[F], name: str, options: Mapping[str, Any]) -> F:
-    """Returns the named function, or the user's own, with its options.
+    """Returns the named function, or the user's, with its options.
 
     Raises:
-        ValueError: the user's own function does not exist; see plugins.resolve.
+        ValueError: the user's function does not exist; see plugins.resolve.
     """
     function = kind.function(name) if name in kind else resolve(name)
     return cast(F, partial(function, **options))
@@ -186,7 +186,7 @@ MISSING_ENDS: Final[Kind[Callable[..., Tensor]]] = Kind(
     functions={name: f"{name}_missing_end" for name in ("replace", "subtract", "scale", "zero")},
     arguments=("scores", "finished"),
     returns="[N]",
-    own=False,
+    custom=False,
 )
 _LEVELS_AND_RULES = [(level, rule) for level in ("token", "sequence", "geometric") for rule in ("truncate", "mask")]
 ROLLOUT_WEIGHTS: Final[Kind[Callable[..., Tensor]]] = Kind(
@@ -213,7 +213,7 @@ SELECTIONS: Final[Kind[Callable[..., Tensor]]] = Kind(
     functions={"local": "best_of_groups", "top": "best_fraction"},
     arguments=("scores", "groups", "discarded"),
     returns="[K] int64, the indices of the samples",
-    own=False,
+    custom=False,
 )
 PREFERENCE_LOSSES: Final[Kind[Callable[..., LossTerms]]] = Kind(
     title="Losses of reward models",

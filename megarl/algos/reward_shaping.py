@@ -134,7 +134,7 @@ def score_scale(
     if len(values) == 0 or values.min() == values.max():
         raise ValueError(
             f"{len(values)} reference samples without two different scores have no scale;"
-            " take other samples, or check that the reward model has learnt anything"
+            " take other samples, or check that the reward model has learned anything"
         )
     mean = float(values.mean())
     std = float(values.std(correction=ddof))

@@ -146,7 +146,7 @@ def proximal_weights(versions: Tensor, current_version: int) -> Tensor:
 
     Args:
         versions: [B, R], the policy version that sampled each token; negative for none, whose alpha is 0.
-        current_version: of the policy after the update, one more than the engines can have.
+        current_version: version of the policy after the update, one more than the engines can have.
     """
     behind = (current_version - versions).to(torch.get_default_dtype())
     alpha = (behind - 1) / behind.clamp(min=1)

@@ -33,8 +33,8 @@ def best_of_groups(scores: Tensor, groups: Tensor, discarded: Tensor) -> Tensor:
     best: list[int] = []
     for group in sorted({int(group) for group in groups}):
         members = (groups == group).nonzero().squeeze(-1)
-        own = candidates[members]
-        best.append(int(members[(own == own.max()).nonzero()[0]]))
+        scored = candidates[members]
+        best.append(int(members[(scored == scored.max()).nonzero()[0]]))
     return torch.tensor([index for index in best if not discarded[index]], dtype=torch.int64)
 
 

@@ -103,8 +103,9 @@ class ValueMoments:
         tokens, or with a return that is not finite, changes nothing. Source: AReaL, exponential running moments; PopArt
         (van Hasselt et al., 2016).
         """
-        own = returns[response_mask].double()
-        number, total, squares = reduced_sums(reduce, own.new_tensor(own.numel()), own.sum(), own.square().sum())
+        counted = returns[response_mask].double()
+        count = counted.new_tensor(counted.numel())
+        number, total, squares = reduced_sums(reduce, count, counted.sum(), counted.square().sum())
         if number == 0 or not math.isfinite(squares):
             return self
         return ValueMoments(

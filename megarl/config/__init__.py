@@ -1,4 +1,4 @@
-"""The configuration of a run: schema, inheritance, overrides, and checks that report everything at once."""
+"""The configuration of a run: schema, inheritance, overrides, and checks."""
 
 from megarl.config.loading import as_yaml, build, load, on_first_nodes, plain, save
 from megarl.config.problems import ConfigError, Problem

@@ -1,4 +1,4 @@
-"""What a configuration leaves open about devices: which it runs on, and whether engines sleep on shared ones."""
+"""Devices of a configuration that names none, and whether engines sleep on shared ones."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ _DEVICE_FIELDS: Final = ("nodes", "devices_per_node", "device", "address")
 
 
 def on_one_device(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration that names no devices with one of this machine: a GPU or, without one, the CPU.
-
-    The trainers and the engine share it. Any other configuration stays as it is.
-    """
+    """Returns a configuration without devices on one of this machine, shared by all: a GPU, or else the CPU."""
     cluster = raw_section(raw, "cluster")
     rollout = raw_section(raw, "rollout")
     if raw.get("groups") or rollout.get("devices") or any(field in cluster for field in _DEVICE_FIELDS):
@@ -37,9 +34,9 @@ def on_one_device(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def asleep_where_shared(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration that says that engines sleep if groups have their GPUs and it says nothing else.
+    """Returns a configuration in which engines sleep on GPUs of groups, unless it has `rollout.sleep`.
 
-    On a CPU, sleep frees nothing; an evaluation's engines, and those without a sync at every step, keep their weights.
+    On a CPU, sleep frees nothing; engines of evaluations, and those without a sync at every step, keep their weights.
     """
     rollout = raw_section(raw, "rollout")
     groups = raw_section(raw, "groups")
@@ -56,7 +53,7 @@ def asleep_where_shared(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _roles(raw: Mapping[str, Any]) -> Sequence[str]:
-    """Returns the roles that the configuration needs; none of an unknown stage, which is refused later."""
+    """Returns the roles that the configuration needs; none for an unknown stage."""
     schema = raw_stage_class(raw)
     return () if schema is None else schema.default_roles(raw)
 

@@ -27,7 +27,7 @@ class ForeignKey:
     """Keys of other systems with one meaning; see foreign_keys.yaml.
 
     Args:
-        keys: by system.
+        keys: keys by system.
     """
 
     ours: tuple[str, ...]
@@ -51,10 +51,10 @@ def foreign_keys() -> Mapping[str, tuple[ForeignKey, ...]]:
 
 
 def foreign_fix(schema: type[BaseModel], path: str, value: object, *, sure: bool) -> str | None:
-    """Returns the fix for an unknown key that is another system's, or a section of such keys; None if it is neither.
+    """Returns the fix for an unknown key that is another system's, or a section of such keys; else None.
 
     Args:
-        sure: take the key only if it is a whole key of another system, or ends like one in two parts or more.
+        sure: whether the key must be a whole key of another system, or end like one in two parts or more.
     """
     found = _find(path, sure=sure)
     if found:

@@ -30,7 +30,7 @@ SHORT_STAGES: Final = (
     "reinforce_pp",
     "raft",
 )
-"""Algorithms as stages: `stage: grpo` is short for `stage: ppo` with what makes the algorithm, from its recipe."""
+"""Algorithms as stages: `stage: grpo` is `stage: ppo` with the settings that make the algorithm."""
 _DEFINING: Final = ("advantage", "normalise", "policy_loss", "aggregation", "filter", "select")
 _MAPPING = "the file must hold keys and values"
 FREE = frozenset({"args", "chat_template_kwargs", "columns", "config", "limits"})
@@ -40,10 +40,10 @@ _KEY_PATH = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 
 def merged(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """Merges the files that a YAML file inherits, the file and the overrides into a plain dict; later ones win.
+    """Merges the files that a YAML file inherits, the file, and the overrides; later ones win.
 
     Args:
-        path: the YAML file; its ``defaults`` lists files, relative to it, and recipes by name.
+        path: YAML file; its ``defaults`` lists files, relative to it, and recipes by name.
         overrides: settings as ``key.path=value``, with the value in YAML.
 
     Returns:

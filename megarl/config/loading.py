@@ -31,12 +31,11 @@ def load(
     """Reads, merges and checks a configuration.
 
     Args:
-        path: a YAML file; ``defaults`` lists what it inherits: files, relative to it, and recipes by name. Without any
-            devices, the run gets one of this machine.
-        overrides: ``key.path=value``, as on the command line.
-        further: checks models, data and functions, and raises ConfigError. It is called if there are problems and every
-            field is valid by itself, so that one report has all of them.
-        pending_paths: directories that another run writes before this one begins; paths below them may be missing.
+        path: YAML file, see `inheritance.merged`; without devices, the run gets one of this machine.
+        overrides: settings as ``key.path=value``, as on the command line.
+        further: check of models, data and functions that raises ConfigError; called with valid fields that break
+            rules, so that one report has all problems.
+        pending_paths: directories that another run writes first; paths below them may be missing.
 
     Raises:
         ConfigError: with every problem.
@@ -69,7 +68,7 @@ def build(raw: Mapping[str, Any]) -> RunConfig:
 
 
 def on_first_nodes[C: RunConfig](config: C, nodes: int) -> C:
-    """Returns a configuration without the devices of the other nodes; raises ConfigError where that breaks a rule."""
+    """Returns a configuration on its first nodes; raises ConfigError where that breaks a rule."""
     fields = config.model_dump(mode="json", by_alias=True)
     per_node = config.cluster.devices_per_node
     fields["cluster"] |= {"nodes": nodes, "min_nodes": None}
@@ -86,7 +85,7 @@ def save(config: RunConfig, path: str | Path, *, secrets: bool = True) -> None:
     """Writes the resolved configuration atomically and durably, for its owner alone if it has secrets.
 
     Args:
-        secrets: write them, see `plain`.
+        secrets: whether to write them, see `plain`.
     """
     text = as_yaml(config)
     hidden = yaml.safe_dump(plain(config), sort_keys=False)

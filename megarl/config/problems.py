@@ -60,7 +60,7 @@ class ConfigError(ValueError):
 def ineffective_settings(
     field: str, section: BaseModel, names: Sequence[str], where: str, otherwise: str
 ) -> Iterator[Problem]:
-    """Yields a problem for each of the named fields of a section that has no effect and is not at its default.
+    """Yields a problem for each named field of a section that is not at its default, which has no effect.
 
     Args:
         field: path of the section.
@@ -81,7 +81,7 @@ def ineffective_settings(
 def unordered(
     field: str, value: float, relation: Literal["below", "at most", "at least"], other: str, limit: float
 ) -> Iterator[Problem]:
-    """Yields a problem unless the value of a field is below, at most or at least that of another field."""
+    """Yields a problem unless a field is below, at most or at least another one."""
     in_order = {"below": value < limit, "at most": value <= limit, "at least": value >= limit}
     if in_order[relation]:
         return
@@ -92,7 +92,7 @@ def unordered(
 
 
 def correct_path(path: str) -> str:
-    """Returns the fix for a path that does not exist: the nearest name there, or where a relative one is looked up."""
+    """Returns the fix for a path that does not exist: the nearest name, or the working directory."""
     given = Path(path)
     if given.parent.is_dir() and not given.exists():
         names = [file.name for file in given.parent.iterdir()]
@@ -105,7 +105,7 @@ def correct_path(path: str) -> str:
 
 
 def correct_model_path(path: str) -> str:
-    """Returns the fix for a model's directory that does not exist; OWNER/NAME may be a model of the hub."""
+    """Returns the fix for a missing model directory; OWNER/NAME may be a model of the hub."""
     name = "OWNER/NAME"
     if _HUB_MODEL.fullmatch(path) and not Path(path).parent.exists():
         name = path
@@ -129,10 +129,10 @@ def shown(value: object) -> str:
 
 
 def without_secrets(value: Any, *, inside: bool = False) -> Any:
-    """Returns plain values with MASK for functions' arguments whose names are those of secrets, whatever they hold.
+    """Returns plain values with MASK for functions' arguments that have names of secrets.
 
     Args:
-        inside: the value is of such arguments.
+        inside: whether the value is one of such arguments.
     """
     if isinstance(value, list):
         return [without_secrets(entry, inside=inside) for entry in cast(list[Any], value)]
@@ -175,7 +175,7 @@ def is_pending(path: object, pending: Collection[Path]) -> bool:
 
 
 def without_pending(problems: Iterable[Problem], raw: Mapping[str, Any], pending: Collection[Path]) -> list[Problem]:
-    """Returns the problems of a configuration that remain once the pending directories are written."""
+    """Returns the problems that remain once the pending directories are written."""
     return [problem for problem in problems if not is_pending(_path(raw, problem.field), pending)]
 
 

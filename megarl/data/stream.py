@@ -16,7 +16,7 @@ def stable_hash(*parts: int | str) -> int:
 
 
 class Keyed(Protocol):
-    """An item with a key that is unique in its data set, and the content by which a resume recognises changed data."""
+    """An item with a key that is unique in its data set, and the content by which a resume recognizes changed data."""
 
     @property
     def key(self) -> str: ...

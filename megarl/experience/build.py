@@ -165,8 +165,7 @@ def experience_metrics(
     metrics |= spread("rewards", advantages.rewards.sum(-1), scored, reduce, largest)
     metrics |= spread("advantages", advantages.unnormalized, mask, reduce, largest)
     staleness = spread("staleness", context.version - batch.versions, batch.mask, reduce, largest)
-    staleness.pop("staleness/min", None)
-    metrics |= staleness
+    metrics |= {name: value for name, value in staleness.items() if not name.endswith("/min")}
     if context.max_staleness:
         metrics |= age_metrics(batch, context, reduce)
     return metrics

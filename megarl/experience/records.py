@@ -16,7 +16,7 @@ from megarl.types import Ragged
 
 @dataclass(frozen=True, kw_only=True)
 class SampleScores:
-    """The scores of samples; those of a chunk are neighbours, in the order of its rows.
+    """The scores of samples; those of a chunk are neighbors, in the order of its rows.
 
     Args:
         chunks: chunk of each sample, [N] int64.
@@ -65,7 +65,7 @@ class StepContext:
         kl_coef: coefficient of the KL penalty, per nat.
         version: version of the actor's weights before the update; those that sampled are at most ``max_staleness``
             older.
-        value_norm: moments of the value normaliser; None without one.
+        value_norm: moments of the value normalizer; None without one.
         dense: scale of a reward model that scores every token; None where responses have one score.
         turn_rewards: factor of the rewards of turns; None where the score has them.
     """

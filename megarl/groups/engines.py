@@ -251,16 +251,15 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
     async def require(self, work: Awaitable[R]) -> R:
         """Waits for work that needs engines; raises WorkerError if all engines are lost and get no weights again."""
         awaited = asyncio.ensure_future(work)
-        while not awaited.done():
+        while True:
             lost = asyncio.ensure_future(self.until(lambda: self._all_lost))
             await asyncio.wait([awaited, lost], return_when=asyncio.FIRST_COMPLETED)
             lost.cancel()
             if awaited.done():
-                break
+                return awaited.result()
             if self.restore is None:
                 raise WorkerError(f"{self.replaced[-1]}\nNo other engine is left that could answer in its place.")
             await self.restore()
-        return awaited.result()
 
     async def hold(self, engines: Iterable[int], *, drain: bool) -> None:
         """Lets engines take no further items until `readmit`; with `drain`, waits until they have finished theirs."""
@@ -426,10 +425,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         return Rollouts(samples=tuple(picked), chunks=ChunkRefs[RolloutChunk].of(call.chunks for call in calls))
 
     async def truncate(self, rollouts: Rollouts, token: int, after: int) -> Rollouts:
-        """Ends every response after its first `token` at an index of at least `after`, at the same chunks and rows.
-
-        `finished` of the samples is whether a response has the token.
-        """
+        """Ends every response after its first `token` at an index of at least `after`; see `Rollouts.truncated`."""
 
         def request(numbers: Sequence[int]) -> TruncateRequest:
             return TruncateRequest(chunks=rollouts.chunks.only(numbers), token=token, after=after, assigned=numbers)
@@ -439,11 +435,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         ends: dict[int, ResponseEnds] = {}
         for call in calls:
             ends |= call.results[0]
-        samples: list[SampleInfo] = []
-        for sample in rollouts.samples:  # lengths, and whether responses have the token
-            sampled, given, finished = (column[sample.row] for column in ends[sample.chunk])
-            samples.append(replace(sample, response_tokens=sampled, given_tokens=given, finished=bool(finished)))
-        return Rollouts(samples=tuple(samples), chunks=ChunkRefs[RolloutChunk].of(call.chunks for call in calls))
+        return rollouts.truncated(ends, ChunkRefs[RolloutChunk].of(call.chunks for call in calls))
 
     async def _divide(
         self, method: RemoteMethod[RolloutEngine, [Q], Any], make: Callable[[Sequence[int]], Q], chunks: Sequence[int]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.cluster.calls import ChunkCall
 from megarl.cluster.ray_worker import ChunkRefs
+from megarl.rollout.completions import ResponseEnds
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
 
 
@@ -40,6 +41,18 @@ class Rollouts:
             )
             for own in split(range(len(self.chunks)), count)
         ]
+
+    def truncated(self, ends: Mapping[int, ResponseEnds], chunks: ChunkRefs[RolloutChunk]) -> Rollouts:
+        """Returns the samples with other ends of their responses, at the same chunks and rows.
+
+        Args:
+            ends: ends of the responses by chunk; `finished` is whether a response has the token that ends it.
+        """
+        samples: list[SampleInfo] = []
+        for sample in self.samples:
+            sampled, given, finished = (column[sample.row] for column in ends[sample.chunk])
+            samples.append(replace(sample, response_tokens=sampled, given_tokens=given, finished=bool(finished)))
+        return Rollouts(samples=tuple(samples), chunks=chunks)
 
 
 GenerateCall = ChunkCall[list[SampleInfo], RolloutChunk]

@@ -35,7 +35,7 @@ def check_template(tokenizer: Tokenizer, arguments: Mapping[str, Any]) -> None:
     """Raises ValueError if the chat template takes too much time or memory for a short chat, which it may refuse.
 
     Args:
-        arguments: of the chat template.
+        arguments: arguments of the chat template.
     """
     context = multiprocessing.get_context("fork")  # a new interpreter would load the tokenizer for seconds
     receiving, sending = context.Pipe(duplex=False)
@@ -45,9 +45,9 @@ def check_template(tokenizer: Tokenizer, arguments: Mapping[str, Any]) -> None:
     sending.close()
     with receiving:
         try:
-            problem = (
-                receiving.recv_bytes().decode() if receiving.poll(_SECONDS) else f"it takes longer than {_SECONDS:g} s"
-            )
+            problem = f"it takes longer than {_SECONDS:g} s"
+            if receiving.poll(_SECONDS):
+                problem = receiving.recv_bytes().decode()
         except EOFError:
             problem = "it ends its process"
         finally:

@@ -281,7 +281,7 @@ ALGORITHMS: Cases = {
     scoring_rules.scores_have_a_source: [
         (without("train", ["reward"]), "reward", "reward.functions has a function"),
         ([*without("train", ["reward"]), "environment.name=tools"], "reward", "other than tools and user_turns"),
-        (["reward={weight: 0.0, functions: [{name: length, weight: 0}]}"], "reward", "nothing could be learnt"),
+        (["reward={weight: 0.0, functions: [{name: length, weight: 0}]}"], "reward", "nothing could be learned"),
     ],
     scoring_rules.reward_settings_have_their_model: [
         ([*without("train", ["reward"]), FUNCTIONS, "reward.path=x"], "reward.path", "no effect without the role"),

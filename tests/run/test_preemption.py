@@ -15,6 +15,7 @@ from megarl.errors import PreemptedError
 from megarl.run.preemption import Preemption, end_of_time
 from megarl.run.timers import process_age
 from tests.config.debug import DEBUG
+from tests.loop.answers import run
 
 SECOND_S = 5.0
 
@@ -43,7 +44,7 @@ def handlers() -> Iterator[None]:
     assert [signal.getsignal(number) for number in numbers] == before
 
 
-def saved() -> None:
+async def saved() -> None:
     """The checkpoint is committed."""
 
 
@@ -55,11 +56,11 @@ def send(number: int) -> None:
 def test_a_run_leaves_after_the_step_in_which_it_gets_a_signal(number: signal.Signals) -> None:
     with Preemption(SECOND_S, None) as preemption:
         assert not preemption.leaves()
-        preemption.saved(1, saved)
+        run(preemption.saved(1, saved))
         send(number)
         assert preemption.leaves()
         with pytest.raises(PreemptedError, match=f"preempted after step 2: it got {number.name}") as raised:
-            preemption.saved(2, saved)
+            run(preemption.saved(2, saved))
     assert raised.value.exit_code == 75
     send(signal.SIGTERM)  # it cleans up
 
@@ -112,11 +113,11 @@ def test_a_run_leaves_while_another_step_its_checkpoint_and_the_end_fit(clock: C
             if preemption.leaves(saves[2] if step > 2 else 0.0):
                 left.append(clock.now)
                 with pytest.raises(PreemptedError, match=f"step {step}: its time is over"):
-                    preemption.saved(step, saved)
+                    run(preemption.saved(step, saved))
                 break
             if step in saves:
                 clock.now += saves[step]
-                preemption.saved(step, saved)
+                run(preemption.saved(step, saved))
     assert left == [1095.0]
 
 

@@ -201,7 +201,7 @@ def _kinds() -> str:
     """Returns the table of the arguments of custom functions."""
     rows = ["| field | called with | returns |", "| --- | --- | --- |"]
     for kind in KINDS:
-        if not kind.own:
+        if not kind.custom:
             continue
         field = f"`{kind.field}`"
         if kind.level is not None:

@@ -1,8 +1,7 @@
 """Rules between fields.
 
-A rule is a public function of these modules, or of the module of a stage's configuration, that yields problems. It
-takes sections by name, and ``stage``; it holds in the stages whose sections have the annotated types. A section that
-may be None is None in the stages without it.
+A rule is a public function of these modules, or of a stage's ``config.py``, that yields problems. It takes sections by
+name, and ``stage``, and holds in the stages whose sections have the annotated types; an optional one is None elsewhere.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ Rule = Callable[..., Iterator[Problem]]
 
 
 def broken_rules(stage: str, sections: Mapping[str, Any]) -> list[Problem]:
-    """Returns the problems that the stage's rules find in valid sections; a rule that reads another one is left out."""
+    """Returns the problems that the stage's rules find; rules that read invalid sections are left out."""
     known = stage_class(stage).model_fields
-    return [
-        problem
-        for rule, reads in rules_of(stage).items()
-        if all(name in sections for name in reads if name in known)
-        for problem in rule(**{name: sections.get(name) for name in reads})
-    ]
+    problems: list[Problem] = []
+    for rule, reads in rules_of(stage).items():
+        invalid = (known.keys() & set(reads)) - sections.keys()
+        if not invalid:
+            problems += rule(**{name: sections.get(name) for name in reads})
+    return problems
 
 
 @functools.cache
@@ -52,9 +51,9 @@ def rules_of(stage: str) -> dict[Rule, tuple[str, ...]]:
     rules: dict[Rule, tuple[str, ...]] = {}
     for module in (*_MODULES, import_module(schema.__module__)):
         for function in vars(module).values():
-            if not inspect.isfunction(function) or function.__module__ != module.__name__:
+            if not inspect.isfunction(function) or function.__name__.startswith("_"):
                 continue
-            if function.__name__.startswith("_"):
+            if function.__module__ != module.__name__:
                 continue
             types = get_type_hints(function)
             if types.pop("return", None) != Iterator[Problem]:

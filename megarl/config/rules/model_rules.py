@@ -57,7 +57,7 @@ def size_field(hf: Mapping[str, Any], size: SizeName) -> str | None:
 
 
 def size_of(hf: Mapping[str, Any], size: SizeName) -> tuple[str, int] | None:
-    """Returns the field of a config.json for a size, and its value; None if that is not a number above 0."""
+    """Returns the field of a size and its value; None if that is not a number above 0."""
     field = size_field(hf, size)
     if field is None:
         return None
@@ -68,7 +68,7 @@ def size_of(hf: Mapping[str, Any], size: SizeName) -> tuple[str, int] | None:
 
 
 def required_fields(hf: Mapping[str, Any]) -> list[str]:
-    """Returns the fields of a config.json that the sizes of the model are read from; GPT-2 derives its ffn."""
+    """Returns the fields of a config.json that give the sizes; GPT-2 derives its ffn."""
     required = ["model_type", "vocab_size"]
     sizes: tuple[SizeName, ...] = ("hidden", "ffn", "layers", "heads", "experts")
     for size in sizes:
@@ -155,7 +155,7 @@ def fused_layers_need_a_gpu(model: Model, cluster: Cluster) -> Iterator[Problem]
 
 
 def engines_have_an_attention_kernel(model: Model, cluster: Cluster, rollout: Rollout | None) -> Iterator[Problem]:
-    """vLLM on a CPU has attention kernels for some head sizes; with another one, the first generation fails."""
+    """vLLM on a CPU has attention kernels for some head sizes alone."""
     hf = readable_config(model)
     if hf is None or rollout is None or cluster.device != "cpu":
         return
@@ -225,7 +225,7 @@ def _checkpoints(reward: Reward | RewardTraining | None, critic: Critic | None) 
 
 
 def ids_in_use(model: Model) -> int | None:
-    """Returns the number of token ids that may be sampled; None if the model's config.json does not say."""
+    """Returns the number of token ids that may be sampled; None if it is unknown."""
     used = model.vocab_size or (readable_config(model) or {}).get("vocab_size")
     if isinstance(used, int):
         return used
@@ -251,7 +251,7 @@ def _read(path: str) -> Mapping[str, Any] | None:
 def _placed_models(
     model: Model, groups: Groups, reward: Reward | RewardTraining | None, critic: Critic | None
 ) -> Iterator[tuple[str, RoleConfig, Mapping[str, Any]]]:
-    """Yields every placed role whose config.json can be read, as (path of its field, its settings, config.json)."""
+    """Yields (path of its field, its settings, config.json) of every role that has one."""
     paths = _checkpoints(reward, critic)
     for field, _, name, role in roles_of(groups):
         hf = _read(paths[name]) if name in paths else readable_config(model)

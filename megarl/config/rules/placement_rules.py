@@ -25,7 +25,7 @@ def placed(groups: Groups, role: RoleName) -> bool:
 
 
 def run_directories_can_be_made(run: Run) -> Iterator[Problem]:
-    """run.dir is a directory or can be made; no parent of it is a file, and none is made only to be left by ``..``."""
+    """run.dir is a directory or can be made; no parent is a file, or would be made for ``..``."""
     path = Path(run.dir)
     if run.dir.startswith("~"):
         rule = "a path in full: ~ is not read as a home directory"
@@ -161,7 +161,7 @@ def roles_placed_once(groups: Groups) -> Iterator[Problem]:
 
 
 def layouts_fill_groups(groups: Groups) -> Iterator[Problem]:
-    """tp * pp divides a group's devices, and ep the replicas; chunks need stages, sequence parallelism needs tp."""
+    """tp * pp divides a group's devices, ep the replicas; vpp needs pp, sequence_parallel tp."""
     for field, group, _, role in roles_of(groups):
         devices = len(parse_devices(group.devices))
         size = role.tp * role.pp

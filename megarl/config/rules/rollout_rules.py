@@ -53,11 +53,10 @@ def one_size_of_the_cache(rollout: Rollout | None) -> Iterator[Problem]:
 
 
 def all_tokens_are_sampled(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
-    """Ratios, weights and metrics of PPO compare log-probabilities of the engines with those of the trainers.
+    """Engines compute log-probabilities of the tokens that such a setting leaves, trainers of all tokens.
 
-    The engines' are of the tokens that such a setting leaves, the trainers' of all. With top_p 0.8 others measured a
-    mean ratio of 0.896, and half of the tokens off by more than 10 % (huggingface/trl, 7269). The likelihood of
-    samples reads no log-probability of the engines.
+    With top_p 0.8 others measured a mean ratio of 0.896, and half of the tokens off by more than 10 %
+    (huggingface/trl, 7269). The likelihood of samples reads no log-probability of the engines.
     """
     if algo.is_likelihood:
         return
@@ -116,7 +115,7 @@ def graphs_are_for_gpus(cluster: Cluster, rollout: Rollout | None) -> Iterator[P
 
 
 def quantized_models(cluster: Cluster, model: Model, rollout: Rollout | None) -> Iterator[Problem]:
-    """vLLM quantizes 16-bit weights as they arrive; it has no such kernel for experts on a CPU (0.28 to 0.32)."""
+    """vLLM (0.28 to 0.32) quantizes 16-bit weights, and no experts on a CPU."""
     hf = readable_config(model)
     if rollout is None or rollout.quantization is None or hf is None:
         return
@@ -237,7 +236,7 @@ def staleness_settings_have_an_effect(stage: str, rollout: Rollout) -> Iterator[
 
 
 def engines_that_need_devices_of_their_own(stage: str, groups: Groups, rollout: Rollout) -> Iterator[Problem]:
-    """Engines that generate while the trainers work, or are replaced meanwhile, share no devices with them."""
+    """Engines that work or are replaced during the training share no devices with it."""
     shared = shared_devices(groups, rollout)
     if not trains_on_rollouts(stage) or not shared:
         return
@@ -276,7 +275,7 @@ def evaluations_in_the_background(
         return
     if shared_devices(groups, rollout):
         rule = "true where a group has devices of the engines"
-        fix = "set it to true, or give the engines their own"
+        fix = "set it to true, or give the engines devices of their own"
         yield Problem("evaluation.blocking", "False", rule, fix)
     if rollout.max_staleness == 0:
         fix = "set it to true, or raise rollout.max_staleness"

@@ -59,7 +59,7 @@ def scores_have_a_source(
         fix = "add reward to the roles of a group, or give reward.functions"
         yield Problem("reward", "nothing scores", rule, fix)
     elif not any(weights):
-        rule = "one that is not 0: nothing could be learnt"
+        rule = "one that is not 0: nothing could be learned"
         fix = "raise reward.weight, or that of a function"
         yield Problem("reward", "all weights 0", rule, fix)
 
@@ -108,7 +108,7 @@ def calls_end_in_time(cluster: Cluster, reward: Reward, evaluation: Evaluation |
 def environments_end_in_time(
     cluster: Cluster, model: Model, environment: EnvironmentSettings | None
 ) -> Iterator[Problem]:
-    """An environment talks in text; one of its calls may take at most as long as the generation of a step."""
+    """An environment needs a tokenizer; a call takes at most as long as the generation of a step."""
     if environment is None:
         return
     if model.tokenizer is None and model.path is None:
@@ -126,7 +126,7 @@ def conversations_are_scored_whole(algo: Algo, environment: EnvironmentSettings 
 
 
 def unfinished_responses_are_compared(algo: Algo) -> Iterator[Problem]:
-    """gdpo compares scores without shaping, though it may mask responses without an end; masked_rloo must mask them."""
+    """gdpo compares scores without shaping, but may mask; masked_rloo must mask."""
     missing = algo.scores.missing_end
     masks = missing is not None and missing.name == "mask"
     if algo.advantage.name == "gdpo":
@@ -221,10 +221,7 @@ def evaluations_weigh_nothing(evaluation: Evaluation | None) -> Iterator[Problem
 
 
 def functions_have_their_calls(reward: Reward, evaluation: Evaluation | None) -> Iterator[Problem]:
-    """Built-in functions score one response with MegaRL's signature; a cache and an adapter fit what a call scores.
-
-    Calls of the judge alone overlap.
-    """
+    """Built-in functions score one response, and judges several at once; cache and adapter fit the call."""
     for section, settings in {"reward": reward, "evaluation": evaluation}.items():
         if settings is not None:
             for index, function in enumerate(settings.functions):

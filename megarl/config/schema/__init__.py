@@ -1,4 +1,4 @@
-"""The fields of a run, with their types, bounds and meanings; ``megarl.config.rules`` has the rules between them."""
+"""The fields of a run; ``megarl.config.rules`` has the rules between them."""
 
 # Other modules import these names from here.
 # ruff: noqa: F401

@@ -52,7 +52,7 @@ _AUTO_NORMALISERS = {
 
 
 class Normalise(Section):
-    """Normalisation over the samples of a step, on all ranks."""
+    """Normalization over the samples of a step, on all ranks."""
 
     advantages: Annotated[Choice, NORMALISERS] = NORMALISERS("auto")
     """How the actor's advantages are normalised; the critic's returns never are."""
@@ -214,7 +214,7 @@ class Algo(Section):
     advantage: Annotated[Choice, ADVANTAGES] = ADVANTAGES("gae")
     """How advantages are computed from the rewards of a step."""
     normalise: Normalise = Normalise()
-    """Normalisation over a step."""
+    """Normalization over a step."""
     policy_loss: Annotated[Choice, POLICY_LOSSES] = POLICY_LOSSES("ppo")
     """The actor's loss per token."""
     value_loss: Annotated[Choice, VALUE_LOSSES] = VALUE_LOSSES("mse")

@@ -1,8 +1,8 @@
-"""Fields whose value is one of several named choices, each with its own options.
+"""Fields whose value is one of several named choices with options.
 
-Such a field is ``Annotated[Choice, OneOf(...)]`` with classes of choices, or kinds of ``megarl.algos.registry``, whose
-choices are derived from the signatures of the functions. A configuration has a name, or a mapping of the name and
-options; a mapping without a name is for the default choice.
+Such a field is ``Annotated[Choice, OneOf(...)]`` with classes of choices, or with kinds of ``megarl.algos.registry``,
+whose choices are derived from the signatures of functions. A configuration has a name, or a mapping of it and options;
+without a name, these are options of the default choice.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class OneOf:
 
     Args:
         parts: classes of choices, or kinds of algorithms.
-        default: the choice of a mapping without a name; None if it must have one.
+        default: choice of a mapping without a name; None if it must have one.
     """
 
     def __init__(self, *parts: type[Choice] | Kind[Any], default: str | None = None) -> None:

@@ -74,7 +74,7 @@ class Cluster(Section):
     devices_per_node: Count = 8
     """Devices of each node."""
     min_nodes: Count | None = None
-    """Nodes on which a restart after the loss of a node may go on, with the devices that these have; null: all nodes.
+    """Nodes that suffice for a restart after the loss of a node, with their devices; null: all.
     Needs address."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Kind of the devices: GPUs, or virtual slots of the CPU."""
@@ -109,7 +109,7 @@ class RoleConfig(Section):
     vpp: Count = 1
     """Model chunks per pipeline stage; 1 is no interleaving."""
     ep: Count = 1
-    """Expert parallel size: neighbouring replicas that share the experts of each layer."""
+    """Expert parallel size: neighboring replicas that share the experts of each layer."""
     sequence_parallel: bool = False
     """Split the activations outside of the tensor-parallel regions along the sequence."""
     tokens_per_micro_batch: Count = 8192

@@ -15,7 +15,7 @@ from megarl.files import read_json
 
 
 class RandomModel(Section):
-    """A randomly initialised model, for trials without a checkpoint."""
+    """A randomly initialized model, for trials without a checkpoint."""
 
     config: Mapping[str, Any]
     """Fields of the model's Hugging Face config.json; model_type chooses the architecture."""

@@ -15,7 +15,7 @@ class NewHead:
     """A value or score head with normally distributed weights, the same on every rank.
 
     Args:
-        std: of the weights, or the rule for it; see ``algos.reward_shaping.head_std``.
+        std: standard deviation of the weights, or its rule; see ``algos.reward_shaping.head_std``.
     """
 
     std: float | Literal["inverse_sqrt", "inverse"]
@@ -27,10 +27,10 @@ class PolicySpec:
     """PPO's loss of an actor.
 
     Args:
-        temperature: of the rollouts.
+        temperature: temperature of the rollouts.
         share, mix_share: factors of the policy loss and of the pretraining texts' loss.
-        max_staleness: how much older than the actor's the weights may be that sampled a token.
-        value_norm: of the critic, for the experience that the actor's ranks build; None without.
+        max_staleness: bound of the age of the weights that sampled a token, versions.
+        value_norm: the critic's value normalizer, for the experience that the actor builds; None without one.
     """
 
     algo: Algo

@@ -44,9 +44,9 @@ class LargestBatches:
     """The largest passes of a run's roles.
 
     Args:
-        tokens: most tokens of a sequence, or of a preference's pair.
-        inference: most sequences of an inference pass.
-        update: most sequences of an optimizer step.
+        tokens: largest number of tokens of a sequence, or of a preference's pair.
+        inference: largest number of sequences of an inference pass.
+        update: largest number of sequences of an optimizer step.
     """
 
     tokens: int
@@ -64,7 +64,7 @@ class RunConfig(Section):
     rows_field: ClassVar[str] = "data.train"
     """The field of the training data."""
     exports_initial_architecture: ClassVar[bool] = False
-    """Whether the exported model has the architecture of the run's initial model, for plans of later runs."""
+    """Whether the exported model has the architecture of the initial model, for later plans."""
 
     stage: str
     """The kind of run."""
@@ -111,7 +111,7 @@ class RunConfig(Section):
         return None
 
     def new_head(self, role: RoleName) -> NewHead | None:
-        """Returns the head that replaces that of a role's checkpoint; None if the checkpoint has the role's head."""
+        """Returns the new head of a role; None if its checkpoint has the head."""
         del role
         return None
 
@@ -121,15 +121,15 @@ class RunConfig(Section):
         return None
 
     def read_sets(self, reader: Any) -> Any:
-        """Reads the stage's rows with a `preflight.datasets.DataReader`; returns one of its `Sets`."""
+        """Reads the stage's rows with a `preflight.datasets.DataReader` into `Sets`."""
         raise NotImplementedError
 
     def plan_lines(self, rows: Mapping[str, str], count: int) -> Iterator[tuple[str, str]]:
         """Yields the lines of the run's plan that are the stage's, as (key, text).
 
         Args:
-            rows: the numbers of rows in words, by field.
-            count: usable rows of the training data.
+            rows: numbers of rows in words, by field.
+            count: number of usable rows of the training data.
         """
         raise NotImplementedError
 
@@ -183,7 +183,7 @@ class TrainingConfig(RunConfig):
 
     @property
     def steps(self) -> int:
-        """Steps of the run; those of epochs are known when the rows are read (`preflight.epochs.with_steps`)."""
+        """Steps of the run, known when rows are read; see `preflight.epochs.with_steps`."""
         assert self.run.steps is not None
         return self.run.steps
 
@@ -222,7 +222,7 @@ class TrainingConfig(RunConfig):
         return tuple(role for role in self.trained if self.has_role(role))
 
     def optimizer_steps(self, role: RoleName) -> int:
-        """Returns the optimizer steps of a trained role in the run, which its learning rate's schedule covers."""
+        """Returns the optimizer steps of a trained role in the run."""
         del role
         return self.steps * self.updates_per_step
 
@@ -328,7 +328,7 @@ def stage_class(stage: str) -> type[RunConfig]:
 
 
 def raw_stage_class(raw: Mapping[str, Any]) -> type[RunConfig] | None:
-    """Returns the configuration class of the stage that unchecked fields name; None if it is missing or unknown."""
+    """Returns the class of the stage that unchecked fields name; None if missing or unknown."""
     stage = raw.get("stage")
     if isinstance(stage, str) and stage in STAGES:
         return stage_class(stage)

@@ -96,7 +96,7 @@ class Reward(Section):
     functions: tuple[RewardFunction, ...] = Field(default=(), strict=False)
     """Functions that score the responses."""
     judge_model: JudgeModel | None = None
-    """A model that is asked for the score; null asks none."""
+    """A model that judges the responses; null: none."""
     processes: Count = 1
     """Processes of the functions, which share the responses of a step."""
     time_limit: Positive = 60.0
