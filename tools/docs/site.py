@@ -26,7 +26,9 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Returns the page with links that work on the site; those to files that do not exist stay, and fail the build."""
-    base = ROOT if page.file.src_uri in PAGES.values() else DOCS
+    base = DOCS
+    if page.file.src_uri in PAGES.values():
+        base = ROOT
 
     def on_the_site(link: re.Match[str]) -> str:
         text, target, anchor = link.groups(default="")
@@ -40,14 +42,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return f"[{text}]({PAGES[place]}{anchor})"
         if config.repo_url:
             return f"[{text}]({config.repo_url.rstrip('/')}/blob/HEAD/{place}{anchor})"
-        return f"`{place}`" if path.name in text else f"{text} (`{place}`)"
+        if path.name in text:
+            return f"`{place}`"
+        return f"{text} (`{place}`)"
 
     return _LINK.sub(on_the_site, markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Loads Mermaid where there are diagrams; the theme would take it from a public server."""
-    return f'{html}\n<script src="assets/mermaid.min.js"></script>' if 'class="mermaid"' in html else html
+    if 'class="mermaid"' in html:
+        return f'{html}\n<script src="assets/mermaid.min.js"></script>'
+    return html
 
 
 def on_post_build(config: MkDocsConfig) -> None:
