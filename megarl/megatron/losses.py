@@ -287,8 +287,7 @@ class ReferenceDivergence:
     """KL(policy || reference) at each response token of an optimizer step; collective.
 
     The reference, of the same layout in the same processes, first runs all micro-batches of the
-    step and keeps a hidden state per token on its last stage; logits exist for a chunk of tokens at
-    a time.
+    step and keeps a hidden state per token on its last stage; logits exist for chunks of tokens.
     """
 
     def __init__(

@@ -137,8 +137,7 @@ class ModelEngine:
     def offload(self) -> int:
         """Moves parameters, average and optimizer state to host memory; returns the bytes of device memory freed.
 
-        References to the parameters are valid again after ``onload``; until then, computation
-        raises RuntimeError.
+        Until ``onload``, computation with the parameters raises RuntimeError.
         """
         if self._offloaded is not None:
             return 0

@@ -27,8 +27,7 @@ class WeightPlanRequest:
 
     Args:
         layout: layout of the trainer, on devices 0, 1, ...
-        tp, replicas: sizes of the engines, on the next devices, or with ``colocated`` on the
-            trainer's.
+        tp, replicas: sizes of the engines, on the next devices or the trainer's (``colocated``).
         bucket_bytes: maximum size of a message.
         speeds: bytes per second of a rank's links, each way.
     """

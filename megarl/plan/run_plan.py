@@ -41,8 +41,7 @@ def print_plan(
 
     Args:
         resume: text about where the run in run.dir continues.
-        first_prompt: ids of the environment's first prompt; without them, the first row's are
-            shown.
+        first_prompt: ids of the environment's first prompt; without them, the first row's.
     """
     out = console or Console(highlight=False)
     table = Table(*_PLACEMENT, box=None)

@@ -18,8 +18,7 @@ class Traffic:
     """The M messages of a plan between R ranks, which are numbered from 0 in their order.
 
     Attributes:
-        sender, receiver, bucket, distance, nbytes: [M]; bucket is the index of the receiver's
-            bucket.
+        sender, receiver, bucket, distance, nbytes: [M]; buckets are the receiver's.
         sent, received: [R] bytes of each rank, by distance.
     """
 

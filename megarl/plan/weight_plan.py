@@ -46,8 +46,7 @@ class WeightsReport:
     Args:
         parameters, model_bytes: number and size of all canonical tensors' elements.
         nbytes: payload of all messages.
-        needed_bytes: every element of every engine rank's shard once, in its dtype, without
-            padding.
+        needed_bytes: size of every element of every engine rank's shard, without padding.
         redundancy: ``nbytes / needed_bytes``.
         sent, received: median and maximum of the bytes per trainer rank, and per engine rank; idle
             ranks count as 0.

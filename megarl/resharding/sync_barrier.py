@@ -197,8 +197,7 @@ def serve_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
         host: address at which alone it listens; the store has no other protection.
         port: port number; 0 for a free one, then in ``.port``.
     """
-    # A TCPStore that opens its port itself listens on all addresses, whatever its host (torch
-    # 2.13).
+    # A TCPStore that opens its port listens on all addresses, whatever its host (torch 2.13).
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(address[:2], family=family)
     port = listener.getsockname()[1]
