@@ -91,9 +91,7 @@ _LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_
 def shown(value: object, write: Callable[[object], str] = repr) -> str:
     """Returns a value of a config as text of at most 80 characters."""
     text = write(value)
-    if len(text) > 80:
-        return f"{text[:77]}..."
-    return text
+    return f"{text[:77]}..." if len(text) > 80 else text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -181,6 +181,4 @@ def _slabs(values: torch.Tensor, item_bytes: int = 0) -> Iterator[torch.Tensor]:
 def named(message: Message) -> str:
     """Names the parameters of a message, for errors."""
     first, *more = dict.fromkeys(copy.target for copy in message.copies)
-    if more:
-        return f"{first} and {len(more)} more"
-    return first
+    return f"{first} and {len(more)} more" if more else first

@@ -74,9 +74,7 @@ class Sender(SyncRank):
 
     def _deliver(self, message: Message, stats: SyncStats) -> None:
         """Sends a message by its way, and notifies the rank that reads it next."""
-        checksum = None
-        if self._connection.spec.verify:
-            checksum = Checksum(message, stats)
+        checksum = Checksum(message, stats) if self._connection.spec.verify else None
 
         def write(targets: Sequence[torch.Tensor]) -> int:
             with stats.stage("pack"):

@@ -148,9 +148,7 @@ class SyncBarrier:
     def _decide(self, place: str, reason: str) -> str:
         message = f"sync aborted: rank {self._rank}: {reason}"
         verdict = self._store.compare_set(_verdict(place), "", message).decode()
-        if verdict == _GO:
-            return message
-        return verdict
+        return message if verdict == _GO else verdict
 
 
 class BarrierWatch:

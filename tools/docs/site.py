@@ -26,9 +26,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Returns the page with links that work on the site; those to files that do not exist stay, and fail the build."""
-    base = DOCS
-    if page.file.src_uri in PAGES.values():
-        base = ROOT
+    base = ROOT if page.file.src_uri in PAGES.values() else DOCS
 
     def on_the_site(link: re.Match[str]) -> str:
         text, target, anchor = link.groups(default="")
