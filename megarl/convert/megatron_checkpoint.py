@@ -118,9 +118,7 @@ def _role_map(spec: ModelSpec, head: HeadName) -> ShardMap:
 def _megatron_maps(index: DCPIndex, spec: ModelSpec, head: HeadName) -> list[ShardMap]:
     """Returns maps of modules with and without Transformer Engine, with the checkpoint's vocabulary rows."""
     embedding = index.tensors.get(f"{spec.table.embedding.names.megatron}.weight")
-    rows = None
-    if embedding is not None:
-        rows = max(spec.dims.vocab, embedding.shape[0])
+    rows = None if embedding is None else max(spec.dims.vocab, embedding.shape[0])
     with_te = spec.checkpoint_map(head, vocab_rows=rows, transformer_engine=True)
     without = spec.checkpoint_map(head, vocab_rows=rows, transformer_engine=False)
     return [with_te, without]

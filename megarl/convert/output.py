@@ -43,10 +43,6 @@ class OutputFile:
     assembly: Assembly
     header: bytes | None
 
-    @property
-    def memory(self) -> int:
-        return self.assembly.memory
-
     def write(self, directory: Path) -> list[int]:
         """Writes the file durably under a temporary name and renames it.
 
@@ -127,7 +123,7 @@ class PartialOutput:
         finished = self._finished(manifest)
         manifest["files"] = finished
         remaining = [file for file in files if file.path not in finished]
-        workers = resources.workers(remaining)
+        workers = resources.workers([file.assembly.memory for file in remaining])
         self._remove_unfinished(finished)
         _check_space(self.root, sum(file.assembly.nbytes for file in remaining))
         for file in files:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -21,11 +20,6 @@ _LATER_BYTES = 64 << 20
 """Memory of a process for code that it imports later, temporary values, and what the allocator keeps."""
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-class _Task(Protocol):
-    @property
-    def memory(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +34,22 @@ class Resources:
     memory: int
     processes: int
 
-    def workers(self, tasks: Sequence[_Task]) -> int:
-        """Returns the number of processes that work; raises UsageError where the memory is not enough for one."""
+    def workers(self, tasks: Sequence[int]) -> int:
+        """Returns the number of processes that work.
+
+        Args:
+            tasks: bytes that each task takes.
+
+        Raises:
+            UsageError: the memory is not enough for one.
+        """
         base = resident_bytes() + _LATER_BYTES
-        largest = max((task.memory for task in tasks), default=0)
+        largest = max(tasks, default=0)
         if base + largest > self.memory:
+            file = f"the largest output file and what is read for it {format_bytes(largest)}"
             raise UsageError(
                 f"--memory-budget {format_bytes(self.memory)} is too small: Python and torch take "
-                f"{format_bytes(base)}, the largest output file and what is read for it {format_bytes(largest)}; "
-                f"give at least {format_bytes(1.01 * (base + largest))}"
+                f"{format_bytes(base)}, {file}; give at least {format_bytes(1.01 * (base + largest))}"
             )
         fitting = (self.memory - base) // (base + largest)
         return max(1, min(self.processes, len(tasks), fitting))

@@ -83,8 +83,7 @@ Stored = SafeTensor | ArchivedTensor | PickledTensor
 def read_pickle(path: Path) -> dict[str, torch.Tensor]:
     """Returns the tensors of a file of ``torch.save`` that holds a dictionary of them, mapped into memory.
 
-    Raises CheckpointError where the file is damaged, or holds more than tensors and plain
-    containers.
+    Raises CheckpointError where it is damaged, or holds more than tensors and plain containers.
     """
     with _named_errors(path):
         content: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)

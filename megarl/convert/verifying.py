@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,9 @@ from megarl.weights.shard_map import TensorInfo
 _GROUP_BYTES = 256 << 20
 _STRIP = 1 << 16
 """Elements whose differences are computed at a time."""
+
+_Task = tuple[Assembly, Mapping[str, Stored]]
+"""Tensors of a checkpoint, and those of the directory with which they are compared."""
 
 
 def compare(
@@ -58,39 +61,30 @@ def compare(
     tensors: dict[str, TensorInfo] = {}
     for name, tensor in original.items():
         tensors[name] = replace(tensor.info, dtype=dtype or tensor.info.dtype)
-    tasks: list[_CompareTask] = []
+    tasks: list[_Task] = []
     for assembly in converted.assemble(group_tensors(tensors, _GROUP_BYTES)):
         originals = {name: original[name] for name in assembly.tensors}
-        tasks.append(_CompareTask(converted=assembly, original=originals))
-    for _, differences in run_tasks(tasks, _CompareTask.run, resources.workers(tasks)):
+        tasks.append((assembly, originals))
+    workers = resources.workers([assembly.memory for assembly, _ in tasks])
+    for _, differences in run_tasks(tasks, _differences, workers):
         problems += differences
     return len(tensors), problems
 
 
-@dataclass(frozen=True, kw_only=True)
-class _CompareTask:
-    """Tensors that a process compares."""
-
-    converted: Assembly
-    original: Mapping[str, Stored]
-
-    @property
-    def memory(self) -> int:
-        return self.converted.memory
-
-    def run(self) -> list[str]:
-        """Returns a line for each tensor that differs."""
-        differences: list[str] = []
-        tensors = self.converted.read()
-        for name, source in self.original.items():
-            values = tensors.pop(name)
-            expected = torch.empty_like(values)
-            copy_values(source.read_rows(0, source.info.shape[0]), expected, source.path)
-            count, largest = _difference(values, expected)
-            if count:
-                total = math.prod(source.info.shape)
-                differences.append(f"{name}: {count} of {total} elements differ, by {largest:.3g} at most")
-        return differences
+def _differences(task: _Task) -> list[str]:
+    """Returns a line for each tensor that differs."""
+    converted, original = task
+    differences: list[str] = []
+    tensors = converted.read()
+    for name, source in original.items():
+        values = tensors.pop(name)
+        expected = torch.empty_like(values)
+        copy_values(source.read_rows(0, source.info.shape[0]), expected, source.path)
+        count, largest = _difference(values, expected)
+        if count:
+            elements = f"{count} of {math.prod(source.info.shape)} elements"
+            differences.append(f"{name}: {elements} differ, by {largest:.3g} at most")
+    return differences
 
 
 def _difference(values: torch.Tensor, expected: torch.Tensor) -> tuple[int, float]:

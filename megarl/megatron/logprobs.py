@@ -151,10 +151,7 @@ def _sums(
 
 def _largest(logits: Tensor, shard: VocabShard) -> Tensor:
     """Returns the largest logit of each token over all shards, [T]."""
-    if shard.size:
-        top = logits.max(-1).values
-    else:
-        top = logits.new_full((len(logits),), -torch.inf)
+    top = logits.max(-1).values if shard.size else logits.new_full((len(logits),), -torch.inf)
     over_shards(top, shard, dist.ReduceOp.MAX)
     return top
 

@@ -28,8 +28,7 @@ class LossMetrics:
     Args:
         sums: terms of the step's sums.
         means: weighted sums and sums of weights; a name without weight in the step is left out.
-        squares: weighted sums of squares; with the mean ``name_mean`` they give the step's
-            variance.
+        squares: weighted sums of squares, which give variances with the means ``name_mean``.
         maxima, minima: extremes, infinite where the mask is empty.
     """
 

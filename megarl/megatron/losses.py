@@ -70,9 +70,7 @@ class ExperienceColumns:
     def selected(self, name: str) -> Tensor:
         """Returns a mask column, [B, R] bool; all response tokens without the column."""
         column = self.optional(name)
-        if column is None:
-            return self.mask
-        return column > 0
+        return self.mask if column is None else column > 0
 
 
 class LossInputs:
@@ -239,9 +237,7 @@ class PolicyLoss:
         """Returns what ``experience.build`` reports if log-probabilities are known before the update."""
         mask = columns.mask
         scored = (columns.selected("scored_mask") | ~mask).all(-1)
-        kl = None
-        if self._algo.kl.coef > 0:
-            kl = k1(new, columns("ref_logprobs"))[scored]
+        kl = k1(new, columns("ref_logprobs"))[scored] if self._algo.kl.coef > 0 else None
         tokens = columns.whole[scored].sum(-1)
         means = dict(policy_drift(new[scored], kl, mask[scored], tokens))
         if self._algo.old_logprobs_from_update:
@@ -287,8 +283,7 @@ class ReferenceDivergence:
     """KL(policy || reference) at each response token of an optimizer step; collective.
 
     The reference, of the same layout in the same processes, first runs all micro-batches of the
-    step and keeps a hidden state per token on its last stage; logits exist for a chunk of tokens at
-    a time.
+    step and keeps a hidden state per token on its last stage; logits exist for chunks of tokens.
     """
 
     def __init__(

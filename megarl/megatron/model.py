@@ -92,8 +92,8 @@ def _parameter(config: TransformerConfig, size: int) -> torch.nn.Parameter:
 class Router(TopKRouter):
     """Chooses experts by logits in the hidden states' dtype and their softmax in float32, as Hugging Face.
 
-    Megatron makes the weight on the CPU and moves it in the first pass (moe/router.py, 0.19), which
-    breaks references.
+    Megatron makes the weight on the CPU and moves it in the first pass
+    (moe/router.py, 0.19), which breaks references.
     """
 
     def __init__(self, config: TransformerConfig, **arguments: Any) -> None:
@@ -225,8 +225,7 @@ def _transformer_config(
     ``calculate_per_token_loss`` keeps Megatron from averaging; see ``pipeline``. Under
     interleaving, two stages that are each other's previous and next silently mix up the messages of
     the batched exchange (0.19), so interleaving uses the separate one. That sends in the
-    background, so outputs are not freed after they are handed over: Gloo would silently send other
-    data.
+    background, so outputs are not freed when handed over: Gloo would silently send other data.
     """
     interleaved = layout.vpp > 1
     experts: dict[str, Any] = {}

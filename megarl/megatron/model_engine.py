@@ -137,8 +137,7 @@ class ModelEngine:
     def offload(self) -> int:
         """Moves parameters, average and optimizer state to host memory; returns the bytes of device memory freed.
 
-        References to the parameters are valid again after ``onload``; until then, computation
-        raises RuntimeError.
+        Until ``onload``, computation with the parameters raises RuntimeError.
         """
         if self._offloaded is not None:
             return 0
@@ -178,9 +177,7 @@ class ModelEngine:
     ) -> dict[int, np.typing.NDArray[np.float32]] | None:
         """Returns the reward model's score of each sample, [N] float32 by chunk."""
         flat = self._infer(schedule, chunks, partial(row_scores, self.model))
-        if flat is None:
-            return None
-        return scatter_scalars(_rows(schedule), flat)
+        return None if flat is None else scatter_scalars(_rows(schedule), flat)
 
     def token_scores(self, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> dict[int, Ragged] | None:
         """Returns the reward model's scores before the first response token and after each, by chunk.
@@ -214,18 +211,14 @@ class ModelEngine:
 
     def _per_token(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], head: Head) -> dict[int, Ragged] | None:
         flat = self._infer(schedule, chunks, head)
-        if flat is None:
-            return None
-        return scatter(_rows(schedule), flat)
+        return None if flat is None else scatter(_rows(schedule), flat)
 
     def _infer(
         self, schedule: RankSchedule, chunks: Chunks[TokenChunk], head: Head
     ) -> np.typing.NDArray[np.float32] | None:
         batches = micro_batches(self.model, schedule, chunks)
         results = run_forward(self.model, batches, schedule.pack_tokens, head)
-        if not self.reports:
-            return None
-        return torch.cat(results).cpu().numpy()
+        return torch.cat(results).cpu().numpy() if self.reports else None
 
     def update(
         self,
@@ -290,9 +283,7 @@ class ModelEngine:
         for loss, batch_metrics in results:
             sums = {**batch_metrics.sums, "loss": loss.detach()}
             metrics.append(replace(batch_metrics, sums=sums))
-        if not metrics:
-            return {}
-        return reduce_metrics(metrics, self.model.groups.dp)
+        return reduce_metrics(metrics, self.model.groups.dp) if metrics else {}
 
 
 def load_engine(spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str) -> ModelEngine:

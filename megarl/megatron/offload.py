@@ -36,8 +36,8 @@ def release(tensors: Iterable[torch.Tensor]) -> HostCopy:
     """Copies the storages of tensors to host memory, pinned for a CUDA device, and releases them one by one.
 
     Until ``restore``, torch refuses matrix products and embeddings with these tensors and their
-    views. It does not check elementwise operations on every device: code that keeps parameters
-    keeps ``ResidentWeights``.
+    views. Not every device checks elementwise operations: code that keeps parameters keeps
+    ``ResidentWeights``.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
@@ -60,8 +60,7 @@ def release(tensors: Iterable[torch.Tensor]) -> HostCopy:
 def host_sizes(nbytes: int, *, pinned: bool) -> list[int]:
     """Returns the sizes of the pieces in which the host keeps a storage.
 
-    torch rounds pinned memory up to powers of two, so these are such powers, except for the last
-    one.
+    torch rounds pinned memory up to powers of two; all sizes but the last are such powers.
     """
     sizes: list[int] = []
     while pinned and nbytes > _SMALL:

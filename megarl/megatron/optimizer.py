@@ -29,8 +29,7 @@ def learning_rate(settings: Optimizer, step: int, *, total: int, together: int =
         cosine:  final_lr + (lr - final_lr) * (1 + cos(pi * p)) / 2
         anneal:  lr * (1 - s / S),                          in step s, from 0 on, of the S steps of the run
 
-    No step has the rate 0: warm-up starts from 0 a step before the first, and the decay ends after
-    the last.
+    No step has the rate 0: warm-up starts before the first step, and the decay ends after the last.
 
     Args:
         step: optimizer steps before this one; steps after the schedule's last have the last rate.
@@ -115,8 +114,7 @@ class ShardedOptimizer:
             steps_before: optimizer steps before, without skipped ones.
 
         Returns:
-            The global gradient norm before clipping, and whether the step was taken: the same on
-                all ranks.
+            The global gradient norm before clipping, and whether the step was taken.
         """
         self.chained.prepare_grads()
         norm = float(self.chained.get_grad_norm())

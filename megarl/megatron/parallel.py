@@ -76,8 +76,7 @@ def build_groups(layout: Layout, rank: int, cache: GroupCache) -> ProcessGroupCo
     """Returns the process groups of a rank under a layout; collective over the world.
 
     Experts are split over TP like everything else. The context parallel group is the rank alone.
-    ``embd`` is the first and the last stage, and None on the stages between, as
-    finalize_model_grads expects.
+    ``embd`` is the first and the last stage, and None between them, as Megatron expects.
     """
 
     def group(*together: str) -> dist.ProcessGroup | None:

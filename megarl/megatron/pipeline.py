@@ -68,8 +68,7 @@ def probe_loss_factor(
     """Returns the factor by which Megatron multiplies a loss; collective over the role's ranks.
 
     Two micro-batches on each of N ranks that share a weight, each with the loss ``1.0 * weight``,
-    should give 2 * N. Raises RuntimeError if the factor is not positive and finite, or differs for
-    experts.
+    should give 2 * N. Raises RuntimeError if it is not positive and finite, or other for experts.
     """
     micro_batches = 2
     groups = copy.copy(groups)
@@ -102,8 +101,7 @@ def probe_loss_factor(
 
 def _factor(weight: Any, replicas: torch.distributed.ProcessGroup, micro_batches: int) -> float:
     """Returns a weight's gradient over the right one."""
-    # The distributed optimizer leaves the sum on the rank that owns the buffer, and terms on
-    # others.
+    # The distributed optimizer leaves the sum on the buffer's owner, and terms on other ranks.
     gradient: Tensor = weight.main_grad.detach().clone()
     torch.distributed.all_reduce(gradient, torch.distributed.ReduceOp.MAX, group=replicas)
     return gradient.item() / (micro_batches * replicas.size())
@@ -205,8 +203,7 @@ def _finish(
     if loss_factor is None:
         return result
     loss, metrics = result
-    # The gradient of a loss that is not finite may be; with NaN, the norm tells all ranks to skip
-    # the step.
+    # Its gradient may be finite where the loss is not; with NaN, all ranks skip the step.
     kept = loss * torch.where(loss.isfinite(), torch.ones_like(loss), float("nan"))
     return as_megatron_loss(kept, (loss.detach(), metrics), loss_factor)
 

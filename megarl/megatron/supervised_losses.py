@@ -77,8 +77,7 @@ class PreferenceLoss:
         """Returns terms [U] of scores [U, N]."""
         settings = self._settings
         if settings.name == "best_of_n":
-            # The best one last, so that it does not count as found where another has the same
-            # score.
+            # The best one last, so that it is not found where another has the same score.
             best = torch.full((len(scores),), scores.shape[1] - 1, device=scores.device)
             return best_of_n(scores.flip(-1), best)
         chosen, rejected = scores.unbind(-1)

@@ -189,9 +189,7 @@ class MegatronWorker:
         """Pops the per-token values of the last update."""
         values = self._token_values
         self._token_values = {}
-        if not self._roles[role].reports:
-            return {}
-        return values
+        return values if self._roles[role].reports else {}
 
     @remote(phase="inference")
     def evaluate(self, role: RoleName, request: ForwardRequest[RankSchedule]) -> dict[str, float] | None:
@@ -252,9 +250,7 @@ class MegatronWorker:
     def saved(self, role: RoleName, *, wait: bool) -> list[FileRecord] | None:
         """Returns the files of a ``save`` in the background; None if it still writes, without ``wait``."""
         write = self._writes[role]
-        if wait or write.done():
-            return write.result()
-        return None
+        return write.result() if wait or write.done() else None
 
     @remote(phase="checkpoint")
     def restore(self, role: RoleName, directory: str) -> None:

@@ -79,9 +79,7 @@ class UpdateRequest[S: (Schedule, RankSchedule)]:
 
     def part(self: UpdateRequest[Schedule], replica: int) -> UpdateRequest[RankSchedule]:
         schedules, chunks = _part(self.schedules, self.chunks, replica)
-        texts = None
-        if self.texts is not None:
-            texts = self.texts.part(replica)
+        texts = None if self.texts is None else self.texts.part(replica)
         return UpdateRequest(schedules=schedules, chunks=chunks, kl_coef=self.kl_coef, texts=texts)
 
 

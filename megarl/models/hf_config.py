@@ -31,8 +31,7 @@ class ParamTable:
     """The parameters of a family, in the order in which vLLM loads them.
 
     Args:
-        layer_prefix: prefix of a layer's names, with ``{}`` for its index (Megatron counts within a
-            model chunk).
+        layer_prefix: prefix of a layer's names, with ``{}`` for its index (in Megatron, in a chunk).
         layer: parameters of one layer, without that prefix.
         final: parameters after the last layer.
         score: [1, hidden] head that replaces ``output`` in value and reward models.
@@ -55,8 +54,7 @@ class Family:
 
     Args:
         lm_class, score_class: HF's classes with a language-model head and with a score head.
-        describe: function that returns the table of a config, and adds what is not supported to the
-            reader's problems.
+        describe: function that returns the table of a config, and adds problems to the reader.
         fields: unusual config names of fields; see ``HFConfigReader``.
         defaults: HF's values for fields that a config lacks, by their usual names.
         rotary: whether positions are rotary; otherwise they are learned.
@@ -93,9 +91,7 @@ _LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_
 def shown(value: object, write: Callable[[object], str] = repr) -> str:
     """Returns a value of a config as text of at most 80 characters."""
     text = write(value)
-    if len(text) > 80:
-        return f"{text[:77]}..."
-    return text
+    return f"{text[:77]}..." if len(text) > 80 else text
 
 
 @dataclass(frozen=True, kw_only=True)

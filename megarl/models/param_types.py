@@ -163,9 +163,7 @@ class Names:
     vllm: str | None = None
 
     def of(self, engine: Engine) -> str:
-        if engine == "megatron":
-            return self.megatron
-        return self.vllm or self.hf
+        return self.megatron if engine == "megatron" else self.vllm or self.hf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,6 +310,4 @@ def column_stacks(
 
 
 def _kinds(bias: bool) -> tuple[str, ...]:
-    if bias:
-        return ("weight", "bias")
-    return ("weight",)
+    return ("weight", "bias") if bias else ("weight",)

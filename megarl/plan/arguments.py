@@ -27,7 +27,7 @@ class WeightPlanRequest:
 
     Args:
         layout: layout of the trainer, on devices 0, 1, ...
-        tp, replicas: sizes of the engines, on the next devices, or with ``colocated`` on the trainer's.
+        tp, replicas: sizes of the engines, on the next devices or the trainer's (``colocated``).
         bucket_bytes: maximum size of a message.
         speeds: bytes per second of a rank's links, each way.
     """
@@ -142,9 +142,7 @@ def _parse_pairs[T](text: str, keys: Sequence[str], what: str, read: Callable[[s
 
 
 def _count(text: str) -> int | None:
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    return None
+    return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def _positive(text: str) -> float | None:
@@ -152,6 +150,4 @@ def _positive(text: str) -> float | None:
         number = float(text)
     except ValueError:
         return None
-    if 0 < number < math.inf:
-        return number
-    return None
+    return number if 0 < number < math.inf else None

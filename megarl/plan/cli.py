@@ -66,8 +66,8 @@ def weights(
 ) -> None:
     """Plan the transfer of a trainer's weights to engines, without weights or devices.
 
-    Prints bytes, messages, memory and the estimated time. Ranks are on devices in order: the trainer's, TP fastest,
-    then DP, then PP; then the engines', one after the other.
+    Prints bytes, messages, memory and the estimated time. Ranks are on devices in order: the
+    trainer's, TP fastest, then DP, then PP; then the engines', one after the other.
     """
     from megarl.config import ConfigError
     from megarl.plan.arguments import parse_request

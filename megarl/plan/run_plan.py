@@ -23,6 +23,7 @@ from megarl.texts import counted
 if TYPE_CHECKING:
     from megarl.preflight.datasets import Sets
 
+_PLACEMENT = ("role", "group", "devices", "TP", "PP", "VPP", "DP", "EP", "SP", "tokens/micro-batch")
 _KEY_WIDTH = 14
 _SHOWN = 300
 """Characters of the first prompt's start and end; a shorter one is shown whole."""
@@ -40,10 +41,10 @@ def print_plan(
 
     Args:
         resume: text about where the run in run.dir continues.
-        first_prompt: ids of the environment's first prompt; without them, the first row's are shown.
+        first_prompt: ids of the environment's first prompt; without them, the first row's.
     """
     out = console or Console(highlight=False)
-    table = Table("role", "group", "devices", "TP", "PP", "VPP", "DP", "EP", "SP", "tokens/micro-batch", box=None)
+    table = Table(*_PLACEMENT, box=None)
     for row in _placement_rows(config):
         table.add_row(*row)
     out.print(table)
@@ -74,7 +75,10 @@ def plan_lines(config: RunConfig, sets: Sets, first_prompt: Sequence[int] = ()) 
     """Yields the work of a run as (key, text)."""
     rows = _row_texts(sets)
     yield "devices", _devices(with_threads(config, resumed_config(config)).cluster)
-    yield "model", config.model.path or f"random, seed {config.model.random and config.model.random.seed}"
+    if config.model.random is not None:
+        yield "model", f"random, seed {config.model.random.seed}"
+    else:
+        yield "model", f"{config.model.path}"
     if config.cluster.device == "cuda":
         yield "layers", _layers(config)
     for field, path in without_weights(config).items():

@@ -18,7 +18,7 @@ class Traffic:
     """The M messages of a plan between R ranks, which are numbered from 0 in their order.
 
     Attributes:
-        sender, receiver, bucket, distance, nbytes: [M]; bucket is the index of the receiver's bucket.
+        sender, receiver, bucket, distance, nbytes: [M]; buckets are the receiver's.
         sent, received: [R] bytes of each rank, by distance.
     """
 
@@ -54,10 +54,10 @@ class Traffic:
     def seconds(self, speeds: Mapping[Distance, float]) -> tuple[float, float]:
         """Estimates the duration as (of the slowest rank alone, of all ranks in step).
 
-        In step, all ranks begin every bucket together: the sum over buckets of each one's slowest rank. A
-        transfer with two buckets under way lies between the two. Ranks send and receive at the same time,
-        at the link's speed in each direction, and use one link after the other; packing, loading and
-        congestion are ignored.
+        In step, all ranks begin every bucket together: the sum over buckets of each one's slowest
+        rank. A transfer with two buckets under way lies between the two. Ranks send and receive at
+        the same time, at the link's speed in each direction, and use one link after the other;
+        packing, loading and congestion are ignored.
 
         Args:
             speeds: bytes per second of a rank's links.

@@ -46,10 +46,10 @@ class WeightsReport:
     Args:
         parameters, model_bytes: number and size of all canonical tensors' elements.
         nbytes: payload of all messages.
-        needed_bytes: every element of every engine rank's shard once, in its dtype, without padding.
+        needed_bytes: size of every element of every engine rank's shard, without padding.
         redundancy: ``nbytes / needed_bytes``.
-        sent, received: median and maximum of the bytes per trainer rank, and per engine rank; idle ranks
-            count as 0.
+        sent, received: median and maximum of the bytes per trainer rank, and per engine rank; idle
+            ranks count as 0.
         bucket_bytes: size of the largest bucket.
         staging_bytes: size of two such buckets, which each rank has.
         plan_seconds: time of planning, shard maps included.
@@ -147,6 +147,7 @@ _MODEL = (
     "A rank sends and receives at once, at the GB/s above each way, over one kind of link after the other. "
     "Packing, loading and congestion come on top."
 )
+_LINK_HEADINGS = ("distance", "messages", "bytes", "most sent", "most received", "GB/s", "seconds")
 _FAR = {"device": "same device", "node": "same node", "network": "other nodes"}
 
 
@@ -155,8 +156,7 @@ def print_weights(request: WeightPlanRequest, report: WeightsReport, console: Co
     for key, text in _lines(request, report):
         out.print(f"{key:{_KEY_WIDTH}}{text}", soft_wrap=True, markup=False)
     out.print()
-    headings = ("distance", "messages", "bytes", "most sent", "most received", "GB/s", "seconds")
-    table = Table(*headings, box=None)
+    table = Table(*_LINK_HEADINGS, box=None)
     for name, link in report.links.items():
         table.add_row(
             _FAR[name],
@@ -182,12 +182,15 @@ def _lines(request: WeightPlanRequest, report: WeightsReport) -> list[tuple[str,
         degrees += f", EP {layout.ep}"
     where = "the trainer's devices" if request.colocated else "devices of their own"
     model_bytes = f"{format_bytes(report.model_bytes)} in {request.spec.dtype}"
+    per_node = f"{request.devices_per_node} devices per node"
+    engines = f"{request.replicas} x TP {request.tp}"
+    needed = "each element of each engine's shards once, without padding"
     return [
         ("model", f"{report.model}, {_count(report.parameters)} parameters, {model_bytes}"),
-        ("trainer", f"{report.trainer_ranks} ranks: {degrees}; {request.devices_per_node} devices per node"),
-        ("engines", f"{report.engine_ranks} ranks: {request.replicas} x TP {request.tp}, on {where}"),
+        ("trainer", f"{report.trainer_ranks} ranks: {degrees}; {per_node}"),
+        ("engines", f"{report.engine_ranks} ranks: {engines}, on {where}"),
         ("bytes", f"{format_bytes(report.nbytes)} in {report.messages} messages"),
-        ("needed", f"{format_bytes(report.needed_bytes)}: each element of each engine's shards once, without padding"),
+        ("needed", f"{format_bytes(report.needed_bytes)}: {needed}"),
         ("redundancy", f"{report.redundancy:.4f} (bytes / needed)"),
         ("sent", f"per trainer rank: {_spread_text(report.sent)}"),
         ("received", f"per engine rank: {_spread_text(report.received)}"),

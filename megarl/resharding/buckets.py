@@ -43,8 +43,7 @@ def recv_buffer_bytes(buffer: RecvBufferPlan) -> int:
 def bucket_views(memory: torch.Tensor, buffer: RecvBufferPlan, index: int) -> dict[str, torch.Tensor]:
     """Returns the parameters of a bucket (or a part of one) as views of a flat uint8 receive buffer.
 
-    The order is the bucket's. In memory, larger dtypes come first, so that alignment wastes
-    nothing.
+    The order is the bucket's; in memory, larger dtypes come first, which wastes no alignment.
     """
     bucket = buffer.buckets[index]
     views: dict[str, torch.Tensor] = dict.fromkeys(bucket.params, memory)
@@ -116,8 +115,7 @@ def row_sums(content: torch.Tensor) -> torch.Tensor:
     """Returns the sum mod 2^64 of every 1024 words of 32 bits, weighted by odd random numbers of 64 bits.
 
     Every device gets the same. A changed word, or two exchanged ones, always change a row's sum;
-    other changes are missed with a probability of 2^-32 (multilinear hashing; Lemire and Kaser,
-    arXiv 1202.4961).
+    others are missed with a probability of 2^-32 (multilinear hashing, arXiv 1202.4961).
 
     Args:
         content: bytes, flat; zeros are added to the last row.
@@ -183,6 +181,4 @@ def _slabs(values: torch.Tensor, item_bytes: int = 0) -> Iterator[torch.Tensor]:
 def named(message: Message) -> str:
     """Names the parameters of a message, for errors."""
     first, *more = dict.fromkeys(copy.target for copy in message.copies)
-    if more:
-        return f"{first} and {len(more)} more"
-    return first
+    return f"{first} and {len(more)} more" if more else first

@@ -54,8 +54,7 @@ def plan_sync(
 ) -> TransferPlan:
     """Plans the transfer of a trainer's weights to engines; the trainer's ranks are the first.
 
-    Raises ValueError if the layout or the engines' TP does not fit the model; every reason is
-    listed.
+    Raises ValueError, with every reason, if the layout or the engines' TP does not fit the model.
     """
     sources = trainer_holders(spec, layout, trainers)
     return plan(sources, engine_holders(spec, tp, engines, first=layout.world_size), bucket_bytes)

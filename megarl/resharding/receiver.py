@@ -39,8 +39,7 @@ class Receiver(SyncRank):
     def receive(self, version: int) -> SyncStats:
         """Receives and loads every parameter; returns when all ranks have committed the version.
 
-        Raises SyncError if the sync is aborted; the weights cannot be used if ``consistent`` is
-        then False.
+        Raises SyncError if the sync is aborted; only ``consistent`` weights can then be used.
         """
         stats = self._sync(version, self._check_plan, self._clear_buffer, self._receive)
         self.consistent = True

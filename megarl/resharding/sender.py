@@ -18,8 +18,7 @@ from megarl.weights.plan import Message
 class Sender(SyncRank):
     """Sends a rank's part of a plan.
 
-    On CUDA, the rank also owns the receive buffer of the engine on its device, and receives its
-    frames.
+    On CUDA, the rank also owns the receive buffer of the engine on its device.
 
     Args:
         params: local parameters, by the plan's names; every sync reads the mapping.
@@ -58,8 +57,7 @@ class Sender(SyncRank):
     def _send(self, stats: SyncStats) -> None:
         """Sends bucket by bucket: frames first, which take time, then direct writes.
 
-        A rank waits only for others' work on earlier buckets and for pending frames, so there is no
-        deadlock.
+        A rank waits only for work on earlier buckets and pending frames, so there is no deadlock.
         """
         for receiver, buffer in self._connection.spec.recv_buffers.items():
             self._granted[receiver] = buffer.depth - 1
@@ -76,9 +74,7 @@ class Sender(SyncRank):
 
     def _deliver(self, message: Message, stats: SyncStats) -> None:
         """Sends a message by its way, and notifies the rank that reads it next."""
-        checksum = None
-        if self._connection.spec.verify:
-            checksum = Checksum(message, stats)
+        checksum = Checksum(message, stats) if self._connection.spec.verify else None
 
         def write(targets: Sequence[torch.Tensor]) -> int:
             with stats.stage("pack"):

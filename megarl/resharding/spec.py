@@ -85,12 +85,10 @@ class SyncSpec:
             places: places by rank, the trainers' first.
             transport: way of messages. On CPUs, ``auto`` is shared memory within a node and Gloo
                 between nodes, which ``shared_memory`` refuses; on CUDA, it is CUDA IPC and NCCL,
-                and ``gloo`` and ``shared_memory`` are refused. A class of the user brings all
-                messages.
+                and ``gloo`` and ``shared_memory`` are refused. A user's class brings all messages.
 
         Raises:
-            ValueError: the transport does not reach, or the places are impossible; all problems are
-                listed.
+            ValueError: the transport does not reach, or places are impossible; all are listed.
         """
         recv_buffers = plan_recv_buffers(plan, places, device=device, transport=transport)
         return cls(

@@ -148,9 +148,7 @@ class SyncBarrier:
     def _decide(self, place: str, reason: str) -> str:
         message = f"sync aborted: rank {self._rank}: {reason}"
         verdict = self._store.compare_set(_verdict(place), "", message).decode()
-        if verdict == _GO:
-            return message
-        return verdict
+        return message if verdict == _GO else verdict
 
 
 class BarrierWatch:
@@ -197,8 +195,7 @@ def serve_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
         host: address at which alone it listens; the store has no other protection.
         port: port number; 0 for a free one, then in ``.port``.
     """
-    # A TCPStore that opens its port itself listens on all addresses, whatever its host (torch
-    # 2.13).
+    # A TCPStore that opens its port listens on all addresses, whatever its host (torch 2.13).
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(address[:2], family=family)
     port = listener.getsockname()[1]

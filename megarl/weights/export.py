@@ -57,8 +57,7 @@ class SafetensorsFile:
     def create(self, directory: Path) -> None:
         """Writes the header and reserves space for the data; raises OSError where there is too little.
 
-        A write to a memory map without reserved space ends the process when the disk is full
-        (SIGBUS).
+        Without reserved space, a write to a memory map on a full disk ends the process (SIGBUS).
         """
         path = directory / self.name
         with write_errors(path, self.nbytes), open(path, "w+b") as stream:

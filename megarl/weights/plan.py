@@ -68,8 +68,7 @@ class Bucket:
 
     Args:
         nbytes: size, padding included.
-        box: part of the only parameter, in row-major order of the buckets; None for whole
-            parameters.
+        box: part of the only parameter, in row-major order; None for whole parameters.
         last: whether the parameters are complete with this bucket.
     """
 

@@ -44,9 +44,7 @@ class Box(NamedTuple):
     def intersect(self, other: Box) -> Box | None:
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        if all(map(lt, start, stop)):
-            return Box(start, stop)
-        return None
+        return Box(start, stop) if all(map(lt, start, stop)) else None
 
     def relative_to(self, other: Box) -> Box:
         """Returns this box in coordinates from the other one's start."""
@@ -260,9 +258,7 @@ class Manifest:
     def canonical(self, stored: str) -> str:
         """Returns the canonical name of a stored tensor."""
         named = self.bare_prefix + stored
-        if stored not in self.tensors and named in self.tensors:
-            return named
-        return stored
+        return named if stored not in self.tensors and named in self.tensors else stored
 
 
 def _moved(box: Box, origin: Shape, base: Shape, reverse: bool) -> Box:

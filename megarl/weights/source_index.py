@@ -66,8 +66,7 @@ class SourceIndex:
                     known[owners] = len(self.owners)
                     self.owners.append(owners)
                 self._ways[name].append((tuple(held), known[owners]))
-        # Layers and experts differ in their names alone: what concerns only their boxes is worked
-        # out once.
+        # Layers and experts differ in their names alone: results for their boxes are kept.
         self._covers: dict[tuple[Box, tuple[Box, ...]], _Cover] = {}
         self._local: dict[tuple[Box, Box, bool, Box], Box] = {}
 

@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 from megarl.convert.exporting import export_checkpoint
@@ -23,8 +22,8 @@ FILE_BYTES = 16 << 20
 def main(kind: str, source: str, out: str) -> None:
     budgets: list[int] = []
 
-    def least(_: Resources, tasks: Sequence[Any]) -> int:
-        budgets.append(resident_bytes() + _LATER_BYTES + max(task.memory for task in tasks))
+    def least(_: Resources, tasks: Sequence[int]) -> int:
+        budgets.append(resident_bytes() + _LATER_BYTES + max(tasks))
         return 1
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here

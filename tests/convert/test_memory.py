@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -43,15 +42,10 @@ def test_invalid_sizes_are_refused(text: str) -> None:
         parse_bytes("--memory-budget", text)
 
 
-@dataclass(frozen=True)
-class Task:
-    memory: int
-
-
 def test_processes_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them counts Python with its libraries and the largest task, and this process Python alone."""
     monkeypatch.setattr("megarl.convert.resources.resident_bytes", lambda: (100 << 20) - _LATER_BYTES)
-    tasks = [Task(memory=memory << 20) for memory in (200, 50, 50, 50, 50)]
+    tasks = [memory << 20 for memory in (200, 50, 50, 50, 50)]
     found = [Resources(memory=memory << 20, processes=4).workers(tasks) for memory in (300, 699, 700, 1000, 1300, 5000)]
     assert found == [1, 1, 2, 3, 4, 4]
     assert Resources(memory=5000 << 20, processes=4).workers(tasks[:2]) == 2

@@ -243,9 +243,7 @@ def _options(signature: Signature) -> str:
         if option.default is not REQUIRED:
             text += f" = {_value(option.default)}"
         options.append(text)
-    if not options:
-        return ""
-    return f"Options: {', '.join(options)}.\n\n"
+    return f"Options: {', '.join(options)}.\n\n" if options else ""
 
 
 def _value(default: object) -> str:

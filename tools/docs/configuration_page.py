@@ -100,9 +100,7 @@ def _heading(places: Mapping[str, Sequence[str]]) -> str:
     paths = ", ".join(f"`{path}`" for path in places)
     having = set[str]().union(*places.values())
     stages = [stage for stage in STAGES if stage in having]
-    if len(stages) == len(STAGES):
-        return paths
-    return f"{paths} ({', '.join(stages)})"
+    return paths if len(stages) == len(STAGES) else f"{paths} ({', '.join(stages)})"
 
 
 def _own(schema: type[BaseModel], base: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -141,9 +139,7 @@ def _summary(schema: type[BaseModel]) -> str:
 
 
 def _row(key: str, info: FieldInfo) -> str:
-    default = "required"
-    if not info.is_required():
-        default = _default(info.default)
+    default = "required" if info.is_required() else _default(info.default)
     meaning = " ".join((info.description or "").split())
     return f"| `{key}` | {_type(info.rebuild_annotation())} | {default} | {meaning} |"
 
@@ -151,9 +147,7 @@ def _row(key: str, info: FieldInfo) -> str:
 def _default(value: object) -> str:
     if isinstance(value, BaseModel):
         name = getattr(value, "name", None)
-        if name is None:
-            return "its own"
-        return f"`{name}`"
+        return "its own" if name is None else f"`{name}`"
     if isinstance(value, str):
         return f"`{value}`"
     return f"`{json.dumps(value)}`"

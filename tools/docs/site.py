@@ -40,14 +40,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return f"[{text}]({PAGES[place]}{anchor})"
         if config.repo_url:
             return f"[{text}]({config.repo_url.rstrip('/')}/blob/HEAD/{place}{anchor})"
-        return f"`{place}`" if path.name in text else f"{text} (`{place}`)"
+        if path.name in text:
+            return f"`{place}`"
+        return f"{text} (`{place}`)"
 
     return _LINK.sub(on_the_site, markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Loads Mermaid where there are diagrams; the theme would take it from a public server."""
-    return f'{html}\n<script src="assets/mermaid.min.js"></script>' if 'class="mermaid"' in html else html
+    if 'class="mermaid"' in html:
+        return f'{html}\n<script src="assets/mermaid.min.js"></script>'
+    return html
 
 
 def on_post_build(config: MkDocsConfig) -> None:

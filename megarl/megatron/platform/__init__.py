@@ -44,8 +44,7 @@ def start_world(
     """Joins the torch.distributed world of the group; its collectives fail after ``timeout_seconds``.
 
     Args:
-        init_method: ``tcp://host:port`` of rank 0, which listens at this address only; or
-            ``file://path``.
+        init_method: ``tcp://host:port``, the only address at which rank 0 listens; or ``file://path``.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     url = urlsplit(init_method)

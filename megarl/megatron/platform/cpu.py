@@ -97,8 +97,7 @@ def install() -> None:
     _optimize_without_compiler()
     from megatron.core.tensor_parallel import random
 
-    # Megatron leaves changes of the random state to the start of CUDA, which never comes
-    # (random.py, 0.19).
+    # Megatron leaves changes of the random state to the start of CUDA (random.py, 0.19).
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # The tracker reports changes of the CPU's random state as faults; here it is the device's.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.CRITICAL)

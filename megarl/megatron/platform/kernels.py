@@ -51,9 +51,7 @@ def is_compiled(kernel: Kernel, device: str) -> bool:
 
 def implementation[F: Callable[..., Any]](kernel: Kernel, eager: F, device: str) -> F:
     """Returns a function as it is computed on a type of device: itself, or itself compiled."""
-    if is_compiled(kernel, device):
-        return compiled(eager)
-    return eager
+    return compiled(eager) if is_compiled(kernel, device) else eager
 
 
 def compiled[F: Callable[..., Any]](eager: F) -> F:

@@ -56,8 +56,7 @@ class GlooTransport:
         options._devices = devices or [group.create_default_device(lazy_init=True)]
         self._group: Any = group(store, self._index[rank], len(members), options)
         self._peers = peers
-        # Connects now: if a peer is gone at the first transfer, Gloo may end this process (torch
-        # 2.13).
+        # Now, as Gloo may end this process if a peer is gone at the first transfer (torch 2.13).
         hello = torch.zeros(1, dtype=torch.uint8)
         answer = torch.empty(1, dtype=torch.uint8)
         greetings = [self._group.send([hello], self._index[peer], 0) for peer in peers]

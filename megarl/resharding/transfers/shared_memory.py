@@ -21,8 +21,7 @@ from megarl.weights.plan import Message
 class SharedMemory(WeightTransfer):
     """The receive buffers that this rank owns, and those of other ranks, which it maps to write or read them.
 
-    Senders write when the receiver allows it, see ``connection.Credits``. Buffers on CUDA last for
-    one sync.
+    Senders write when the receiver allows it. Buffers on CUDA last for one sync.
     """
 
     def __init__(self, connection: Connection) -> None:

@@ -33,13 +33,11 @@ class Connection:
     Args:
         device: device of parameters, frames and receive buffers.
         store: keys of the connection, which the ranks share.
-        control: transport of control messages, Gloo on every device, which notices that a rank is
-            gone.
+        control: transport of control messages: Gloo, which notices that a rank is gone.
         wire: transport of frames; None where this rank has none, or another way brings them.
         mapped: receive buffers in this process's memory, flat uint8, by receiver.
         put: payload bytes written into receive buffers, by receiver.
-        ways: ways of this rank's messages, by whether ``RecvBufferPlan.via_network`` has their
-            sender.
+        ways: ways of messages, by whether ``RecvBufferPlan.via_network`` has their sender.
     """
 
     spec: SyncSpec
