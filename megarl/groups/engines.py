@@ -121,9 +121,8 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         """Called with sampled turns and the process that sampled them."""
         self._room = [0] * rollout.engines  # responses that each generates at once
         self._starting: dict[int, Call[int]] = {}  # of replaced engines, until they have weights
-        # responses, and tokens
-        self._in_progress = [0] * rollout.engines
-        self._in_flight = [0] * rollout.engines
+        self._in_progress = [0] * rollout.engines  # responses
+        self._in_flight = [0] * rollout.engines  # tokens
         self._new_tokens = rollout.max_new_tokens
         self._held: set[int] = set()
         self._busy_s = [0.0] * rollout.engines
