@@ -22,7 +22,8 @@ from megarl.experience.build import build_experience
 from megarl.experience.records import ExperienceChunk, ExperienceReport
 from megarl.files import FileRecord
 from megarl.garbage_collection import importing
-from megarl.megatron.offload import Offloader, ResidentWeights
+from megarl.megatron.offload import ResidentWeights
+from megarl.megatron.offloader import Offloader
 from megarl.megatron.platform import start_platform, start_world
 from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest, UpdateRequest
 from megarl.remote import remote

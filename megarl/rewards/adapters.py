@@ -20,7 +20,8 @@ import numpy as np
 
 from megarl.config.schema import RewardFunction
 from megarl.plugins import Function, check_options
-from megarl.rewards.functions import Completion, resolve
+from megarl.rewards.completion import Completion
+from megarl.rewards.functions import resolve
 from megarl.texts import short_reason
 
 _LARGEST = float(np.finfo(np.float32).max)

@@ -12,7 +12,7 @@ from megarl.config.schema import RewardFunction
 from megarl.errors import RunError
 from megarl.rewards.adapters import CallMode, Failure, Reply
 from megarl.rewards.child_process import ChildProcess
-from megarl.rewards.functions import Completion
+from megarl.rewards.completion import Completion
 
 _CANCEL_S = 5.0
 """Time for a late coroutine to be canceled; then the process is killed, as the coroutine blocks its loop."""

@@ -21,11 +21,10 @@ from pydantic import AfterValidator
 from megarl.config.schema import JudgeModel
 from megarl.config.schema.questions import template_columns
 from megarl.data.tokenizer import load_tokenizer
+from megarl.rewards.completion import Completion
 
 if TYPE_CHECKING:
     from httpx import AsyncClient, Response
-
-    from megarl.rewards.functions import Completion
 
 JUDGE_MODEL: Final = "judge_model"
 """Name of `reward.judge_model` among the rewards."""

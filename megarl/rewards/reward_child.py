@@ -12,7 +12,7 @@ from typing import Any
 from megarl.config.schema import RewardFunction
 from megarl.rewards.adapters import BoundFunction, Failure, Reply, failed
 from megarl.rewards.child_process import parent_connection, received
-from megarl.rewards.functions import Completion
+from megarl.rewards.completion import Completion
 
 
 def serve(descriptor: int) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from megarl.config.schema import Reward, RewardFunction
 from megarl.rewards.adapters import Failure
 from megarl.rewards.call_queue import CallQueue, FunctionCall, FunctionProcess
-from megarl.rewards.functions import Completion
+from megarl.rewards.completion import Completion
 from megarl.types import Prompt, RolloutChunk
 
 Decode = Callable[[Sequence[int]], str]

@@ -45,7 +45,8 @@ def _nbytes(tensors: Any) -> int:
 def _training(rank: int, directory: Path, dtype: torch.dtype, *, turns: bool) -> dict[str, Any]:
     """Three updates of an actor, and its log-probabilities; between them another role works, or does not."""
     from megarl.data.schedule import inference_schedule, update_schedules
-    from megarl.megatron.offload import Offloader, ResidentWeights
+    from megarl.megatron.offload import ResidentWeights
+    from megarl.megatron.offloader import Offloader
     from megarl.megatron.parallel import GroupCache
 
     rollouts, infos = random_chunks()
