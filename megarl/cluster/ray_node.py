@@ -24,6 +24,7 @@ ENVIRONMENT: Final = {
     # Otherwise Ray kills the children of a process with it, also the one that removes its shared memory.
     "RAY_kill_child_processes_on_worker_exit": "false",
     "RAY_process_group_cleanup_enabled": "false",
+    "RAY_worker_niceness": "0",  # at Ray's 15, anything else on a busy machine comes before the ranks
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # a node that ends has nothing to hand over
     # Ray's head would keep 3 kB of each of the last 100,000 calls, for a dashboard.
     "RAY_task_events_report_interval_ms": "0",

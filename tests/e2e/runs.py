@@ -31,7 +31,7 @@ PARTS = (
 
 SECRETS = {"HF_TOKEN": "hf_nobodyknowsthis", "WANDB_API_KEY": "nobodyknowsthat"}
 """In the environment of every command."""
-LIMIT_S = 1000
+LIMIT_S = 560
 """Of a run that takes 40 s alone and several times as long beside others, on two slow cores."""
 # A shell starts its background jobs with SIGINT ignored, and the tests may run in one.
 _INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
