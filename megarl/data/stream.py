@@ -16,7 +16,7 @@ def stable_hash(*parts: int | str) -> int:
 
 
 class Keyed(Protocol):
-    """An item with a key that is unique in its data set, and the content by which a resume recognizes changed data."""
+    """An item with a unique key, and the content by which a resume recognizes changed data."""
 
     @property
     def key(self) -> str: ...
@@ -35,7 +35,7 @@ class StreamState:
 
 
 class Stream[T: Keyed]:
-    """An endless stream; each epoch has all items, in an order that depends on (seed, epoch) and the keys alone.
+    """An endless stream; each epoch has all items, in an order by (seed, epoch) and the keys.
 
     Raises:
         ValueError: there are no items, or keys repeat.

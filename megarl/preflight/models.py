@@ -22,7 +22,7 @@ _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def stated_vocab_size(config: RunConfig) -> int | None:
-    """Returns the vocabulary size of a configuration that may have other faults; None if it states none."""
+    """Returns the vocabulary size of a configuration; None if it states none."""
     if config.model.vocab_size is not None:
         return config.model.vocab_size
     try:
@@ -35,7 +35,7 @@ def stated_vocab_size(config: RunConfig) -> int | None:
 
 
 def check_models(config: RunConfig, *, bare: bool = False) -> tuple[ModelSpec | None, list[Problem]]:
-    """Returns the spec of the run's model, None if it is unsupported, and the problems of all models of the run.
+    """Returns the spec of the run's model, None if unsupported, and the problems of all models.
 
     Args:
         bare: whether to accept the models of `without_weights`.
@@ -203,7 +203,7 @@ def _positions(config: RunConfig, specs: Mapping[str, ModelSpec | None]) -> Iter
 
 
 def _attention(config: RunConfig, spec: ModelSpec | None) -> Iterator[Problem]:
-    """vLLM on a CPU has attention kernels for some head sizes; with another one, the first generation fails."""
+    """vLLM on a CPU has attention kernels for some head sizes; others fail at the first call."""
     if spec is None or config.engine_settings is None or config.cluster.device != "cpu":
         return
     if spec.dims.head_dim not in _CPU_HEAD_SIZES:
