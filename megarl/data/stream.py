@@ -10,9 +10,11 @@ from typing import Protocol
 
 def stable_hash(*parts: int | str) -> int:
     """Returns a non-negative 63-bit hash that depends on the parts and their order alone."""
-    encoded = [repr(part).encode() for part in parts]
-    content = b"".join(len(part).to_bytes(8, "little") + part for part in encoded)
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
+    content = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        encoded = repr(part).encode()
+        content.update(len(encoded).to_bytes(8, "little") + encoded)
+    return int.from_bytes(content.digest(), "little") >> 1
 
 
 class Keyed(Protocol):

@@ -132,7 +132,9 @@ class Tokenizer:
             text = self.written(chat, tools, arguments or {})
         except Exception as error:  # whatever the expressions of a template raise
             raise ValueError(f"the chat template refuses the chat: {str(error)[:_LONGEST_REASON]}") from error
-        without_calls = [{key: message[key] for key in message if key != "tool_calls"} for message in chat]
+        without_calls = [dict(message) for message in chat]
+        for message in without_calls:
+            message.pop("tool_calls", None)
         without_answers = [message for message in chat if message["role"] != "tool"]
         reduced = {
             "the column tools": (chat, None),
