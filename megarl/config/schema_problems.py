@@ -62,10 +62,10 @@ def _problem(schema: type[BaseModel], error: ErrorDetails) -> Problem:
         return _no_choice(field, value, choices(here), description)
     if kind == "missing":
         return Problem(field, "(missing)", "required", f"add it: {description}")
-    rule = _TYPES.get(kind) or _rule(error)
-    named = isinstance(value, str) and "name" in _fields_of(here)
-    fix = f"write it as {{name: {value}}}" if named else f"{_correction(kind, limits, value)}; it is: {description}"
-    return Problem(field, shown(value), rule, fix)
+    fix = f"{_correction(kind, limits, value)}; it is: {description}"
+    if isinstance(value, str) and "name" in _section_fields(here):
+        fix = f"write it as {{name: {value}}}"
+    return Problem(field, shown(value), _TYPES.get(kind) or _rule(error), fix)
 
 
 def _rule(error: ErrorDetails) -> str:
@@ -75,11 +75,12 @@ def _rule(error: ErrorDetails) -> str:
 def _correction(kind: str, limits: Mapping[str, Any], value: object) -> str:
     if kind == "literal_error":
         known = re.findall(r"'([^']+)'", limits["expected"])
-        near = difflib.get_close_matches(str(value), known, n=1)
-        return f"did you mean {near[0]}?" if near else "choose one of them"
+        return _nearest(str(value), known) or "choose one of them"
     if kind in _BOUNDS:
         (limit,) = limits.values()
-        return _BOUNDS[kind].format(f"{limit:g}" if isinstance(limit, float) else limit)
+        if isinstance(limit, float):
+            limit = f"{limit:g}"
+        return _BOUNDS[kind].format(limit)
     return _CORRECTIONS.get(kind, "correct it")
 
 
@@ -87,15 +88,17 @@ def _description(schema: type[BaseModel], loc: Sequence[int | str]) -> str:
     """Returns the description of a field; of an entry of a list or a mapping, that of the list or mapping."""
     for end in range(len(loc) - 1, -1, -1):
         _, owner = keys(schema, loc[:end])
-        info = _fields_of(owner).get(str(loc[end]))
+        info = _section_fields(owner).get(str(loc[end]))
         if info is not None and info.description:
             return " ".join(info.description.split())
     return "see docs/configuration.md"
 
 
-def _fields_of(annotation: Any) -> dict[str, FieldInfo]:
+def _section_fields(annotation: Any) -> dict[str, FieldInfo]:
     """Returns the fields of a section; of other types, none."""
-    return fields(annotation) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else {}
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return fields(annotation)
+    return {}
 
 
 def _bad_key(field: str, key: str, error: ErrorDetails, mapping: Any) -> Problem:
@@ -120,13 +123,18 @@ def _unknown(schema: type[BaseModel], loc: Sequence[int | str], field: str, valu
     foreign = foreign_fix(schema, field, value, sure=False)
     if not issubclass(owner, Choice):
         elsewhere = [f"{field.removesuffix(key)}{path}" for path in _deeper(owner, key, value)][:3]
-        fix = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else foreign or _suggestion(key, known)
-        first = foreign_fix(schema, field, value, sure=True) if owner is schema or not elsewhere else None
-        return Problem(field, shown(value), "unknown key", first or fix)
+        fix = foreign or _suggestion(key, known)
+        if elsewhere:
+            fix = f"did you mean {' or '.join(elsewhere)}?"
+        if owner is schema or not elsewhere:
+            fix = foreign_fix(schema, field, value, sure=True) or fix
+        return Problem(field, shown(value), "unknown key", fix)
     known.remove("name")
     others = [name for name, choice in choices(above).items() if key in fields(choice)]
-    having = "which has it" if len(others) == 1 else "which have it"
-    fix = f"remove it, or choose {' or '.join(others)}, {having}" if others else foreign or _suggestion(key, known)
+    fix = foreign or _suggestion(key, known)
+    if others:
+        having = "which has it" if len(others) == 1 else "which have it"
+        fix = f"remove it, or choose {' or '.join(others)}, {having}"
     options = f"its options are {', '.join(known)}" if known else "it has none"
     return Problem(field, shown(value), f"unknown option of {loc[-2]}; {options}", fix)
 
@@ -134,9 +142,13 @@ def _unknown(schema: type[BaseModel], loc: Sequence[int | str], field: str, valu
 def _deeper(owner: type[BaseModel], key: str, value: object) -> Iterator[str]:
     """Yields the paths below a section at which there is a field or an option of that name, for such a value."""
     for path, below in sections(owner):
-        found = [fields(schema)[key] for schema in choices(below).values() or (below,) if key in fields(schema)]
-        if "<" not in path and any(not isinstance(value, Mapping) or _may_hold_keys(info) for info in found):
-            yield f"{path}.{key}"
+        if "<" in path:
+            continue
+        for schema in choices(below).values() or (below,):
+            info = fields(schema).get(key)
+            if info is not None and (not isinstance(value, Mapping) or _may_hold_keys(info)):
+                yield f"{path}.{key}"
+                break
 
 
 def _may_hold_keys(info: FieldInfo) -> bool:
@@ -145,19 +157,24 @@ def _may_hold_keys(info: FieldInfo) -> bool:
 
 def _no_choice(field: str, value: object, table: Mapping[str, type[BaseModel]], description: str) -> Problem:
     """Returns the problem of a choice without a name, or with one that the table does not have."""
-    name = cast(Mapping[object, object], value).get("name") if isinstance(value, Mapping) else None
+    name = None
+    if isinstance(value, Mapping):
+        name = cast(Mapping[object, object], value).get("name")
     rule = f"one of {', '.join(table)}"
     if name is None:
         fix = "give a name, or a name and its options: {name: ..., option: ...}"
         return Problem(field, shown(cast(object, value)), rule, fix)
-    near = difflib.get_close_matches(str(name).lower(), table, n=1, cutoff=0.5)
-    own = suggestion(str(name)) if any(issubclass(choice, CustomFunction) for choice in table.values()) else None
-    fix = f"did you mean {near[0]}?" if near else own or f"choose one of them; it is: {description}"
-    return Problem(field, shown(name), rule, fix)
+    fix = _nearest(str(name).lower(), list(table), cutoff=0.5)
+    if fix is None and any(issubclass(choice, CustomFunction) for choice in table.values()):
+        fix = suggestion(str(name))
+    return Problem(field, shown(name), rule, fix or f"choose one of them; it is: {description}")
 
 
 def _suggestion(key: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    if near:
-        return f"did you mean {near[0]}?"
-    return f"remove it; known here: {', '.join(known)}" if known else "remove it"
+    listed = f"remove it; known here: {', '.join(known)}" if known else "remove it"
+    return _nearest(key, known) or listed
+
+
+def _nearest(given: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
+    near = difflib.get_close_matches(given, known, n=1, cutoff=cutoff)
+    return f"did you mean {near[0]}?" if near else None

@@ -18,7 +18,7 @@ from megarl.types import Ragged, SampleInfo, TextChunk
 def text_batch(
     items: Sequence[Demonstration | Preference], chunks: int
 ) -> tuple[tuple[SampleInfo, ...], tuple[TextChunk, ...]]:
-    """Divides demonstrations or preferences into at most `chunks` chunks of about equally many items.
+    """Divides demonstrations or preferences into at most `chunks` chunks of about equal sizes.
 
     The responses of a preference are neighboring rows of a chunk, the best first. A row's id is `key/n`, or `key/n/i`
     for response i of a preference, where n counts the item's occurrences in the batch from 0.
@@ -64,7 +64,7 @@ def text_batch(
 
 
 def on_all_tokens(samples: Sequence[SampleInfo]) -> list[SampleInfo]:
-    """Returns the rows with all tokens but the first as response, for losses on prompt and response."""
+    """Returns the rows with all tokens but the first as response, for losses on all tokens."""
     changed: list[SampleInfo] = []
     for sample in samples:
         response = sample.tokens - 1

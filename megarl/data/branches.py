@@ -35,7 +35,7 @@ class Branches:
         return np.flatnonzero(self.conversation == conversation).tolist()
 
     def whole(self, samples: Sequence[SampleInfo]) -> list[SampleInfo]:
-        """Returns the last sample of each conversation, with the first one's prompt and the sampled tokens of all."""
+        """Returns a sample per conversation: the last, with the first prompt and all sampled tokens."""
         prompts = dict[int, int]()
         tokens = [0] * len(self.last)
         for number, sample in zip(self.conversation.tolist(), samples, strict=True):

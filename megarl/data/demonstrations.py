@@ -39,7 +39,7 @@ class Demonstration:
 
 
 def load_demonstrations(source: SourceFields, encoder: Encoder, *, drop: Collection[Fault] = ()) -> Rows[Demonstration]:
-    """Reads demonstrations (columns: docs/data.md), keyed by row number. See `parse_rows` for `drop` and errors."""
+    """Reads demonstrations (columns: docs/data.md), keyed by row number; see `parse_rows`."""
 
     def parse(row: Row, columns: dict[str, Any]) -> Demonstration:
         if "messages" in columns and not any(name in columns for name in _RESPONSES):

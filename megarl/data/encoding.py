@@ -53,7 +53,7 @@ class Encoder:
         self._template_arguments = template_arguments
 
     def prompt(self, columns: Columns, *names: str) -> Ids:
-        """Encodes a prompt from the first of these columns that the row has; those named `*_ids` hold ids."""
+        """Encodes a prompt from the row's first column of these; those named `*_ids` hold ids."""
         name = first_column(columns, *names)
         value = columns[name]
         if name.endswith("_ids"):
@@ -103,7 +103,7 @@ class Encoder:
         return self.answer(message["content"])
 
     def answer(self, text: str) -> Ids:
-        """Encodes a response that is text; raises UnusableRowError if it is empty or white space."""
+        """Encodes a response that is text; raises UnusableRowError if it is blank."""
         if not text.strip():
             raise UnusableRowError("empty", "a response is empty")
         return self._encoded("response", lambda tokenizer: tokenizer.respond(text))
@@ -145,7 +145,7 @@ def first_column(columns: Mapping[str, Any], *names: str) -> str:
 
 
 def messages(name: str, value: object) -> list[Message]:
-    """Returns a chat; raises ValueError unless it is a list of messages with role and content, both text."""
+    """Returns a chat; raises ValueError unless its messages have role and content, both text."""
     if not isinstance(value, list) or not value:
         kinds = "a list of messages" if name == "messages" else "a list of messages, or text"
         raise ValueError(f"{name} must be {kinds}")
@@ -163,7 +163,7 @@ def messages(name: str, value: object) -> list[Message]:
 
 
 def _tools(column: object) -> list[Mapping[str, Any]] | None:
-    """Returns the tools of a row, from a list of descriptions or its text in JSON; None without any."""
+    """Returns the tools of a row, from a list or its text in JSON; None without any."""
     tools: object = column
     if isinstance(column, str):
         tools = parse_json(column)

@@ -85,7 +85,7 @@ class PackedBatch:
 
 
 def pack_shape(rows: Sequence[PackRow], pack_tokens: int) -> PackShape:
-    """Returns the shape of a pack padded to `pack_tokens`; raises ValueError if the rows do not fit."""
+    """Returns the shape of a padded pack; raises ValueError if the rows do not fit."""
     lengths = [row.tokens for row in rows]
     padding = pack_tokens - sum(lengths)
     if padding < 0:
@@ -98,7 +98,7 @@ def pack_shape(rows: Sequence[PackRow], pack_tokens: int) -> PackShape:
 
 
 def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) -> PackedBatch:
-    """Packs the tokens of the rows, fetching only their chunks; the rows say where each response begins.
+    """Packs the tokens of the rows; the rows say where each response begins.
 
     Args:
         pack_tokens: padded number of tokens, S.
@@ -148,7 +148,7 @@ def _sampled_positions(row: PackRow, chunk: TokenChunk) -> npt.NDArray[np.int64]
 
 
 def gather(rows: Iterable[PackRow], column: Chunks[Ragged]) -> npt.NDArray[np.float32]:
-    """Returns a column of the rows in their order, [T] float32; raises ValueError on a wrong length."""
+    """Returns a column of the rows, [T] float32; raises ValueError on a wrong length."""
     values: list[npt.NDArray[Any]] = []
     for row in rows:
         value = column[row.chunk][row.row]
@@ -204,7 +204,7 @@ def _concatenate(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> np
 
 
 def sample_infos(index: int, chunk: RolloutChunk, prompt_ids: Sequence[str]) -> list[SampleInfo]:
-    """Returns the SampleInfo of each row of a chunk; `prompt_ids` are the names of the rows' prompts."""
+    """Returns the SampleInfo of each row of a chunk, whose prompts are `prompt_ids`."""
     infos: list[SampleInfo] = []
     for row, sample_id in enumerate(chunk.sample_ids):
         sampled = len(chunk.rollout_logprobs[row])

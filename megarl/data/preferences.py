@@ -16,7 +16,7 @@ from megarl.data.tokenizer import Message
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Preference:
-    """A tokenized prompt and its responses, the best first; of a pair, the chosen one and then the rejected one.
+    """A tokenized prompt and its responses, the best one or the chosen one of a pair first.
 
     Args:
         key: key, unique in its data set and the same in every run.
@@ -45,7 +45,7 @@ _Fields = tuple[Ids, tuple[Ids, ...], float | None]
 def load_pairs(
     source: SourceFields, encoder: Encoder, *, margins: bool = False, drop: Collection[Fault] = ()
 ) -> Rows[Preference]:
-    """Reads pairs (columns: docs/data.md), keyed by row number. See `parse_rows` for `drop` and errors.
+    """Reads pairs (columns: docs/data.md), keyed by row number; see `parse_rows`.
 
     Args:
         margins: whether every row must have the column `margin`, a number.
@@ -132,7 +132,7 @@ def _whole_chats(encoder: Encoder, columns: dict[str, Any]) -> tuple[Ids, Ids, I
 
 
 def _begins_with(chat: list[Message], prompt: object) -> bool:
-    """Whether a prompt is a chat, or the text of one of its user messages; without a prompt, any chat is right."""
+    """Whether a prompt, if given, is the chat or the text of one of its user messages."""
     if isinstance(prompt, str):
         return any(message["role"] == "user" and message["content"] == prompt for message in chat)
     return prompt is None or messages("prompt", prompt) == chat

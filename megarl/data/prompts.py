@@ -18,7 +18,7 @@ from megarl.types import Prompt, SampleRequest
 def load_prompts(
     source: SourceFields, encoder: Encoder, *, drop: Collection[Fault] = (), optional: bool = False
 ) -> Rows[Prompt]:
-    """Reads prompts (columns: docs/data.md); other columns become `fields`. See `parse_rows` for `drop` and errors.
+    """Reads prompts (columns: docs/data.md); other columns become `fields`. See `parse_rows`.
 
     Args:
         optional: whether rows may have no prompt, as their environment begins the conversation.
@@ -46,7 +46,7 @@ def load_prompts(
 
 
 def random_prompts(*, count: int, min_tokens: int, max_tokens: int, vocab_size: int, seed: int) -> list[Prompt]:
-    """Returns prompts of random ids, `min_tokens` to `max_tokens` long; prompt i does not depend on `count`."""
+    """Returns prompts of random ids; prompt i does not depend on `count`."""
     prompts: list[Prompt] = []
     for index in range(count):
         random = np.random.default_rng([seed, index])
@@ -57,7 +57,7 @@ def random_prompts(*, count: int, min_tokens: int, max_tokens: int, vocab_size: 
 
 
 def task_prompts(count: int, first: int = 0) -> list[Prompt]:
-    """Returns rows for environments that make tasks of their own: each has its `index`, from `first`, and no prompt."""
+    """Returns rows for environments that make tasks: each has its `index`, and no prompt."""
     indices = range(first, first + count)
     return [Prompt(prompt_id=f"task-{index}", token_ids=(), fields={"index": index}) for index in indices]
 
@@ -67,7 +67,7 @@ def sample_requests(
 ) -> list[SampleRequest]:
     """Returns the requests of a step; seeds depend on (seed, step, prompt id, sample index) alone.
 
-    A sample's id is `step/prompt id/sample index`. A prompt that occurs twice in a step gets twice the samples.
+    A sample's id is `step/prompt id/sample index`. A prompt that occurs twice gets twice the samples.
 
     Args:
         temperature: temperature of the samples; None is that of the configuration.

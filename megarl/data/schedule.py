@@ -23,7 +23,7 @@ Unit = tuple[PackRow, ...]
 
 
 def inference_schedule(samples: Sequence[SampleInfo], layout: Layout, tokens_per_micro_batch: int) -> Schedule:
-    """Plans a forward pass over all samples; a DP rank gets whole chunks, so that it returns whole columns.
+    """Plans a forward pass over all samples; a DP rank gets whole chunks and returns whole columns.
 
     Args:
         tokens_per_micro_batch: maximum tokens of a pack; raised to the longest sample.
@@ -45,7 +45,7 @@ def inference_schedule(samples: Sequence[SampleInfo], layout: Layout, tokens_per
 def step_schedule(
     samples: Sequence[SampleInfo], layout: Layout, tokens_per_micro_batch: int, *, rows_per_unit: int = 1
 ) -> Schedule:
-    """Plans one optimizer step, or a forward pass with its loss, over all samples; DP ranks get about equal tokens.
+    """Plans one optimizer step, or a forward pass with its loss; DP ranks get about equal tokens.
 
     Args:
         tokens_per_micro_batch: maximum tokens of a pack; raised to the longest unit.
@@ -106,7 +106,7 @@ def update_schedules(
 def mini_batch_members(
     samples: Sequence[SampleInfo], mini_batches: int, *, seed: int, step: int, epoch: int
 ) -> list[Sequence[SampleInfo]]:
-    """Returns the samples of each mini-batch, in an order from (seed, step, epoch, sample id) alone.
+    """Returns the samples of each mini-batch, in an order by (seed, step, epoch, sample id).
 
     The branches of a conversation are in one mini-batch.
     """
@@ -122,7 +122,7 @@ def mini_batch_members(
 
 
 def under_one_length(one: Schedule, other: Schedule) -> tuple[Schedule, Schedule]:
-    """Gives two passes of one optimizer step the same pack length: pipelines exchange tensors of one shape."""
+    """Gives two passes of one optimizer step one pack length, as pipelines exchange one shape."""
     pack_tokens = max(rank.pack_tokens for rank in (*one.ranks, *other.ranks))
     lengthened = [replace(rank, pack_tokens=pack_tokens) for rank in (*one.ranks, *other.ranks)]
     count = len(one.ranks)
@@ -188,7 +188,7 @@ def _tokens(unit: Unit) -> int:
 
 
 def _balance(units: Sequence[Unit], shares: int) -> list[list[Unit]]:
-    """Assigns each unit, longest first, to the share with the fewest tokens so far; ties go to the first share."""
+    """Assigns units, longest first, to the share with the fewest tokens; ties go to the first."""
     dealt: list[list[Unit]] = [[] for _ in range(shares)]
     loads = [(0, share) for share in range(shares)]
     for unit in sorted(units, key=_tokens, reverse=True):
@@ -228,7 +228,7 @@ def _first_fit(units: Sequence[Unit], capacity: int) -> list[list[Unit]]:
 
 
 def _pack(shares: Sequence[Sequence[Unit]], capacity: int, multiple: int) -> list[list[Unit]]:
-    """Packs the units of every share into the same number of packs, the smallest multiple that fits.
+    """Packs the units of every share into equally many packs, the smallest multiple that fits.
 
     The packs of a share have about equal tokens unless one would exceed `capacity`; then they are those of `_first_fit`
     and some empty ones.

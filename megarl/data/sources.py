@@ -21,7 +21,7 @@ _LONGEST_LINE = 256 << 20
 
 
 class UnusableRowError(ValueError):
-    """A row can be read but not be trained on; a row that is too long has at least so many `tokens`."""
+    """A row can be read but not be trained on; `tokens` is a lower bound if it is too long."""
 
     def __init__(self, fault: Fault, message: str, tokens: int = 0) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ class Row:
     content: bytes | Mapping[str, Any]
 
     def columns(self) -> dict[str, Any]:
-        """Returns the columns that are not null; raises ValueError if the line is not a JSON object."""
+        """Returns the columns that are not null; raises ValueError unless it is a JSON object."""
         content: Any = self.content
         if isinstance(content, bytes):
             content = parse_json(content)
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """A row that is not used: file and line, or data set and row; its fault, and the reason in words."""
+    """A row that is not used: its place, its fault, and the reason in words."""
 
     where: str
     fault: Fault
@@ -134,7 +134,7 @@ def parse_rows[T](
 
 
 def _report(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Returns a line per reason, with its first row and the number of others; rows are (where, reason)."""
+    """Returns a line per reason, with its first row and the number of others."""
     places: dict[str, list[str]] = defaultdict(list)
     for where, reason in rows:
         if len(reason) > _LONGEST_REASON:
@@ -254,6 +254,6 @@ class LeftOutRows:
             path.write_text("".join(lines))
 
     def message(self, path: Path) -> str:
-        """Returns the message for the user: how many rows there are, the first of them, and the file of all."""
+        """Returns the message for the user: the number of rows, the first ones, and the file of all."""
         lines = _report([(row.where, row.reason) for _, row in self.rows])
         return "\n  ".join([f"{len(self.rows)} rows are left out; {path} names them:", *lines])

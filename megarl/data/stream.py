@@ -10,13 +10,15 @@ from typing import Protocol
 
 def stable_hash(*parts: int | str) -> int:
     """Returns a non-negative 63-bit hash that depends on the parts and their order alone."""
-    encoded = [repr(part).encode() for part in parts]
-    content = b"".join(len(part).to_bytes(8, "little") + part for part in encoded)
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
+    content = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        encoded = repr(part).encode()
+        content.update(len(encoded).to_bytes(8, "little") + encoded)
+    return int.from_bytes(content.digest(), "little") >> 1
 
 
 class Keyed(Protocol):
-    """An item with a key that is unique in its data set, and the content by which a resume recognizes changed data."""
+    """An item with a unique key, and the content by which a resume recognizes changed data."""
 
     @property
     def key(self) -> str: ...
@@ -35,7 +37,7 @@ class StreamState:
 
 
 class Stream[T: Keyed]:
-    """An endless stream; each epoch has all items, in an order that depends on (seed, epoch) and the keys alone.
+    """An endless stream; each epoch has all items, in an order by (seed, epoch) and the keys.
 
     Raises:
         ValueError: there are no items, or keys repeat.

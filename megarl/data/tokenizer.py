@@ -29,7 +29,7 @@ Message = Mapping[str, Any]
 
 
 class TextTooLongError(ValueError):
-    """A text or a chat cannot fit into a limit of tokens; `tokens` is the least number that it can have."""
+    """A text or a chat cannot fit into a limit of tokens; `tokens` is its lower bound."""
 
     def __init__(self, what: str, tokens: int, limit: int) -> None:
         super().__init__(f"{what} cannot fit into {limit} tokens")
@@ -91,7 +91,7 @@ class Tokenizer:
         return self._hf.chat_template is not None
 
     def check(self, *, vocab_size: int, chat_template: bool = False, template_arguments: Collection[str] = ()) -> None:
-        """Raises ValueError if its ids exceed the model's, or if it lacks a chat template that reads the arguments."""
+        """Raises ValueError if ids exceed the model's, or no chat template reads the arguments."""
         if len(self) > vocab_size:
             rule = f"the tokenizer has ids up to {len(self) - 1}, the model's in use end at {vocab_size - 1}"
             raise ValueError(f"{self._name}: {rule}")
@@ -132,7 +132,9 @@ class Tokenizer:
             text = self.written(chat, tools, arguments or {})
         except Exception as error:  # whatever the expressions of a template raise
             raise ValueError(f"the chat template refuses the chat: {str(error)[:_LONGEST_REASON]}") from error
-        without_calls = [{key: message[key] for key in message if key != "tool_calls"} for message in chat]
+        without_calls = [dict(message) for message in chat]
+        for message in without_calls:
+            message.pop("tool_calls", None)
         without_answers = [message for message in chat if message["role"] != "tool"]
         reduced = {
             "the column tools": (chat, None),
@@ -150,7 +152,7 @@ class Tokenizer:
         return self._encode(text, special=False)
 
     def check_length(self, chat: Sequence[Message]) -> None:
-        """Raises TextTooLongError if a chat is sure not to fit; a template may leave out what the model has said."""
+        """Raises TextTooLongError if a chat is sure not to fit, the model's messages left out."""
         if self._max_tokens is not None and len(chat) > self._max_tokens:
             raise TextTooLongError(f"{len(chat)} messages", len(chat), self._max_tokens)
         characters = 0
@@ -168,7 +170,7 @@ class Tokenizer:
         *,
         answer: bool = True,
     ) -> str:
-        """Returns the text that the chat template writes; with `answer`, up to the start of an answer."""
+        """Returns what the chat template writes; with `answer`, up to the start of an answer."""
         messages = [dict(message) for message in chat]
         offered: Any = tools and [dict(tool) for tool in tools]
         text = self._hf.apply_chat_template(
@@ -181,7 +183,7 @@ class Tokenizer:
         return self._encode(text, special=False)
 
     def respond(self, text: str) -> list[int]:
-        """Encodes a response and the end token; raises ValueError if that occurs within the text."""
+        """Encodes a response and the end token; raises ValueError if the text contains that."""
         ids = self._encode(text, special=False)
         if ids[-1:] != [self.end_token_id]:
             ids.append(self.end_token_id)
@@ -209,7 +211,7 @@ class Tokenizer:
 
 @contextmanager
 def _rust_errors(what: str) -> Iterator[None]:
-    """Raises ValueError for whatever the tokenizers library raises, also for a panic, which is no Exception."""
+    """Raises ValueError for what the tokenizers library raises, also a panic, no Exception."""
     try:
         yield
     except BaseException as error:
@@ -224,7 +226,7 @@ def has_tokenizer(directory: str | Path) -> bool:
 
 
 def model_tokenizer(model: Model) -> Tokenizer | None:
-    """Loads the tokenizer that a configuration names, else the model's own, if any; see `load_tokenizer`."""
+    """Loads the configured tokenizer, else the model's, if any; see `load_tokenizer`."""
     if model.tokenizer is not None:
         return load_tokenizer(model.tokenizer)
     if model.path is not None and has_tokenizer(model.path):

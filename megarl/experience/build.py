@@ -1,4 +1,4 @@
-"""Builds a step's experience from rollouts, log-probabilities, values and scores, and computes its metrics.
+"""Builds a step's experience from rollouts, log-probabilities, values and scores.
 
 What a mask leaves out is left out of every term of the loss, the KL penalty and the entropy bonus included; the
 denominators stay those of all response tokens. Given tokens of conversations are no response tokens here, they are in
@@ -54,10 +54,10 @@ def build_experience(
     reduce: Reduce,
     largest: Reduce,
 ) -> tuple[dict[int, ExperienceChunk], ExperienceReport]:
-    """Builds the experience of a rank's chunks, by chunk, and the report, which is equal on all ranks.
+    """Builds the experience of a rank's chunks, and the report, which is equal on all ranks.
 
     Args:
-        value_norm: settings of the critic's value normaliser; None where it learns returns as they are.
+        value_norm: settings of the critic's value normalizer; None without one.
     """
     chunks = {index: rollouts[index] for index in chunk_ids}
     batch = pad_batch(chunks, columns, context)
@@ -190,7 +190,7 @@ def age_metrics(batch: PaddedBatch, context: StepContext, reduce: Reduce) -> dic
 def old_logprob_metrics(
     batch: PaddedBatch, context: StepContext, reduce: Reduce, *, recomputed: bool
 ) -> dict[str, float]:
-    """The metrics of the old log-probabilities: of the actor (``recomputed``), or of the engines, which say so."""
+    """Metrics of the old log-probabilities, by the actor (``recomputed``) or by the engines."""
     scored = batch.scored
     kl = None
     if batch.ref is not None:
@@ -206,7 +206,7 @@ def old_logprob_metrics(
 
 
 def spread(name: str, values: Tensor, mask: Tensor, reduce: Reduce, largest: Reduce) -> dict[str, float]:
-    """``name/mean``, ``name/min`` and ``name/max`` of the values on the mask of all ranks; empty without any."""
+    """Mean, min and max of the values on the mask of all ranks; empty without any."""
     moments = masked_moments(values, mask, reduce)
     chosen = values[mask].double()
     nothing = chosen.new_full((1,), -torch.inf)

@@ -118,7 +118,7 @@ class PaddedBatch:
 
 
 def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, context: StepContext) -> PaddedBatch:
-    """Pads the rows of all chunks, in their order; a rank without chunks gets the same columns without rows."""
+    """Pads the rows of all chunks; a rank without chunks gets the same columns without rows."""
     lengths: list[int] = []
     names: list[str] = []
     for chunk in chunks.values():
@@ -212,7 +212,7 @@ def _versions(chunk: RolloutChunk) -> np.typing.NDArray[np.int64]:
 
 
 def _padded_dense(columns: Sequence[Ragged], lengths: Sequence[int], mask: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, R] each, the scores before and after each token: a row begins with the former and ends with the latter."""
+    """[B, R] each, the scores before and after each token, from rows one longer."""
     before: list[np.typing.NDArray[Any]] = []
     after: list[np.typing.NDArray[Any]] = []
     for row, length in zip(itertools.chain.from_iterable(columns), lengths, strict=True):

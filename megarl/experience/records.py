@@ -1,4 +1,4 @@
-"""The records of a step's experience: frozen, keyword-only, free of torch, as those of `megarl.types`.
+"""The records of a step's experience, free of torch.
 
 Shape legend: N samples of a step.
 """
@@ -50,7 +50,7 @@ class SampleScores:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRewardScale:
-    """The scale of a reward model that scores every token: gain * raw + bias; ``differences`` scales increments."""
+    """The scale of a reward model of tokens: gain * raw + bias; ``differences`` scales increments."""
 
     gain: float
     bias: float
@@ -81,7 +81,7 @@ class StepContext:
 
 @dataclass(frozen=True, kw_only=True)
 class ExperienceReport:
-    """Metrics of a step's experience, over all replicas, and the new moments of the value normaliser."""
+    """Metrics of a step's experience, over all replicas, and the new moments of the value normalizer."""
 
     metrics: Mapping[str, float]
     value_norm: Mapping[str, float] | None

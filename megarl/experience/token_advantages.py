@@ -1,4 +1,4 @@
-"""Token rewards and advantages of a rank's samples, rollout corrections, and the masks of actor and critic.
+"""Token rewards, advantages, rollout corrections, and the masks of actor and critic.
 
 Shapes and ``reduce`` are those of ``experience.build``.
 """
@@ -21,7 +21,7 @@ from megarl.experience.records import TokenRewardScale
 
 
 def correction_weights(batch: PaddedBatch, correction: Correction, reduce: Reduce) -> Tensor | None:
-    """[B, R], 0 off the mask: importance weights of the rollouts; None without, or where the update computes them."""
+    """[B, R], 0 off the mask: importance weights of the rollouts; None without any before the update."""
     if correction.weights is None or correction.old_logprobs != "recompute":
         return None
     weigh = bound(ROLLOUT_WEIGHTS, correction.weights.name, correction.weights.options)
@@ -131,7 +131,7 @@ def _penalties(batch: PaddedBatch, algo: Algo, kl_coef: float) -> Tensor:
 
 
 def _rewards(batch: PaddedBatch, penalties: Tensor, algo: Algo, dense: TokenRewardScale | None) -> Tensor:
-    """[B, R]: penalties, the reward model's token scores if it has them, and the scores of response and turns."""
+    """[B, R]: penalties, token scores of the reward model, and scores of response and turns."""
     mask = batch.scored_mask
     if batch.dense is not None:
         assert dense is not None

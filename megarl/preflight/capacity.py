@@ -28,7 +28,7 @@ class Capacity:
 
 
 def capacity(config: RunConfig) -> Capacity:
-    """Returns the memory of a device: as configured, of this machine's, or else of the largest GPU there is."""
+    """Returns the memory of a device: as configured, this machine's, or that of the largest GPU."""
     cluster = config.cluster
     shared = cluster.device == "cpu"
     if cluster.device_memory_gib is not None:

@@ -80,7 +80,7 @@ def _trackers(tracking: Tracking) -> Iterator[Problem]:
 
 
 def check_login(tracking: Tracking) -> None:
-    """Raises ConfigError where Weights & Biases is chosen and would ask for a key; nothing is sent."""
+    """Raises ConfigError where Weights & Biases would ask for a key; nothing is sent."""
     if tracking.wandb_project is None or _has_wandb_key():
         return
     rule = "needs a key of Weights & Biases: there is none in WANDB_API_KEY, and none of wandb login"
@@ -131,7 +131,7 @@ def _read_data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem
 def _tokenizer(
     config: RunConfig, vocab: int, section: str, rows: TextData | PairData | PromptData | HeldOut
 ) -> Tokenizer | None:
-    """Returns the run's tokenizer, if any; raises ValueError if it does not fit the model, or is needed and missing."""
+    """Returns the run's tokenizer, if any; raises ValueError if it does not fit, or is missing."""
     tokenizer = model_tokenizer(config.model)
     if tokenizer is not None:
         tokenizer.check(
@@ -178,7 +178,7 @@ def _end_token(config: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Probl
 
 
 def _reward_functions(config: RunConfig, sets: Sets | None) -> Iterator[Problem]:
-    """Checks reward functions against their signatures, and against the prompts if these could be read."""
+    """Checks reward functions against their signatures, and against prompts that could be read."""
     if not isinstance(config, SamplingConfig):
         return
     train: Sequence[Prompt] = ()

@@ -1,4 +1,4 @@
-"""The data of each stage, read before the run starts; its faults become problems of the configuration."""
+"""The data of each stage, read before the run; its faults become problems."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TextSets:
 
 @dataclass(frozen=True, kw_only=True)
 class PairSets:
-    """The data of a reward model; `held_out` is None without evaluations, `reference` has the prompts of its scale."""
+    """The data of a reward model; `held_out` is None without evaluations, `reference` sets its scale."""
 
     train: Sequence[Preference]
     held_out: Sequence[Preference] | None
@@ -164,7 +164,7 @@ def text_sets(data: TextData, reader: DataReader) -> TextSets:
 
 
 def prompt_sets(config: SamplingConfig, reader: DataReader) -> PromptSets:
-    """Reads the prompts of training and evaluation, and the texts that are mixed into the updates."""
+    """Reads the prompts of training and evaluation, and the mixed-in texts."""
     room = config.rollout.max_model_len - config.rollout.max_new_tokens
     data = config.sampled_prompts
     load = partial(load_prompts, optional=config.environment is not None)

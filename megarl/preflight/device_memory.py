@@ -60,7 +60,7 @@ def _without_cache(config: RunConfig, plans: Sequence[DevicePlan]) -> Iterator[P
 
 
 def advice(config: RunConfig, plan: DevicePlan, phase: PhaseMemory, excess: int) -> str:
-    """Returns the first setting that frees the excess of a phase, bytes, or else those that together free most."""
+    """Returns the first setting that frees the excess of a phase, or else several, largest first."""
     remedies = [remedy for remedy in _remedies(config, plan, phase) if remedy[0] > 0]
     for freed, setting in remedies:
         if freed >= excess:
@@ -74,7 +74,7 @@ def advice(config: RunConfig, plan: DevicePlan, phase: PhaseMemory, excess: int)
 
 
 def _remedies(config: RunConfig, plan: DevicePlan, phase: PhaseMemory) -> Iterator[tuple[int, str]]:
-    """Yields the bytes that a setting would free, roughly, and the setting; those that cost least come first.
+    """Yields the bytes that a setting would free, roughly, and the setting, the cheapest first.
 
     Virtual devices share their machine: there nothing can be offloaded, slept away or split.
     """

@@ -11,7 +11,7 @@ from megarl.preflight.datasets import Sets
 
 
 def with_steps[C: RunConfig](config: C, data: Sets | None = None) -> C:
-    """Returns a configuration with the steps of its epochs, or without data with one: for what does not depend on them.
+    """Returns a configuration with the steps of its epochs; without data with one, a stand-in.
 
     `check` has found no problem with them.
     """

@@ -152,7 +152,7 @@ class DevicePlan:
         return replace(phase, offloaded=phase.offloaded + written)
 
     def _present(self, phase: str, *active: RoleName) -> PhaseMemory:
-        """Returns what roles, engine and processes have on the device in a phase in which some roles are active.
+        """Returns what roles, engine and processes have on the device in a phase.
 
         On a CPU, the device is the host to which roles are offloaded.
         """

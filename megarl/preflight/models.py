@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from megarl.config import Problem, RunConfig, TrainingConfig
+from megarl.config import Problem, RunConfig, SamplingConfig, TrainingConfig
 from megarl.config.problems import shown
+from megarl.config.schema import PairData, TextData
 from megarl.data.tokenizer import LARGEST_FILE, has_tokenizer
 from megarl.files import read_json
 from megarl.models import ModelSpec, model_spec, vocab_size
@@ -16,9 +17,12 @@ from megarl.types import HeadName, RoleName
 from megarl.weights.hf_files import HFDirectory, read_config
 from megarl.weights.shard_map import Manifest
 
+_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM's attention on a CPU takes (0.28 to 0.32: v1/attention/backends/cpu_attn.py)."""
+
 
 def stated_vocab_size(config: RunConfig) -> int | None:
-    """Returns the vocabulary size of a configuration that may have other faults; None if it states none."""
+    """Returns the vocabulary size of a configuration; None if it states none."""
     if config.model.vocab_size is not None:
         return config.model.vocab_size
     try:
@@ -31,7 +35,7 @@ def stated_vocab_size(config: RunConfig) -> int | None:
 
 
 def check_models(config: RunConfig, *, bare: bool = False) -> tuple[ModelSpec | None, list[Problem]]:
-    """Returns the spec of the run's model, None if it is unsupported, and the problems of all models of the run.
+    """Returns the spec of the run's model, None if unsupported, and the problems of all models.
 
     Args:
         bare: whether to accept the models of `without_weights`.
@@ -51,6 +55,8 @@ def check_models(config: RunConfig, *, bare: bool = False) -> tuple[ModelSpec | 
         problems += _same_tokenizer(config, role, path)
     problems += _judge(config)
     problems += _layouts(config, spec, roles)
+    problems += _positions(config, {"model": spec, **roles})
+    problems += _attention(config, spec)
     problems += _layers(config, {"model": spec, **roles})
     return spec, problems
 
@@ -159,18 +165,51 @@ def _files(field: str, path: str, needed: Manifest) -> Iterator[Problem]:
 
 
 def _layouts(config: RunConfig, spec: ModelSpec | None, roles: Mapping[RoleName, ModelSpec | None]) -> list[Problem]:
-    """Finds layouts that the models do not fit; rules of the configuration refuse most of them before."""
+    """Finds layouts that the models do not fit."""
     found: list[Problem] = []
     for group_name, group in config.groups.items():
-        for role in group.roles:
+        for role, sizes in group.roles.items():
             model = roles.get(role, spec)
-            if model is not None:
-                field = f"groups.{group_name}.roles.{role}"
-                found += _fits(field, lambda model=model, role=role: model.check_megatron(config.layout(role)))
+            if model is None:
+                continue
+            field = f"groups.{group_name}.roles.{role}"
+            found += _fits(field, lambda model=model, role=role: model.check_megatron(config.layout(role)))
+            if model.dims.experts and sizes.tp > 1 and not sizes.sequence_parallel:
+                # Ranks of a TP group send different tokens to the experts only with sequence parallelism.
+                rule = "a mixture of experts with tp above 1 needs sequence_parallel"
+                fix = "set it to true, or tp to 1"
+                found.append(Problem(f"{field}.sequence_parallel", "False", rule, fix))
     rollout = config.engine_settings
     if rollout is not None and spec is not None:
         found += _fits("rollout.tp", partial(spec.check_vllm, rollout.tp))
     return found
+
+
+def _positions(config: RunConfig, specs: Mapping[str, ModelSpec | None]) -> Iterator[Problem]:
+    """The models have positions for the longest sequence."""
+    lengths: dict[str, int] = {}
+    if config.engine_settings is not None:
+        lengths["rollout.max_model_len"] = config.engine_settings.max_model_len
+    _, rows = config.rows_section
+    if isinstance(rows, TextData | PairData):
+        lengths["data.max_tokens"] = rows.max_tokens
+    if isinstance(config, SamplingConfig) and config.mixed_texts is not None:
+        lengths["ptx.max_tokens"] = config.mixed_texts.max_tokens
+    for name, spec in specs.items():
+        for field, length in lengths.items():
+            if spec is not None and length > spec.dims.positions:
+                rule = f"at most the {spec.dims.positions} positions of the {name}"
+                yield Problem(field, str(length), rule, f"set it to {spec.dims.positions} or less")
+
+
+def _attention(config: RunConfig, spec: ModelSpec | None) -> Iterator[Problem]:
+    """vLLM on a CPU has attention kernels for some head sizes; others fail at the first call."""
+    if spec is None or config.engine_settings is None or config.cluster.device != "cpu":
+        return
+    if spec.dims.head_dim not in _CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, _CPU_HEAD_SIZES))
+        rule = f"vLLM on a CPU takes attention heads of {sizes}; the model's have {spec.dims.head_dim}"
+        yield Problem("cluster.device", "cpu", rule, "choose a model with such heads, or device cuda")
 
 
 def _judge(config: RunConfig) -> list[Problem]:

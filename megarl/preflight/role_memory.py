@@ -21,7 +21,7 @@ _CHUNK_TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class RoleMemory:
-    """A role on a rank; ``pack`` and ``update_pack`` are the longest packs of inference and of an optimizer step."""
+    """A role on a rank; the longest packs are ``pack`` in inference and ``update_pack`` in updates."""
 
     spec: RoleSpec
     model: ModelSpec
@@ -56,7 +56,7 @@ class RoleMemory:
 
     @property
     def stepping(self) -> int:
-        """Intermediate results of torch's Adam: one of all weights at once on CUDA, two of each in turn on a CPU."""
+        """Adam's intermediate results: one of all weights on CUDA, two of each in turn on a CPU."""
         if self.device == "cuda":
             return 4 * sum(self._shards.values())
         return 8 * max(self._shards.values())
@@ -79,16 +79,16 @@ class RoleMemory:
 
     @property
     def snapshot(self) -> int:
-        """What this rank writes of a checkpoint: replicas share the parameters, and have parts of the rest."""
+        """What this rank writes of a checkpoint: a part of what its replicas share, and its state."""
         return self.parameters // self.layout.dp + self.optimizer
 
     @property
     def written(self) -> int:
-        """What the write of a checkpoint takes: a copy of one tensor, and what torch.save makes of that."""
+        """What writing takes: a copy of one tensor, and what torch.save makes of it."""
         return 2 * max(self._shards.values()) * 4
 
     def inference(self) -> tuple[int, int]:
-        """Returns the activations of a forward pass, which hold one layer at a time, and the logits."""
+        """Returns the activations of a forward pass, one layer at a time, and the logits."""
         dims = self.model.dims
         tp = self.layout.tp
         attention = (4 * dims.heads + 6 * dims.kv_heads) * dims.head_dim / tp
@@ -97,7 +97,7 @@ class RoleMemory:
         return int(self.pack * elements * self._item), self._logits(self.pack)
 
     def update(self) -> tuple[int, int]:
-        """Returns the activations that a backward pass keeps, and the logits with the head's gradients."""
+        """Returns the activations for a backward pass, and the logits with the head's gradients."""
         layers = [len(self.model.layers(self.layout, self.stage, chunk)) for chunk in range(self.layout.vpp)]
         width = self.model.dims.hidden
         hidden = width * self._item * self._split
@@ -115,7 +115,7 @@ class RoleMemory:
         return int(activations), logits
 
     def _in_flight(self) -> int:
-        """Returns the micro-batches, or those of chunks, whose activations a stage holds at once."""
+        """Returns the micro-batches (of chunks) whose activations a stage holds at once."""
         pp = self.layout.pp
         vpp = self.layout.vpp
         if vpp == 1:
@@ -123,7 +123,7 @@ class RoleMemory:
         return min(2 * (pp - self.stage - 1) + (vpp - 1) * pp + 1, self.micro_batches * vpp)
 
     def _layer(self) -> float:
-        """Returns the bytes of a token that a layer keeps for its backward pass, or computes again for it."""
+        """Returns the bytes of a token that a layer keeps, or recomputes, for its backward pass."""
         dims = self.model.dims
         tp = self.layout.tp
         item = self._item

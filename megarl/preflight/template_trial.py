@@ -1,4 +1,4 @@
-"""Writes short chats with a chat template in a child process, before this process writes those of the data with it.
+"""Tries a chat template on short chats in a child process, before the data is written with it.
 
 Templates of model directories are programs of others: Jinja's sandbox bounds neither their time nor their memory.
 """
@@ -32,7 +32,7 @@ _TOOL: Final = {"type": "function", "function": {"name": "f", "description": "d"
 
 
 def check_template(tokenizer: Tokenizer, arguments: Mapping[str, Any]) -> None:
-    """Raises ValueError if the chat template takes too much time or memory for a short chat, which it may refuse.
+    """Raises ValueError if the chat template takes too much time or memory for a short chat.
 
     Args:
         arguments: arguments of the chat template.

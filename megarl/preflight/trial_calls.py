@@ -38,7 +38,7 @@ _CHARACTERS = 2000
 
 
 def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
-    """Calls every function of the run on a prompt of its data, and on two others if it fails; its score is not used.
+    """Calls every function of the run on a prompt, and on two others if it fails.
 
     The response is the prompt itself, and for the second prompt a text of its row; a function of a batch or a group
     gets it twice. A call has `reward.time_limit`.
@@ -83,7 +83,7 @@ def _sandbox(environment: EnvironmentSettings | None) -> Iterator[Problem]:
 
 
 async def _first_prompt(config: SamplingConfig, sets: PromptSets) -> Sequence[int]:
-    """Resets the environment on the first row, in a child process; returns the ids of the prompt."""
+    """Resets the environment on the first row, in a child process; returns the prompt's ids."""
     assert config.environment is not None
     assert sets.tokenizer is not None
     children = EnvironmentChildren(config.environment, _MEMORY)
@@ -138,7 +138,7 @@ def _problems(
 def _call(
     scorer: RuleScorer, function: int, prompts: Sequence[Prompt], tokenizer: Tokenizer | None, copies: int
 ) -> Unscored | None:
-    """Calls a function until it scores a response or takes too long; returns the first failure if it scores none.
+    """Calls a function until it scores a response or takes too long; else returns the first failure.
 
     Args:
         copies: number of copies of the response in a call.
@@ -161,7 +161,7 @@ def _call(
 
 
 def _text(prompt: Prompt, tokenizer: Tokenizer) -> Sequence[int]:
-    """Returns the first text or number of a prompt's row, such as its reference answer; else the prompt."""
+    """Returns the first text or number of a prompt's row, such as an answer; else the prompt."""
     for value in prompt.fields.values():
         if isinstance(value, str | int | float):
             return tokenizer.encode(str(value)[:_CHARACTERS])

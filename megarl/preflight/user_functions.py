@@ -45,7 +45,7 @@ def check_functions(
     tokenizer: bool = True,
     longest: int | None = None,
 ) -> list[Problem]:
-    """Imports reward functions and checks their arguments against their signatures, without calling them.
+    """Imports reward functions and checks their arguments, without calling them.
 
     Args:
         where: field of the functions.
@@ -65,7 +65,7 @@ def check_functions(
 def check_fields(
     functions: Sequence[RewardFunction], prompts: Sequence[Prompt], *, where: str = "reward.functions"
 ) -> list[Problem]:
-    """Checks that every prompt has the fields that the built-in functions and those with an adapter read."""
+    """Checks that every prompt has the fields that functions read."""
     problems: list[Problem] = []
     for index, function in enumerate(functions):
         setting, columns = _columns(function)
@@ -98,7 +98,7 @@ def missing_column(where: str, column: str, prompts: Sequence[Prompt]) -> Iterat
 
 
 def _columns(function: RewardFunction) -> tuple[str, Sequence[str]]:
-    """Returns the setting that says which columns of a prompt's row a function reads, and these columns."""
+    """Returns the setting that names the columns that a function reads, and the columns."""
     if function.name in RULES:
         parameter = inspect.signature(RULES[function.name]).parameters.get("field")
         if parameter is not None:
@@ -141,7 +141,7 @@ def _problems(function: RewardFunction, where: str, *, tokenizer: bool, longest:
 
 
 def adapter_fix(function: RewardFunction, target: Function) -> str | None:
-    """Returns the fix for a function that is called with one completion and has the parameters of another system's."""
+    """Returns the fix for a function that has the parameters of another system's."""
     if function.adapter is not None or function.unit != "response":
         return None
     likely = likely_adapter(target)
@@ -174,7 +174,7 @@ def _overlong(function: RewardFunction, where: str, longest: int | None) -> Iter
 
 
 def check_own_functions(config: RunConfig) -> list[Problem]:
-    """Imports the user's own algorithms and checks their arguments against their signatures, without calling them.
+    """Imports the user's algorithms and checks their arguments, without calling them.
 
     Checks nothing without torch, as on a machine that only launches runs.
     """

@@ -142,39 +142,6 @@ LAYOUTS: Cases = {
         (["reward.path=/nowhere"], "reward.path", "readable config.json"),
         (["critic.path=/nowhere"], "critic.path", "readable config.json"),
     ],
-    model_rules.architecture_is_known: [
-        (["model.random.config.model_type=opt"], "model.random.config.model_type", "one of llama, mistral, qwen2"),
-        (["model.random.config.vocab_size=null"], "model.random.config.vocab_size", "required"),
-    ],
-    model_rules.layouts_split_the_model: [
-        (["model.random.config.num_attention_heads=5"], f"{ACTOR}.tp", "num_attention_heads = 5"),
-        (
-            ["model.random.config={num_attention_heads: 6, num_key_value_heads: 3}"],
-            f"{ACTOR}.tp",
-            "divides, or is a multiple of, the model's num_key_value_heads = 3",
-        ),
-        (["model.random.config.intermediate_size=127"], f"{ACTOR}.tp", "intermediate_size = 127"),
-        (["model.random.config.num_hidden_layers=1"], f"{ACTOR}.pp", "pp * vpp = 2 is at most"),
-        ([f"{ACTOR}.vpp=4"], f"{ACTOR}.pp", "pp * vpp = 8 is at most the model's num_hidden_layers = 4"),
-        ([f"{ACTOR}={{tp: 1, ep: 2}}"], f"{ACTOR}.ep", "needs a mixture of experts; the model is of kind qwen2"),
-        ([*MIXTURE, "groups.train.roles.reference={tp: 1, ep: 4}"], "groups.train.roles.reference.ep", "experts = 6"),
-        ([*MIXTURE, f"{ACTOR}.sequence_parallel=false"], f"{ACTOR}.sequence_parallel", "with tp above 1 needs"),
-    ],
-    model_rules.engines_split_the_model: [
-        (["rollout.devices=0-2", "rollout.tp=3"], "rollout.tp", "num_attention_heads = 4"),
-        (
-            ["rollout.devices=0-3", "rollout.tp=4", "model.random.config.num_key_value_heads=6"],
-            "rollout.tp",
-            "divides, or is a multiple of",
-        ),
-    ],
-    model_rules.engines_have_an_attention_kernel: [
-        (["model.random.config.hidden_size=64"], "cluster.device", "the model's have 16"),
-        (["model.random.config.head_dim=48"], "cluster.device", "the model's have 48"),
-    ],
-    model_rules.positions_cover_lengths: [
-        (["rollout.max_model_len=129"], "rollout.max_model_len", "max_position_embeddings = 128")
-    ],
     model_rules.checkpoints_share_the_tokens: [],  # in a test of its own: it needs a checkpoint
     placement_rules.run_directories_can_be_made: [
         (["run.dir=README.md"], "run.dir", "README.md is a file"),

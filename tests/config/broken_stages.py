@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.rules import data_rules, model_rules, placement_rules, rollout_rules, scoring_rules, training_rules
+from megarl.config.rules import data_rules, placement_rules, rollout_rules, scoring_rules, training_rules
 from megarl.stages.reward_model import config as reward_model_config
 from tests.config.debug import ACTOR, PTX, Cases
 
@@ -11,9 +11,6 @@ SFT: Cases = {
         (["groups.train.roles.critic={}"], "groups.train.roles.critic", "stage sft has the roles actor alone")
     ],
     placement_rules.offloading_frees_devices: [([f"{ACTOR}.offload=true"], f"{ACTOR}.offload", "another role")],
-    model_rules.positions_cover_lengths: [
-        (["data.max_tokens=129"], "data.max_tokens", "max_position_embeddings = 128")
-    ],
     data_rules.files_exist: [
         (["data.evaluation=/nowhere.parquet"], "data.evaluation", "a file that exists"),
         (["data.train={path: x.jsonl, subset: main}"], "data.train.subset", "this is a file"),
@@ -65,7 +62,6 @@ REWARD_MODEL: Cases = {
     rollout_rules.nothing_to_show: [
         (["tracking.samples=0"], "tracking.samples", "no effect in a stage without rollouts")
     ],
-    model_rules.layouts_split_the_model: [(["model.random.config.num_attention_heads=5"], f"{REWARD}.tp", "= 5")],
     data_rules.files_exist: [(["normalisation.prompts=/nowhere.jsonl"], "normalisation.prompts", "a file that exists")],
     data_rules.lengths_fit: [(["rollout.max_model_len=32"], "rollout.max_model_len", "covers the longest prompt and")],
     data_rules.micro_batches_hold_a_sample: [

@@ -295,7 +295,6 @@ def test_field_problems_and_rule_problems_are_reported_together() -> None:
         "actor.optimizer.lr",
         "groups.train.roles.actor.tq",
         "groups.train.roles.actor",
-        "groups.train.roles.actor.tp",
         "rollout.devices",
     }
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.config import ConfigError, build
 from megarl.config.loading import load
-from megarl.config.rules import model_rules, rules_of
+from megarl.config.rules import rules_of
 from megarl.config.schema import STAGES
 from tests.config.broken_algorithms import ALGORITHMS, EVALUATION
 from tests.config.broken_layouts import LAYOUTS
@@ -104,21 +104,16 @@ def checkpoint(directory: Path, **changes: object) -> Path:
     return directory
 
 
-def test_a_checkpoint_is_checked_like_a_random_model(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_like_a_random_model(tmp_path: Path) -> None:
     good = checkpoint(tmp_path / "good")
     rewarded = [*without("train", ["reward"]), FUNCTIONS]
     assert debug(f"model={{path: {good}, random: null}}", *rewarded).model.hf_config()["hidden_size"] == 128
-    odd = checkpoint(tmp_path / "odd", num_hidden_layers=1)
-    assert "num_hidden_layers = 1" in refused(f"model={{path: {odd}, random: null}}")[f"{ACTOR}.pp"]
 
 
-def test_a_checkpoint_of_a_role_is_checked_against_its_own_sizes_and_the_vocabulary(tmp_path: Path) -> None:
-    other = checkpoint(tmp_path / "other", num_attention_heads=3, vocab_size=95, max_position_embeddings=63)
+def test_a_checkpoint_of_a_role_is_checked_against_the_vocabulary(tmp_path: Path) -> None:
+    other = checkpoint(tmp_path / "other", vocab_size=95)
     for role in ("reward", "critic"):
-        rules = refused(f"{role}.path={other}", f"groups.train.roles.{role}={{tp: 2, pp: 1}}")
-        assert "num_attention_heads = 3" in rules[f"groups.train.roles.{role}.tp"]
-        assert "knows the 96 token ids in use; it has 95" in rules[f"{role}.path"]
-        assert f"{role}.path's max_position_embeddings = 63" in rules["rollout.max_model_len"]
+        assert "knows the 96 token ids in use; it has 95" in refused(f"{role}.path={other}")[f"{role}.path"]
 
 
 def raw() -> dict[str, Any]:
@@ -128,22 +123,14 @@ def raw() -> dict[str, Any]:
 @given(devices=st.integers(1, 24), tp=st.integers(1, 12), pp=st.integers(1, 12))
 def test_a_layout_is_accepted_only_if_whole_replicas_fill_the_group(devices: int, tp: int, pp: int) -> None:
     config = raw()
-    sizes = {"num_attention_heads": 12, "num_key_value_heads": 12, "intermediate_size": 144, "num_hidden_layers": 12}
-    config["model"]["random"]["config"].update(sizes, hidden_size=384)
     config["cluster"]["devices_per_node"] = 24
     budget = {"tokens_per_micro_batch": 64}
     roles = {"actor": {"tp": tp, "pp": pp, **budget}, "critic": budget, "reference": budget, "reward": budget}
     config["groups"] = {"train": {"devices": f"0-{devices - 1}", "roles": roles}}
     replicas = [dp for dp in range(1, 25) if tp * pp * dp == devices]
-    if replicas and tp in (1, 2, 3, 4, 6, 12):
+    if replicas:
         layout = build(config).layout("actor")
         assert (layout.tp, layout.pp, layout.dp, layout.world_size) == (tp, pp, replicas[0], devices)
     else:
         with pytest.raises(ConfigError):
             build(config)
-
-
-def test_model_types_are_those_with_a_weight_spec() -> None:
-    from megarl.models import FAMILIES
-
-    assert set(model_rules.MODEL_TYPES) == set(FAMILIES)

@@ -29,8 +29,8 @@ def test_models_of_earlier_runs_may_be_missing(login: Login) -> None:
 def test_a_pending_model_is_checked_like_its_base_model(login: Login) -> None:
     model = f"model: {{path: {login.home}/%s/export, random: null}}\n"
     warm, again = login.config("warm", stage="sft"), login.config("again", model % "warm", stage="sft")
-    told = login.refused(warm, again, login.config("last", f"{model % 'again'}rollout: {{tp: 3}}\n"))
-    assert "num_attention_heads = 4" in told
+    told = login.refused(warm, again, login.config("last", f"{model % 'again'}rollout: {{max_model_len: 129}}\n"))
+    assert "at most the 128 positions of the model" in told
     assert "model.path" not in told
 
 

@@ -20,6 +20,7 @@ from megarl.preflight import template_trial
 from megarl.preflight.check import check
 from megarl.preflight.datasets import PairSets, PromptSets, TextSets
 from megarl.run.directory import write_random_model
+from tests.config.debug import MIXTURE
 from tests.data.rows import chatml_tokenizer, jsonl
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
@@ -99,6 +100,55 @@ def test_the_debug_runs_pass() -> None:
 )
 def test_a_model_that_cannot_run_is_refused(overrides: list[str], said: str) -> None:
     assert said in refusal(*overrides)
+
+
+ACTOR = "groups.train.roles.actor"
+EXPERTS = [*MIXTURE, f"{MODEL}.architectures=[MixtralForCausalLM]"]
+FIVE_HEADS = f"{MODEL}={{num_attention_heads: 5, num_key_value_heads: 5, hidden_size: 160}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "said"),
+    [
+        ([FIVE_HEADS], ACTOR, "tp 2 does not divide the 5 attention heads"),
+        (
+            [f"{MODEL}={{num_attention_heads: 4, num_key_value_heads: 3}}"],
+            "model.random.config",
+            "num_key_value_heads: 3 does not divide the 4 heads",
+        ),
+        ([f"{MODEL}.intermediate_size=127"], ACTOR, "tp 2 does not divide the 127 MLP channels"),
+        ([f"{MODEL}.num_hidden_layers=1"], ACTOR, "2 stages x 1 chunks are more than the 1 layers"),
+        ([f"{ACTOR}.vpp=4"], ACTOR, "2 stages x 4 chunks are more than the 4 layers"),
+        ([f"{ACTOR}={{tp: 1, ep: 2}}"], ACTOR, "ep 2 needs experts, which the qwen2 model does not have"),
+        (
+            [*EXPERTS, f"{ACTOR}={{tp: 1, pp: 1, ep: 4, sequence_parallel: false}}"],
+            ACTOR,
+            "ep 4 does not divide the 6 experts",
+        ),
+        ([*EXPERTS, f"{ACTOR}.sequence_parallel=false"], f"{ACTOR}.sequence_parallel", "with tp above 1 needs"),
+        (["rollout.devices=0-2", "rollout.tp=3"], "rollout.tp", "tp 3 does not divide the 4 attention heads"),
+        ([f"{MODEL}.hidden_size=64"], "cluster.device", "the model's have 16"),
+        ([*LLAMA, f"{MODEL}.head_dim=48"], "cluster.device", "the model's have 48"),
+        (["rollout.max_model_len=129"], "rollout.max_model_len", "at most the 128 positions of the model"),
+        ([f"{MODEL}.model_type=opt"], "model.random.config", "opt"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_layout_are_refused(overrides: list[str], field: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(load(DEBUG, overrides, check))
+    assert said in next(problem.rule for problem in caught.value.problems if problem.field == field)
+
+
+def test_sizes_of_other_stages_and_roles_are_checked(tmp_path: Path) -> None:
+    assert "at most the 128 positions of the model" in refusal(
+        "data.max_tokens=129", f"{ACTOR}.tokens_per_micro_batch=129", stage="sft"
+    )
+    text = refusal(FIVE_HEADS, stage="reward_model")
+    assert "tp 2 does not divide the 5 attention heads" in text
+    other = checkpoint(tmp_path / "other", num_attention_heads=3, num_key_value_heads=3, max_position_embeddings=63)
+    text = refusal(f"critic.path={other}", "groups.train.roles.critic={tp: 2, pp: 1}")
+    assert "tp 2 does not divide the 3 attention heads" in text
+    assert "at most the 63 positions of the critic" in text
 
 
 def test_a_reward_model_needs_a_score_head(tmp_path: Path) -> None:
