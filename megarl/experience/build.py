@@ -164,8 +164,10 @@ def experience_metrics(
         metrics |= correction_metrics(corrected, batch.old, batch.rollout, batch.mask, reduce=reduce)
     metrics |= spread("rewards", advantages.rewards.sum(-1), scored, reduce, largest)
     metrics |= spread("advantages", advantages.unnormalized, mask, reduce, largest)
-    staleness = spread("staleness", context.version - batch.versions, batch.mask, reduce, largest)
-    metrics |= {name: value for name, value in staleness.items() if not name.endswith("/min")}
+    ages = context.version - batch.versions
+    for name, value in spread("staleness", ages, batch.mask, reduce, largest).items():
+        if not name.endswith("/min"):
+            metrics[name] = value
     if context.max_staleness:
         metrics |= age_metrics(batch, context, reduce)
     return metrics
