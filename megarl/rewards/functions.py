@@ -1,7 +1,7 @@
 """Reward functions: their input, the built-in ones, and their registry.
 
-The keyword arguments come from the configuration, which is checked against their annotations. The argument `field`
-names a column of the prompts' rows.
+The keyword arguments come from the configuration, which is checked against their annotations. The
+argument `field` names a column of the prompts' rows.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class Completion:
     """One response to one prompt.
 
     Args:
-        prompt, response: text without special tokens; empty if the run has no tokenizer. The response of a
-            conversation is its last turn.
-        response_ids: ids with the end token; in a conversation all that follows its first prompt, given ids too.
+        prompt, response: text without special tokens; empty if the run has no tokenizer. The
+            response of a conversation is its last turn.
+        response_ids: ids with the end token; in a conversation all that follows its first prompt,
+            given ids too.
         loss_mask: whether each response id was sampled; None where all were.
         finished: False if the response was cut off at the length limit.
         messages: messages of a prompt that is a chat, as in its row; None for others.
@@ -167,9 +168,9 @@ def soft_overlong(
 ) -> float:
     """min(0, -penalty * e / buffer_tokens), e = response tokens - (max_tokens - buffer_tokens), at most buffer_tokens.
 
-    The soft overlong punishment: 0, then a line down to -penalty at ``max_tokens`` tokens, the end token
-    included. If not ``capped``, longer responses lose more. Source: DAPO (Yu et al., 2025) and OpenRLHF
-    (capped), verl and AReaL (not capped).
+    The soft overlong punishment: 0, then a line down to -penalty at ``max_tokens`` tokens, the end
+    token included. If not ``capped``, longer responses lose more. Source: DAPO (Yu et al., 2025)
+    and OpenRLHF (capped), verl and AReaL (not capped).
     """
     excess = completion.response_tokens - (max_tokens - buffer_tokens)
     if capped:
