@@ -17,13 +17,15 @@ _MARK: Final = "\ue000turn\ue001"
 class TemplateRenderer:
     """Writes chats as ids with the chat template of a tokenizer, and reads turns.
 
-    What the model has read is what the template writes for the chat before the turn. If what it writes
-    for the whole chat begins with this and the turn, token for token of the text as sampled, then the
-    rest is what the model has to read next. By induction the ids are the template's text of the whole chat.
+    What the model has read is what the template writes for the chat before the turn. If what it
+    writes for the whole chat begins with this and the turn, token for token of the text as sampled,
+    then the rest is what the model has to read next. By induction the ids are the template's text
+    of the whole chat.
 
-    A template may write a turn in another way than it was sampled: without thoughts or white space at its
-    end, with other JSON. With the history `sampled`, the ids are kept all the same if what follows the turn
-    does not depend on it: the template writes the same after another turn of another chat.
+    A template may write a turn in another way than it was sampled: without thoughts or white space
+    at its end, with other JSON. With the history `sampled`, the ids are kept all the same if what
+    follows the turn does not depend on it: the template writes the same after another turn of
+    another chat.
 
     Args:
         arguments: arguments of the chat template.

@@ -65,8 +65,9 @@ class _Chat:
 class ChatSession:
     """Samples the turns of a conversation, and records them.
 
-    Turns may be sampled at the same time; those that continue the same ids begin branches. Chats are
-    rendered in threads, one at a time in a session, so that a long one holds up no other session.
+    Turns may be sampled at the same time; those that continue the same ids begin branches. Chats
+    are rendered in threads, one at a time in a session, so that a long one holds up no other
+    session.
     """
 
     def __init__(self, conversation: Conversation, renderer: ChatRenderer, sample: Sample, limits: TurnLimits) -> None:
@@ -125,7 +126,8 @@ class ChatSession:
     async def _prepared[T](self, find: Callable[[], Awaitable[T]]) -> T | None:
         """Finds the chat of a turn, one at a time; None where it cannot fit, or no turn is left.
 
-        The caller must begin to sample it before it awaits anything else: the chat is not busy until then.
+        The caller must begin to sample it before it awaits anything else: the chat is not busy
+        until then.
         """
         if not self.turns_left:
             self.conversation.limit = "max_turns"
@@ -234,9 +236,9 @@ class ChatSession:
     ) -> tuple[_Chat, list[Message]]:
         """Returns the chat that the messages continue, with the ids of what follows its last turn, or a new one.
 
-        The messages come with it, the model's as the model wrote them. Of chats that the messages begin
-        with, only the longest are rendered: a template that has rewritten a turn would else be rendered
-        again for each earlier branch.
+        The messages come with it, the model's as the model wrote them. Of chats that the messages
+        begin with, only the longest are rendered: a template that has rewritten a turn would else
+        be rendered again for each earlier branch.
         """
         longest = 0
         for chat in sorted(self._chats, key=lambda chat: -len(chat.messages)):

@@ -66,7 +66,8 @@ class Conversation:
     Args:
         failure: reason why the conversation has no score; None if it has one.
         metrics: the environment's metrics.
-        limit: limit that kept the model from ending its last turn, or from taking another one; None without.
+        limit: limit that kept the model from ending its last turn, or from taking another one; None
+            without.
     """
 
     request: SampleRequest

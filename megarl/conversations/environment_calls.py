@@ -49,10 +49,10 @@ class LostEnvironmentError(FailedEnvironmentError):
 class EnvironmentChildren:
     """The child processes: one that all conversations share, and others for a while.
 
-    A process in which a call took too long takes no further conversations, and ends with those that it has.
-    Where a process ends by itself, or does not answer, one of the conversations with a call in progress was
-    the cause: they begin anew in groups, each in a separate process, until the cause is alone. Methods are
-    called in one event loop.
+    A process in which a call took too long takes no further conversations, and ends with those that
+    it has. Where a process ends by itself, or does not answer, one of the conversations with a call
+    in progress was the cause: they begin anew in groups, each in a separate process, until the
+    cause is alone. Methods are called in one event loop.
 
     Args:
         memory: limit of each process's memory, see `ChildProcess`.

@@ -68,9 +68,9 @@ class TurnRequest:
 class EnvironmentProcess:
     """Runs the conversations of work items, many at a time.
 
-    The owner of the process lets engines sample the turns that `next_turns` returns, and hands them in with
-    `answer`. An event loop in a thread has all conversations; methods are called in another thread, and
-    return at once.
+    The owner of the process lets engines sample the turns that `next_turns` returns, and hands them
+    in with `answer`. An event loop in a thread has all conversations; methods are called in another
+    thread, and return at once.
 
     Args:
         tokenizer: directory of the tokenizer.
@@ -212,7 +212,8 @@ class EnvironmentProcess:
     async def _converse(self, request: SampleRequest) -> Conversation:
         """Runs a conversation; one that fails begins anew, as often as the configuration says.
 
-        So does one that lost its process with others, which is no failure; see `EnvironmentChildren`.
+        So does one that lost its process with others, which is no failure; see
+        `EnvironmentChildren`.
         """
         failures = 0
         crashes = 0

@@ -24,8 +24,8 @@ def find_renderer(
 ) -> ChatRenderer:
     """Returns what writes and reads the chats of a tokenizer.
 
-    That is the chat template; plus a `renderers` family if it renders our probe chats identically and adds
-    tool parsing or sampled history.
+    That is the chat template; plus a `renderers` family if it renders our probe chats identically
+    and adds tool parsing or sampled history.
     """
     template = TemplateRenderer(tokenizer, arguments, ends=ends, history=history, context=context)
     if not tokenizer.has_chat_template or find_spec("renderers") is None:
@@ -42,8 +42,8 @@ class FamilyRenderer:
     """A chat template, and a family of the package `renderers` where the template alone does not suffice.
 
     Args:
-        bridges: whether the family's `bridge_to_next_turn` gives what follows a turn where the template proves
-            nothing; a turn stays as it was sampled.
+        bridges: whether the family's `bridge_to_next_turn` gives what follows a turn where the
+            template proves nothing; a turn stays as it was sampled.
     """
 
     def __init__(self, template: TemplateRenderer, family: Any, *, bridges: bool) -> None:

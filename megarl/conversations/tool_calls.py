@@ -16,8 +16,8 @@ Schemas = Sequence[Mapping[str, Any]]
 Reader = Callable[[str, Schemas], tuple[str, tuple[ToolCall, ...]]]
 """Splits a turn into its content and its calls.
 
-The content is the text without the calls that can be read, and without the line break before the first.
-A call that cannot be read stays in it as the model wrote it.
+The content is the text without the calls that can be read, and without the line break before the
+first. A call that cannot be read stays in it as the model wrote it.
 """
 
 _OPEN = "<tool_call>"
@@ -38,7 +38,8 @@ def read_json_blocks(text: str, tools: Schemas) -> tuple[str, tuple[ToolCall, ..
 def read_xml_blocks(text: str, tools: Schemas) -> tuple[str, tuple[ToolCall, ...]]:
     """Reads <tool_call><function=...><parameter=...>...</tool_call>, of Qwen3-Coder and Qwen 3.5.
 
-    A value is JSON where the tool's schema says that it is no text; one that is no JSON then stays text.
+    A value is JSON where the tool's schema says that it is no text; one that is no JSON then stays
+    text.
     """
     return _read_blocks(text, lambda rest: _xml_block(rest, tools))
 

@@ -19,7 +19,8 @@ class EnvironmentTask:
 
     Args:
         prompt_id: id of the row.
-        messages: messages of the row's prompt, one of the user for a plain text; empty without a prompt.
+        messages: messages of the row's prompt, one of the user for a plain text; empty without a
+            prompt.
         fields: other columns of the row.
     """
 
@@ -80,7 +81,8 @@ class Observation:
         reward: reward of the turn.
         done: whether the conversation is complete; the messages are then not used.
         truncated: whether a limit of the environment ends the conversation.
-        metrics: numbers about the turn; a run reports the mean over conversations of the last of each name.
+        metrics: numbers about the turn; a run reports the mean over conversations of the last of
+            each name.
     """
 
     messages: Sequence[Message] | str = ()

@@ -24,7 +24,8 @@ class OpenEnv(Environment):
 
     Args:
         url: address of the server, http or https.
-        action: field of the environment's action that gets the model's text; None: the model calls its tools.
+        action: field of the environment's action that gets the model's text; None: the model calls
+            its tools.
         observation: field of its observations that the model sees; None: all, as JSON.
         columns: columns of the row for its reset.
     """

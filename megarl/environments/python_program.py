@@ -85,8 +85,9 @@ def run_program(code: str, sandbox: Sandbox) -> str:
 def bubblewrap() -> Sequence[str]:
     """Returns the command that runs another one in a sandbox, once that has been tried.
 
-    The other command has separate namespaces for processes, network, IPC and mounts. It sees the programs of
-    the system and Python's directories, read-only, and two empty file systems in memory, and begins in one.
+    The other command has separate namespaces for processes, network, IPC and mounts. It sees the
+    programs of the system and Python's directories, read-only, and two empty file systems in
+    memory, and begins in one.
 
     Raises:
         ValueError: bubblewrap is missing, or cannot run.

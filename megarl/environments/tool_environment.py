@@ -25,8 +25,8 @@ _ARGUMENT = re.compile(r"^ *(\w+)(?: \(.*?\))?: *(.*(?:\n(?!\s*\w+(?: \(.*?\))?:
 class Tool:
     """A function that the model may call; it may be `async`.
 
-    Its schema comes from its annotations, by which arguments are validated, and its docstring, which may
-    describe arguments in a section `Args:`.
+    Its schema comes from its annotations, by which arguments are validated, and its docstring,
+    which may describe arguments in a section `Args:`.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -62,11 +62,13 @@ class Tool:
 class ToolEnvironment(Environment):
     """Calls tools until the model answers without a call.
 
-    The tools are functions, and the public methods of a subclass. What goes wrong in a call is its answer.
+    The tools are functions, and the public methods of a subclass. What goes wrong in a call is its
+    answer.
 
     Args:
         functions: names of built-in functions, or package.module:function.
-        sandbox: confinement of the programs of the tool `python`; `none` lets them do whatever this process can.
+        sandbox: confinement of the programs of the tool `python`; `none` lets them do whatever this
+            process can.
 
     Raises:
         ValueError: a tool cannot be used, or an argument has no effect.

@@ -46,8 +46,8 @@ def calculator(expression: str) -> str:
     """Computes an arithmetic expression.
 
     Args:
-        expression: such as (2 + 3) * 4 / sqrt(2); also //, %, **, abs, ceil, cos, exp, floor, log, max, min, round,
-            sin, tan, pi and e.
+        expression: such as (2 + 3) * 4 / sqrt(2); also //, %, **, abs, ceil, cos, exp, floor, log,
+            max, min, round, sin, tan, pi and e.
     """
     if len(expression) > _LONGEST_EXPRESSION:
         raise ValueError(f"an expression has at most {_LONGEST_EXPRESSION} characters")
@@ -88,7 +88,8 @@ def python(code: str) -> str:
     """Runs a Python program in a new process, and returns what it prints.
 
     Args:
-        code: the whole program; it must print its results. It has ten seconds, 1 GiB of memory and no network.
+        code: the whole program; it must print its results. It has ten seconds, 1 GiB of memory and
+            no network.
     """
     return run_program(code, "bubblewrap")
 

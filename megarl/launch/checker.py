@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig, load, parse_devices
-from megarl.config.problems import without_pending
+from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig, parse_devices
 from megarl.config.schema import TrainingRun
 from megarl.launch.field_types import seconds_of
 from megarl.launch.profile import SSH, Apptainer, Bare, Profile
@@ -67,23 +66,6 @@ class Checker:
             yield unwritable(run_dir, error)
         yield from _paths_are_plain(run_dir, self.profile, self.workdir)
         yield from _paths_are_mounted(config, self.profile, self.workdir)
-
-
-def load_checked(
-    path: Path,
-    overrides: Sequence[str],
-    check: Callable[[RunConfig], object],
-    pending: Collection[Path],
-) -> RunConfig:
-    """Reads and checks a configuration; earlier runs will write the missing files of `pending` directories."""
-    config = load(path, overrides, check, pending_paths=pending)
-    try:
-        check(config)
-    except ConfigError as error:
-        problems = without_pending(error.problems, config.model_dump(by_alias=True), pending)
-        if problems:
-            raise ConfigError(problems, str(path), error.unchecked) from None
-    return config
 
 
 def profile_problems(profile: Profile) -> Iterator[Problem]:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig
+from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig, load
 from megarl.config.inheritance import merged
-from megarl.config.problems import is_pending
+from megarl.config.problems import is_pending, without_pending
 from megarl.config.schema import Model
-from megarl.launch.checker import Checker, load_checked, profile_problems
+from megarl.launch.checker import Checker, profile_problems
 from megarl.launch.profile import Profile, found_profile, load_profile
 from megarl.launch.render import BatchJob
 from megarl.launch.request import JOB_RAY, LaunchMode, LaunchRequest, as_option, other_ray, submitted_as
@@ -154,7 +154,13 @@ def _load(
     """
     pending = [*(Path(run.config.run.dir) for run in earlier), *refused]
     stand_in = _stand_in(model, earlier)
-    config = load_checked(path, [*overrides, *stand_in], check, pending)
+    config = load(path, [*overrides, *stand_in], check, pending_paths=pending)
+    try:
+        check(config)
+    except ConfigError as error:
+        problems = without_pending(error.problems, config.model_dump(by_alias=True), pending)
+        if problems:
+            raise ConfigError(problems, str(path), error.unchecked) from None
     checked_model = config.model
     if stand_in:
         exported = {"path": model["path"], "random": None, "tokenizer": model.get("tokenizer")}

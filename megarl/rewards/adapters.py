@@ -1,10 +1,10 @@
 """Calls of reward functions in MegaRL's signature, TRL's and verl's, and what they return.
 
 MegaRL's functions take a completion, or with `per: batch` or `group` a list of them. TRL's (1.16,
-`GRPOTrainer`) take `prompts`, `completions`, `completion_ids` and every column of the rows, each a list;
-a chat's prompt and completion are messages. verl's (0.9, the reward managers `naive` and `batch`) take
-`data_source`, `solution_str`, `ground_truth` and `extra_info` of a response, or with `per: batch` lists
-in their plurals.
+`GRPOTrainer`) take `prompts`, `completions`, `completion_ids` and every column of the rows, each a
+list; a chat's prompt and completion are messages. verl's (0.9, the reward managers `naive` and
+`batch`) take `data_source`, `solution_str`, `ground_truth` and `extra_info` of a response, or with
+`per: batch` lists in their plurals.
 """
 
 from __future__ import annotations

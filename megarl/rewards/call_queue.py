@@ -60,10 +60,10 @@ class _Sent:
 class CallQueue:
     """Makes calls until each has scores, or its tries or the time are used up.
 
-    Sequential functions are called first, one call at a time, in order. The others' calls overlap. If the
-    process ends or must be ended with several calls in progress, those that were past their limit, or all if
-    it ended by itself, have failed and are repeated one at a time; the others are made again, and the try
-    does not count.
+    Sequential functions are called first, one call at a time, in order. The others' calls overlap.
+    If the process ends or must be ended with several calls in progress, those that were past their
+    limit, or all if it ended by itself, have failed and are repeated one at a time; the others are
+    made again, and the try does not count.
 
     Args:
         time_limit: seconds that a call may take.

@@ -36,13 +36,14 @@ _REAP_S = 10.0
 class ChildProcess:
     """A child process that runs code of the user, and ends with this process.
 
-    Such code may hang in C code, in a sleep, or in a program that it runs, and only the end of its process is
-    sure to stop it. A late call is ended with the process; the next call gets a new one. All that a process
-    has started ends with it, also daemons: see `become_supervised`.
+    Such code may hang in C code, in a sleep, or in a program that it runs, and only the end of its
+    process is sure to stop it. A late call is ended with the process; the next call gets a new one.
+    All that a process has started ends with it, also daemons: see `become_supervised`.
 
     Args:
         module: module whose function `serve` runs in the child.
-        setup: first message to the child, which answers with what it has loaded, or with a problem as text.
+        setup: first message to the child, which answers with what it has loaded, or with a problem
+            as text.
         name: name of what the child loads, for messages.
         memory: bytes of data of the child, and of each process that it starts; None is no limit.
 
@@ -80,7 +81,8 @@ class ChildProcess:
     def send(self, message: object, seconds: float) -> None:
         """Sends a message to a child that runs; an OSError if the child does not take it in time, or has ended.
 
-        The connection is of no use after a message that was taken in part; the child must then be ended.
+        The connection is of no use after a message that was taken in part; the child must then be
+        ended.
         """
         assert self._child is not None
         connection = self._child[1]
@@ -161,9 +163,9 @@ def end_with_parent(parent: int) -> None:
 def become_supervised(parent: int, descriptor: int, memory: int | None) -> None:
     """Continues in a child of this process, which stays as its supervisor.
 
-    The supervisor ends when the child ends, when the parent does, or at SIGTERM, and first kills all
-    descendants: the kernel gives it also those whose parents have ended, whatever their group, session or
-    environment. It ends as the child did.
+    The supervisor ends when the child ends, when the parent does, or at SIGTERM, and first kills
+    all descendants: the kernel gives it also those whose parents have ended, whatever their group,
+    session or environment. It ends as the child did.
 
     Args:
         parent: id of the parent process; its thread that started this one counts.

@@ -14,9 +14,10 @@ class Completion:
     """One response to one prompt.
 
     Args:
-        prompt, response: text without special tokens; empty if the run has no tokenizer. The response of a
-            conversation is its last turn.
-        response_ids: ids with the end token; in a conversation all that follows its first prompt, given ids too.
+        prompt, response: text without special tokens; empty if the run has no tokenizer. The
+            response of a conversation is its last turn.
+        response_ids: ids with the end token; in a conversation all that follows its first prompt,
+            given ids too.
         loss_mask: whether each response id was sampled; None where all were.
         finished: False if the response was cut off at the length limit.
         messages: messages of a prompt that is a chat, as in its row; None for others.

@@ -1,7 +1,7 @@
 """Reward functions: their input, the built-in ones, and their registry.
 
-The keyword arguments come from the configuration, which is checked against their annotations. The argument `field`
-names a column of the prompts' rows.
+The keyword arguments come from the configuration, which is checked against their annotations. The
+argument `field` names a column of the prompts' rows.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ def soft_overlong(
 ) -> float:
     """min(0, -penalty * e / buffer_tokens), e = response tokens - (max_tokens - buffer_tokens), at most buffer_tokens.
 
-    The soft overlong punishment: 0, then a line down to -penalty at ``max_tokens`` tokens, the end token
-    included. If not ``capped``, longer responses lose more. Source: DAPO (Yu et al., 2025) and OpenRLHF
-    (capped), verl and AReaL (not capped).
+    The soft overlong punishment: 0, then a line down to -penalty at ``max_tokens`` tokens, the end
+    token included. If not ``capped``, longer responses lose more. Source: DAPO (Yu et al., 2025)
+    and OpenRLHF (capped), verl and AReaL (not capped).
     """
     excess = completion.response_tokens - (max_tokens - buffer_tokens)
     if capped:

@@ -46,8 +46,9 @@ class PreferenceStatistics:
     Args:
         preferences: number of preferences.
         accuracy: fraction whose best response scores higher than every other.
-        mean, std: moments of the scores of the best responses (``chosen``), of the others (``rejected``), and
-            of the difference between the best one and the highest other (``margin``); std is the population's.
+        mean, std: moments of the scores of the best responses (``chosen``), of the others
+            (``rejected``), and of the difference between the best one and the highest other
+            (``margin``); std is the population's.
     """
 
     preferences: int

@@ -18,8 +18,9 @@ from megarl.rewards.completion import Completion
 def serve(descriptor: int) -> None:
     """Runs in the child: receives the functions, sends their modes when they are loaded, and answers calls.
 
-    A problem of loading is sent as text. A call is (number, index of the function, completions, seconds), its
-    answer (number, replies); answers come in the order in which they are ready. See `parent_connection`.
+    A problem of loading is sent as text. A call is (number, index of the function, completions,
+    seconds), its answer (number, replies); answers come in the order in which they are ready. See
+    `parent_connection`.
     """
     with parent_connection(descriptor, "functions") as connection:
         specs: Sequence[RewardFunction] = connection.recv()

@@ -80,7 +80,8 @@ class RuleScorer:
 
         Args:
             functions: index of each function to call, by name.
-            deadline: end on `time.monotonic`; completions that are not scored by then have no score.
+            deadline: end on `time.monotonic`; completions that are not scored by then have no
+                score.
         """
         scores = {name: np.full(len(completions), math.nan, np.float32) for name in functions}
         units: list[_Unit] = []

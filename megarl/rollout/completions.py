@@ -32,7 +32,7 @@ class Response:
 
 
 class PendingChunk:
-    """The responses to a work item that have arrived; `chunk` gets the chunk by its index, and its samples."""
+    """The responses to a work item that have arrived; `chunk` gets the chunk by index, and its samples."""
 
     def __init__(self, item: WorkItem) -> None:
         self.item = item
@@ -150,7 +150,7 @@ def load_chunks(path: Path) -> list[RolloutChunk]:
 
 
 def select_rows(chunks: Chunks[RolloutChunk], rows: Sequence[tuple[int, int]]) -> RolloutChunk:
-    """Returns a chunk of one or more rows of others, given as (chunk, row); fetches only these chunks."""
+    """Returns a chunk of rows of others, given as (chunk, row); fetches only these chunks."""
     indices = {chunk for chunk, _ in rows}
     fetched = {index: chunks[index] for index in indices}
     sources = [(fetched[chunk], row) for chunk, row in rows]
@@ -190,8 +190,8 @@ def response_ends(chunk: RolloutChunk) -> ResponseEnds:
 def truncate_responses(chunk: RolloutChunk, token: int, after: int) -> RolloutChunk:
     """Ends each response with its first `token` at an index of at least `after`; it is finished if it has one.
 
-    Given tokens are not counted and end no response; those after its last sampled token are cut off.
-    Source: the style and summary tasks of lm-human-preferences.
+    Given tokens are not counted and end no response; those after its last sampled token are cut
+    off. Source: the style and summary tasks of lm-human-preferences.
     """
     import torch  # not above: torch reads the environment that the engine sets
 
@@ -206,10 +206,12 @@ def truncate_responses(chunk: RolloutChunk, token: int, after: int) -> RolloutCh
     kept, found = first_end(ids, mask, [token], after=after)
     ends: list[int] = kept.sum(-1).tolist()  # numbers of sampled tokens
     stops = ends  # numbers of tokens
-    if chunk.loss_mask is not None:
+    loss_mask = chunk.loss_mask
+    if loss_mask is not None:
         stops = []
-        for row, end in zip(chunk.loss_mask, ends, strict=True):
+        for row, end in zip(loss_mask, ends, strict=True):
             stops.append(int(np.flatnonzero(row)[:end].max(initial=-1)) + 1)
+        loss_mask = _cut(loss_mask, stops)
     versions: list[tuple[VersionSpan, ...]] = []
     for spans, end in zip(chunk.versions, ends, strict=True):
         left = [span for span in spans if span.start < end]
@@ -218,7 +220,7 @@ def truncate_responses(chunk: RolloutChunk, token: int, after: int) -> RolloutCh
         chunk,
         response_ids=_cut(chunk.response_ids, stops),
         rollout_logprobs=_cut(chunk.rollout_logprobs, ends),
-        loss_mask=None if chunk.loss_mask is None else _cut(chunk.loss_mask, stops),
+        loss_mask=loss_mask,
         finished=found.numpy(),
         versions=tuple(versions),
     )

@@ -72,10 +72,10 @@ class EngineOptions:
 class RolloutEngine:
     """A vLLM engine in this process; more than one tensor-parallel rank are worker processes.
 
-    The owner calls `step` as long as responses are in progress, and other methods between two steps. The
-    weights' version is that of the last committed sync, or 0 if they are loaded from files. `EngineState`
-    refuses calls in the wrong state. vLLM takes over the process (default process group, random state,
-    threads), so nothing else in it may use torch.
+    The owner calls `step` as long as responses are in progress, and other methods between two
+    steps. The weights' version is that of the last committed sync, or 0 if they are loaded from
+    files. `EngineState` refuses calls in the wrong state. vLLM takes over the process (default
+    process group, random state, threads), so nothing else in it may use torch.
 
     Args:
         model_dir: Hugging Face directory; config.json is enough when the weights come by sync.
@@ -195,13 +195,13 @@ class RolloutEngine:
     def receive_weights(self, version: int) -> list[SyncStats]:
         """Receives the weights of a version, not below the previous one; every rank writes its shard as it arrives.
 
-        If it fails before anything is written, the engine keeps its weights; else responses in progress wait
-        until a sync succeeds, and others are refused. An aborted sync raises SyncError. Returns each rank's
-        statistics, with the stage `reset` of the prefix cache.
+        If it fails before anything is written, the engine keeps its weights; else responses in
+        progress wait until a sync succeeds, and others are refused. An aborted sync raises
+        SyncError. Returns each rank's statistics, with the stage `reset` of the prefix cache.
 
-        In mode `inflight` responses in progress continue with the new weights: their tokens so far are
-        prefilled again, or with `rollout.inflight_cache` `keep` their cache stays as it is. docs/async.md
-        says what that changes.
+        In mode `inflight` responses in progress continue with the new weights: their tokens so far
+        are prefilled again, or with `rollout.inflight_cache` `keep` their cache stays as it is.
+        docs/async.md says what that changes.
         """
         self._state.begin_sync(len(self._running_requests))
         self._transfer("start_weight_update")
@@ -241,8 +241,8 @@ class RolloutEngine:
     def generate(self, item: WorkItem) -> Future[tuple[dict[int, RolloutChunk], list[SampleInfo]]]:
         """Starts one response per request; the chunk comes when all its responses are finished.
 
-        A response does not depend on the other requests. Raises ValueError if a prompt is empty, too long or
-        has unknown ids.
+        A response does not depend on the other requests. Raises ValueError if a prompt is empty,
+        too long or has unknown ids.
         """
         return self._generate(item).chunk
 
@@ -309,8 +309,9 @@ class RolloutEngine:
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> Ragged:
         """Returns teacher-forced log-probabilities of sequences, without temperature, top-p, top-k and prefix cache.
 
-        The distribution is over the ids below vocab_size. A row is T - 1 float32 nats of a sequence of T ids,
-        of its second token to its last. Raises ValueError if a sequence is empty, too long or has unknown ids.
+        The distribution is over the ids below vocab_size. A row is T - 1 float32 nats of a sequence
+        of T ids, of its second token to its last. Raises ValueError if a sequence is empty, too
+        long or has unknown ids.
         """
         version = self._state.usable_version()
         requests = self._running_requests
@@ -358,7 +359,8 @@ class RolloutEngine:
     def _commit(self, version: int) -> None:
         """Sets the version, and drops the prefix cache of the previous weights unless responses still use it.
 
-        New requests do not find old entries that stay: their salt is the version, also if vLLM has not begun them.
+        New requests do not find old entries that stay: their salt is the version, also if vLLM has
+        not begun them.
         """
         self._state.mix()
         in_progress = len(self._running_requests) > 0

@@ -30,9 +30,10 @@ class EngineRankMemory:
     Args:
         cache: cache of keys and values; 0 if `rollout.gpu_memory_fraction` leaves no room for it.
         kept: rest that is always there: on a GPU the CUDA graphs, on a CPU copies and buffers.
-        repacked: largest weight, on a CPU, where a sync packs a new one before the old one is freed.
-        work: memory of the largest batch, while the engine generates; a GPU's allocator keeps it until the
-            engine sleeps.
+        repacked: largest weight, on a CPU, where a sync packs a new one before the old one is
+            freed.
+        work: memory of the largest batch, while the engine generates; a GPU's allocator keeps it
+            until the engine sleeps.
     """
 
     weights: int
@@ -47,7 +48,8 @@ class EngineRankMemory:
 
         Args:
             device: `cuda` or `cpu`.
-            device_memory: returns all memory of a device; called only with `rollout.gpu_memory_fraction`.
+            device_memory: returns all memory of a device; called only with
+                `rollout.gpu_memory_fraction`.
         """
         params = model.vllm_map(rollout.tp, 0).params
         dims = model.dims
@@ -88,8 +90,8 @@ class EngineRankMemory:
 def cache_bytes(model: ModelSpec, rollout: Rollout, device: str, device_memory: int | None = None) -> int:
     """Returns the size of the cache of an engine that starts in this process; raises ValueError without room.
 
-    It follows from the sizes that the memory plan knows: a measurement would differ between starts, and count
-    what a trainer on the device allocates meanwhile.
+    It follows from the sizes that the memory plan knows: a measurement would differ between starts,
+    and count what a trainer on the device allocates meanwhile.
 
     Args:
         device_memory: all memory of the device; None reads it from the system.

@@ -23,8 +23,8 @@ class WeightState(Enum):
 class EngineState:
     """Refuses an engine's calls that are out of order: sleep, wake_weights, sync, wake_cache.
 
-    In this order trainers and engines can share devices: a sleeping engine holds neither weights nor cache,
-    and receives new weights before it allocates its cache.
+    In this order trainers and engines can share devices: a sleeping engine holds neither weights
+    nor cache, and receives new weights before it allocates its cache.
 
     Args:
         sleeps: whether the engine releases its memory between rollouts, and starts asleep.
@@ -79,7 +79,8 @@ class EngineState:
 
     def begin_sync(self, in_progress: int = 0) -> None:
         """Allows weights to be written; raises RuntimeError if responses are in progress that must not see it."""
-        self._require("sync", EngineMemory.WEIGHTS if self._sleeps else EngineMemory.AWAKE)
+        memory = EngineMemory.WEIGHTS if self._sleeps else EngineMemory.AWAKE
+        self._require("sync", memory)
         if not self._overlaps:
             self._require_idle("sync", in_progress)
 

@@ -51,11 +51,11 @@ _SEED_MASK = 2**63 - 1
 def generation_params(rollout: RolloutConfig, request: SampleRequest, stop_token_ids: Sequence[int]) -> SamplingParams:
     """Returns parameters that sample one response, with the log-probability of each of its tokens.
 
-    The log-probabilities are of the distribution that was sampled from. In stage ppo it is that of the
-    trainers, the softmax of the logits by the temperature over all ids in use: rules refuse top-p, top-k and
-    `min_new_tokens`, after which it is renormalized. A greedy response has log-probabilities at temperature 1.
-    A response includes the stop token that ended it. vLLM uses the lower 63 bits of the seed, as it stores
-    seeds as signed numbers and reads -1 as no seed.
+    The log-probabilities are of the distribution that was sampled from. In stage ppo it is that of
+    the trainers, the softmax of the logits by the temperature over all ids in use: rules refuse
+    top-p, top-k and `min_new_tokens`, after which it is renormalized. A greedy response has
+    log-probabilities at temperature 1. A response includes the stop token that ended it. vLLM uses
+    the lower 63 bits of the seed, as it stores seeds as signed numbers and reads -1 as no seed.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -81,7 +81,8 @@ def generation_params(rollout: RolloutConfig, request: SampleRequest, stop_token
 def scoring_params() -> SamplingParams:
     """Returns parameters for the raw log-probabilities of a prompt's tokens; vLLM also generates one token.
 
-    vLLM does not read the prefix cache with `prompt_logprobs`; `skip_reading_prefix_cache` makes sure.
+    vLLM does not read the prefix cache with `prompt_logprobs`; `skip_reading_prefix_cache` makes
+    sure.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

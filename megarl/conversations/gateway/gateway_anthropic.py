@@ -81,7 +81,7 @@ def _assistant(fields: RequestFields, blocks: list[Any], where: str) -> Message:
             calls.append(fields.take_tool_call(*call, where))
         else:
             texts.append(block)
-    return assistant_message(text_of(texts, where), "\n".join(thoughts) if thoughts else None, calls)
+    return assistant_message(text_of(texts, where), thoughts, calls)
 
 
 def write_message(reply: GatewayReply) -> dict[str, Any]:

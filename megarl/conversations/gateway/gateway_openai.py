@@ -107,9 +107,10 @@ def _message(fields: RequestFields, item: Mapping[str, Any], where: str) -> Mess
         except (AttributeError, KeyError, TypeError):
             call_fields = (None, None, None)
         calls.append(fields.take_tool_call(*call_fields, where))
-    thoughts = item.get("reasoning_content", item.get("reasoning"))
-    if thoughts is not None:
-        thoughts = text_of(thoughts, where)
+    thoughts: list[str] = []
+    given = item.get("reasoning_content", item.get("reasoning"))
+    if given is not None:
+        thoughts.append(text_of(given, where))
     return assistant_message(text_of(content, where), thoughts, calls)
 
 

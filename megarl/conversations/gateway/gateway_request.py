@@ -244,11 +244,11 @@ def text_of(content: object, where: str) -> str:
     return "\n".join(texts)
 
 
-def assistant_message(content: str, thoughts: str | None, calls: Sequence[Mapping[str, Any]]) -> Message:
+def assistant_message(content: str, thoughts: Sequence[str], calls: Sequence[Mapping[str, Any]]) -> Message:
     """Returns a message of the model, as `Action.message` is."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
-    if thoughts is not None:
-        message["reasoning_content"] = thoughts
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
     if calls:
         message["tool_calls"] = list(calls)
     return message

@@ -84,7 +84,7 @@ def _assistant(fields: RequestFields, items: list[dict[str, Any]], where: str) -
             calls.append(fields.take_tool_call(*call, where))
         else:
             texts.append(text_of(item.get("content"), where))
-    return assistant_message("\n".join(texts), "\n".join(thoughts) if thoughts else None, calls)
+    return assistant_message("\n".join(texts), thoughts, calls)
 
 
 def write_response(reply: GatewayReply) -> dict[str, Any]:

@@ -56,10 +56,12 @@ Answered = tuple[Sequence[GatewayAnswer], int]
 class GatewaySession:
     """Answers the requests of one conversation.
 
-    The same turns answer a repeated request, also while they are being sampled: clients repeat requests that take long.
+    The same turns answer a repeated request, also while they are being sampled: clients repeat
+    requests that take long.
 
     Args:
-        idle_s: limit of the time without a request for a turn, while none is being sampled; then the session fails.
+        idle_s: limit of the time without a request for a turn, while none is being sampled; then
+            the session fails.
 
     Attributes:
         task: the conversation's task, in JSON.
@@ -222,7 +224,8 @@ async def run_harness(
         passed: names of further variables of this process that the harness gets.
 
     Raises:
-        FailedEnvironmentError: it does not start, fails or takes too long; the message has the end of its output.
+        FailedEnvironmentError: it does not start, fails or takes too long; the message has the end
+            of its output.
     """
     words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
     environment: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """The agent of each node of a job: starts the node's Ray, and ends everything that it has started.
 
-The nodes share the job's directory: the head publishes Ray's address in it, and the node that ends the job writes why.
-Ray knows which nodes are alive, and srun waits for all agents.
+The nodes share the job's directory: the head publishes Ray's address in it, and the node that ends
+the job writes why. Ray knows which nodes are alive, and srun waits for all agents.
 """
 
 from __future__ import annotations

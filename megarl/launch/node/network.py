@@ -105,8 +105,9 @@ def address_towards(host: str) -> str:
 def head_address(job: SlurmJob) -> str:
     """Returns the address at which the other nodes reach the first one, which calls this.
 
-    A batch script's srun runs on the first node, and Slurm sets its address. If srun runs elsewhere, or the address is
-    loopback's, the route to the second node decides. Raises OSError if that node's name is unknown.
+    A batch script's srun runs on the first node, and Slurm sets its address. If srun runs
+    elsewhere, or the address is loopback's, the route to the second node decides. Raises OSError if
+    that node's name is unknown.
     """
     if len(job.nodes) == 1:
         return LOOPBACK
