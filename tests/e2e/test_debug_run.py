@@ -167,5 +167,5 @@ def test_a_broken_configuration_is_refused_immediately(tmp_path: Path) -> None:
     refused = train(tmp_path / "run", *mistakes, writes_model=True)
     assert refused.status == 2
     assert "algo.policy_loss.clip" in refused.errors
-    assert "groups.train.roles.actor.tp" in refused.errors
+    assert "groups.train.roles.actor = tp 3, pp 2" in refused.errors
     assert not (tmp_path / "run").exists()

@@ -164,12 +164,12 @@ def _iteration(
 
 def _facts(algo: Algo) -> SampleScores:
     """As the driver makes them."""
-    from megarl.loop.scoring import Scoring, reward_weights, score_batch
+    from megarl.loop.scoring import ScoredSamples, reward_weights, score_batch
 
     infos = [replace(info, prompt_id=str(_prompt(info))) for info in random_chunks()[1]]
     raw = np.array([_scores()[info.chunk][info.row] for info in infos])
-    scoring = Scoring(samples=infos, wait=lambda: {"reward_model": raw})
-    return score_batch(infos, scoring, None, reward_weights(Reward()), algo, order=None).samples
+    scored = ScoredSamples(samples=infos, scores={"reward_model": raw})
+    return score_batch(infos, scored, None, reward_weights(Reward()), algo, order=None).samples
 
 
 def _columns(rollouts: list[Any], roles: dict[str, Any], passes: Any, facts: SampleScores) -> Columns:
