@@ -56,7 +56,8 @@ class Trace:
     def _unused(self) -> set[str]:
         used = _inodes_in_use()
         new = set(os.listdir("/dev/shm")) - self._shared_memory
-        return {entry.name for entry in os.scandir("/dev/shm") if entry.name in new and entry.inode() not in used}
+        files = [entry for entry in os.scandir("/dev/shm") if entry.is_file()]  # a benchmark has a directory there
+        return {entry.name for entry in files if entry.name in new and entry.inode() not in used}
 
 
 def comes_true(condition: Callable[[], bool], limit_s: float = 60.0) -> bool:
