@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.megatron.model_engine import ModelEngine
 from megarl.types import RoleName
+
+if TYPE_CHECKING:
+    from megarl.megatron.model_engine import ModelEngine
 
 
 class Offloader:
