@@ -339,7 +339,7 @@ class CallMonitor:
             if isinstance(error, RayActorError) and call.survives_loss and not self._failures:
                 self._lose(call, _message(failure, []))
                 return
-            call.errors[index] = ""
+            call.errors[index] = ""  # the process has answered; the message is that of the run
             self._failures.append(failure)
             if len(self._failures) == 1 and self._group is not None:
                 with suppress(RuntimeError):  # the run ends already

@@ -20,6 +20,7 @@ from megarl.cluster.ray_worker import Timed
 from megarl.config.schema import TimeLimits
 from megarl.groups.sync_attempt import SyncAttempt
 from megarl.remote import Phase
+from tests.loop.simulated_time import SimulatedTime
 
 pytestmark = [
     pytest.mark.filterwarnings("error::RuntimeWarning"),
@@ -29,28 +30,6 @@ pytestmark = [
 LIMITS = TimeLimits(**{**dict.fromkeys(TimeLimits.model_fields, 10.0), "rollout": 100.0})
 
 
-class SimulatedLoop(asyncio.BaseEventLoop):
-    """An event loop whose time passes while it has nothing to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self._selector = self
-        self.set_task_factory(asyncio.eager_task_factory)
-
-    def time(self) -> float:
-        return self.now
-
-    def select(self, timeout: float | None) -> list[Any]:
-        """In place of the selector: nothing comes from outside."""
-        assert timeout is not None, "a deadlock: everything waits, and nothing is due"
-        self.now += timeout
-        return []
-
-    def _process_events(self, event_list: Sequence[Any]) -> None:
-        assert not event_list
-
-
 class World:
     """Processes and their calls, whose answer times are known in advance.
 
@@ -58,7 +37,7 @@ class World:
         latency: an answer is read so long after the process has given it.
     """
 
-    def __init__(self, loop: SimulatedLoop) -> None:
+    def __init__(self, loop: SimulatedTime) -> None:
         self.loop = loop
         self.latency = 0.0
         self.monitor = CallMonitor(LIMITS)
@@ -120,7 +99,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     told: list[dict[str, Any]] = []
-    loop = SimulatedLoop()
+    loop = SimulatedTime()
     loop.set_exception_handler(lambda _loop, context: told.append(context))
     world = World(loop)
     monkeypatch.setattr(calls.ray_api, "when_done", world.when_done)
