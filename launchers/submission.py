@@ -13,21 +13,17 @@ from typing import Annotated, Literal
 
 import nemo_run as run
 import typer
-from nemo_run.config import get_nemorun_home
 
 from launchers import executors
 from launchers.experiment import ExperimentTask, show, start
 from megarl.config import ConfigError, Problem
 from megarl.config.problems import shown
-from megarl.launch.checker import write_error
-from megarl.launch.cli import Account, GPUsPerNode, Nodes, Partition, ProfileOption, Python, Time
+from megarl.launch.cli import Account, GPUsPerNode, Nodes, Partition, ProfileOption, Python, Time, profile_settings
 from megarl.launch.planning import PlannedJob, RefusedError, plan
-from megarl.launch.profile import SSH, Profile, Pyxis
+from megarl.launch.profile import SSH
 from megarl.launch.render import BatchJob
 from megarl.launch.request import LaunchMode, LaunchRequest, split_arguments
 
-_MOUNTED = "/nemo_run"
-"""NeMo-Run replaces it by the directory of a task, everywhere in a job without a container."""
 _ENVIRONMENT = Path(".venv/bin/python")  # the interpreter of make setup
 _HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None and 'it has no torch')"
 
@@ -62,13 +58,11 @@ def make_app(description: str, *, chain: bool) -> typer.Typer:
         detach: Annotated[bool, _DETACH] = False,
     ) -> None:
         configs, overrides = split_arguments(arguments)
-        runtime = python and {"python": python}
-        settings = {"time": time, "partition": partition, "account": account, "runtime": runtime}
         request = LaunchRequest(
             configs=configs,
             overrides=overrides,
             profile=profile,
-            settings={name: value for name, value in settings.items() if value is not None},
+            settings=profile_settings(time=time, partition=partition, account=account, python=python),
             nodes=nodes,
             gpus_per_node=gpus_per_node,
             job_name=name,
@@ -94,12 +88,11 @@ def launch(request: LaunchRequest, *, chain: bool, detach: bool) -> int:
         request = replace(request, configs=request.configs[:1])
     try:
         planned, remarks = plan(request)
-        first = planned[0].job
         title = request.job_name or re.sub(r"[^A-Za-z0-9._-]+", "-", planned[-1].job.name)
         tasks = list(_tasks(planned, request, title))
-        problems = list(_nemo_run_problems(first, tasks, local=request.mode is LaunchMode.LOCAL))
+        problems = list(_python_problems(planned[0].job, local=request.mode is LaunchMode.LOCAL))
         if problems:
-            errors.append(ConfigError(problems, "NeMo-Run"))
+            errors.append(ConfigError(problems, "command line"))
     except RefusedError as error:
         errors.append(error)
     if errors:
@@ -155,25 +148,13 @@ def _tasks(planned: Sequence[PlannedJob], request: LaunchRequest, title: str) ->
         after = (name,)
 
 
-def _nemo_run_problems(job: BatchJob, tasks: Sequence[ExperimentTask], *, local: bool) -> Iterator[Problem]:
-    """Finds what NeMo-Run, or the interpreter of the runs, cannot do."""
-    home = get_nemorun_home()
+def _python_problems(job: BatchJob, *, local: bool) -> Iterator[Problem]:
+    """Reports an interpreter that cannot run megarl."""
     profile = job.profile
-    error = write_error(Path(home))
-    if error is not None:
-        rule = f"can be written ({error.strerror})"
-        fix = "set it to a directory that you can write"
-        yield Problem(field="NEMORUN_HOME", value=home, rule=rule, fix=fix)
     python = executors.local_python(job) if local else job.python
     # Other interpreters cannot be checked here: they may exist on the nodes alone, or depend on setup.
-    if python == sys.executable or (local and not profile.setup):
-        yield from _python_problems(python, profile, local=local)
-    if not local:
-        yield from _cluster_problems(home, profile, tasks)
-
-
-def _python_problems(python: str, profile: Profile, *, local: bool) -> Iterator[Problem]:
-    """Reports an interpreter that cannot run megarl."""
+    if python != sys.executable and (not local or profile.setup):
+        return
     env = {**os.environ, **profile.env}
     try:
         done = subprocess.run([python, "-c", _HAS_TORCH], env=env, capture_output=True, text=True)
@@ -188,22 +169,3 @@ def _python_problems(python: str, profile: Profile, *, local: bool) -> Iterator[
         fix = f"give --python {_ENVIRONMENT}"
     rule = f"an interpreter that can run megarl; {why}"
     yield Problem(field="--python", value=python, rule=rule, fix=fix)
-
-
-def _cluster_problems(home: str, profile: Profile, tasks: Sequence[ExperimentTask]) -> Iterator[Problem]:
-    """Finds paths that NeMo-Run does not quote, or replaces, in the scripts of a cluster's jobs."""
-    if re.search(r"[\s,]", home):
-        rule = "without spaces and commas, which NeMo-Run does not quote"
-        fix = "choose another directory"
-        yield Problem(field="NEMORUN_HOME", value=repr(home), rule=rule, fix=fix)
-    if isinstance(profile.runtime, Pyxis):
-        return
-    texts = {"NEMORUN_HOME": home}
-    for task in tasks:
-        texts[task.name] = f"{task.script}{task.executor}"
-    for name, text in texts.items():
-        found = re.search(rf"\S*{_MOUNTED}\S*", text)
-        if found is not None:
-            rule = f"nowhere {_MOUNTED}: NeMo-Run puts the directory of the task in its place"
-            fix = "choose other names of directories"
-            yield Problem(field=name, value=found.group(), rule=rule, fix=fix)

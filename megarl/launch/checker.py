@@ -5,22 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
 
 from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig, parse_devices
 from megarl.config.schema import TrainingRun
-from megarl.launch.field_types import seconds_of
-from megarl.launch.profile import SSH, Apptainer, Bare, Profile
-from megarl.launch.render import mounts
+from megarl.launch.profile import SSH, Bare, Profile
 from megarl.launch.request import LaunchMode, LaunchRequest, unwritable
 from megarl.preflight.check import check
 from megarl.preflight.models import without_weights
 from megarl.run.paths import RunPaths, read_config
-
-_EARLY_S = 60  # Slurm may send its signal this much early (sbatch's manual, --signal)
 
 
 class Checker:
@@ -65,21 +60,6 @@ class Checker:
         if error is not None:
             yield unwritable(run_dir, error)
         yield from _paths_are_plain(run_dir, self.profile, self.workdir)
-        yield from _paths_are_mounted(config, self.profile, self.workdir)
-
-
-def profile_problems(profile: Profile) -> Iterator[Problem]:
-    """Checks the fields of a profile against each other."""
-    grace = profile.grace
-    if profile.time is not None and grace and seconds_of(profile.time) <= grace + _EARLY_S:
-        early = f"the {_EARLY_S} s by which Slurm may be early with its signal"
-        rule = f"longer than grace, {grace} s, and {early}"
-        fix = "raise time, or lower grace (--grace 0 leaves the end to Slurm)"
-        yield Problem(field="time", value=profile.time, rule=rule, fix=fix)
-    if profile.gpu_type is not None and profile.gpu_request == "none":
-        rule = "has an effect where GPUs are requested"
-        fix = "remove it, or set gpu_request"
-        yield Problem(field="gpu_type", value=profile.gpu_type, rule=rule, fix=fix)
 
 
 def is_not_finished(config: RunConfig, *, chain: bool = False) -> Iterator[Problem]:
@@ -155,31 +135,3 @@ def _paths_are_plain(run_dir: Path, profile: Profile, workdir: Path) -> Iterator
         elif not isinstance(runtime, Bare) and re.search(r"[:,]", text):
             rule = f"a path that {runtime.name} can mount: without colons and commas"
             yield Problem(field=field, value=text, rule=rule, fix=fix)
-
-
-def _paths_are_mounted(config: RunConfig, profile: Profile, workdir: Path) -> Iterator[Problem]:
-    """Checks that a container sees the configuration's files; names of the hub look like relative paths."""
-    runtime = profile.runtime
-    if isinstance(runtime, Bare):
-        return
-    mounted = mounts(runtime, workdir, [Path(config.run.dir).absolute()])
-    seen = [Path(os.path.normpath(mount.split(":")[1])) for mount in mounted]
-    if isinstance(runtime, Apptainer):
-        seen += [Path.home(), Path("/tmp")]  # mounted by default
-    rule = f"in a directory that the container sees: {', '.join(map(str, seen))}"
-    same = "what a configuration names must have the same path inside and outside"
-    for field, path in _paths(config.model_dump(by_alias=True)):
-        place = Path(os.path.normpath(workdir / path))
-        if not any(place.is_relative_to(directory) for directory in seen):
-            mount = f"give --mounts {place.parent}"
-            fix = f"add one above it to the profile's runtime.mounts, or {mount}; {same}"
-            yield Problem(field=field, value=path, rule=rule, fix=fix)
-
-
-def _paths(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the fields of a configuration that name files, with the paths."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _paths(value, f"{above}{key}.")
-        elif key in ("path", "tokenizer", "replay") and isinstance(value, str):
-            yield f"{above}{key}", value

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +13,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 _INTERFACE = re.compile(r"[^\s,/]{1,15}")
 _MOUNT = re.compile(r"/[^\s,:]*(:/[^\s,:]*(:[^\s,:/]+)?)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_CLEARING = ("-e", "--cleanenv", "-c", "--contain", "-C", "--containall")
 
 _FILE = Path(__file__).parent / "templates" / "own_options.yaml"
 OWN_OPTIONS: Mapping[str, Mapping[str, str]] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
@@ -59,24 +56,6 @@ def _check_mounts(mounts: Sequence[str]) -> Sequence[str]:
     return mounts
 
 
-def _check_shell(lines: Sequence[str]) -> Sequence[str]:
-    command = ["/bin/bash", "-O", "extglob", "-n"]
-    script = "\n".join(lines).encode()
-    done = subprocess.run(command, input=script, env={"LC_ALL": "C"}, capture_output=True, check=False)
-    if done.stderr:
-        first = done.stderr.decode().splitlines()[0].removeprefix("/bin/bash: ")
-        raise ValueError(f"should be shell that bash can read; {first}")
-    return lines
-
-
-def _check_exec_options(options: Sequence[str]) -> Sequence[str]:
-    for option in options:
-        if option.partition("=")[0] in _CLEARING:
-            needed = "the container needs the job's variables and temporary files"
-            raise ValueError(f"should not be {option}: {needed}")
-    return options
-
-
 def _without(own_options: Mapping[str, str]) -> AfterValidator:
     """Refuses short options, and those that MegaRL itself gives."""
 
@@ -95,14 +74,6 @@ def _without(own_options: Mapping[str, str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _check_time(text: str) -> str:
-    try:
-        seconds_of(text)
-    except ValueError:
-        raise ValueError("should be a time limit of Slurm: minutes, HH:MM:SS or D-HH:MM:SS") from None
-    return text
-
-
 def _number_as_text(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -111,37 +82,11 @@ def _number_as_text(value: object) -> object:
 
 Line = Annotated[str, AfterValidator(_check_line)]
 InFull = Annotated[Line, AfterValidator(_check_path)]
-TimeLimit = Annotated[str, AfterValidator(_check_time)]
 VariableName = Annotated[str, AfterValidator(_check_variable)]
 Memory = Annotated[Line, BeforeValidator(_number_as_text)]
 Interface = Annotated[Line, AfterValidator(_check_interface)]
 Value = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$"), BeforeValidator(_number_as_text)]
 Lines = Annotated[tuple[Line, ...], Field(strict=False)]
 Mounts = Annotated[Lines, AfterValidator(_check_mounts)]
-Shell = Annotated[Lines, AfterValidator(_check_shell)]
-ExecOptions = Annotated[Lines, AfterValidator(_check_exec_options)]
 SbatchOptions = Annotated[Lines, _without(OWN_OPTIONS["sbatch"])]
 SrunOptions = Annotated[Lines, _without(OWN_OPTIONS["srun"])]
-
-
-def seconds_of(time: str) -> float:
-    """Returns a time limit of Slurm in seconds: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
-
-    Raises:
-        ValueError: the text is none of these, nor UNLIMITED or INFINITE.
-    """
-    if time.upper() in ("UNLIMITED", "INFINITE"):
-        return math.inf
-    days, dash, rest = time.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    units = (60, 1)
-    seconds = 0
-    if dash:
-        seconds = int(days) * 86400
-    if dash or len(parts) == 3:
-        units = (3600, 60, 1)
-    if len(parts) > len(units):
-        raise ValueError(f"{time} has more parts than days, hours, minutes and seconds")
-    for part, unit in zip(parts, units, strict=False):
-        seconds += part * unit
-    return seconds

@@ -13,10 +13,10 @@ from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig, load
 from megarl.config.inheritance import merged
 from megarl.config.problems import is_pending, without_pending
 from megarl.config.schema import Model
-from megarl.launch.checker import Checker, profile_problems
-from megarl.launch.profile import Profile, found_profile, load_profile
+from megarl.launch.checker import Checker
+from megarl.launch.profile import Profile, load_profile
 from megarl.launch.render import BatchJob
-from megarl.launch.request import JOB_RAY, LaunchMode, LaunchRequest, as_option, other_ray, submitted_as
+from megarl.launch.request import JOB_RAY, LaunchMode, LaunchRequest, other_ray, submitted_as
 
 
 class RefusedError(ValueError):
@@ -44,7 +44,7 @@ def plan(request: LaunchRequest) -> tuple[list[PlannedJob], list[str]]:
     errors: list[ConfigError] = []
     profile = Profile()
     try:
-        profile = _profile(request)
+        profile = load_profile(request.profile, request.settings)
     except ConfigError as error:
         errors.append(error)
     checker = Checker(request, profile)
@@ -56,22 +56,6 @@ def plan(request: LaunchRequest) -> tuple[list[PlannedJob], list[str]]:
     if errors:
         raise RefusedError("\n".join(map(str, errors)))
     return planned, [remark for run in planned for remark in checker.unchecked(run.config)]
-
-
-def _profile(request: LaunchRequest) -> Profile:
-    """Reads and checks the profile; the source of an error is the file if any problem is the file's."""
-    try:
-        profile = load_profile(request.profile, request.settings)
-        problems = list(profile_problems(profile))
-        if not problems:
-            return profile
-    except ConfigError as error:
-        problems = error.problems
-    problems = [as_option(problem, request.settings) for problem in problems]
-    source = "command line"
-    if not all(problem.field.startswith("--") for problem in problems):
-        source = str(found_profile(request.profile) or source)
-    raise ConfigError(problems, source)
 
 
 def _sbatch_missing(request: LaunchRequest, checker: Checker) -> Iterator[Problem]:

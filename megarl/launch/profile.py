@@ -45,7 +45,7 @@ class Apptainer(Choice):
     """SIF file, or another image for apptainer exec."""
     mounts: types.Mounts = ()
     """Directories to mount, as /data or /data:/inside, besides the working directory and run.dir."""
-    exec_options: types.ExecOptions = Field(default=(), alias="options")
+    exec_options: types.Lines = Field(default=(), alias="options")
     """Further options of apptainer exec, each in one piece; --nv is added with GPUs."""
     python: types.InFull = "python"
     """Interpreter in the container that has megarl."""
@@ -96,7 +96,7 @@ class Profile(Section):
     """Reservation whose nodes are used; null uses unreserved nodes."""
     constraint: types.Line | None = None
     """Features that the nodes must have."""
-    time: types.TimeLimit | None = None
+    time: types.Line | None = None
     """Time limit, as "04:00:00" or "2-00:00:00", in quotes; null is the partition's default."""
     grace: Natural = 60
     """Seconds before the time limit at which the run gets the signal to save (up to 60 s earlier); 0 disables this."""
@@ -118,7 +118,7 @@ class Profile(Section):
     """Further options of srun, each in one piece."""
     env: Mapping[types.VariableName, types.Value] = {}
     """Environment variables of the job, not expanded; use setup to expand $NAME."""
-    setup: types.Shell = ()
+    setup: types.Lines = ()
     """Lines of shell that prepare the job on its first node: module load ..., source ..., export ..."""
     interface: types.Interface | None = None
     """Network interface between the nodes, such as ib0; null is that of the route between them."""
@@ -139,20 +139,19 @@ def found_profile(path: Path | None) -> Path | None:
 
 
 def load_profile(path: Path | None = None, settings: Mapping[str, object] | None = None) -> Profile:
-    """Reads and checks a profile with `settings` merged into it.
-
-    A runtime of another name replaces the file's.
-    """
+    """Reads and checks a profile with `settings` in place of its fields; raises a ConfigError with every problem."""
     file = found_profile(path)
-    source = "command line"
     raw: dict[str, Any] = {}
+    sources: list[str] = []
     if file is not None:
-        source = str(file)
         raw = _read(file)
+        sources.append(str(file))
+    if settings:
+        sources.append("command line")
     try:
         return Profile.model_validate(_merge(raw, settings or {}))
     except ValidationError as error:
-        raise ConfigError(schema_problems(error, Profile), source) from None
+        raise ConfigError(schema_problems(error, Profile), " and ".join(sources)) from None
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -165,40 +164,21 @@ def _read(file: Path) -> dict[str, Any]:
     except OSError as error:
         rule = f"the file must be readable ({error.strerror})"
         fix = "correct the path; docs/slurm.md has an example of a file"
-        if str(file).startswith("~"):
-            fix = "write it in full: ~ is not read as a home directory there"
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         rule = f"the file must be YAML: {' '.join(str(error).split())}"
     raise ConfigError([Problem("profile", str(file), rule, fix)], str(file))
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges settings into a file's fields: joins lists and mappings, replaces other values."""
+    """Merges mappings and replaces other values; a runtime of another name does not keep the former one's options."""
     merged = dict(below)
     for key, value in above.items():
-        under = merged.get(key)
-        if key == "runtime":
-            value = _merge_runtime(under, value)
-        elif isinstance(under, dict) and isinstance(value, Mapping):
-            value = {**under, **value}
-        elif isinstance(under, list) and isinstance(value, list):
-            value = [*under, *value]
+        former = merged.get(key)
+        if key == "runtime" and isinstance(former, str):
+            former = {"name": former}
+        if isinstance(former, dict) and isinstance(value, Mapping):
+            name = value.get("name")
+            if name is None or name == former.get("name"):
+                value = _merge(former, value)
         merged[key] = value
     return merged
-
-
-def _merge_runtime(below: Any, above: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops options of another runtime.
-
-    An image without a name is for the file's container runtime, else for Pyxis.
-    """
-    if isinstance(below, str):
-        below = {"name": below}
-    under: dict[str, Any] = below or {}
-    before = under.get("name", "bare")
-    name = above.get("name", before)
-    if "name" not in above and "image" in above and before == "bare":
-        name = "pyxis"
-    if name != before:
-        under = {}
-    return {**_merge(under, above), "name": name}

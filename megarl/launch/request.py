@@ -11,15 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import RunConfig, as_yaml
-from megarl.config.problems import KEY, Problem
+from megarl.config.problems import Problem
 
-OPTIONS: Mapping[str, str] = {
-    "runtime.name": "--runtime",
-    "runtime.image": "--container",
-    "runtime.mounts": "--mounts",
-    "runtime.python": "--python",
-}
-"""Command-line options of the profile's fields whose names differ, by field."""
 _AUTO = "auto"
 JOB_RAY = f"cluster.address={_AUTO}"
 """The driver reads Ray's address from the environment, so a run that resumes in another job has the same config."""
@@ -74,16 +67,6 @@ def split_arguments(arguments: Sequence[str]) -> tuple[tuple[Path, ...], tuple[s
         else:
             configs.append(Path(argument))
     return tuple(configs), tuple(overrides)
-
-
-def as_option(problem: Problem, settings: Mapping[str, object]) -> Problem:
-    """Names the command-line option, not the profile's field, where the option set the value."""
-    top, _, rest = problem.field.partition(".")
-    if top not in settings:
-        return problem
-    option = OPTIONS.get(problem.field, f"--{top.replace('_', '-')}")
-    value = rest if problem.value == KEY else problem.value
-    return Problem(field=option, value=value, rule=problem.rule, fix=problem.fix)
 
 
 def submitted_as(config: RunConfig) -> Path:

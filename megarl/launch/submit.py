@@ -13,7 +13,6 @@ import typer
 from megarl.config import ConfigError, save
 from megarl.files import write_durably
 from megarl.launch.planning import PlannedJob, RefusedError, plan
-from megarl.launch.profile import found_profile
 from megarl.launch.render import BatchJob, render
 from megarl.launch.request import LaunchRequest, unwritable
 
@@ -67,22 +66,6 @@ def _show(request: LaunchRequest, jobs: Sequence[BatchJob]) -> None:
         typer.echo(f"written to {job.script}; to submit: {command}{number}", err=True)
         dependency = f"afterok:JOB-{index}"
         number = f" (JOB-{index} is the number of the previous job)"
-    typer.echo(_origin(request), err=True)
-
-
-def _origin(request: LaunchRequest) -> str:
-    """Says where the settings of the cluster are from."""
-    file = found_profile(request.profile)
-    sources: list[str] = []
-    if request.settings:
-        sources.append(f"from the command line: {', '.join(request.settings)}")
-    if file is None:
-        sources.append("no profile")
-    elif request.settings:
-        sources.append(f"the rest from {file}")
-    else:
-        sources.append(str(file))
-    return f"settings of the cluster: {'; '.join(sources)}"
 
 
 def _submit(request: LaunchRequest, jobs: Sequence[BatchJob]) -> int:
@@ -106,7 +89,7 @@ def _submit(request: LaunchRequest, jobs: Sequence[BatchJob]) -> int:
         what = "sbatch has answered without the number of a job"
         if done.returncode != 0:
             what = "refused by sbatch"
-        typer.echo(f"{what}: {job.script}\n{_origin(request)}", err=True)
+        typer.echo(f"{what}: {job.script}", err=True)
         if numbers:
             cancel = f"scancel {' '.join(numbers)}"
             typer.echo(f"submitted before it: {', '.join(numbers)}; to cancel: {cancel}", err=True)

@@ -37,7 +37,7 @@ def test_a_pending_model_is_checked_like_its_base_model(login: Login) -> None:
 def test_a_later_run_sees_the_directories_of_earlier_ones(login: Login) -> None:
     models = f"model: {{path: {login.home}/warm/export, random: null}}\nreward: {{path: {login.home}/rm/export}}\n"
     files = [login.config("warm", stage="sft"), login.config("rm", stage="reward_model"), login.config("last", models)]
-    assert login.launch(*files, "--container=image").exit_code == 0
+    assert login.launch(*files, "--set=runtime={name: pyxis, image: image}").exit_code == 0
     mounts = [f"{path}:{path}" for path in (Path.cwd(), *(login.home / name for name in ("last", "warm", "rm")))]
     assert f"--container-mounts={','.join(mounts)} " in (login.home / "last/slurm/job.sbatch").read_text()
 

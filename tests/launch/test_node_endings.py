@@ -57,7 +57,7 @@ def test_the_driver_runs_on_all_nodes_in_their_order(directory: Path) -> None:
             *("driver started", "driver ended", "stopped"),
         ]
         assert sorted(path.name for path in job.logs.iterdir()) == [
-            *("attach", "driver.log", "end.json", "head.log", "ray.json", "times.jsonl", "worker-1.log")
+            *("driver.log", "end.json", "head.log", "ray.json", "times.jsonl", "worker-1.log")
         ]
         assert job.left() == NOTHING
 

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -305,31 +304,3 @@ def test_the_last_message_of_a_child_is_its_last_line_or_error_block(tmp_path: P
     child = LoggedProcess(["printf", "%s", output], os.environ, tmp_path / "log")
     ended(child)
     assert child.last_message == message
-
-
-def test_the_attach_script_opens_a_shell_in_the_job_with_a_private_token(tmp_path: Path) -> None:
-    directory = JobDirectory(str(tmp_path / "a run"), SlurmJob.of(STEP))
-    directory.write_attach("10.0.0.3:14702", "s3cr3t")
-    token, script = directory.path / "token", directory.path / "attach"
-    assert stat.S_IMODE(token.stat().st_mode) == 0o600
-    assert token.read_text() == "s3cr3t"
-    assert "s3cr3t" not in script.read_text()
-    (tmp_path / "bin").mkdir()
-    srun = tmp_path / "bin" / "srun"
-    srun.write_text('#!/bin/sh\nfor argument; do echo "$argument"; done\n')
-    srun.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{srun.parent}:{os.environ['PATH']}", "SHELL": "/bin/zsh"}
-    for arguments, node in (([], "gpu03"), (["big"], "big")):
-        told = subprocess.run([script, *arguments], capture_output=True, text=True, env=environment, check=True)
-        lines = told.stdout.splitlines()
-        assert {"--jobid=4711", "--overlap", f"--nodelist={node}", "--pty"} <= set(lines)
-        assert lines[-4:] == [
-            "RAY_ADDRESS=10.0.0.3:14702",
-            "RAY_AUTH_MODE=token",
-            f"RAY_AUTH_TOKEN_PATH={token}",
-            "/bin/zsh",
-        ]
-    told = subprocess.run([script, "n"], capture_output=True, text=True, env=environment, check=False)
-    assert (told.returncode, told.stderr) == (2, "n is none of the job's nodes: gpu03 gpu01 big\n")
-    directory.write_end(ExitReason(exit_code=0, reason="finished"))
-    assert not token.exists()

@@ -10,8 +10,6 @@ from tests.launch.slurm_command import Login, finish
 
 pytestmark = pytest.mark.process
 
-CONTAINER = ["--runtime=pyxis", "--container=image"]
-
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
@@ -19,29 +17,19 @@ CONTAINER = ["--runtime=pyxis", "--container=image"]
         (["--gpus-per-node", "4"], ["--gpus-per-node = 4", "virtual ones of the CPU"]),
         (["--nodes", "3"], ["cluster.nodes = 3", "1, 2 (from 0) has none", "set --nodes 1"]),
         (["cluster.address=10.0.0.1:6379"], ["cluster.address = 10.0.0.1:6379", "starts a Ray of its own"]),
-        (["--container", "image", "--runtime", "bare"], ["--container = image", "choose pyxis or apptainer"]),
-        (["--runtime", "apptainer"], ["--container = (missing)"]),
-        (["--mounts", "/data"], ["--mounts = ['/data']", "unknown option of bare"]),
-        ([*CONTAINER, "--mounts", "data:/x"], ["--mounts = ['data:/x']", "absolute paths"]),
-        ([*CONTAINER, "run.dir=/tmp/a,b"], ["run.dir = /tmp/a,b", "pyxis can mount"]),
+        (["--set=runtime=apptainer"], ["runtime.image = (missing)"]),
+        (["--set=runtime={name: pyxis, image: i}", "run.dir=/tmp/a,b"], ["run.dir = /tmp/a,b", "pyxis can mount"]),
         (["run.dir=/tmp/a\\b"], ["run.dir = ", "without backslashes"]),
-        (["--time", "soon"], ["--time = soon", "a time limit of Slurm"]),
-        (["--setup", "if true; then"], ["--setup = ", "syntax error"]),
-        (["--time", "1"], ["command line: 1 problem\n  --time = 1", "grace, 60 s", "raise time, or lower grace"]),
-        (["--time", "2"], ["--time = 2", "the 60 s by which Slurm may be early"]),
-        (["--gpu-type=h100", "--gpu-request=none"], ["--gpu-type = h100", "where GPUs are requested"]),
-        (["--sbatch=--nodes=4"], ["--sbatch = ['--nodes=4']", "give --nodes on the command line"]),
-        (["--sbatch=-p x"], ["-p x (write it as --name=value)"]),
-        (["--srun=--export=NONE"], ["--srun = ", "all variables of the job are passed on"]),
-        (["--env", "1A=2"], ["--env = 1A", "letters, digits and underscores"]),
+        (["--set=sbatch=[--nodes=4]"], ["sbatch = ['--nodes=4']", "give --nodes on the command line"]),
+        (["--set=nemo_run.tunnel=x"], ["nemo_run.tunnel = x"]),
+        (["--set=qos"], ["'qos' is not FIELD=VALUE"]),
+        (["--set=runtime=bare", "--set=runtime.python=p"], ["below a field that is set to a value"]),
         (["--job-name", "a\nb"], ["--job-name = 'a\\nb'"]),
         (["run.stepz=3"], ["run.stepz = 3", "did you mean steps?"]),
-        (["--partition", ""], ["--partition = ", "a line of text"]),
+        (["--partition", ""], ["partition = ", "a line of text"]),
         (["run.dir=~/runs/x"], ["run.dir = ~/runs/x", "~ is not read as a home directory"]),
-        (["--runtime=apptainer", "--container=~/i.sif"], ["--container = ~/i.sif", "a path in full"]),
-        (["--python=~/v/bin/python"], ["--python = ~/v/bin/python", "a path in full"]),
+        (["--python=~/v/bin/python"], ["runtime.python = ~/v/bin/python", "a path in full"]),
         (["--profile", "nowhere.yaml"], ["profile = nowhere.yaml", "No such file"]),
-        (["--profile=~/c.yaml"], ["profile = ~/c.yaml", "~ is not read as a home directory"]),
         (["run.dir=/proc/none"], ["run.dir = /proc/none", "can be written (No such file or directory)"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else None,
@@ -49,45 +37,6 @@ CONTAINER = ["--runtime=pyxis", "--container=image"]
 def test_mistakes_are_reported(login: Login, arguments: list[str], said: list[str]) -> None:
     told = login.refused(login.config("first"), *arguments)
     assert all(text in told for text in said), told
-
-
-def test_paths_outside_of_the_container_are_reported(login: Login) -> None:
-    recorded = login.home / "recorded"
-    recorded.mkdir()
-    (recorded / "step-1.npz").touch()
-    run = [login.config("first"), f"rollout.replay={recorded}"]
-    assert login.launch(*run, "--dry-run").exit_code == 0
-    told = login.refused(*run, "run.dir=again", *CONTAINER)
-    assert f"rollout.replay = {recorded}" in told
-    assert f"--mounts {login.home}" in told
-    elsewhere = login.refused(*run, "run.dir=again", *CONTAINER, f"--mounts={login.home}:/inside")
-    assert "rollout.replay" in elsewhere
-    assert "what a configuration names must have the same path inside and outside" in elsewhere
-    assert login.launch(*run, *CONTAINER, f"--mounts={login.home}").exit_code == 0
-    assert login.launch(*run, "--runtime=apptainer", "--container=image").exit_code == 0, "it mounts the home directory"
-
-
-def test_relative_paths_are_mounted_or_reported(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
-    for directory in ("here", "recorded", "here/within"):
-        (login.home / directory).mkdir()
-    for directory in ("recorded", "here/within"):
-        (login.home / directory / "step-1.npz").touch()
-    monkeypatch.chdir(login.home / "here")
-    run = [login.config("first"), *CONTAINER]
-    told = login.refused(*run, "rollout.replay=../recorded")
-    assert "rollout.replay = ../recorded" in told
-    assert f"--mounts {login.home};" in told
-    assert login.launch(*run, "rollout.replay=../recorded", f"--mounts={login.home / 'recorded'}").exit_code == 0
-    assert login.launch(*run, "rollout.replay=../here/within").exit_code == 0
-
-
-def test_a_short_time_limit_is_allowed_without_a_signal(login: Login) -> None:
-    assert login.launch(login.config("first"), "--time=1", "--grace=0").exit_code == 0
-    assert login.launch(login.config("first"), "--time=3").exit_code == 0
-
-
-def test_a_variable_is_given_once(login: Login) -> None:
-    assert "A is given twice" in login.refused(login.config("first"), "--env=A=1", "--env=B=1", "--env=A=2")
 
 
 def test_without_a_configuration_there_is_nothing_to_submit(login: Login) -> None:
@@ -98,11 +47,11 @@ def test_all_mistakes_are_reported_together(login: Login) -> None:
     profile = login.home / "cluster.yaml"
     profile.write_text("partion: x\nruntime: docker\n")
     files = [login.config("one"), login.config("two", stage="sft")]
-    told = login.refused(*files, "--profile", str(profile), "--job-name=\n", "--qos", "", "run.steps=0")
+    told = login.refused(*files, "--profile", str(profile), "--job-name=\n", "--set=qos=''", "run.steps=0")
     headings = [line for line in told.splitlines() if not line.startswith(" ")]
-    assert headings == [f"{profile}: 3 problems", "command line: 1 problem", *headings[2:]]
+    assert headings == [f"{profile} and command line: 3 problems", "command line: 1 problem", *headings[2:]]
     assert [field for field in told.splitlines() if field.startswith("  ") and " = " in field][:4] == [
-        "  --qos = ",
+        "  qos = ",
         "  runtime = docker",
         "  partion = x",
         "  --job-name = '\\n'",

@@ -113,10 +113,8 @@ def test_an_unwritable_directory_is_refused(tmp_path: Path, executor: str) -> No
     assert "  run.dir = /proc/run\n    rule: can be written (" in said
 
 
-def test_requirements_of_nemo_run_and_the_runs_are_checked(tmp_path: Path) -> None:
-    (tmp_path / "home").touch()
+def test_an_interpreter_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     said = refused(tmp_path, *SFT, "--python=/nowhere/python")
-    assert f"  NEMORUN_HOME = {tmp_path / 'home'}\n    rule: can be written (Not a directory)" in said
     assert "  --python = /nowhere/python\n    rule: an interpreter that can run megarl; it cannot be started" in said
 
 
@@ -127,11 +125,6 @@ def test_a_missing_nemo_run_is_reported() -> None:
     assert "make nemo-run" in done.stderr
 
 
-def test_an_interpreter_without_torch_and_names_that_nemo_run_changes_are_refused(tmp_path: Path) -> None:
-    run_dir, account = tmp_path / "nemo_run" / "first", tmp_path / "an account"
-    account.mkdir()
-    said = refused(account, *SFT, f"run.dir={run_dir}", "--executor=slurm", "--dry-run", python=torch_free())
+def test_an_interpreter_without_torch_is_refused(tmp_path: Path) -> None:
+    said = refused(tmp_path, *SFT, "--executor=slurm", "--dry-run", python=torch_free())
     assert f"--python = {torch_free()}\n    rule: an interpreter that can run megarl; it has no torch" in said
-    assert f"NEMORUN_HOME = '{account / 'home'}'" in said
-    assert re.search(rf"sft = \S*{run_dir}", said)
-    assert "nowhere /nemo_run" in said

@@ -139,14 +139,6 @@ class Launcher:
         """Submits an unchanged script; returns the id of the job."""
         return int(self.slurm.run("sbatch", "--parsable", script, environment=self.environment))
 
-    def attached(self, script: Path, *arguments: str, typed: str) -> str:
-        """What a terminal shows when a script that opens a shell is called and something typed."""
-        command = ["script", "--quiet", "--return", "--command", " ".join([str(script), *arguments]), "/dev/null"]
-        done = subprocess.run(
-            command, input=typed, env=self.environment, capture_output=True, text=True, timeout=120, cwd=ROOT
-        )
-        return done.stdout
-
     def processes(self, node: str, word: str) -> list[int]:
         """The living processes of the jobs on a node that have a word in their command lines."""
         found: list[int] = []

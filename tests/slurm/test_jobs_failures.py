@@ -17,7 +17,7 @@ PPO = ("configs/debug/ppo.yaml", "run.steps=1000", "--nodes=2", "cluster.devices
 
 
 def test_a_node_whose_slurmd_is_killed_is_named(launcher: Launcher, tmp_path: Path) -> None:
-    run = launcher.run(tmp_path / "run", *SFT, "run.steps=100000", "--no-requeue")
+    run = launcher.run(tmp_path / "run", *SFT, "run.steps=100000", "--set=requeue=false")
     run.until(lambda: run.steps, "a step was taken")
     launcher.slurm.kill_daemon("n2")
     launcher.slurm.declare_down("n2")
@@ -43,8 +43,6 @@ def test_a_node_whose_ray_is_killed_is_named(launcher: Launcher, tmp_path: Path)
         ),
     )
     run.until(lambda: run.steps, "a step was taken")
-    shown = launcher.attached(run.logs / "attach", "n2", typed="echo node=$SLURMD_NODENAME | tr a-z A-Z\nexit\n")
-    assert "NODE=N2" in shown
     (raylet,) = launcher.processes("n2", "raylet/raylet")
     os.kill(raylet, signal.SIGKILL)
     assert run.wait("FAILED") == "1:0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,7 @@ def test_two_jobs_share_their_nodes(launcher: Launcher, tmp_path: Path) -> None:
         losses.append([step["sft/loss"] for step in run.steps])
         starts.append(run.stages["agent started"])
         ends.append(run.stages["driver ended"])
-        lines = (run.logs / "attach").read_text().splitlines()
-        addresses |= {line.split("RAY_ADDRESS=")[1].split()[0] for line in lines if "RAY_ADDRESS" in line}
+        addresses.add(json.loads((run.logs / "ray.json").read_text())["address"])
     assert len(losses[0]) == len(losses[1]) == 2
     assert losses[0] != losses[1]
     assert max(starts) < min(ends), "one ran after the other"

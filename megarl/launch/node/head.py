@@ -53,7 +53,6 @@ class Head(Agent):
         self._reached("all connected")
         ray = f"{address}:{ports[0]}"
         directory.publish_ray(ray)
-        directory.write_attach(ray, self._token)
         self._start_ray(config, ray, address, ports)
         self._wait_for_ray(ray, config.cluster.devices_per_node)
         self._reached("Ray ready")

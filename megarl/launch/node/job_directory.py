@@ -1,4 +1,4 @@
-"""RUN_DIR/slurm/JOB-ATTEMPT, which the nodes of a job share: logs, times, Ray's address, attach script, exit reason."""
+"""RUN_DIR/slurm/JOB-ATTEMPT, which the nodes of a job share: logs, times, Ray's address, exit reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any
 from megarl.errors import PreemptedError
 from megarl.files import write_durably
 from megarl.launch.node.slurm_job import SlurmJob
-from megarl.launch.render import templates
 
 _NO_FAILURE = (0, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM, PreemptedError.exit_code)
 """Exit codes of success, a user's mistake, a stop by a signal, and a preempted run that has saved."""
@@ -49,7 +48,6 @@ class JobDirectory:
         self.path = Path(run_dir).absolute() / "slurm" / f"{job.id}-{job.attempt}"
         self.path.mkdir(parents=True, exist_ok=True)
         self.driver_log = self.path / "driver.log"
-        self._token = self.path / "token"
 
     def log(self, index: int) -> Path:
         return self.path / f"{_role(index)}.log"
@@ -106,19 +104,8 @@ class JobDirectory:
         with _warning(), (self.path / "times.jsonl").open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
 
-    def write_attach(self, ray_address: str, secret: str) -> None:
-        """Writes the script that opens a shell in the job, and its token, which only the owner can read."""
-        script = self.path / "attach"
-        template = templates().get_template("attach.j2")
-        text = template.render(script=script, ray=ray_address, token=self._token, job=self._job)
-        with _warning():
-            write_durably(self._token, secret, mode=0o600)
-            write_durably(script, text, mode=0o755)
-
     def write_end(self, reason: ExitReason) -> None:
-        """Writes why the job ends, which ends it on every node, and removes the token."""
-        with _warning():
-            self._token.unlink(missing_ok=True)
+        """Writes why the job ends, which ends it on every node."""
         with _warning():
             write_durably(self.path / _END, json.dumps(asdict(reason)) + "\n")
 
