@@ -61,19 +61,6 @@ def test_every_golden_file_has_a_job() -> None:
     assert {file.stem for file in GOLDEN.iterdir()} == set(JOBS)
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_golden_files_are_of_consistent_jobs(name: str) -> None:
-    """Values that a submission derives from one source are equal everywhere."""
-    made = JOBS[name]
-    within = made.run_dir.is_relative_to(made.workdir)
-    directory = made.run_dir.relative_to(made.workdir) if within else made.run_dir
-    stage = "eval" if made.command == "eval" else "ppo"
-    assert made.title == f"{stage} in {directory}"
-    assert made.name == made.run_dir.name
-    assert made.config.is_relative_to(made.run_dir)
-    assert bool(made.earlier) == made.dependent
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_scripts_pass_shell_parsing_and_shellcheck(script: Path) -> None:
     shellcheck = program("shellcheck")
@@ -82,10 +69,6 @@ def test_scripts_pass_shell_parsing_and_shellcheck(script: Path) -> None:
     for command in (["bash", "-n"], [shellcheck]):
         done = subprocess.run([*command, str(script)], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_scripts_are_about_a_page() -> None:
-    assert max(len(script.read_text(encoding="utf-8").splitlines()) for script in SCRIPTS) < 60
 
 
 def test_the_plain_script_uses_the_same_srun_options() -> None:
@@ -161,11 +144,6 @@ def test_every_job_has_its_own_secret(tmp_path: Path) -> None:
     assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in secrets)
 
 
-def test_the_script_has_the_runs_exit_code(tmp_path: Path) -> None:
-    script = render(job({"runtime": {"python": "python"}}))
-    assert executed(script, tmp_path, RC="7")[0] == 7
-
-
 @pytest.mark.parametrize("runtime", ["bare", {"name": "apptainer", "image": "/i"}])
 @pytest.mark.parametrize(
     ("line", "said", "code"),
@@ -187,7 +165,7 @@ def test_the_run_knows_when_its_job_ends(tmp_path: Path, end: str, told: str | N
     assert recorded[-1][2].get("SLURM_JOB_END_TIME") == told
 
 
-def test_a_failure_after_setup_is_not_blamed_on_setup(tmp_path: Path) -> None:
+def test_the_script_has_the_exit_code_of_the_run(tmp_path: Path) -> None:
     script = render(job({"setup": ["true"], "runtime": {"python": "python"}}))
     assert executed(script, tmp_path, RC="7")[0] == 7
 
@@ -309,12 +287,6 @@ def test_a_wheel_contains_the_templates() -> None:
 def test_jobs_without_gpus_request_none() -> None:
     assert "gpu" not in render(JOBS["cpu"])
     assert "--nv" not in render(job({"runtime": {"name": "apptainer", "image": "i"}}, gpus=0))
-
-
-def test_templates_contain_no_site_specific_paths() -> None:
-    found = {file.name: re.findall(r"(?<![\w.}/])/(?!dev/urandom|bin/bash|slurm/)[a-z]\w+", file.read_text())
-             for file in (REPOSITORY / "slurm").iterdir()}  # fmt: skip
-    assert not any(found.values()), found
 
 
 def test_the_default_interpreter_is_the_submitting_one() -> None:

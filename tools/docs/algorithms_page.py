@@ -8,6 +8,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final
 
 from megarl.algos import (
@@ -27,103 +28,7 @@ from megarl.algos.registry import KINDS, Kind
 from megarl.algos.signatures import REQUIRED, Signature
 from megarl.rewards.functions import soft_overlong
 
-_INTRODUCTION = """\
-# Algorithms
-
-What every choice of a [configuration](configuration.md) computes: its name, formula, options with their defaults, and
-source. The functions are in `megarl/algos`, one file per kind: tensors in, tensors out. The combinations that other
-systems use are [recipes](recipes.md).
-
-Shapes: B rows (samples of a rank), R response tokens of the longest of them, N samples of a whole step, P preferences.
-Logarithms are natural, log-probabilities are in nats, and masks are True where a token counts.
-
-## Functions of your own
-
-Each field of the following table also takes a function of yours as `package.module:function`, with its keyword
-arguments as `args`. The module must be importable from the directory that `megarl` is run in. `megarl plan CONFIG`
-imports it and compares the names of the arguments with its signature, before anything starts; check their values in the
-function.
-
-{kinds}
-- The arguments of the table come first, by position; those with `=`, and your options, are keyword arguments. A policy
-  loss takes those of its arguments that its parameters name, by keyword; what it does not name is not computed. The
-  section of each field below gives the shapes.
-- Tensors of tokens are [B, R], float32. Make tensors of your own on their device. Off the mask their values may be
-  anything, and what you return there is not used. A rank may have no rows at all: B is then 0.
-- `reduce` is a collective: it sums a float64 vector over the ranks. All ranks must call it the same number of times,
-  also ranks without rows. Use it for every statistic of the whole step; everything else may depend only on the rank's
-  own rows, or the results change with the layout.
-- An `algo.advantage` of your own compares samples (`level: sample`, the default), or makes advantages from the rewards
-  of tokens (`level: token`). There `values` is None without a critic, and the returns are then not used.
-- With `level: sample` the function gets all samples of the step at once, on the CPU. What it returns for a sample is
-  the advantage of each of its tokens; a KL penalty in the reward is added afterwards.
-- Advantages of your own are normalised only where `algo.normalise.advantages` names a normaliser.
-- A loss returns the loss of each token (or pair). Its metrics are reported as `policy/NAME`, `value/NAME` or
-  `reward_model/NAME`. `policy/ppo_kl` is added if it is missing; report `clipfrac`, `approxkl` and the spread `ratio`
-  yourself if you want them. Do not use the names `loss`, `policy_loss`, `kl`, `kl_loss`, `entropy` and `ptx_loss`.
-
-These are the records, with all their fields.
-
-{records}
-An example of an advantage: how far a score is above the median of its prompt's scores, in a file `my_advantages.py`.
-Only samples with a score count in a median; the others keep the advantage 0. A sample without others gets 0 too, as it
-is its own median.
-
-```python
-import torch
-from torch import Tensor
-
-from megarl.algos.group_advantages import Samples
-
-
-def above_the_median(samples: Samples, *, scale: float = 1.0) -> Tensor:
-    \"\"\"scale * (s - median of the prompt's scores), [N]; 0 for samples without a score.\"\"\"
-    advantages = torch.zeros_like(samples.scores)
-    for group in samples.groups[samples.scored].unique():
-        members = samples.scored & (samples.groups == group)
-        scores = samples.scores[members]
-        advantages[members] = scale * (scores - scores.quantile(0.5))
-    return advantages
-```
-
-The configuration names it:
-
-```yaml
-algo:
-  advantage: {name: my_advantages:above_the_median, args: {scale: 2.0}}
-```
-
-An example of a policy loss: it has no clip, and adds a penalty on ratios far from 1, in a file `my_losses.py`.
-
-```python
-import torch
-from torch import Tensor
-
-from megarl.algos.policy_loss import LossTerms
-
-
-def damped(
-    new_logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    damping: float = 0.1,
-) -> LossTerms:
-    \"\"\"-A * r + damping * (r - 1)^2, with r = exp(new - old).\"\"\"
-    moved = torch.where(response_mask, new_logprobs - old_logprobs, 0.0)
-    ratio = moved.clamp(-20.0, 20.0).exp()
-    values = -advantages * ratio + damping * (ratio - 1).square()
-    return LossTerms(values=values, metrics={"approxkl": moved.detach().square() / 2})
-```
-
-The configuration names it:
-
-```yaml
-algo:
-  policy_loss: {name: my_losses:damped, args: {damping: 0.5}}
-```
-"""
+INTRODUCTION = Path(__file__).with_name("algorithms.md")
 _RECORDS = (Samples, Groups, LossTerms)
 
 
@@ -172,7 +77,7 @@ PARTS: Final[dict[str, list[tuple[str, Callable[..., Any]]]]] = {
 
 def markdown() -> str:
     """Returns the whole page."""
-    parts = [_INTRODUCTION.replace("{kinds}", _kinds()).replace("{records}", _records())]
+    parts = [INTRODUCTION.read_text(encoding="utf-8").replace("{kinds}", _kinds()).replace("{records}", _records())]
     described = set[str]()
 
     def begin(title: str, modules: set[str]) -> None:

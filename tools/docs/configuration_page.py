@@ -7,6 +7,7 @@ import json
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -17,38 +18,7 @@ from megarl.config.schema import STAGES, RunConfig, TrainingConfig, stage_classe
 from megarl.config.schema.choices import names_of
 from megarl.config.schema.schema_walk import choices, entries, fields, plain, section, sections
 
-_INTRODUCTION = """\
-# Configuration
-
-A YAML file describes a run. `defaults:` lists files that it inherits, relative to it; later ones win over earlier
-ones, and the file itself over all. `key.path=value` on the command line wins over the files. `null` removes an
-inherited group or role. `${key.path}` refers to another field. Paths of models, data and runs are relative to the
-directory in which `megarl` is run. Unknown keys are errors. `megarl plan CONFIG` checks without running.
-
-All problems are reported at once, from two checks. The first one reads the fields, the rules between them, and whether
-files exist. The second one reads the models, the rows of the data, and the functions; it needs valid fields, and for
-rows a known model. If it cannot be made, the last line of the report says so.
-
-If a field is one of several choices, its value is a name, or a name with options:
-
-```yaml
-algo:
-  advantage: grpo                              # with default options
-  policy_loss: {name: ppo, clip_high: 0.28}    # with options
-  normalise: {advantages: {name: my_package.my_module:my_function, args: {power: 2}}}    # a function of your own
-```
-
-Options without a name are for the choice of an inherited file, or else for the default choice:
-`algo.policy_loss.clip=0.1` on the command line changes one option. Another name drops the options of the former one.
-[algorithms.md](algorithms.md) describes every choice, and how to write your own function.
-
-`stage: {short}`
-are short for `stage: ppo` with what makes the algorithm: `algo.advantage`, `normalise`, `policy_loss`, `aggregation`
-and `filter` of the recipe of that name ([recipes](recipes.md)), below the configuration's own settings. A penalty, the
-number of samples and all else are the configuration's.
-
-The stages come first, with their sections; then every section, once. `make docs` writes this page from the schema.
-"""
+INTRODUCTION = Path(__file__).with_name("configuration.md")
 _HEADER = "| field | type | default | meaning |\n| --- | --- | --- | --- |\n"
 _CHOICES_HEADER = "| name | option | type | default | meaning |\n| --- | --- | --- | --- | --- |\n"
 
@@ -56,7 +26,7 @@ _CHOICES_HEADER = "| name | option | type | default | meaning |\n| --- | --- | -
 def markdown() -> str:
     """Returns the whole page."""
     parts = [
-        _INTRODUCTION.replace("{short}", "`, `".join(SHORT_STAGES)),
+        INTRODUCTION.read_text(encoding="utf-8").replace("{short}", "`, `".join(SHORT_STAGES)),
         _contents(),
         _table("All stages", RunConfig, fields(RunConfig)),
         _table("Stages that train", TrainingConfig, _own(TrainingConfig, RunConfig)),
