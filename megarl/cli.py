@@ -187,16 +187,6 @@ def stacks(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of
         show_stacks(run)
 
 
-@launchers.command()
-def local(config_path: ConfigPath, overrides: Overrides = None) -> None:
-    """Run CONFIG on this machine, in this terminal, as megarl train does, or megarl eval for stage eval."""
-    config = _load(config_path, overrides)
-    from megarl.config import TrainingConfig
-
-    run = _train if isinstance(config, TrainingConfig) else _evaluate
-    run(config_path, config)
-
-
 @plans.command("config", cls=ConfigCommand)
 def plan(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Check CONFIG and print its placement, batches, algorithm and memory, without starting anything.

@@ -71,12 +71,6 @@ def helped(command: typer.Typer, *path: str) -> str:
     return CliRunner().invoke(command, [*path, "--help"], env={"COLUMNS": "80"}, catch_exceptions=False).stdout
 
 
-def test_launch_needs_a_launcher() -> None:
-    done = CliRunner().invoke(app, ["launch", str(DEBUG)], env={"COLUMNS": "200"})
-    assert done.exit_code == 2
-    assert "write megarl launch slurm|local CONFIG" in done.stderr
-
-
 @pytest.mark.process
 def test_a_missing_file_gives_exit_code_2() -> None:
     done = run("plan", "nowhere.yaml")
