@@ -28,8 +28,8 @@ class SlurmError(RuntimeError):
 class Slurm:
     """A context: inside, jobs run on the nodes n1 and n2; afterwards no process, socket or file is left.
 
-    The partition `all` is the default one and has both nodes, `train` has n1 and `rollout` has n2. Jobs share the
-    nodes. A node that fails is noticed within a minute.
+    The partition `all` is the default one and has both nodes. Jobs share the nodes. A node that fails is noticed within
+    a minute.
     """
 
     def __init__(self) -> None:
@@ -67,11 +67,6 @@ class Slurm:
             raise SlurmError(f"{' '.join(words)}: {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout.strip()
 
-    def submit(self, script: str, *options: str | Path, environment: Mapping[str, str] | None = None) -> int:
-        """The id of a new job, of the lines of a bash script."""
-        text = f"#!/bin/bash\n{script}\n"
-        return int(self.run("sbatch", "--parsable", *options, environment=environment, stdin=text))
-
     def jobs(self, job: int) -> list[dict[str, str]]:
         """What the controller says of a job: one record, or one of each task of an array or component of a het job."""
         lines = self.run("scontrol", "--oneliner", "show", "job", str(job)).splitlines()
@@ -94,18 +89,6 @@ class Slurm:
                 raise SlurmError(f"job {job} is {now}, not {wanted}, after up to {limit_s:g} s: {found}\n{self.logs()}")
             time.sleep(0.3)
 
-    def accounted(self, job: int, *, limit_s: float = 60.0) -> dict[str, tuple[str, str]]:
-        """State and exit code of an ended job and its steps, as the accounting has them when it has all."""
-        deadline = time.monotonic() + limit_s
-        while True:
-            lines = self.run("sacct", "-n", "-P", "-j", str(job), "-o", "JobID,State,ExitCode").splitlines()
-            rows = {name: (state, code) for name, state, code in (line.split("|") for line in lines)}
-            if rows and not any(state in ("PENDING", "RUNNING", "") for state, _ in rows.values()):
-                return rows
-            if time.monotonic() > deadline:
-                raise SlurmError(f"job {job} has not ended in the accounting after {limit_s:g} s: {rows}")
-            time.sleep(0.1)
-
     def kill_daemon(self, node: str) -> None:
         """Kills the slurmd of a node; its tasks continue."""
         self._daemons[f"slurmd-{node}"].kill()
@@ -113,11 +96,6 @@ class Slurm:
     def declare_down(self, node: str) -> None:
         """Lets the controller do at once what it does when a node has not answered for SlurmdTimeout."""
         self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=tested")
-
-    def kill_node(self, node: str) -> None:
-        """Kills all of Slurm on a node and all tasks there at once, as when a machine fails."""
-        self.kill_daemon(node)
-        self._kill(f"SLURMD_NODENAME={node}\0", f"TESTED_NODE={node}\0")
 
     def tidy(self) -> None:
         """Ends all jobs, and starts daemons that were killed; returns when both nodes are idle."""
@@ -159,7 +137,16 @@ class Slurm:
         slurmdbd.wait(lambda: self._fails("sacctmgr", "-n", "show", "cluster"), "answering sacctmgr")
         slurmctld = self._daemon("slurmctld", "slurmctld", "-D")
         slurmctld.wait(lambda: self._fails("scontrol", "ping"), "answering scontrol")
-        slurmds = [self._daemon(f"slurmd-{node}", "slurmd", "-D", "-N", node, TESTED_NODE=node) for node in NODES]
+        slurmds = [
+            self._daemon(
+                f"slurmd-{node}",
+                "slurmd",
+                "-D",
+                "-N",
+                node,
+            )
+            for node in NODES
+        ]
         for daemon, node in zip(slurmds, NODES, strict=True):
             daemon.wait(lambda node=node: self._not_idle(node), "idle")
 

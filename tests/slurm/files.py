@@ -83,8 +83,6 @@ AccountingStoragePass={directory}/munge.socket
 
 {nodes}
 PartitionName=all Nodes={",".join(NODES)} Default=YES MaxTime=INFINITE DefaultTime=10
-PartitionName=train Nodes={NODES[0]} MaxTime=INFINITE DefaultTime=10
-PartitionName=rollout Nodes={NODES[1]} MaxTime=INFINITE DefaultTime=10
 """,
         "slurmdbd.conf": f"""
 DbdHost=localhost
