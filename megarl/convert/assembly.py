@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 import torch
 
-from megarl.convert.stored import Stored, copy_values
+from megarl.convert.stored import Stored
+from megarl.errors import UsageError
 from megarl.weights.plan import Copy
 from megarl.weights.shard_map import Box, Shape, Shard, ShardMap, TensorInfo
 
@@ -75,6 +77,17 @@ def assemble(
         sources = {copy.source: stored[copy.source] for copy in filling}
         assemblies.append(Assembly(tensors=tensors, copies=filling, sources=sources))
     return assemblies
+
+
+def copy_values(values: torch.Tensor, target: torch.Tensor, path: Path) -> None:
+    """Copies values of a file into a tensor; raises UsageError where finite ones are too large for its dtype."""
+    target.copy_(values)
+    if torch.finfo(target.dtype).max >= torch.finfo(values.dtype).max or not target.isinf().any():
+        return
+    if (target.isinf() & values.isfinite()).any():
+        wider = torch.bfloat16 if target.dtype == torch.float16 else values.dtype
+        problem = f"{path.name} has values that {target.dtype} cannot hold; choose --dtype {wider}"
+        raise UsageError(problem.replace("torch.", ""))
 
 
 def shards_within(whole: ShardMap, boxes: Mapping[str, tuple[str, Box]]) -> Iterator[Shard]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from megarl.config import ConfigError, load
 from megarl.convert.find_checkpoint import HF_FILES, FoundCheckpoint, find_checkpoint
-from megarl.convert.hf_source import read_spec
 from megarl.convert.megatron_checkpoint import MegatronCheckpoint
 from megarl.convert.output import OutputFile, PartialOutput
 from megarl.convert.resources import Resources
+from megarl.convert.stored import read_spec
 from megarl.errors import UsageError
 from megarl.models import ModelSpec, model_spec
 from megarl.types import RoleName
