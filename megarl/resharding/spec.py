@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -84,11 +83,8 @@ class SyncSpec:
         Args:
             places: places by rank, the trainers' first.
             transport: way of messages. On CPUs, ``auto`` is shared memory within a node and Gloo
-                between nodes, which ``shared_memory`` refuses; on CUDA, it is CUDA IPC and NCCL,
-                and ``gloo`` and ``shared_memory`` are refused. A user's class brings all messages.
-
-        Raises:
-            ValueError: the transport does not reach, or places are impossible; all are listed.
+                between nodes, which ``shared_memory`` refuses with ValueError; on CUDA, it is CUDA
+                IPC and NCCL. A user's class brings all messages.
         """
         recv_buffers = plan_recv_buffers(plan, places, device=device, transport=transport)
         return cls(
@@ -204,9 +200,6 @@ def plan_recv_buffers(
     plan: TransferPlan, places: Sequence[Place], *, device: Device, transport: str
 ) -> dict[int, RecvBufferPlan]:
     """Decides the route of every message; see ``SyncSpec.of``."""
-    problems = _problems(plan, places, device, transport)
-    if problems:
-        raise ValueError("; ".join(problems))
     trainers = {place.device: rank for rank, place in enumerate(places) if rank not in plan.receivers}
     shared = device == "cpu" and transport in ("auto", "shared_memory")
     recv_buffers: dict[int, RecvBufferPlan] = {}
@@ -214,9 +207,11 @@ def plan_recv_buffers(
         owner = rank
         if device == "cuda" and transport == "auto":
             owner = trainers.get(places[rank].device, rank)
-        framed = senders_of(part) - {owner}
+        framed = part.senders - {owner}
         if shared:
             framed = {sender for sender in framed if places[sender].node != places[rank].node}
+        if framed and transport == "shared_memory":
+            raise ValueError(f"transport shared_memory does not reach from ranks {sorted(framed)} to rank {rank}")
         recv_buffers[rank] = RecvBufferPlan(
             owner=owner,
             via_network=frozenset(framed),
@@ -225,36 +220,3 @@ def plan_recv_buffers(
             buckets=part.buckets,
         )
     return recv_buffers
-
-
-def _problems(plan: TransferPlan, places: Sequence[Place], device: Device, transport: str) -> list[str]:
-    problems: list[str] = []
-    if device == "cuda":
-        if transport in ("gloo", "shared_memory"):
-            problems.append(f"transport {transport} is for CPUs; on CUDA it must be auto")
-        trainers = [rank for rank in range(len(places)) if rank not in plan.receivers]
-        for kind, ranks in (("trainers", trainers), ("engines", sorted(plan.receivers))):
-            by_device: dict[int | None, list[int]] = defaultdict(list)
-            for rank in ranks:
-                by_device[places[rank].device].append(rank)
-            for number, sharing in by_device.items():
-                if len(sharing) > 1 and number is not None:
-                    problem = f"ranks {sharing} of the {kind} are all on device {number}"
-                    problems.append(f"{problem}; one is possible")
-        unplaced = [rank for rank, place in enumerate(places) if place.device is None]
-        if unplaced:
-            problems.append(f"ranks {unplaced} have no device, which CUDA needs")
-    if transport == "shared_memory":
-        for rank, part in plan.receivers.items():
-            target = places[rank].node
-            for sender in sorted(senders_of(part)):
-                source = places[sender].node
-                if source != target:
-                    ranks_apart = f"rank {sender} on node {source} to rank {rank} on node {target}"
-                    problem = f"transport shared_memory does not reach from {ranks_apart}"
-                    problems.append(f"{problem}; set it to auto or gloo")
-    return problems
-
-
-def senders_of(part: ReceiverPlan) -> set[int]:
-    return {message.sender for bucket in part.messages for message in bucket}

@@ -215,17 +215,17 @@ def _bytes() -> Any:
 
 def _at_message(number: int, happen: Callable[[Sequence[Any]], object]) -> None:
     """Calls a function once, after this process has written the given message."""
-    from megarl.resharding import sender
+    from megarl.resharding import sync_rank
 
-    pack, count = sender.pack, 0
+    pack, count = sync_rank.pack, 0
 
     def counted(message: Any, params: Any, targets: Sequence[Any], checksum: Any) -> int:
         nonlocal count
         nbytes = pack(message, params, targets, checksum)
         count += 1
         if count == number:
-            sender.pack = pack
+            sync_rank.pack = pack
             happen(targets)
         return nbytes
 
-    sender.pack = counted
+    sync_rank.pack = counted
