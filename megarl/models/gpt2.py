@@ -5,9 +5,8 @@ The dropouts in its configs belong to pretraining and are not applied.
 
 from __future__ import annotations
 
-from megarl.models.fused_params import FusedQKV
 from megarl.models.hf_config import Family, HFConfigReader, ParamTable
-from megarl.models.param_types import ColumnParallel, Names, Replicated, RowParallel, VocabRows
+from megarl.models.param_types import ColumnParallel, FusedQKV, Names, Replicated, RowParallel, VocabRows
 
 
 def _describe(read: HFConfigReader) -> ParamTable:
