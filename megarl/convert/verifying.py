@@ -19,6 +19,8 @@ from megarl.weights.export import group_tensors
 from megarl.weights.shard_map import TensorInfo
 
 _GROUP_BYTES = 256 << 20
+_STRIP = 1 << 16
+"""Elements that are compared at a time."""
 
 
 def compare(
@@ -61,16 +63,22 @@ def compare(
 
 
 def _differences(task: tuple[Assembly, Mapping[str, Stored]]) -> list[str]:
-    """Returns a line for each tensor that differs: NaNs of the same bits are equal, zeros of two signs are not."""
+    """Returns a line for each tensor that differs."""
     converted, original = task
     differences: list[str] = []
     tensors = converted.read()
     for name, source in original.items():
         values = tensors.pop(name)
-        expected = torch.empty_like(values)
-        copy_values(source.read_rows(0, source.info.shape[0]), expected, source.path)
-        integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
-        count = int((values.view(integers) != expected.view(integers)).sum())
+        count = _count_differences(values, source)
         if count:
             differences.append(f"{name}: {count} of {values.numel()} elements differ")
     return differences
+
+
+def _count_differences(values: torch.Tensor, source: Stored) -> int:
+    """Returns the number of elements with other bits: equal NaNs are equal, zeros of two signs are not."""
+    expected = torch.empty_like(values)
+    copy_values(source.read_rows(0, source.info.shape[0]), expected, source.path)
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
+    parts = [tensor.view(integers).flatten().split(_STRIP) for tensor in (values, expected)]
+    return sum(int((left != right).sum()) for left, right in zip(*parts, strict=True))
