@@ -305,15 +305,6 @@ def versions(rank: int, spec: SyncSpec, asked: dict[int, list[int]]) -> Any:
     return [(me.sync(version), me.state) for version in asked[rank]]
 
 
-def incomplete(rank: int, spec: SyncSpec, odd: int) -> Any:
-    """A receiver whose part of the plan has lost a message."""
-    me = Rank(spec, rank)
-    if rank == odd:
-        part = spec.receivers[rank]
-        me.receiver._plan = replace(part, messages=(part.messages[0][1:], *part.messages[1:]))
-    return me.sync(1), me.state
-
-
 def misshapen(rank: int, spec: SyncSpec) -> Any:
     me = Rank(spec, rank)
     if rank == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -136,6 +136,19 @@ def qwen3_moe_config(**changes: Any) -> dict[str, Any]:
         "norm_topk_prob": True,
     }
     return qwen3_config() | config | changes
+
+
+CONFIGS: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "llama": llama_config,
+    "mistral": mistral_config,
+    "qwen2": qwen2_config,
+    "qwen3": qwen3_config,
+    "phi3": phi3_config,
+    "gpt2": gpt2_config,
+    "mixtral": mixtral_config,
+    "qwen3_moe": qwen3_moe_config,
+}
+"""Tiny models of all families."""
 
 
 def numbered(tensors: Mapping[str, TensorInfo]) -> Arrays:
