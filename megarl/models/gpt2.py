@@ -61,7 +61,7 @@ GPT2 = Family(
         "max_position_embeddings": ("n_positions",),
         "hidden_act": ("activation_function",),
     },
-    defaults={"hidden_act": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
     activation="gelu_tanh",
     rotary=False,
     mlp_ratio=4,

@@ -93,7 +93,7 @@ LLAMA = Family(
     lm_class="LlamaForCausalLM",
     score_class="LlamaForSequenceClassification",
     describe=_llama,
-    defaults={"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0},
+    defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0},
 )
 
 
@@ -109,7 +109,6 @@ MISTRAL = Family(
     score_class="MistralForSequenceClassification",
     describe=_mistral,
     defaults={
-        "hidden_act": "silu",
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
@@ -133,7 +132,7 @@ PHI3 = Family(
     lm_class="Phi3ForCausalLM",
     score_class="Phi3ForSequenceClassification",
     describe=_phi3,
-    defaults={"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 10000.0},
 )
 
 
@@ -156,7 +155,7 @@ QWEN2 = Family(
     lm_class="Qwen2ForCausalLM",
     score_class="Qwen2ForSequenceClassification",
     describe=_qwen2,
-    defaults={"hidden_act": "silu", "rms_norm_eps": 1e-6},
+    defaults={"rms_norm_eps": 1e-6},
 )
 
 
@@ -183,7 +182,7 @@ QWEN3 = Family(
     lm_class="Qwen3ForCausalLM",
     score_class="Qwen3ForSequenceClassification",
     describe=_qwen3,
-    defaults={"hidden_act": "silu", "head_dim": 128, "num_key_value_heads": 32, "rms_norm_eps": 1e-6},
+    defaults={"head_dim": 128, "num_key_value_heads": 32, "rms_norm_eps": 1e-6},
 )
 
 
@@ -221,7 +220,6 @@ MIXTRAL = Family(
     describe=_mixtral,
     fields={"num_experts": ("num_local_experts",)},
     defaults={
-        "hidden_act": "silu",
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "num_key_value_heads": 8,
@@ -248,7 +246,6 @@ QWEN3_MOE = Family(
     describe=_qwen3_moe,
     fields={"intermediate_size": ("moe_intermediate_size",), "num_experts": ("num_experts", "num_local_experts")},
     defaults={
-        "hidden_act": "silu",
         "intermediate_size": 768,
         "num_experts": 128,
         "num_experts_per_tok": 8,

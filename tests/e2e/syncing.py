@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from megarl.config import RunConfig, load
 from megarl.models import model_spec
 from megarl.resharding import ConnectRequest, SyncError, SyncSpec, SyncStats, serve_store
-from megarl.resharding.holders import plan_sync
+from megarl.resharding.spec import plan_sync
 from megarl.types import Layout
 from megarl.weights.hf_files import read_config
 from megarl.weights.plan import TransferPlan
-from megarl.weights.topology import Place
+from megarl.weights.planner import Place
 from tests.pool import RankPool, free_port
 from tests.rollout.engine_process import EngineProcess, RemoteError
 

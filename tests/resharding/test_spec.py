@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from megarl.resharding import SyncSpec
-from megarl.weights.planner import Holder, plan
+from megarl.weights.planner import Holder, Place, plan
 from megarl.weights.shard_map import Box, Shard, ShardMap, TensorInfo
-from megarl.weights.topology import Place
 
 HALVES = [
     ShardMap(

@@ -10,7 +10,7 @@ import torch
 from megarl.resharding import SyncSpec, serve_store
 from megarl.resharding.spec import wire_ranks
 from megarl.weights.plan import TransferPlan
-from megarl.weights.topology import Place
+from megarl.weights.planner import Place
 from tests.resharding import jobs
 
 WAYS = ("shared", "gloo", "mixed", "two hops")

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from megarl.models import model_spec
 from megarl.resharding import Connection, ConnectRequest, Sender, SyncError, SyncSpec, SyncStats, connect, serve_store
 from megarl.resharding.buckets import bucket_views
-from megarl.resharding.holders import plan_sync
+from megarl.resharding.spec import plan_sync
 from megarl.resharding.transfers.gloo import GlooTransfer, GlooTransport
 from megarl.types import Layout
 from megarl.weights.hf_files import read_config
+from megarl.weights.planner import Place
 from megarl.weights.shard_map import ShardMap
-from megarl.weights.topology import Place
 from tests.rollout.engine_process import EngineProcess, RemoteError
 
 ONE_RANK = Layout()

@@ -15,8 +15,7 @@ from megarl.models import model_spec
 from megarl.resharding import ConnectRequest, SyncSpec
 from megarl.types import Prompt, SampledTurn, SampleRequest, VersionSpan
 from megarl.weights.hf_files import HFDirectory, read_config
-from megarl.weights.planner import Holder, plan
-from megarl.weights.topology import Place
+from megarl.weights.planner import Holder, Place, plan
 from tests.rollout import in_process
 from tests.rollout.conftest import NEW_TOKENS, Answers, ask, requests, sequences, start
 from tests.rollout.engine_process import EngineProcess, RemoteError

@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.models import ModelSpec, model_spec
-from megarl.resharding.holders import engine_holders, trainer_holders
+from megarl.resharding.spec import engine_holders, trainer_holders
 from megarl.types import Layout
 from megarl.weights.plan import TransferPlan
-from megarl.weights.planner import Holder, plan
+from megarl.weights.planner import Distance, Holder, Place, plan
 from megarl.weights.shard_map import ShardMap
-from megarl.weights.topology import Distance, Place
 from tests.unit_profile import fewer
 from tests.weights import models
 from tests.weights.models import numbered
