@@ -59,7 +59,7 @@ def test_a_recorded_conversation_keeps_its_mask(tmp_path: Path) -> None:
 def test_an_engine_records_only_training_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutEngine, "_response", lambda _engine, _request, output, _version: output)
     engine = object.__new__(RecordingEngine)
-    engine._directory, engine._rollout = tmp_path, ROLLOUT
+    engine._rollout = ROLLOUT.model_copy(update={"record": str(tmp_path)})
     prompt = Prompt(prompt_id="p", token_ids=(1,))
     for name in ("0/a/0", "1/a/0", "0/b/0", "1/b/0"):
         asked = SampleRequest(sample_id=name, prompt=prompt, seed=0)
