@@ -92,20 +92,6 @@ def test_layers_that_differ_in_shape_or_dtype_are_listed() -> None:
     ]
 
 
-def test_unsupported_dtypes_are_listed_once(tmp_path: Path) -> None:
-    make_directory(tmp_path / "hf", models.llama_config())
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
-    index = DCPIndex.read(tmp_path / "ckpt/release")
-    key = "decoder.final_layernorm.weight"
-    tensors = {**index.tensors, key: TensorInfo((20,), "float8_e4m3fn")}
-    DCPIndex(tensors=tensors, chunks=index.chunks, objects=index.objects).write(tmp_path / "ckpt/release/.metadata")
-    with pytest.raises(CheckpointError) as caught:
-        export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES)
-    assert [line for line in str(caught.value).splitlines() if key in line] == [
-        f"  of another dtype: {key} is float8_e4m3fn; supported are float64, float32, float16, bfloat16"
-    ]
-
-
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/.file.partial").symlink_to("/dev/full")

@@ -42,13 +42,6 @@ def resync(engine: EngineProcess, model_dir: Path) -> None:
     sync(engine, model_dir, engine.apply(in_process.version) + 1)
 
 
-def test_synced_engine_equals_one_that_loaded_the_files(
-    engine: EngineProcess, models: Mapping[str, Path], fresh: Mapping[str, Answers]
-) -> None:
-    resync(engine, models["qwen2"])
-    assert_same(ask(engine), fresh["qwen2"])
-
-
 def test_a_second_sync_replaces_every_weight(
     engine: EngineProcess, models: Mapping[str, Path], fresh: Mapping[str, Answers]
 ) -> None:
