@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from megarl.convert.stored import read_spec
 from megarl.errors import UsageError
 from megarl.models import ModelSpec, model_spec
 from megarl.types import RoleName
-from megarl.weights.export import MAX_FILE_BYTES, SafetensorsFile, copy_side_files, lay_out, write_index, write_json
+from megarl.weights.export import MAX_FILE_BYTES, copy_side_files, lay_out, write_index, write_json
 from megarl.weights.shard_map import TensorInfo
 
 _HF_CONFIG = "config.json"
@@ -53,23 +52,25 @@ def export_checkpoint(
         if dtype is not None:
             tensors = {name: replace(info, dtype=dtype) for name, info in tensors.items()}
         layouts = lay_out(tensors, max_file_bytes)
-        assemblies = source.assemble(map(_in_file_order, layouts))
+        groups: list[dict[str, TensorInfo]] = []
+        for layout in layouts:
+            groups.append({name: tensors[name] for name in layout.offsets})  # in the order of the file
         files: list[OutputFile] = []
-        for layout, assembly in zip(layouts, assemblies, strict=True):
+        for layout, assembly in zip(layouts, source.assemble(groups), strict=True):
             files.append(OutputFile(path=layout.name, assembly=assembly, header=layout.header))
         inputs = {tensor.path for tensor in source.stored.values()}
         output.write(f"export {checkpoint.name}", files, inputs=inputs, resources=resources)
         write_index(output.directory, layouts)
         for directory in side_directories:
             copy_side_files(directory, output.directory)
-        written = replace(spec, dtype=_main_dtype(tensors))
-        write_json(output.directory / _HF_CONFIG, written.hf_config(head))
+        embedding = next(iter(tensors.values()))
+        write_json(output.directory / _HF_CONFIG, replace(spec, dtype=embedding.dtype).hf_config(head))
         output.publish()
 
 
 def _model_of(found: FoundCheckpoint, template: Path | None) -> tuple[ModelSpec, tuple[Path, ...]]:
     """Returns a checkpoint's model, and directories with its tokenizer and generation files; later ones win."""
-    if template is not None or found.kind == "megatron":
+    if template is not None or found.role is None:
         directory = template or found.root / HF_FILES
         if template is None and not (directory / _HF_CONFIG).is_file():
             fix = "name a directory that has its config.json and tokenizer with --hf"
@@ -78,7 +79,7 @@ def _model_of(found: FoundCheckpoint, template: Path | None) -> tuple[ModelSpec,
     path = found.root / "config.yaml"  # of the run, with the model from which the role started
     try:
         config = load(path)
-        start = None if found.role is None else config.role_checkpoint(found.role)
+        start = config.role_checkpoint(found.role)
         fields: Mapping[str, Any] = config.model.hf_config()
         spec = model_spec(fields) if start is None else read_spec(Path(start))
     except (ConfigError, OSError, ValueError) as error:
@@ -86,16 +87,3 @@ def _model_of(found: FoundCheckpoint, template: Path | None) -> tuple[ModelSpec,
         raise UsageError(f"{problem}; name a directory that has it with --hf") from None
     directories = (config.model.path, config.model.tokenizer, start)
     return spec, tuple(Path(directory) for directory in directories if directory is not None)
-
-
-def _in_file_order(layout: SafetensorsFile) -> dict[str, TensorInfo]:
-    names = sorted(layout.offsets, key=layout.offsets.__getitem__)
-    return {name: layout.tensors[name] for name in names}
-
-
-def _main_dtype(tensors: Mapping[str, TensorInfo]) -> str:
-    """Returns the dtype of most bytes."""
-    sizes: Counter[str] = Counter()
-    for info in tensors.values():
-        sizes[info.dtype] += info.nbytes
-    return max(sizes, key=sizes.__getitem__)

@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from megarl.convert.dcp import METADATA
 from megarl.errors import UsageError
@@ -28,16 +28,12 @@ class FoundCheckpoint:
     """A directory of sharded tensors, with ``.metadata``.
 
     Args:
-        kind: program that wrote it.
         root: Megatron-LM's save directory, or a run.
-        step: number of training steps before it; None for a release.
-        role: role of a run.
+        role: role of a run; None in Megatron-LM's.
     """
 
-    kind: Literal["megatron", "megarl"]
     directory: Path
     root: Path
-    step: int | None
     role: RoleName | None = None
 
     def head(self, configured: HeadName) -> HeadName:
@@ -75,9 +71,7 @@ def find_checkpoint(path: Path, *, role: RoleName | None = None, step: int | Non
         raise UsageError(f"{path} has no checkpoint: {kinds}; choose another one")
     if (path.parent / MANIFEST).is_file():
         return _in_run(path.parent, path.name)
-    match = _ITERATION.fullmatch(path.name)
-    step = int(match[1]) if match else None
-    return FoundCheckpoint(kind="megatron", directory=path, root=path.parent, step=step)
+    return FoundCheckpoint(directory=path, root=path.parent)
 
 
 def _step_directory(run: Path, step: int | None) -> Path:
@@ -98,13 +92,7 @@ def _in_run(directory: Path, role: str | None) -> FoundCheckpoint:
         role = roles[0] if len(roles) == 1 else "actor"
     for name in roles:
         if name == role:
-            return FoundCheckpoint(
-                kind="megarl",
-                directory=directory / name,
-                root=directory.parent.parent,
-                step=manifest.step,
-                role=name,
-            )
+            return FoundCheckpoint(directory=directory / name, root=directory.parent.parent, role=name)
     raise UsageError(f"{directory} has no {role}; choose --role {' or '.join(roles)}")
 
 
@@ -120,7 +108,7 @@ def _in_megatron(root: Path, step: int | None) -> FoundCheckpoint:
     directory = root / (RELEASE if step is None else f"iter_{step:07d}")
     if not (directory / METADATA).is_file():
         raise UsageError(f"{directory} is not a checkpoint of Megatron's torch_dist format; {choice}")
-    return FoundCheckpoint(kind="megatron", directory=directory, root=root, step=step)
+    return FoundCheckpoint(directory=directory, root=root)
 
 
 def _iterations(root: Path) -> list[int]:

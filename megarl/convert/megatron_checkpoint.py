@@ -56,7 +56,7 @@ class MegatronCheckpoint:
     def open(cls, found: FoundCheckpoint, spec: ModelSpec, head: HeadName) -> MegatronCheckpoint:
         """Finds the weights of a model in a checkpoint; a CheckpointError lists every tensor that does not fit."""
         index = DCPIndex.read(found.directory)
-        if found.kind == "megatron":
+        if found.role is None:
             index = _stacked(index)
             maps = _megatron_maps(index, spec, head)
         else:
