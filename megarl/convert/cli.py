@@ -119,8 +119,8 @@ def verify(
 ) -> None:
     """Compare a checkpoint with a Hugging Face directory, bit for bit; exit with 1 and a list where they differ."""
     with _exit_codes():
+        from megarl.convert.exporting import compare
         from megarl.convert.resources import Resources
-        from megarl.convert.verifying import compare
 
         resources = Resources(memory=memory_budget, processes=processes)
         count, different = compare(hf, checkpoint, resources=resources, role=role, step=step, dtype=dtype)
@@ -138,7 +138,7 @@ def inspect(
     """Print the tensors of a checkpoint, with their dtypes, shapes and numbers of chunks."""
     with _exit_codes():
         from megarl.convert.dcp import DCPIndex
-        from megarl.convert.find_checkpoint import find_checkpoint
+        from megarl.convert.megatron_checkpoint import find_checkpoint
 
         found = find_checkpoint(checkpoint, role=role, step=step)
         index = DCPIndex.read(found.directory)

@@ -1,4 +1,4 @@
-"""From a checkpoint, Megatron-LM's or a run's, to a Hugging Face directory."""
+"""From a checkpoint, Megatron-LM's or a run's, to a Hugging Face directory; and comparisons of the two."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megarl.config import ConfigError, load
-from megarl.convert.find_checkpoint import HF_FILES, FoundCheckpoint, find_checkpoint
-from megarl.convert.megatron_checkpoint import MegatronCheckpoint
+from megarl.convert.megatron_checkpoint import HF_FILES, FoundCheckpoint, MegatronCheckpoint, find_checkpoint
 from megarl.convert.output import OutputFile, PartialOutput
-from megarl.convert.resources import Resources
-from megarl.convert.stored import read_spec
+from megarl.convert.resources import Resources, run_tasks
+from megarl.convert.stored import Assembly, Stored, copy_values, open_hf, read_spec
 from megarl.errors import UsageError
 from megarl.models import ModelSpec, model_spec
 from megarl.types import RoleName
-from megarl.weights.export import MAX_FILE_BYTES, copy_side_files, lay_out, write_index, write_json
+from megarl.weights.export import MAX_FILE_BYTES, copy_side_files, group_tensors, lay_out, write_index, write_json
 from megarl.weights.shard_map import TensorInfo
 
 _HF_CONFIG = "config.json"
+_GROUP_BYTES = 256 << 20
+_STRIP = 1 << 16
+"""Elements that are compared at a time."""
 
 
 def export_checkpoint(
@@ -87,3 +91,64 @@ def _model_of(found: FoundCheckpoint, template: Path | None) -> tuple[ModelSpec,
         raise UsageError(f"{problem}; name a directory that has it with --hf") from None
     directories = (config.model.path, config.model.tokenizer, start)
     return spec, tuple(Path(directory) for directory in directories if directory is not None)
+
+
+def compare(
+    hf: Path,
+    checkpoint: Path,
+    *,
+    resources: Resources,
+    role: RoleName | None = None,
+    step: int | None = None,
+    dtype: str | None = None,
+) -> tuple[int, list[str]]:
+    """Compares every tensor of a directory with a checkpoint's; returns their number, and a line for each difference.
+
+    Args:
+        checkpoint, role, step: see ``find_checkpoint``.
+        dtype: dtype to which both sides are cast; otherwise a tensor of another dtype differs.
+    """
+    found = find_checkpoint(checkpoint, role=role, step=step)
+    spec = read_spec(hf)
+    head = found.head(spec.head)
+    if (head == "lm") != (spec.head == "lm"):
+        raise UsageError(f"{hf} has the head {spec.head!r}, the {found.role} {head!r}; choose another --role")
+    original = open_hf(hf, spec.manifest(head))
+    found.verify()
+    converted = MegatronCheckpoint.open(found, spec, head)
+    problems: list[str] = []
+    tensors: dict[str, TensorInfo] = {}
+    for name, tensor in original.items():
+        info = converted.tensors[name]
+        if dtype is None and info.dtype != tensor.info.dtype:
+            problems.append(f"{name}: {info.dtype}, not {tensor.info.dtype}")
+        tensors[name] = replace(tensor.info, dtype=dtype or tensor.info.dtype)
+    tasks: list[tuple[Assembly, Mapping[str, Stored]]] = []
+    for assembly in converted.assemble(group_tensors(tensors, _GROUP_BYTES)):
+        tasks.append((assembly, {name: original[name] for name in assembly.tensors}))
+    workers = resources.workers([assembly.memory for assembly, _ in tasks])
+    for _, differences in run_tasks(tasks, _differences, workers):
+        problems += differences
+    return len(tensors), problems
+
+
+def _differences(task: tuple[Assembly, Mapping[str, Stored]]) -> list[str]:
+    """Returns a line for each tensor that differs."""
+    converted, original = task
+    differences: list[str] = []
+    tensors = converted.read()
+    for name, source in original.items():
+        values = tensors.pop(name)
+        count = _count_differences(values, source)
+        if count:
+            differences.append(f"{name}: {count} of {values.numel()} elements differ")
+    return differences
+
+
+def _count_differences(values: torch.Tensor, source: Stored) -> int:
+    """Returns the number of elements with other bits: equal NaNs are equal, zeros of two signs are not."""
+    expected = torch.empty_like(values)
+    copy_values(source.read_rows(0, source.info.shape[0]), expected, source.path)
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
+    parts = [tensor.view(integers).flatten().split(_STRIP) for tensor in (values, expected)]
+    return sum(int((left != right).sum()) for left, right in zip(*parts, strict=True))

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import torch
 
-from megarl.convert.assembly import assemble, shards_within
 from megarl.convert.dcp import METADATA, DCPIndex, FileRange, TensorChunk
-from megarl.convert.find_checkpoint import HF_FILES, RELEASE, TRACKER
+from megarl.convert.megatron_checkpoint import HF_FILES, RELEASE, TRACKER
 from megarl.convert.output import OutputFile, PartialOutput
 from megarl.convert.resources import Resources
-from megarl.convert.stored import open_hf, read_spec
+from megarl.convert.stored import assemble, open_hf, read_spec, shards_within
 from megarl.errors import UsageError
 from megarl.files import write_durably, write_errors
 from megarl.models import ModelSpec

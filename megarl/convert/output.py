@@ -17,9 +17,8 @@ from typing import Any, Self
 
 import torch
 
-from megarl.convert.assembly import Assembly
 from megarl.convert.resources import Resources, run_tasks
-from megarl.convert.stored import as_bytes
+from megarl.convert.stored import Assembly, as_bytes
 from megarl.errors import UsageError
 from megarl.files import format_bytes, read_json, sync, write_durably, write_errors
 from megarl.weights.hf_files import CheckpointError

@@ -8,14 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.convert.assembly import Assembly
 from megarl.convert.dcp import DCPIndex, FileRange, TensorChunk
-from megarl.convert.exporting import export_checkpoint
+from megarl.convert.exporting import compare, export_checkpoint
 from megarl.convert.importing import import_checkpoint
 from megarl.convert.megatron_checkpoint import _stacked
 from megarl.convert.output import OutputFile
 from megarl.convert.resources import Resources
-from megarl.convert.verifying import compare
+from megarl.convert.stored import Assembly
 from megarl.weights.hf_files import CheckpointError, HFDirectory
 from megarl.weights.shard_map import Box, TensorInfo
 from tests.convert.directories import assert_equal, make_directory, read_directory

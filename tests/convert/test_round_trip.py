@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.convert.exporting import export_checkpoint
+from megarl.convert.exporting import compare, export_checkpoint
 from megarl.convert.importing import import_checkpoint
 from megarl.convert.resources import Resources
-from megarl.convert.verifying import compare
 from megarl.errors import UsageError
 from megarl.models import model_spec
 from tests.convert.directories import assert_equal, make_directory, random_tensors, read_directory

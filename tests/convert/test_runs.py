@@ -12,9 +12,8 @@ import torch
 
 from megarl.config import load
 from megarl.config import save as save_config
-from megarl.convert.exporting import export_checkpoint
+from megarl.convert.exporting import compare, export_checkpoint
 from megarl.convert.resources import Resources
-from megarl.convert.verifying import compare
 from megarl.errors import UsageError
 from megarl.run.checkpoints import BrokenCheckpointError, Checkpoints
 from megarl.types import Layout, RoleName

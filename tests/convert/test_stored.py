@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarl.convert.assembly import copy_values
-from megarl.convert.stored import ArchivedTensor, SafeTensor, Stored
+from megarl.convert.stored import ArchivedTensor, SafeTensor, Stored, copy_values
 from megarl.errors import UsageError
 from megarl.weights.hf_files import CheckpointError
 from megarl.weights.shard_map import TensorInfo
