@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from megarl.models.gpt2 import GPT2
+from megarl.models.families import FAMILIES
 from megarl.models.hf_config import (
     HF_ACTIVATIONS,
     Activation,
@@ -19,7 +19,6 @@ from megarl.models.hf_config import (
     UnsupportedModelError,
     shown,
 )
-from megarl.models.llama_like import LLAMA, MISTRAL, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE
 from megarl.models.param_types import (
     MEGATRON_EXPERTS,
     Dims,
@@ -34,10 +33,6 @@ from megarl.models.param_types import (
 from megarl.models.transformer_engine import INPUT_NORM, MLP_NORM
 from megarl.types import HeadName, Layout
 from megarl.weights.shard_map import Manifest, Padding, Shard, ShardMap, TensorInfo
-
-_FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, MIXTRAL, QWEN3_MOE)
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}
-"""Families by HF's ``model_type``."""
 
 _PrefixedStacks = tuple[str, str, Sequence[Stack]]
 """Stacks, which layers share, after the prefixes of their local and canonical names."""
