@@ -31,7 +31,7 @@ from benchmarks.resharding.model import ENGINE_TP, ENGINES, MIB, TRAINERS, Setup
 from benchmarks.resharding.processes import Process, Span, call_all, elapsed
 from benchmarks.resharding.trainer import Trainer
 from megarl.resharding import SyncSpec, serve_store
-from megarl.weights.topology import Place
+from megarl.weights.planner import Place
 
 Times = dict[str, float]
 

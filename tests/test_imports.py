@@ -18,10 +18,10 @@ PACKAGE = REPOSITORY / "megarl"
 LAYERS = (
     {"bounds", "errors", "files", "garbage_collection", "lazy_compiling"},
     {"plugins", "remote", "stacks", "texts", "types"},
-    {"algos"},
+    {"weights"},
+    {"algos", "models"},
     {"config"},
-    {"role_specs", "weights"},
-    {"models"},
+    {"role_specs"},
     {"cluster", "data"},
     {"rewards"},
     {"environments"},

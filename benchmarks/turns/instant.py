@@ -12,7 +12,7 @@ from megarl.conversations.conversation import Branch, Conversation
 from megarl.conversations.environment_process import EnvironmentProcess
 from megarl.remote import remote
 from megarl.rollout.completions import Response, pack_chunk
-from megarl.rollout.turns import Turns
+from megarl.rollout.requests import Turns
 from megarl.types import Pickled, Prompt, RolloutChunk, SampleInfo, SampleRequest, TurnAnswer, VersionSpan, WorkItem
 
 ROOM = 1 << 20

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
-if TYPE_CHECKING:
-    from megarl.convert.resources import Resources
+from megarl.errors import RunError, UsageError
+from megarl.files import format_bytes
 
 app = typer.Typer(
     name="convert",
@@ -21,7 +22,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_BUDGET = "16GiB"
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Parses a size, such as ``512MiB``, ``4GiB`` or ``5GB``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", f"{text}")
+    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
+        raise typer.BadParameter(f"{text!r} is not a size; write one like 512MiB, 4GiB or 5GB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+_BUDGET = 16 << 30
 DtypeName = Literal["float64", "float32", "float16", "bfloat16"]
 RoleName = Literal["actor", "critic", "reference", "reward"]
 """As of megarl.types, whose records would load numpy for every command."""
@@ -32,10 +45,17 @@ Out = Annotated[Path, typer.Option("--out", help="Directory to make; it appears 
 Role = Annotated[RoleName | None, typer.Option("--role", help="Role of a run; its actor by default.")]
 Step = Annotated[int | None, typer.Option("--step", min=0, help="Which checkpoint; the latest by default.")]
 Dtype = Annotated[DtypeName | None, typer.Option("--dtype", help="Cast the weights; they keep their own by default.")]
-Budget = Annotated[str, typer.Option("--memory-budget", help="Memory of all processes together, such as 4GiB.")]
+Budget = Annotated[
+    int,
+    typer.Option("--memory-budget", parser=parse_bytes, show_default="16GiB", help="Memory of all processes together."),
+]
 Processes = Annotated[int, typer.Option("--processes", min=1, help="Most worker processes; memory may allow fewer.")]
-AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Read pickle files, which could run code.")]
-MaxFileSize = Annotated[str, typer.Option("--max-file-size", help="Size of an output file, such as 5GB.")]
+MaxFileSize = Annotated[
+    int,
+    typer.Option(
+        "--max-file-size", parser=parse_bytes, show_default=False, help="Size of an output file, such as 5GB."
+    ),
+]
 
 
 @app.command("import")
@@ -43,24 +63,17 @@ def import_(
     hf: HF,
     out: Out,
     dtype: Dtype = None,
-    max_file_size: MaxFileSize = "1GiB",
+    max_file_size: MaxFileSize = 1 << 30,
     memory_budget: Budget = _BUDGET,
     processes: Processes = 1,
-    allow_pickle: AllowPickle = False,
 ) -> None:
     """Make a Megatron checkpoint, which any layout loads, of a Hugging Face directory."""
     with _exit_codes():
         from megarl.convert.importing import import_checkpoint
-        from megarl.convert.resources import parse_bytes
+        from megarl.convert.resources import Resources
 
-        import_checkpoint(
-            hf,
-            out,
-            resources=_resources(memory_budget, processes),
-            dtype=dtype,
-            allow_pickle=allow_pickle,
-            max_file_bytes=parse_bytes("--max-file-size", max_file_size),
-        )
+        resources = Resources(memory=memory_budget, processes=processes)
+        import_checkpoint(hf, out, resources=resources, dtype=dtype, max_file_bytes=max_file_size)
     typer.echo(f"{out} is complete")
 
 
@@ -72,24 +85,24 @@ def export(
     role: Role = None,
     step: Step = None,
     dtype: Dtype = None,
-    max_file_size: MaxFileSize = "5GB",
+    max_file_size: MaxFileSize = 5 * 10**9,
     memory_budget: Budget = _BUDGET,
     processes: Processes = 1,
 ) -> None:
     """Make a Hugging Face directory of a checkpoint, Megatron-LM's or a run's."""
     with _exit_codes():
         from megarl.convert.exporting import export_checkpoint
-        from megarl.convert.resources import parse_bytes
+        from megarl.convert.resources import Resources
 
         export_checkpoint(
             checkpoint,
             out,
-            resources=_resources(memory_budget, processes),
+            resources=Resources(memory=memory_budget, processes=processes),
             template=hf,
             role=role,
             step=step,
             dtype=dtype,
-            max_file_bytes=parse_bytes("--max-file-size", max_file_size),
+            max_file_bytes=max_file_size,
         )
     typer.echo(f"{out} is complete")
 
@@ -103,21 +116,14 @@ def verify(
     dtype: Dtype = None,
     memory_budget: Budget = _BUDGET,
     processes: Processes = 1,
-    allow_pickle: AllowPickle = False,
 ) -> None:
     """Compare a checkpoint with a Hugging Face directory, bit for bit; exit with 1 and a list where they differ."""
     with _exit_codes():
-        from megarl.convert.verifying import compare
+        from megarl.convert.exporting import compare
+        from megarl.convert.resources import Resources
 
-        count, different = compare(
-            hf,
-            checkpoint,
-            resources=_resources(memory_budget, processes),
-            role=role,
-            step=step,
-            dtype=dtype,
-            allow_pickle=allow_pickle,
-        )
+        resources = Resources(memory=memory_budget, processes=processes)
+        count, different = compare(hf, checkpoint, resources=resources, role=role, step=step, dtype=dtype)
         if different:
             _stop("\n  ".join([f"{len(different)} of {count} tensors differ:", *different]), exit_code=1)
         typer.echo(f"{count} tensors are equal, bit for bit")
@@ -126,22 +132,26 @@ def verify(
 @app.command("inspect")
 def inspect(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="See --checkpoint of export.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     role: Role = None,
     step: Step = None,
 ) -> None:
-    """Print the tensors of a checkpoint, with their shapes, dtypes and sizes."""
+    """Print the tensors of a checkpoint, with their dtypes, shapes and numbers of chunks."""
     with _exit_codes():
-        from megarl.convert import inspecting
+        from megarl.convert.dcp import DCPIndex
+        from megarl.convert.megatron_checkpoint import find_checkpoint
 
-        found = inspecting.inspect(checkpoint, role=role, step=step)
-        typer.echo(json.dumps(found, indent=1) if as_json else inspecting.render(found))
+        found = find_checkpoint(checkpoint, role=role, step=step)
+        index = DCPIndex.read(found.directory)
+        chunks = Counter(chunk.key for chunk in index.chunks)
+        nbytes = sum(chunk.place.nbytes for chunk in index.chunks)
+        typer.echo(f"{found.directory}: {len(index.tensors)} tensors, {format_bytes(nbytes)}")
+        for key, info in sorted(index.tensors.items()):
+            typer.echo(f"  {key}  {info.dtype}  {list(info.shape)}  chunks: {chunks[key]}")
 
 
 @contextmanager
 def _exit_codes() -> Iterator[None]:
     """Ends the command with an error's message: exit code 2 for the user's mistakes, 1 for anything else."""
-    from megarl.errors import RunError, UsageError
     from megarl.weights.hf_files import CheckpointError
 
     try:
@@ -152,12 +162,6 @@ def _exit_codes() -> Iterator[None]:
         _stop(str(error), exit_code=1)
     except OSError as error:
         _stop(f"{error.filename or 'a file'}: {error.strerror}", exit_code=1)
-
-
-def _resources(memory_budget: str, processes: int) -> Resources:
-    from megarl.convert.resources import Resources, parse_bytes
-
-    return Resources(memory=parse_bytes("--memory-budget", memory_budget), processes=processes)
 
 
 def _stop(message: str, *, exit_code: int) -> NoReturn:

@@ -1,26 +1,29 @@
-"""From a checkpoint, Megatron-LM's or a run's, to a Hugging Face directory."""
+"""From a checkpoint, Megatron-LM's or a run's, to a Hugging Face directory; and comparisons of the two."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megarl.config import ConfigError, load
-from megarl.convert.find_checkpoint import HF_FILES, FoundCheckpoint, find_checkpoint
-from megarl.convert.hf_source import read_spec
-from megarl.convert.megatron_checkpoint import MegatronCheckpoint
+from megarl.convert.megatron_checkpoint import HF_FILES, FoundCheckpoint, MegatronCheckpoint, find_checkpoint
 from megarl.convert.output import OutputFile, PartialOutput
-from megarl.convert.resources import Resources
+from megarl.convert.resources import Resources, run_tasks
+from megarl.convert.stored import Assembly, Stored, copy_values, open_hf, read_spec
 from megarl.errors import UsageError
 from megarl.models import ModelSpec, model_spec
 from megarl.types import RoleName
-from megarl.weights.export import MAX_FILE_BYTES, SafetensorsFile, copy_side_files, lay_out, write_index, write_json
+from megarl.weights.export import MAX_FILE_BYTES, copy_side_files, group_tensors, lay_out, write_index, write_json
 from megarl.weights.shard_map import TensorInfo
 
 _HF_CONFIG = "config.json"
+_GROUP_BYTES = 256 << 20
+_STRIP = 1 << 16
+"""Elements that are compared at a time."""
 
 
 def export_checkpoint(
@@ -53,23 +56,25 @@ def export_checkpoint(
         if dtype is not None:
             tensors = {name: replace(info, dtype=dtype) for name, info in tensors.items()}
         layouts = lay_out(tensors, max_file_bytes)
-        assemblies = source.assemble(map(_in_file_order, layouts))
+        groups: list[dict[str, TensorInfo]] = []
+        for layout in layouts:
+            groups.append({name: tensors[name] for name in layout.offsets})  # in the order of the file
         files: list[OutputFile] = []
-        for layout, assembly in zip(layouts, assemblies, strict=True):
+        for layout, assembly in zip(layouts, source.assemble(groups), strict=True):
             files.append(OutputFile(path=layout.name, assembly=assembly, header=layout.header))
         inputs = {tensor.path for tensor in source.stored.values()}
         output.write(f"export {checkpoint.name}", files, inputs=inputs, resources=resources)
         write_index(output.directory, layouts)
         for directory in side_directories:
             copy_side_files(directory, output.directory)
-        written = replace(spec, dtype=_main_dtype(tensors))
-        write_json(output.directory / _HF_CONFIG, written.hf_config(head))
+        embedding = next(iter(tensors.values()))
+        write_json(output.directory / _HF_CONFIG, replace(spec, dtype=embedding.dtype).hf_config(head))
         output.publish()
 
 
 def _model_of(found: FoundCheckpoint, template: Path | None) -> tuple[ModelSpec, tuple[Path, ...]]:
     """Returns a checkpoint's model, and directories with its tokenizer and generation files; later ones win."""
-    if template is not None or found.kind == "megatron":
+    if template is not None or found.role is None:
         directory = template or found.root / HF_FILES
         if template is None and not (directory / _HF_CONFIG).is_file():
             fix = "name a directory that has its config.json and tokenizer with --hf"
@@ -78,7 +83,7 @@ def _model_of(found: FoundCheckpoint, template: Path | None) -> tuple[ModelSpec,
     path = found.root / "config.yaml"  # of the run, with the model from which the role started
     try:
         config = load(path)
-        start = None if found.role is None else config.role_checkpoint(found.role)
+        start = config.role_checkpoint(found.role)
         fields: Mapping[str, Any] = config.model.hf_config()
         spec = model_spec(fields) if start is None else read_spec(Path(start))
     except (ConfigError, OSError, ValueError) as error:
@@ -88,14 +93,62 @@ def _model_of(found: FoundCheckpoint, template: Path | None) -> tuple[ModelSpec,
     return spec, tuple(Path(directory) for directory in directories if directory is not None)
 
 
-def _in_file_order(layout: SafetensorsFile) -> dict[str, TensorInfo]:
-    names = sorted(layout.offsets, key=layout.offsets.__getitem__)
-    return {name: layout.tensors[name] for name in names}
+def compare(
+    hf: Path,
+    checkpoint: Path,
+    *,
+    resources: Resources,
+    role: RoleName | None = None,
+    step: int | None = None,
+    dtype: str | None = None,
+) -> tuple[int, list[str]]:
+    """Compares every tensor of a directory with a checkpoint's; returns their number, and a line for each difference.
+
+    Args:
+        checkpoint, role, step: see ``find_checkpoint``.
+        dtype: dtype to which both sides are cast; otherwise a tensor of another dtype differs.
+    """
+    found = find_checkpoint(checkpoint, role=role, step=step)
+    spec = read_spec(hf)
+    head = found.head(spec.head)
+    if (head == "lm") != (spec.head == "lm"):
+        raise UsageError(f"{hf} has the head {spec.head!r}, the {found.role} {head!r}; choose another --role")
+    original = open_hf(hf, spec.manifest(head))
+    found.verify()
+    converted = MegatronCheckpoint.open(found, spec, head)
+    problems: list[str] = []
+    tensors: dict[str, TensorInfo] = {}
+    for name, tensor in original.items():
+        info = converted.tensors[name]
+        if dtype is None and info.dtype != tensor.info.dtype:
+            problems.append(f"{name}: {info.dtype}, not {tensor.info.dtype}")
+        tensors[name] = replace(tensor.info, dtype=dtype or tensor.info.dtype)
+    tasks: list[tuple[Assembly, Mapping[str, Stored]]] = []
+    for assembly in converted.assemble(group_tensors(tensors, _GROUP_BYTES)):
+        tasks.append((assembly, {name: original[name] for name in assembly.tensors}))
+    workers = resources.workers([assembly.memory for assembly, _ in tasks])
+    for _, differences in run_tasks(tasks, _differences, workers):
+        problems += differences
+    return len(tensors), problems
 
 
-def _main_dtype(tensors: Mapping[str, TensorInfo]) -> str:
-    """Returns the dtype of most bytes."""
-    sizes: Counter[str] = Counter()
-    for info in tensors.values():
-        sizes[info.dtype] += info.nbytes
-    return max(sizes, key=sizes.__getitem__)
+def _differences(task: tuple[Assembly, Mapping[str, Stored]]) -> list[str]:
+    """Returns a line for each tensor that differs."""
+    converted, original = task
+    differences: list[str] = []
+    tensors = converted.read()
+    for name, source in original.items():
+        values = tensors.pop(name)
+        count = _count_differences(values, source)
+        if count:
+            differences.append(f"{name}: {count} of {values.numel()} elements differ")
+    return differences
+
+
+def _count_differences(values: torch.Tensor, source: Stored) -> int:
+    """Returns the number of elements with other bits: equal NaNs are equal, zeros of two signs are not."""
+    expected = torch.empty_like(values)
+    copy_values(source.read_rows(0, source.info.shape[0]), expected, source.path)
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
+    parts = [tensor.view(integers).flatten().split(_STRIP) for tensor in (values, expected)]
+    return sum(int((left != right).sum()) for left, right in zip(*parts, strict=True))

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import torch
 
-from megarl.convert.assembly import assemble, shards_within
 from megarl.convert.dcp import METADATA, DCPIndex, FileRange, TensorChunk
-from megarl.convert.find_checkpoint import HF_FILES, RELEASE, TRACKER
-from megarl.convert.hf_source import open_hf, read_spec
+from megarl.convert.megatron_checkpoint import HF_FILES, RELEASE, TRACKER
 from megarl.convert.output import OutputFile, PartialOutput
 from megarl.convert.resources import Resources
+from megarl.convert.stored import assemble, open_hf, read_spec, shards_within
 from megarl.errors import UsageError
 from megarl.files import write_durably, write_errors
 from megarl.models import ModelSpec
@@ -48,7 +47,6 @@ def import_checkpoint(
     *,
     resources: Resources,
     dtype: str | None = None,
-    allow_pickle: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes a Megatron checkpoint with the weights of a Hugging Face directory; continues an interrupted import.
@@ -56,12 +54,11 @@ def import_checkpoint(
     Args:
         out: Megatron-LM's save directory; it appears when it is complete.
         dtype: dtype of all weights; that of the files by default.
-        allow_pickle: read ``pytorch_model.bin`` where there is no safetensors file.
         max_file_bytes: size of the tensors in a file; a larger tensor has a separate file.
     """
     spec = read_spec(hf)
     with PartialOutput(out) as output:
-        stored = open_hf(hf, spec.manifest(spec.head), allow_pickle=allow_pickle)
+        stored = open_hf(hf, spec.manifest(spec.head))
         tensors = {name: tensor.info for name, tensor in stored.items()}
         whole = _with_dtypes(_global_map(spec), tensors, dtype)
         boxes = _stored_boxes(whole)

@@ -17,9 +17,8 @@ from typing import Any, Self
 
 import torch
 
-from megarl.convert.assembly import Assembly
 from megarl.convert.resources import Resources, run_tasks
-from megarl.convert.stored import as_bytes
+from megarl.convert.stored import Assembly, as_bytes
 from megarl.errors import UsageError
 from megarl.files import format_bytes, read_json, sync, write_durably, write_errors
 from megarl.weights.hf_files import CheckpointError
@@ -130,13 +129,13 @@ class PartialOutput:
             (self.directory / file.path).parent.mkdir(parents=True, exist_ok=True)
         self._save(manifest)
         done = f"{len(finished)} of {len(files)} files"
-        _say(f"{title}: {done} are finished; working processes: {workers}")
+        print(f"{title}: {done} are finished; working processes: {workers}", file=sys.stderr, flush=True)
         work = partial(OutputFile.write, directory=self.directory)
         for file, ends in run_tasks(remaining, work, workers):
             finished[file.path] = ends
             self._save(manifest)
             done = f"{len(finished)} of {len(files)} files"
-            _say(f"{title}: {done}; wrote {file.path}, {format_bytes(ends[-1])}")
+            print(f"{title}: {done}; wrote {file.path}, {format_bytes(ends[-1])}", file=sys.stderr, flush=True)
         if _fingerprint(inputs) != manifest["inputs"]:
             (self.root / _MANIFEST).unlink()
             raise CheckpointError(f"{title}: files that it reads have changed meanwhile; run it again")
@@ -166,7 +165,12 @@ class PartialOutput:
                 f"{self.root} holds an unfinished conversion with other {' and '.join(other)}; "
                 "repeat that one, choose another --out, or remove the directory"
             )
-        return {name: ends for name, ends in files.items() if _has_size(self.directory / name, ends[-1])}
+        finished: dict[str, list[int]] = {}
+        for name, ends in files.items():
+            path = self.directory / name
+            if path.is_file() and path.stat().st_size == ends[-1]:
+                finished[name] = ends
+        return finished
 
     def _remove_unfinished(self, finished: Mapping[str, list[int]]) -> None:
         for path in self.directory.rglob("*"):
@@ -195,10 +199,6 @@ def _fingerprint(inputs: Iterable[Path]) -> dict[str, list[int]]:
     return files
 
 
-def _has_size(path: Path, nbytes: int) -> bool:
-    return path.is_file() and path.stat().st_size == nbytes
-
-
 def _check_space(directory: Path, nbytes: int) -> None:
     """Raises OSError where the disk has less space than the remaining files need."""
     free = shutil.disk_usage(directory).free
@@ -206,7 +206,3 @@ def _check_space(directory: Path, nbytes: int) -> None:
         sizes = f"{format_bytes(nbytes)} needed, {format_bytes(free)} free"
         reason = f"{os.strerror(errno.ENOSPC)} ({sizes})"
         raise OSError(errno.ENOSPC, reason, str(directory))
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -18,8 +17,6 @@ from megarl.files import format_bytes
 
 _LATER_BYTES = 64 << 20
 """Memory of a process for code that it imports later, temporary values, and what the allocator keeps."""
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +79,6 @@ def run_tasks[Task, Result](
             raise RunError("a worker process was killed; finished files are kept: run the command again") from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-def parse_bytes(option: str, text: str) -> int:
-    """Parses an option's size, such as ``512MiB``, ``4GiB`` or ``5GB``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", text.strip())
-    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        raise UsageError(f"{option} {text!r} is not a size; write one like 512MiB, 4GiB or 5GB")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def resident_bytes() -> int:

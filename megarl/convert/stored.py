@@ -1,15 +1,13 @@
-"""Tensors in files: where each one is, and how its rows are read.
-
-Files of ``torch.save`` are read with ``weights_only``, which knows tensors and plain containers and
-runs no code.
-"""
+"""Stored tensors, and assemblies: tensors of the output that are made of them together."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,10 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.utils import _create_file_view  # pyright: ignore[reportPrivateUsage]
 
 from megarl.errors import UsageError
-from megarl.weights.hf_files import CheckpointError
-from megarl.weights.shard_map import TensorInfo
+from megarl.models import ModelSpec, model_spec
+from megarl.weights.hf_files import CheckpointError, HFDirectory, read_config
+from megarl.weights.plan import Copy
+from megarl.weights.shard_map import Box, Manifest, Shape, Shard, ShardMap, TensorInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class ArchivedTensor:
         with _named_errors(self.path, f" at byte {self.offset}"), open(self.path, "rb") as file:
             view: Any = _create_file_view(file, self.offset, self.nbytes)
             found: object = torch.load(view, map_location="cpu", weights_only=True)
-        if isinstance(found, torch.Tensor) and info_of(found).dtype == self.info.dtype:
+        if isinstance(found, torch.Tensor) and found.dtype == getattr(torch, self.info.dtype):
             leading = len(self.info.shape) - found.dim()
             if (1,) * leading + tuple(found.shape) == self.info.shape:
                 return found.reshape(self.info.shape)[first:stop]
@@ -64,62 +64,33 @@ class ArchivedTensor:
         raise CheckpointError(f"{self.path.name} is corrupted", [problem])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PickledTensor:
-    """A tensor in ``pytorch_model.bin`` or in one of the files of its index."""
-
-    path: Path
-    name: str
-    info: TensorInfo
-
-    def read_rows(self, first: int, stop: int) -> torch.Tensor:
-        """Returns the rows [first, stop) of the first axis; raises CheckpointError where the file cannot be read."""
-        return read_pickle(self.path)[self.name][first:stop]
+Stored = SafeTensor | ArchivedTensor
 
 
-Stored = SafeTensor | ArchivedTensor | PickledTensor
+def open_hf(directory: Path, manifest: Manifest) -> Mapping[str, Stored]:
+    """Returns the tensors of a manifest, by canonical name, in a Hugging Face directory; raises CheckpointError."""
+    files = HFDirectory(directory)
+    files.check(manifest)
+    stored: dict[str, Stored] = {}
+    for name, info in files.tensors.items():
+        stored[manifest.canonical(name)] = SafeTensor(path=files.file_of[name], name=name, info=info)
+    return {name: stored[name] for name in manifest.tensors}
 
 
-def read_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a file of ``torch.save`` that holds a dictionary of them, mapped into memory.
-
-    Raises CheckpointError where it is damaged, or holds more than tensors and plain containers.
-    """
-    with _named_errors(path):
-        content: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    if not isinstance(content, dict):
-        problem = f"it holds a {type(content).__name__}, not tensors by their names"
-        raise CheckpointError(f"{path.name} cannot be read", [problem])
-    return {name: value.detach() for name, value in content.items() if isinstance(value, torch.Tensor)}
-
-
-def info_of(tensor: torch.Tensor) -> TensorInfo:
-    """Returns the shape of a tensor, and its dtype as text."""
-    return TensorInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+def read_spec(directory: Path) -> ModelSpec:
+    """Reads the model that a directory's ``config.json`` describes; raises UsageError where there is none."""
+    try:
+        return model_spec(read_config(directory))
+    except CheckpointError as error:  # which names the file
+        raise UsageError(f"{error}; name a model's directory with --hf") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{directory}: {error}") from None
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Returns the memory of a contiguous tensor."""
     flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
-
-
-def copy_values(values: torch.Tensor, target: torch.Tensor, path: Path) -> None:
-    """Copies values into a tensor of any dtype.
-
-    Args:
-        path: file of the values, for the error.
-
-    Raises:
-        UsageError: finite values are too large for the target's dtype.
-    """
-    target.copy_(values)
-    if torch.finfo(target.dtype).max >= torch.finfo(values.dtype).max or not target.isinf().any():
-        return
-    if (target.isinf() & values.isfinite()).any():
-        wider = "bfloat16" if target.dtype == torch.float16 else info_of(values).dtype
-        dtype = info_of(target).dtype
-        raise UsageError(f"{path.name} has values that {dtype} cannot hold; choose --dtype {wider}")
 
 
 @contextmanager
@@ -137,3 +108,98 @@ def _named_errors(path: Path, where: str = "") -> Iterator[None]:
         text, _, _ = str(error).partition("\n")
         reason = f"it is damaged{where}: {text}"
         raise CheckpointError(f"{path.name} is corrupted", [reason]) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """Tensors that are in memory at the same time.
+
+    Args:
+        tensors: tensors in the order in which they are written; what no copy fills is zero.
+        copies: copies into them.
+        sources: stored tensors that are read.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+    copies: Sequence[Copy]
+    sources: Mapping[str, Stored]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.tensors.values())
+
+    @property
+    def memory(self) -> int:
+        """Bytes that ``read`` and a write of the tensors take at most: all of them, one more, and its copy."""
+        infos = [*self.tensors.values(), *(source.info for source in self.sources.values())]
+        return self.nbytes + 2 * max(info.nbytes for info in infos)
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """Reads one source after the other; raises CheckpointError, or UsageError where a value does not fit."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, info in self.tensors.items():
+            tensors[name] = torch.zeros(info.shape, dtype=getattr(torch, info.dtype))
+        for name, source in self.sources.items():
+            copies = [copy for copy in self.copies if copy.source == name]
+            first = min(copy.source_box.start[0] for copy in copies)
+            stop = max(copy.source_box.stop[0] for copy in copies)
+            rows = source.read_rows(first, stop)
+            for copy in copies:
+                outer, *inner = copy.source_box.slices
+                values = copy.arranged(rows[outer.start - first : outer.stop - first, *inner])
+                copy_values(values, tensors[copy.target][copy.target_box.slices], source.path)
+        return tensors
+
+
+def assemble(
+    groups: Iterable[Mapping[str, TensorInfo]], copies: Iterable[Copy], stored: Mapping[str, Stored]
+) -> list[Assembly]:
+    """Returns an assembly for each group of tensors.
+
+    Args:
+        copies: copies into the tensors of all groups.
+        stored: sources of the copies.
+    """
+    copies_into: dict[str, list[Copy]] = defaultdict(list)
+    for copy in copies:
+        copies_into[copy.target].append(copy)
+    assemblies: list[Assembly] = []
+    for tensors in groups:
+        filling: list[Copy] = []
+        for name in tensors:
+            filling += copies_into[name]
+        sources = {copy.source: stored[copy.source] for copy in filling}
+        assemblies.append(Assembly(tensors=tensors, copies=filling, sources=sources))
+    return assemblies
+
+
+def copy_values(values: torch.Tensor, target: torch.Tensor, path: Path) -> None:
+    """Copies values of a file into a tensor; raises UsageError where finite ones are too large for its dtype."""
+    target.copy_(values)
+    if torch.finfo(target.dtype).max >= torch.finfo(values.dtype).max or not target.isinf().any():
+        return
+    if (target.isinf() & values.isfinite()).any():
+        wider = torch.bfloat16 if target.dtype == torch.float16 else values.dtype
+        problem = f"{path.name} has values that {target.dtype} cannot hold; choose --dtype {wider}"
+        raise UsageError(problem.replace("torch.", ""))
+
+
+def shards_within(whole: ShardMap, boxes: Mapping[str, tuple[str, Box]]) -> Iterator[Shard]:
+    """Yields what boxes of the parameters of ``whole`` hold of canonical tensors.
+
+    Args:
+        boxes: parameter and box, by the name that the box gets as a parameter.
+    """
+    # Parameters may stack matrices along leading axes: shards are found by these indices.
+    leading: dict[str, int] = defaultdict(int)
+    shards_at: dict[tuple[str, Shape], list[Shard]] = defaultdict(list)
+    for shard in whole.shards:
+        leading[shard.param] = shard.leading
+        shards_at[shard.param, shard.box.start[: shard.leading]].append(shard)
+    for name, (param, box) in boxes.items():
+        stacked = [range(part.start, part.stop) for part in box.slices[: leading[param]]]
+        for index in product(*stacked):
+            for shard in shards_at[param, index]:
+                part = shard.within(box)
+                if part is not None:
+                    yield part._replace(param=name, box=part.box.relative_to(box))

@@ -19,7 +19,7 @@ from megarl.cluster.workers import WorkerGroup
 from megarl.config import RunConfig, parse_devices
 from megarl.config.schema import Cluster, Rollout
 from megarl.groups.rollouts import GenerateCall, PendingRollouts, Rollouts, split, work_items
-from megarl.models import model_spec, vocab_size
+from megarl.models import model_spec
 from megarl.remote import RemoteMethod
 from megarl.rollout.completions import ResponseEnds
 from megarl.rollout.engine import EngineOptions, PickRequest, RolloutEngine, TruncateRequest
@@ -491,7 +491,7 @@ def launch_engines(
         engine = RecordingEngine
     elif rollout.replay is not None:
         engine = ReplayingEngine
-    vocab = vocab_size(config, model_spec(config.model.hf_config()))
+    vocab = config.model.vocab_size or model_spec(config.model.hf_config()).dims.vocab
     tokenizer = None
     if rollout.stop:
         tokenizer = config.model.tokenizer_directory(model_dir)

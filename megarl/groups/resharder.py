@@ -17,10 +17,10 @@ from megarl.groups.trainers import RemoteRole
 from megarl.megatron.worker import MegatronWorker
 from megarl.models import model_spec
 from megarl.resharding import BarrierWatch, ConnectRequest, SyncSpec, SyncStats, serve_store
-from megarl.resharding.holders import plan_sync
+from megarl.resharding.spec import plan_sync
 from megarl.rollout.engine import RolloutEngine
 from megarl.weights.plan import TransferPlan
-from megarl.weights.topology import Place
+from megarl.weights.planner import Place
 
 _MIB = 1 << 20
 

@@ -20,7 +20,7 @@ from megarl.groups.engines import RolloutGroup
 from megarl.groups.trainers import RemoteRole
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest
-from megarl.models import model_spec, vocab_size
+from megarl.models import model_spec
 from megarl.rollout.engine import RolloutEngine
 from megarl.types import Ragged, TextChunk
 
@@ -58,7 +58,8 @@ class LogprobCheck:
         spec = model_spec(config.model.hf_config())
         longest = min(agreement.tokens, config.rollout.max_model_len)
         limit = agreement.max_mean_abs_diff or TOLERANCES[spec.dtype]
-        sequences = random_sequences(agreement, vocab=vocab_size(config, spec), longest=longest, seed=config.run.seed)
+        vocab = config.model.vocab_size or spec.dims.vocab
+        sequences = random_sequences(agreement, vocab=vocab, longest=longest, seed=config.run.seed)
         rows = [Demonstration(key=str(i), prompt_ids=ids[:1], response_ids=ids[1:]) for i, ids in enumerate(sequences)]
         samples, chunks = text_batch(rows, actor.layout.dp)
         budget = config.role("actor").tokens_per_micro_batch

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.models.architecture import FAMILIES, MegatronArgs, ModelSpec, model_spec, vocab_size
+from megarl.models.architecture import MegatronArgs, ModelSpec, model_spec
+from megarl.models.families import FAMILIES
 from megarl.models.hf_config import UnsupportedModelError
 
-__all__ = ["FAMILIES", "MegatronArgs", "ModelSpec", "UnsupportedModelError", "model_spec", "vocab_size"]
+__all__ = ["FAMILIES", "MegatronArgs", "ModelSpec", "UnsupportedModelError", "model_spec"]

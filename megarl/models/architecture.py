@@ -7,9 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from megarl.config import RunConfig
-from megarl.models.fused_params import MEGATRON_EXPERTS
-from megarl.models.gpt2 import GPT2
+from megarl.models.families import FAMILIES
 from megarl.models.hf_config import (
     HF_ACTIVATIONS,
     Activation,
@@ -21,16 +19,20 @@ from megarl.models.hf_config import (
     UnsupportedModelError,
     shown,
 )
-from megarl.models.llama_like import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
-from megarl.models.mixtral import MIXTRAL, QWEN3_MOE
-from megarl.models.param_types import Dims, Engine, GroupRank, ParamType, ShardCoords, Stack, VocabRows
+from megarl.models.param_types import (
+    MEGATRON_EXPERTS,
+    Dims,
+    Engine,
+    GroupRank,
+    ParamType,
+    ShardCoords,
+    Stack,
+    VocabRows,
+    canonical_shapes,
+)
 from megarl.models.transformer_engine import INPUT_NORM, MLP_NORM
 from megarl.types import HeadName, Layout
 from megarl.weights.shard_map import Manifest, Padding, Shard, ShardMap, TensorInfo
-
-_FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, MIXTRAL, QWEN3_MOE)
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}
-"""Families by HF's ``model_type``."""
 
 _PrefixedStacks = tuple[str, str, Sequence[Stack]]
 """Stacks, which layers share, after the prefixes of their local and canonical names."""
@@ -122,16 +124,13 @@ class ModelSpec:
 
     def canonical(self, head: HeadName = "lm") -> dict[str, TensorInfo]:
         """Returns the HF tensors of the model with a head; a tied output layer is not among them."""
-        groups: list[tuple[str, Sequence[ParamType]]] = [("", self._first())]
+        shapes = canonical_shapes(self._first(), self.dims)
+        layer = canonical_shapes(self.table.layer, self.dims)
         for i in range(self.dims.layers):
-            groups.append((self.table.layer_prefix.hf.format(i), self.table.layer))
-        groups.append(("", (*self.table.final, *self._output(head))))
-        tensors: dict[str, TensorInfo] = {}
-        for prefix, param_types in groups:
-            for param_type in param_types:
-                for name, shape in param_type.tensors(self.dims).items():
-                    tensors[f"{prefix}{name}"] = TensorInfo(shape, self.dtype)
-        return tensors
+            prefix = self.table.layer_prefix.hf.format(i)
+            shapes |= {prefix + name: shape for name, shape in layer.items()}
+        shapes |= canonical_shapes((*self.table.final, *self._output(head)), self.dims)
+        return {name: TensorInfo(shape, self.dtype) for name, shape in shapes.items()}
 
     def manifest(self, head: HeadName = "lm", *, new_head: bool = False) -> Manifest:
         """Returns what a checkpoint must contain; with ``new_head`` no value or score head is read."""
@@ -396,8 +395,3 @@ def _tp_problems(tp: int, dims: Dims, sizes: Mapping[str, int]) -> list[str]:
 def _refuse(what: str, problems: list[str]) -> None:
     if problems:
         raise ValueError(f"{what}: " + "; ".join(problems))
-
-
-def vocab_size(config: RunConfig, spec: ModelSpec) -> int:
-    """Returns the number of token ids in use."""
-    return config.model.vocab_size or spec.dims.vocab

@@ -12,8 +12,8 @@ from megarl.config import ConfigError, Problem
 from megarl.models import ModelSpec, model_spec
 from megarl.types import Layout
 from megarl.weights.hf_files import read_config
+from megarl.weights.planner import Distance, Place
 from megarl.weights.shard_map import ITEM_BYTES
-from megarl.weights.topology import Distance, Place
 
 LINKS = {"device": Distance.DEVICE, "node": Distance.NODE, "network": Distance.NETWORK}
 _SPEEDS = {"device": 2000.0, "node": 400.0, "network": 50.0}

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.weights.plan import TransferPlan
-from megarl.weights.planner import Holder
-from megarl.weights.topology import Distance
+from megarl.weights.planner import Distance, Holder
 
 Ints = npt.NDArray[np.int64]
 

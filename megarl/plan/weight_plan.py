@@ -15,10 +15,9 @@ from megarl.files import format_bytes
 from megarl.garbage_collection import collector_paused
 from megarl.plan.arguments import LINKS, WeightPlanRequest
 from megarl.plan.traffic import Traffic
-from megarl.resharding.holders import engine_holders, trainer_holders
-from megarl.weights.planner import plan
+from megarl.resharding.spec import engine_holders, trainer_holders
+from megarl.weights.planner import Distance, plan
 from megarl.weights.shard_map import ITEM_BYTES, ShardMap
-from megarl.weights.topology import Distance
 
 
 @dataclass(frozen=True, kw_only=True)

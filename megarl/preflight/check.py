@@ -15,7 +15,6 @@ from megarl.config.problems import MASK, masked, shown
 from megarl.config.schema import Fault, HeldOut, PairData, PromptData, TextData, Tracking
 from megarl.config.schema.questions import template_columns
 from megarl.data.tokenizer import Tokenizer, model_tokenizer
-from megarl.models import vocab_size
 from megarl.preflight.datasets import DataReader, PromptSets, Sets
 from megarl.preflight.epochs import epoch_problems
 from megarl.preflight.models import check_models, stated_vocab_size
@@ -41,7 +40,7 @@ def check(config: RunConfig, *, bare: bool = False) -> Sets:
     spec, problems = check_models(config, bare=bare)
     vocab = stated_vocab_size(config)
     if spec is not None:
-        vocab = vocab_size(config, spec)
+        vocab = config.model.vocab_size or spec.dims.vocab
     sets = None
     if vocab is not None:
         sets, found = _read_data(config, vocab)

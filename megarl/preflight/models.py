@@ -11,7 +11,7 @@ from megarl.config.problems import shown
 from megarl.config.schema import PairData, TextData
 from megarl.data.tokenizer import LARGEST_FILE, has_tokenizer
 from megarl.files import read_json
-from megarl.models import ModelSpec, model_spec, vocab_size
+from megarl.models import ModelSpec, model_spec
 from megarl.models.transformer_engine import refusals
 from megarl.types import HeadName, RoleName
 from megarl.weights.hf_files import HFDirectory, read_config
@@ -119,7 +119,7 @@ def _model(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
     if spec.head != "lm":
         fix = "choose a language model's checkpoint"
         yield Problem("model.path", shown(config.model.path), "a model with an LM head", fix)
-    if vocab_size(config, spec) > spec.dims.vocab:
+    if (config.model.vocab_size or 0) > spec.dims.vocab:
         value = str(config.model.vocab_size)
         rule = f"at most the {spec.dims.vocab} ids that the model has"
         yield Problem("model.vocab_size", value, rule, "lower it, or set it to null")

@@ -28,7 +28,7 @@ def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Co
     barrier.meet(start, {"plan": spec.fingerprint, "verify": f"{spec.verify}"})
     barrier.ahead = done
     with ExitStack() as opened:  # until all ranks are connected
-        try:
+        with barrier.aborting(done, "could not connect: "):
             control = GlooTransport(
                 PrefixStore("control", store),
                 range(spec.world_size),
@@ -53,8 +53,6 @@ def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Co
                 connection.ways[True] = network(connection)
             for way in connection.ways.values():
                 way.connect()
-        except Exception as error:  # of any kind: the others must not wait for this rank
-            barrier.abort(done, f"could not connect: {error}")
         barrier.meet(done)
         opened.pop_all()
     return connection

@@ -1,15 +1,17 @@
-"""A rank's specification of a sync: its parts of the plan, and the route of each message."""
+"""The plan of a sync, and a rank's specification of it: its parts, and the route of each message."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megarl.garbage_collection import collector_paused
+from megarl.models import ModelSpec
+from megarl.types import HeadName, Layout
 from megarl.weights.plan import Bucket, Message, ReceiverPlan, SenderPlan, TransferPlan
-from megarl.weights.shard_map import TensorInfo
-from megarl.weights.topology import Place
+from megarl.weights.planner import Holder, Place, plan
+from megarl.weights.shard_map import ShardMap, TensorInfo
 
 Device = Literal["cpu", "cuda"]
 
@@ -84,11 +86,8 @@ class SyncSpec:
         Args:
             places: places by rank, the trainers' first.
             transport: way of messages. On CPUs, ``auto`` is shared memory within a node and Gloo
-                between nodes, which ``shared_memory`` refuses; on CUDA, it is CUDA IPC and NCCL,
-                and ``gloo`` and ``shared_memory`` are refused. A user's class brings all messages.
-
-        Raises:
-            ValueError: the transport does not reach, or places are impossible; all are listed.
+                between nodes, which ``shared_memory`` refuses with ValueError; on CUDA, it is CUDA
+                IPC and NCCL. A user's class brings all messages.
         """
         recv_buffers = plan_recv_buffers(plan, places, device=device, transport=transport)
         return cls(
@@ -191,6 +190,53 @@ class ConnectRequest:
     link: int = 0
 
 
+def trainer_holders(
+    spec: ModelSpec,
+    layout: Layout,
+    places: Sequence[Place],
+    *,
+    head: HeadName = "lm",
+    first: int = 0,
+) -> list[Holder]:
+    """Returns a Megatron role's ranks, from ``first`` on; raises ValueError if the layout does not fit."""
+    maps: dict[tuple[int, int, int], ShardMap] = {}
+    holders: list[Holder] = []
+    for rank, place in zip(range(layout.world_size), places, strict=True):
+        coords = layout.coords(rank)
+        part = coords.tp, coords.pp, layout.expert_rank(coords)
+        if part not in maps:
+            maps[part] = spec.megatron_map(layout, rank, head)
+        holders.append(Holder(rank=first + rank, map=maps[part], node=place.node, device=place.device))
+    return holders
+
+
+def engine_holders(spec: ModelSpec, tp: int, places: Sequence[Place], *, first: int = 0) -> list[Holder]:
+    """Returns vLLM engines' ranks, one by one, from ``first`` on; raises ValueError if TP does not fit."""
+    maps = [spec.vllm_map(tp, rank) for rank in range(tp)]
+    holders: list[Holder] = []
+    for index, place in enumerate(places):
+        holder = Holder(rank=first + index, map=maps[index % tp], node=place.node, device=place.device)
+        holders.append(holder)
+    return holders
+
+
+@collector_paused()
+def plan_sync(
+    spec: ModelSpec,
+    layout: Layout,
+    trainers: Sequence[Place],
+    tp: int,
+    engines: Sequence[Place],
+    bucket_bytes: int,
+) -> TransferPlan:
+    """Plans the transfer of a trainer's weights to engines; the trainer's ranks are the first.
+
+    Raises ValueError, with every reason, if the layout or the engines' TP does not fit the model.
+    """
+    sources = trainer_holders(spec, layout, trainers)
+    return plan(sources, engine_holders(spec, tp, engines, first=layout.world_size), bucket_bytes)
+
+
 def wire_ranks(recv_buffers: Mapping[int, RecvBufferPlan]) -> tuple[int, ...]:
     """Returns the ranks that exchange frames."""
     ranks: set[int] = set()
@@ -204,9 +250,6 @@ def plan_recv_buffers(
     plan: TransferPlan, places: Sequence[Place], *, device: Device, transport: str
 ) -> dict[int, RecvBufferPlan]:
     """Decides the route of every message; see ``SyncSpec.of``."""
-    problems = _problems(plan, places, device, transport)
-    if problems:
-        raise ValueError("; ".join(problems))
     trainers = {place.device: rank for rank, place in enumerate(places) if rank not in plan.receivers}
     shared = device == "cpu" and transport in ("auto", "shared_memory")
     recv_buffers: dict[int, RecvBufferPlan] = {}
@@ -214,9 +257,11 @@ def plan_recv_buffers(
         owner = rank
         if device == "cuda" and transport == "auto":
             owner = trainers.get(places[rank].device, rank)
-        framed = senders_of(part) - {owner}
+        framed = part.senders - {owner}
         if shared:
             framed = {sender for sender in framed if places[sender].node != places[rank].node}
+        if framed and transport == "shared_memory":
+            raise ValueError(f"transport shared_memory does not reach from ranks {sorted(framed)} to rank {rank}")
         recv_buffers[rank] = RecvBufferPlan(
             owner=owner,
             via_network=frozenset(framed),
@@ -225,36 +270,3 @@ def plan_recv_buffers(
             buckets=part.buckets,
         )
     return recv_buffers
-
-
-def _problems(plan: TransferPlan, places: Sequence[Place], device: Device, transport: str) -> list[str]:
-    problems: list[str] = []
-    if device == "cuda":
-        if transport in ("gloo", "shared_memory"):
-            problems.append(f"transport {transport} is for CPUs; on CUDA it must be auto")
-        trainers = [rank for rank in range(len(places)) if rank not in plan.receivers]
-        for kind, ranks in (("trainers", trainers), ("engines", sorted(plan.receivers))):
-            by_device: dict[int | None, list[int]] = defaultdict(list)
-            for rank in ranks:
-                by_device[places[rank].device].append(rank)
-            for number, sharing in by_device.items():
-                if len(sharing) > 1 and number is not None:
-                    problem = f"ranks {sharing} of the {kind} are all on device {number}"
-                    problems.append(f"{problem}; one is possible")
-        unplaced = [rank for rank, place in enumerate(places) if place.device is None]
-        if unplaced:
-            problems.append(f"ranks {unplaced} have no device, which CUDA needs")
-    if transport == "shared_memory":
-        for rank, part in plan.receivers.items():
-            target = places[rank].node
-            for sender in sorted(senders_of(part)):
-                source = places[sender].node
-                if source != target:
-                    ranks_apart = f"rank {sender} on node {source} to rank {rank} on node {target}"
-                    problem = f"transport shared_memory does not reach from {ranks_apart}"
-                    problems.append(f"{problem}; set it to auto or gloo")
-    return problems
-
-
-def senders_of(part: ReceiverPlan) -> set[int]:
-    return {message.sender for bucket in part.messages for message in bucket}

@@ -119,6 +119,14 @@ class SyncBarrier:
         """Raises SyncError on all ranks at a place, with the first reason given."""
         raise SyncError(self._decide(place, reason))
 
+    @contextmanager
+    def aborting(self, place: str, prefix: str = "") -> Generator[None]:
+        """Aborts at a place for an error of the block, of any kind: the others must not wait for this rank."""
+        try:
+            yield
+        except Exception as error:
+            self.abort(place, f"{prefix}{error}")
+
     def forget(self, place: str) -> None:
         """Deletes the keys of a place that all ranks have left."""
         keys = [f"{self._rank}"]

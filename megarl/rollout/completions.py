@@ -156,27 +156,23 @@ def select_rows(chunks: Chunks[RolloutChunk], rows: Sequence[tuple[int, int]]) -
     sources = [(fetched[chunk], row) for chunk, row in rows]
     first, _ = sources[0]
 
-    def column(name: str) -> Ragged | None:
-        ragged: Ragged | None = getattr(first, name)
-        if ragged is None:
-            return None
-        return Ragged.from_rows((getattr(chunk, name)[row] for chunk, row in sources), ragged.values.dtype)
-
-    def scalars(name: str, dtype: type[np.generic]) -> Any:
-        if getattr(first, name) is None:
-            return None
-        return np.array([getattr(chunk, name)[row] for chunk, row in sources], dtype)
-
-    columns: dict[str, Any] = {name: column(name) for name in _RAGGED if name != "loss_mask"}
+    columns: dict[str, Any] = {}
+    for name in (*_RAGGED, "finished", "rewards"):
+        values: Ragged | npt.NDArray[Any] | None = getattr(first, name)
+        if values is None or name == "loss_mask":
+            continue
+        picked = [getattr(chunk, name)[row] for chunk, row in sources]
+        if isinstance(values, Ragged):
+            columns[name] = Ragged.from_rows(picked, values.values.dtype)
+        else:
+            columns[name] = np.array(picked, values.dtype)
     masks: list[npt.NDArray[np.bool_] | None] = []
     for chunk, row in sources:
         masks.append(None if chunk.loss_mask is None else chunk.loss_mask[row])
     return RolloutChunk(
         sample_ids=tuple(chunk.sample_ids[row] for chunk, row in sources),
-        finished=scalars("finished", np.bool_),
         versions=tuple(chunk.versions[row] for chunk, row in sources),
         loss_mask=_join_masks(masks, columns["response_ids"]),
-        rewards=scalars("rewards", np.float32),
         **columns,
     )
 

@@ -28,8 +28,7 @@ from megarl.rollout.completions import (
 )
 from megarl.rollout.engine_memory import cache_bytes
 from megarl.rollout.engine_state import EngineState
-from megarl.rollout.requests import Requests, generation_params, scoring_params, stop_token_ids
-from megarl.rollout.turns import Turns
+from megarl.rollout.requests import Requests, Turns, generation_params, scoring_params, stop_token_ids
 from megarl.rollout.vllm_environment import importing_vllm, scratch_directory, set_vllm_environment, temporary_files_in
 from megarl.types import Pickled, Ragged, RolloutChunk, SampleInfo, SampleRequest, TurnAnswer, VersionSpan, WorkItem
 from megarl.weights.hf_files import read_config

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from enum import Enum
+_NONE = "has no weights yet: sync it once before using it"
+_DROPPED = "dropped its weights when it went to sleep: sync it before using it"
+_MIXED = "has the weights of two versions: a weight sync failed half-way; sync again before using it"
+_WHOLE = "has weights"
 
-
-class EngineMemory(Enum):
-    AWAKE = "awake"
-    ASLEEP = "asleep"
-    WEIGHTS = "awake but for its cache"
-
-
-class WeightState(Enum):
-    """The state of the weights, as the end of a message."""
-
-    NONE = "has no weights yet: sync it once before using it"
-    DROPPED = "dropped its weights when it went to sleep: sync it before using it"
-    MIXED = "has the weights of two versions: a weight sync failed half-way; sync again before using it"
-    WHOLE = "has weights"
+_AWAKE = "awake"
+_ASLEEP = "asleep"
+_WEIGHTS = "awake but for its cache"
 
 
 class EngineState:
-    """Refuses an engine's calls that are out of order: sleep, wake_weights, sync, wake_cache.
+    """Refuses an engine's calls that are out of order, with RuntimeError: sleep, wake_weights, sync, wake_cache.
 
     In this order trainers and engines can share devices: a sleeping engine holds neither weights
     nor cache, and receives new weights before it allocates its cache.
@@ -34,70 +26,61 @@ class EngineState:
     """
 
     def __init__(
-        self,
-        engine_id: int,
-        *,
-        sleeps: bool,
-        drops: bool,
-        version: int | None,
-        overlaps: bool = False,
+        self, engine_id: int, *, sleeps: bool, drops: bool, version: int | None, overlaps: bool = False
     ) -> None:
         self.version = version
         self._name = f"engine {engine_id}"
         self._sleeps = sleeps
         self._drops = drops
         self._overlaps = overlaps
-        self._memory = EngineMemory.ASLEEP if sleeps else EngineMemory.AWAKE
-        self._weights = WeightState.NONE if version is None else WeightState.WHOLE
+        self._memory = _ASLEEP if sleeps else _AWAKE
+        self._weights = _NONE if version is None else _WHOLE
 
     @property
     def mixed(self) -> bool:
         """Whether the weights are of several versions, which a sync has to replace."""
-        return self._weights is WeightState.MIXED
+        return self._weights is _MIXED
 
     def usable_version(self) -> int:
-        """Returns the weights' version; raises RuntimeError if they are not complete, or the engine not awake."""
-        self._require("answer", EngineMemory.AWAKE)
+        """Returns the weights' version, if they are complete and the engine is awake."""
+        self._require("answer", _AWAKE)
         return self._whole()
 
     def sleep(self, in_progress: int = 0) -> None:
-        """Goes to sleep; raises RuntimeError if responses are in progress."""
-        self._require("sleep", EngineMemory.AWAKE, moves=True)
+        self._require("sleep", _AWAKE, moves=True)
         self._require_idle("sleep", in_progress)
-        self._memory = EngineMemory.ASLEEP
-        if self._drops and self._weights is not WeightState.NONE:
-            self._weights = WeightState.DROPPED
+        self._memory = _ASLEEP
+        if self._drops and self._weights is not _NONE:
+            self._weights = _DROPPED
 
     def wake_weights(self) -> None:
-        self._require("wake_weights", EngineMemory.ASLEEP, moves=True)
-        self._memory = EngineMemory.WEIGHTS
+        self._require("wake_weights", _ASLEEP, moves=True)
+        self._memory = _WEIGHTS
 
     def wake_cache(self) -> None:
-        self._require("wake_cache", EngineMemory.WEIGHTS, moves=True)
+        self._require("wake_cache", _WEIGHTS, moves=True)
         self._whole()
-        self._memory = EngineMemory.AWAKE
+        self._memory = _AWAKE
 
     def begin_sync(self, in_progress: int = 0) -> None:
-        """Allows weights to be written; raises RuntimeError if responses are in progress that must not see it."""
-        memory = EngineMemory.WEIGHTS if self._sleeps else EngineMemory.AWAKE
-        self._require("sync", memory)
+        """Allows weights to be written."""
+        self._require("sync", _WEIGHTS if self._sleeps else _AWAKE)
         if not self._overlaps:
             self._require_idle("sync", in_progress)
 
     def commit(self, version: int) -> None:
         self.version = version
-        self._weights = WeightState.WHOLE
+        self._weights = _WHOLE
 
     def mix(self) -> None:
         """Records that the weights are of several versions."""
-        self._weights = WeightState.MIXED
+        self._weights = _MIXED
 
-    def _require(self, action: str, memory: EngineMemory, *, moves: bool = False) -> None:
+    def _require(self, action: str, memory: str, *, moves: bool = False) -> None:
         if moves and not self._sleeps:
-            rule = "rollout.sleep is false, so that it stays awake"
-            raise RuntimeError(f"{self._name} cannot {action}: {rule}")
+            raise RuntimeError(f"{self._name} cannot {action}: rollout.sleep is false, so that it stays awake")
         if self._memory is not memory:
-            states = f"while it is {self._memory.value}, only while it is {memory.value}"
+            states = f"while it is {self._memory}, only while it is {memory}"
             order = "the order is sleep, wake_weights, sync, wake_cache"
             raise RuntimeError(f"{self._name} cannot {action} {states}: {order}")
 
@@ -107,7 +90,7 @@ class EngineState:
             raise RuntimeError(f"{self._name} cannot {action} with {in_progress} responses in progress: {fix}")
 
     def _whole(self) -> int:
-        if self._weights is not WeightState.WHOLE:
-            raise RuntimeError(f"{self._name} {self._weights.value}")
+        if self._weights is not _WHOLE:
+            raise RuntimeError(f"{self._name} {self._weights}")
         assert self.version is not None
         return self.version

@@ -24,16 +24,13 @@ _EVALUATION = "0"
 class RecordingEngine(RolloutEngine):
     """Writes every response to `rollout.record`, except those of evaluations."""
 
-    def __init__(self, model_dir: str, rollout: Rollout, options: EngineOptions, *, engine_id: int) -> None:
-        super().__init__(model_dir, rollout, options, engine_id=engine_id)
-        assert rollout.record is not None
-        self._directory = Path(rollout.record)
-
     def _response(self, request: SampleRequest, output: RequestOutput, version: int) -> Response:
         response = super()._response(request, output, version)
+        assert self._rollout.record is not None
         if _step(request.sample_id) != _EVALUATION:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            write_sample(self._directory, pack_chunk(0, [response])[1], 0, self._rollout)
+            directory = Path(self._rollout.record)
+            directory.mkdir(parents=True, exist_ok=True)
+            write_sample(directory, pack_chunk(0, [response])[1], 0, self._rollout)
         return response
 
 

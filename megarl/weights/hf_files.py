@@ -23,8 +23,6 @@ DTYPES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16
 
 _COMPARED = 1 << 20
 """Elements compared at a time."""
-_MAX_COMPARED_BYTES = 1 << 30
-"""Weights stored twice are compared up to this size, which takes about a second."""
 _LONGEST_LINE = 500
 FILES_RANK = -1
 """The rank of files in a plan; no process has it."""
@@ -104,8 +102,10 @@ class HFDirectory:
                     problems.append(f"{file.name} lacks {name}")
         if problems:
             raise CheckpointError(f"{self.path} cannot be read", problems)
-        if single.is_file() and set(self.file_of.values()) != {single}:
-            self._refuse_other_copy(single)
+        if index and single.is_file() and set(index.values()) != {single}:
+            places = f"in {single.name}, which transformers reads, and in the files of {INDEX_FILE}"
+            problem = f"{self.path} has its weights twice, {places}, which MegaRL and vLLM read"
+            raise CheckpointError(f"{problem}; remove one of the two")
 
     def map(self, manifest: Manifest) -> ShardMap:
         """Returns the shard map: the manifest's tensors, whole, under the names of this directory."""
@@ -128,37 +128,6 @@ class HFDirectory:
     def _read(self, name: str, box: Box) -> torch.Tensor:
         with _open(self.file_of[name]) as reader:
             return reader.get_slice(name)[box.slices]
-
-    def _refuse_other_copy(self, single: Path) -> None:
-        """Raises CheckpointError where a single file, which transformers prefers, and the index's differ."""
-        other = _header(single)
-        names: list[str] = []
-        for name in sorted(self.tensors.keys() | other.keys()):
-            if self.tensors.get(name) != other.get(name):
-                names.append(name)
-        if not names and single.stat().st_size > _MAX_COMPARED_BYTES:
-            reason = "too large to be compared"
-        else:
-            names = names or [name for name in other if self._differs(name, single)]
-            if not names:
-                return
-            reason = f"different in {len(names)} tensors, such as {names[0]}"
-        places = f"in {single.name}, which transformers reads, and in the files of {INDEX_FILE}"
-        problem = f"{self.path} has its weights twice, {places}, which MegaRL and vLLM read"
-        raise CheckpointError(f"{problem}; they are {reason}: remove one of the two")
-
-    def _differs(self, name: str, single: Path) -> bool:
-        """Returns whether a tensor has other bits in a file; NaNs of the same bits are equal."""
-        import torch
-
-        with _open(self.file_of[name]) as left, _open(single) as right:
-            one = left.get_slice(name)
-            other = right.get_slice(name)
-            for box in Box.whole(self.tensors[name].shape).split(_COMPARED):
-                bits = one[box.slices].flatten().view(torch.uint8)
-                if not torch.equal(bits, other[box.slices].flatten().view(torch.uint8)):
-                    return True
-        return False
 
 
 def misfits(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[str]:

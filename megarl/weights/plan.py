@@ -113,6 +113,10 @@ class ReceiverPlan:
     messages: tuple[tuple[Message, ...], ...]
 
     @property
+    def senders(self) -> set[int]:
+        return {message.sender for bucket in self.messages for message in bucket}
+
+    @property
     def nbytes(self) -> int:
         """Payload bytes: the shard without padding, once."""
         return sum(message.nbytes for bucket in self.messages for message in bucket)

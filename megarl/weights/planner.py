@@ -10,6 +10,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import pairwise
 from operator import attrgetter
 
@@ -17,7 +18,27 @@ from megarl.garbage_collection import collector_paused
 from megarl.weights.plan import Bucket, Copy, Message, ReceiverPlan, SenderPlan, TransferPlan
 from megarl.weights.shard_map import ITEM_BYTES, Box, ShardMap, TensorInfo
 from megarl.weights.source_index import Owners, Route, SourceIndex
-from megarl.weights.topology import Distance
+
+
+class Distance(IntEnum):
+    """How far elements travel between two processes."""
+
+    RANK = 0  # the same process
+    DEVICE = 1
+    NODE = 2
+    NETWORK = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a process runs.
+
+    Args:
+        device: numbered over all nodes; None where the process has none.
+    """
+
+    node: int = 0
+    device: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import torch
 
 from megarl.types import Layout
 from tests.convert.directories import read_directory
+from tests.weights.models import placed
 
 
 def load(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: str) -> int:
@@ -25,12 +26,8 @@ def load(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: 
     loaded: Any = dist_checkpointing.load(sharded, directory)
     for name, chunk in _chunks(model).items():
         chunk.load_state_dict(loaded[name], strict=True)
-    tensors, parameters = read_directory(Path(hf)), model.parameters()
-    expected = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    for shard in spec.megatron_map(layout, rank, spec.head).shards:
-        values = tensors[shard.name][shard.region.slices]
-        values = values.T if shard.transposed else values
-        expected[shard.param][shard.box.slices] = values.reshape(shard.box.shape)
+    parameters = model.parameters()
+    expected = placed(read_directory(Path(hf)), spec.megatron_map(layout, rank, spec.head))
     for name, parameter in parameters.items():
         assert torch.equal(parameter, expected[name]), name
     return len(parameters)
@@ -46,14 +43,11 @@ def save(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: 
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     spec, model, _ = _model(rank, config, layout)
-    tensors, parameters = read_directory(Path(hf)), model.parameters()
+    shard_map = spec.megatron_map(layout, rank, spec.head)
+    held = placed(read_directory(Path(hf)), shard_map, padding=float("nan"))  # what padding holds must not matter
     with torch.no_grad():
-        for parameter in parameters.values():
-            parameter.fill_(float("nan"))  # what padding holds must not matter
-        for shard in spec.megatron_map(layout, rank, spec.head).shards:
-            values = tensors[shard.name][shard.region.slices]
-            values = values.T if shard.transposed else values
-            parameters[shard.param][shard.box.slices] = values.reshape(shard.box.shape)
+        for name, parameter in model.parameters().items():
+            parameter.copy_(held[name])
     if rank == 0:
         Path(directory).mkdir(parents=True)
     torch.distributed.barrier()

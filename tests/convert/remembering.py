@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
 
-from megarl.convert.exporting import export_checkpoint
+from megarl.convert.exporting import compare, export_checkpoint
 from megarl.convert.importing import import_checkpoint
 from megarl.convert.resources import _LATER_BYTES, Resources, resident_bytes
-from megarl.convert.verifying import compare
 
 FILE_BYTES = 16 << 20
 

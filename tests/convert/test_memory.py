@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
-from megarl.convert.resources import _LATER_BYTES, Resources, parse_bytes
+from megarl.convert.cli import parse_bytes
+from megarl.convert.resources import _LATER_BYTES, Resources
 from megarl.errors import UsageError
 from tests.convert.directories import assert_equal, make_directory, read_directory
 from tests.weights import models
@@ -33,13 +35,13 @@ def test_the_least_budget_is_enough(tmp_path: Path) -> None:
     ("text", "nbytes"), [("512MiB", 512 << 20), ("4GiB", 4 << 30), ("5GB", 5 * 10**9), ("1.5 KiB", 1536), ("77", 77)]
 )
 def test_sizes_are_parsed(text: str, nbytes: int) -> None:
-    assert parse_bytes("--max-file-size", text) == nbytes
+    assert parse_bytes(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "4 gigs", "1e9", "3XB"])
 def test_invalid_sizes_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--memory-budget '.*' is not a size; write one like"):
-        parse_bytes("--memory-budget", text)
+    with pytest.raises(typer.BadParameter, match=r"'.*' is not a size; write one like"):
+        parse_bytes(text)
 
 
 def test_processes_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.convert.assembly import Assembly
 from megarl.convert.dcp import DCPIndex, FileRange, TensorChunk
-from megarl.convert.exporting import export_checkpoint
-from megarl.convert.hf_source import open_hf
+from megarl.convert.exporting import compare, export_checkpoint
 from megarl.convert.importing import import_checkpoint
 from megarl.convert.megatron_checkpoint import _stacked
 from megarl.convert.output import OutputFile
 from megarl.convert.resources import Resources
-from megarl.convert.verifying import compare
-from megarl.models import model_spec
-from megarl.types import Layout
-from megarl.weights.hf_files import CheckpointError, load_shard
-from megarl.weights.shard_map import Box, Manifest, TensorInfo
-from tests.convert.directories import Tensors, assert_equal, make_directory, read_directory
+from megarl.convert.stored import Assembly
+from megarl.weights.hf_files import CheckpointError, HFDirectory
+from megarl.weights.shard_map import Box, TensorInfo
+from tests.convert.directories import assert_equal, make_directory, read_directory
 from tests.weights import models
 
-NOTHING = Manifest(tensors={})
 RESOURCES = Resources(memory=4 << 30, processes=1)
 INDEX = "model.safetensors.index.json"
 
@@ -33,48 +27,18 @@ INDEX = "model.safetensors.index.json"
 def test_gpt2_names_without_the_prefix_are_read(tmp_path: Path) -> None:
     tensors = make_directory(tmp_path / "hf", models.gpt2_config())
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    save_file({**bare, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, tmp_path / "hf/model.safetensors")
+    others = {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "lm_head.weight": bare["wte.weight"].clone()}  # it is tied
+    save_file({**bare, **others}, tmp_path / "hf/model.safetensors")
     import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
     export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES)
     assert_equal(read_directory(tmp_path / "out"), tensors)
 
 
-def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
-    tensors = make_directory(tmp_path / "hf", models.gpt2_config())
-    name = "transformer.h.1.ln_1.weight"
-    twice = {**tensors, name.removeprefix("transformer."): tensors[name] + 1}
-    save_file(twice, tmp_path / "hf/model.safetensors")
-    with pytest.raises(CheckpointError, match=f"twice: h.1.ln_1.weight is {name}"):
-        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
-
-
-@pytest.mark.parametrize("pickled", [False, True])
-def test_an_output_layer_beside_a_tied_embedding_must_equal_it(pickled: bool, tmp_path: Path) -> None:
-    config = models.gpt2_config(tie_word_embeddings=True)
-    tensors = make_directory(tmp_path / "hf", config)
-    head = tensors["transformer.wte.weight"].clone()
-    store = _pickle if pickled else _safetensors
-    store(tmp_path / "hf", {**tensors, "lm_head.weight": head})
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, allow_pickle=True)
-    assert compare(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, allow_pickle=True)[1] == []
-    head[-1, -1] += 1
-    store(tmp_path / "hf", {**tensors, "lm_head.weight": head})
-    said = "untied: lm_head.weight differs from transformer.wte.weight, against tie_word_embeddings"
-    with pytest.raises(CheckpointError, match=said):
-        import_checkpoint(tmp_path / "hf", tmp_path / "again", resources=RESOURCES, allow_pickle=True)
-    if not pickled:
-        spec = model_spec(config)
-        with pytest.raises(CheckpointError, match=said):
-            load_shard(spec.megatron_map(Layout(), 0), tmp_path / "hf", spec.manifest())
-
-
-def _safetensors(directory: Path, tensors: Tensors) -> None:
-    save_file(tensors, directory / "model.safetensors")
-
-
-def _pickle(directory: Path, tensors: Tensors) -> None:
-    (directory / "model.safetensors").unlink(missing_ok=True)
-    torch.save(tensors, directory / "pytorch_model.bin")
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "\x80"])
+def test_a_damaged_index_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(CheckpointError, match=f"{INDEX} is corrupted"):
+        HFDirectory(tmp_path)
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
@@ -83,33 +47,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     save_file({**load_file(last), "lm_head.weight": torch.zeros(67, 20)}, last)
     save_file({**load_file(first), "lm_head.weight": torch.ones(67, 20)}, first)
     with pytest.raises(CheckpointError, match=f"lm_head.weight is in {first.name} and in {last.name}"):
-        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "\x80"])
-@pytest.mark.parametrize("name", [INDEX, "pytorch_model.bin.index.json"])
-def test_a_damaged_index_is_named(name: str, text: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(CheckpointError, match=f"{name} is corrupted"):
-        open_hf(tmp_path, NOTHING, allow_pickle=True)
-
-
-def test_pickled_weights_that_are_there_twice_are_refused(tmp_path: Path) -> None:
-    """transformers would read the single file."""
-    tensors = make_directory(tmp_path / "hf", models.llama_config())
-    (tmp_path / "hf/model.safetensors").unlink()
-    names = list(tensors)
-    weight_map = {name: f"part-{i % 2}.bin" for i, name in enumerate(names)}
-    for file in ("part-0.bin", "part-1.bin"):
-        torch.save({name: t for name, t in tensors.items() if weight_map[name] == file}, tmp_path / "hf" / file)
-    (tmp_path / "hf/pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, allow_pickle=True)
-    assert compare(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, allow_pickle=True) == (len(names), [])
-    torch.save(tensors, tmp_path / "hf/pytorch_model.bin")
-    with pytest.raises(
-        CheckpointError, match=r"has its weights twice, in pytorch_model.bin and .*; remove one of the two"
-    ):
-        import_checkpoint(tmp_path / "hf", tmp_path / "again", resources=RESOURCES, allow_pickle=True)
+        HFDirectory(tmp_path / "hf")
 
 
 @pytest.mark.process
@@ -121,22 +59,6 @@ def test_damage_found_by_a_worker_process_is_named(tmp_path: Path) -> None:
     two = Resources(memory=8 << 30, processes=2)
     with pytest.raises(CheckpointError, match=r"__\d_0\.distcp is corrupted:\n  it is damaged at byte \d+"):
         export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=two, max_file_bytes=4096)
-
-
-def test_an_index_stays_within_its_directory(tmp_path: Path) -> None:
-    make_directory(tmp_path / "hf", models.llama_config())
-    weight_map = dict.fromkeys(load_file(tmp_path / "hf/model.safetensors"), "../hf/model.safetensors")
-    (tmp_path / "hf" / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError, match=r"names files of other directories: \.\./hf/model.safetensors"):
-        open_hf(tmp_path / "hf", NOTHING, allow_pickle=False)
-
-
-def test_a_pickle_of_something_else_is_named(tmp_path: Path) -> None:
-    torch.save([torch.zeros(2)], tmp_path / "pytorch_model.bin")
-    with pytest.raises(
-        CheckpointError, match=r"pytorch_model.bin cannot be read:\n  it holds a list, not tensors by their names"
-    ):
-        open_hf(tmp_path, NOTHING, allow_pickle=True)
 
 
 def test_paths_are_resolved_before_they_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,20 +88,6 @@ def test_layers_that_differ_in_shape_or_dtype_are_listed() -> None:
         "decoder.layers.mlp.linear_fc2.weight",
         "  decoder.layers.2.mlp.linear_fc2.weight is [6, 4] of bfloat16, unlike others of "
         "decoder.layers.mlp.linear_fc2.weight",
-    ]
-
-
-def test_unsupported_dtypes_are_listed_once(tmp_path: Path) -> None:
-    make_directory(tmp_path / "hf", models.llama_config())
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
-    index = DCPIndex.read(tmp_path / "ckpt/release")
-    key = "decoder.final_layernorm.weight"
-    tensors = {**index.tensors, key: TensorInfo((20,), "float8_e4m3fn")}
-    DCPIndex(tensors=tensors, chunks=index.chunks, objects=index.objects).write(tmp_path / "ckpt/release/.metadata")
-    with pytest.raises(CheckpointError) as caught:
-        export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES)
-    assert [line for line in str(caught.value).splitlines() if key in line] == [
-        f"  of another dtype: {key} is float8_e4m3fn; supported are float64, float32, float16, bfloat16"
     ]
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from megarl.convert.exporting import export_checkpoint
+from megarl.convert.exporting import compare, export_checkpoint
 from megarl.convert.importing import import_checkpoint
 from megarl.convert.resources import Resources
-from megarl.convert.verifying import compare
 from megarl.errors import UsageError
 from megarl.models import model_spec
-from megarl.weights.hf_files import CheckpointError
 from tests.convert.directories import assert_equal, make_directory, random_tensors, read_directory
 from tests.weights import models
 
@@ -120,23 +117,6 @@ def test_differences_are_all_listed(tmp_path: Path) -> None:
     make_directory(tmp_path / "other", config, tensors=changed)
     _, different = compare(tmp_path / "other", tmp_path / "ckpt", resources=RESOURCES)
     assert different == [
-        "model.layers.3.self_attn.k_proj.weight: 40 of 480 elements differ, by 2 at most",
-        "model.norm.weight: 1 of 20 elements differ, by 0.5 at most",
+        "model.layers.3.self_attn.k_proj.weight: 40 of 480 elements differ",
+        "model.norm.weight: 1 of 20 elements differ",
     ]
-
-
-def test_all_mismatches_are_listed(tmp_path: Path) -> None:
-    config = models.llama_config()
-    tensors: dict[str, Any] = random_tensors(model_spec(config))
-    del tensors["model.norm.weight"]
-    tensors["lm_head.weight"] = torch.zeros(3, 20)
-    tensors["extra"] = torch.zeros(1)
-    make_directory(tmp_path / "hf", config, tensors=tensors)
-    with pytest.raises(CheckpointError) as caught:
-        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
-    assert set(str(caught.value).splitlines()[1:]) == {
-        "  missing: model.norm.weight [20]",
-        "  misshapen: lm_head.weight is [3, 20], not [67, 20]",
-        "  unknown: extra [1]",
-    }
-    assert not (tmp_path / "ckpt").exists()

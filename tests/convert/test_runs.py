@@ -12,16 +12,15 @@ import torch
 
 from megarl.config import load
 from megarl.config import save as save_config
-from megarl.convert.exporting import export_checkpoint
-from megarl.convert.inspecting import inspect, render
+from megarl.convert.exporting import compare, export_checkpoint
 from megarl.convert.resources import Resources
-from megarl.convert.verifying import compare
 from megarl.errors import UsageError
 from megarl.run.checkpoints import BrokenCheckpointError, Checkpoints
 from megarl.types import Layout, RoleName
 from tests.checkpoint.training import make_roles, save
 from tests.config.debug import DEBUG
 from tests.convert.directories import assert_equal, read_directory
+from tests.convert.test_cli import convert
 from tests.megatron.tiny import save_model
 from tests.pool import RankPool
 
@@ -70,12 +69,10 @@ def test_an_exported_critic_has_its_head(run: Path, tmp_path: Path) -> None:
 
 
 def test_inspect_describes_a_run(run: Path) -> None:
-    held = inspect(run)
-    assert (held["kind"], held["step"], held["role"]) == ("megarl", 4, "actor")
-    assert held["tensors"]["weight.model.norm.weight"]["dtype"] == "bfloat16"
-    assert held["dtypes"].keys() == {"bfloat16", "float32"}
-    assert "role: actor" in render(held)
-    assert inspect(run / "checkpoints/step-4/critic")["role"] == "critic"
+    code, said = convert("inspect", run)
+    assert (code, said.startswith(f"{run}/checkpoints/step-4/actor: ")) == (0, True)
+    assert "\n  weight.model.norm.weight  bfloat16  [32]  chunks: " in said
+    assert "step-4/critic: " in convert("inspect", run / "checkpoints/step-4/critic")[1]
 
 
 def test_damaged_files_of_a_role_are_named(run: Path, tmp_path: Path) -> None:

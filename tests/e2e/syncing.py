@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from megarl.config import RunConfig, load
 from megarl.models import model_spec
 from megarl.resharding import ConnectRequest, SyncError, SyncSpec, SyncStats, serve_store
-from megarl.resharding.holders import plan_sync
+from megarl.resharding.spec import plan_sync
 from megarl.types import Layout
 from megarl.weights.hf_files import read_config
 from megarl.weights.plan import TransferPlan
-from megarl.weights.topology import Place
+from megarl.weights.planner import Place
 from tests.pool import RankPool, free_port
 from tests.rollout.engine_process import EngineProcess, RemoteError
 
@@ -215,17 +215,17 @@ def _bytes() -> Any:
 
 def _at_message(number: int, happen: Callable[[Sequence[Any]], object]) -> None:
     """Calls a function once, after this process has written the given message."""
-    from megarl.resharding import sender
+    from megarl.resharding import sync_rank
 
-    pack, count = sender.pack, 0
+    pack, count = sync_rank.pack, 0
 
     def counted(message: Any, params: Any, targets: Sequence[Any], checksum: Any) -> int:
         nonlocal count
         nbytes = pack(message, params, targets, checksum)
         count += 1
         if count == number:
-            sender.pack = pack
+            sync_rank.pack = pack
             happen(targets)
         return nbytes
 
-    sender.pack = counted
+    sync_rank.pack = counted

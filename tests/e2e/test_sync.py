@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedConfig, Qwen3MoeConfig
 
 from megarl.resharding import SyncStats
-from megarl.weights.topology import Place
+from megarl.weights.planner import Place
 from tests.e2e.syncing import ACTOR, BUCKET_BYTES, Step, plan_of, sync
 from tests.pool import RankPool
 from tests.rollout.conftest import Answers, ask, start

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.weights.topology import Place
+from megarl.weights.planner import Place
 from tests.e2e.syncing import Outcome, Pause, Step, corrupt, die, lose_a_tensor, sync
 from tests.leftovers import Trace, comes_true
 from tests.pool import RankPool

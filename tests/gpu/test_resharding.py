@@ -21,7 +21,7 @@ from megarl.resharding.buckets import (
 from megarl.resharding.spec import plan_recv_buffers
 from megarl.resharding.sync_barrier import SyncStats
 from megarl.resharding.transfers.cuda import DeviceMapping, DeviceRecvBuffer
-from megarl.weights.topology import Place
+from megarl.weights.planner import Place
 from tests.resharding import jobs
 from tests.resharding.ways import check_colocated
 

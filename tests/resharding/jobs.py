@@ -74,17 +74,14 @@ class Spied:
     Args:
         before: called with the number of the send, from 1, the peer and the buffer.
         staging: bytes of the memory that buffers lie in, by its address.
+        carried: bytes sent and received, by peer.
     """
 
     inner: Transport
     before: Callable[[int, int, torch.Tensor], None] = lambda *_: None
     sends: int = 0
     staging: dict[int, int] = field(default_factory=dict)
-    sent: Counter[int] = field(init=False)
-    received: Counter[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.sent, self.received = self.inner.sent, self.inner.received
+    carried: Counter[int] = field(default_factory=Counter)
 
     @property
     def connected(self) -> bool:
@@ -93,12 +90,16 @@ class Spied:
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
         self.sends += 1
         self.before(self.sends, peer, buffer)
-        note_storage(self.staging, buffer)
+        self._note(peer, buffer)
         return self.inner.send(peer, tag, buffer)
 
     def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
-        note_storage(self.staging, buffer)
+        self._note(peer, buffer)
         return self.inner.receive(peer, tag, buffer)
+
+    def _note(self, peer: int, buffer: torch.Tensor) -> None:
+        note_storage(self.staging, buffer)
+        self.carried[peer] += buffer.nbytes
 
     def abort(self) -> None:
         self.inner.abort()
@@ -167,7 +168,7 @@ class Rank:
     def carried(self) -> tuple[Counter[int], Counter[int]]:
         """Payload bytes by peer: written to others' memory, and sent or received as frames."""
         wire = self.connection.wire
-        return self.connection.put, Counter() if wire is None else wire.sent + wire.received
+        return self.connection.put, Counter() if wire is None else wire.carried
 
 
 def two_syncs(rank: int, spec: SyncSpec) -> Any:
@@ -302,15 +303,6 @@ def wrong_plan(rank: int, spec: SyncSpec, other: SyncSpec, odd: int) -> str:
 def versions(rank: int, spec: SyncSpec, asked: dict[int, list[int]]) -> Any:
     me = Rank(spec, rank)
     return [(me.sync(version), me.state) for version in asked[rank]]
-
-
-def incomplete(rank: int, spec: SyncSpec, odd: int) -> Any:
-    """A receiver whose part of the plan has lost a message."""
-    me = Rank(spec, rank)
-    if rank == odd:
-        part = spec.receivers[rank]
-        me.receiver._plan = replace(part, messages=(part.messages[0][1:], *part.messages[1:]))
-    return me.sync(1), me.state
 
 
 def misshapen(rank: int, spec: SyncSpec) -> Any:

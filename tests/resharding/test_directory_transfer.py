@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.resharding import SyncSpec, connect, serve_store
-from megarl.weights.topology import Place
+from megarl.weights.planner import Place
 from tests.resharding import jobs
 
 STORE = serve_store()

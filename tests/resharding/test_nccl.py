@@ -115,8 +115,6 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, list[int]]]
             transfers += [transport.send(peer, 0, torch.tensor([100 * own + peer])) for peer in to]
             for transfer in transfers:
                 transfer.wait()
-            assert transport.received == dict.fromkeys(from_, 8)
-            assert transport.sent == dict.fromkeys(to, 8)
             return {peer: int(number) for peer, number in came.items()}
 
         with ThreadPoolExecutor(len(ranks)) as threads:

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from megarl.resharding import Receiver, Sender, SyncSpec, connect, serve_store
 from megarl.resharding.spec import wire_ranks
-from megarl.weights.planner import Holder, plan
+from megarl.weights.planner import Holder, Place, plan
 from megarl.weights.shard_map import Box, Padding, Shard, ShardMap, TensorInfo
-from megarl.weights.topology import Place
 from tests.unit_profile import fewer
 from tests.weights.models import Arrays, held, numbered
 

@@ -29,20 +29,15 @@ def listeners(port: int) -> list[tuple[int, bytes]]:
     return found
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+@pytest.mark.parametrize("host", ["", "127.0.0.2", "localhost", "::1"])
 def test_a_store_listens_at_one_address(host: str) -> None:
     try:
-        family, _, _, _, (address, *_) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, (address, *_) = socket.getaddrinfo(host or "127.0.0.1", 0, type=socket.SOCK_STREAM)[0]
         socket.create_server((address, 0), family=family).close()
     except OSError:
         pytest.skip(f"this machine has no {host}")
-    store = serve_store(host)
+    store = serve_store(host) if host else serve_store()
     assert listeners(store.port) == [(family, socket.inet_pton(family, address))]
-    client = TCPStore(host, store.port, is_master=False)
+    client = TCPStore(host or "127.0.0.1", store.port, is_master=False)
     client.set("key", "value")
     assert store.get("key") == b"value"
-
-
-def test_a_store_listens_on_loopback_by_default() -> None:
-    store = serve_store()
-    assert listeners(store.port) == [(socket.AF_INET, bytes([127, 0, 0, 1]))]

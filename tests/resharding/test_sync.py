@@ -88,16 +88,6 @@ def test_staging_memory_is_at_most_two_buckets(
             assert 0 < used == stated <= 2 * bucket_bytes + alignment
 
 
-def test_a_colocated_engine_reads_the_buffer_of_its_trainer(pool: RankPool, connect: Connections) -> None:
-    plan = jobs.single_plan()
-    results = pool.run(jobs.colocated, connect.colocated(plan), "cpu", world_size=2)
-    (sent, _), (received, loaded) = results
-    assert sent.nbytes == received.nbytes == plan.receivers[1].nbytes
-    assert (sent.peak_staging_bytes > 0, received.peak_staging_bytes) == (True, 0)
-    for name, tensor in jobs.weights(jobs.single_map()).items():
-        assert torch.equal(loaded[name], tensor), name
-
-
 def one_message(results: list[Any]) -> str:
     """The error that every rank raised."""
     messages = {message for message, _ in results}
@@ -131,13 +121,6 @@ def test_versions_never_go_backwards(pool: RankPool, connect: Connections) -> No
     assert "differs from another rank's" in one_message([error for error, _ in mixed])
     assert {state[:2] for _, state in (*stale, *mixed)} == {(5, True)}
     assert {state[0] for _, state in after} == {8}
-
-
-def test_an_incomplete_plan_is_refused(pool: RankPool, connect: Connections) -> None:
-    results = pool.run(jobs.incomplete, connect(jobs.transfer_plan(1 << 20)), 2, world_size=jobs.RANKS)
-    message = one_message([first for first, _ in results])
-    assert message.startswith("sync aborted: rank 2: the messages do not bring all of model.")
-    assert {state for _, state in results} == {(-1, True, 0)}
 
 
 def test_parameters_that_differ_from_the_plan_are_listed(pool: RankPool, connect: Connections) -> None:

@@ -10,7 +10,7 @@ import torch
 from megarl.resharding import SyncSpec, serve_store
 from megarl.resharding.spec import wire_ranks
 from megarl.weights.plan import TransferPlan
-from megarl.weights.topology import Place
+from megarl.weights.planner import Place
 from tests.resharding import jobs
 
 WAYS = ("shared", "gloo", "mixed", "two hops")
@@ -68,6 +68,7 @@ def check_colocated(device: str) -> None:
         results = processes.starmap(jobs.colocated, [(rank, spec, device) for rank in range(2)], chunksize=1)
     (sent, _), (received, loaded) = results
     assert sent.nbytes == received.nbytes == plan.receivers[1].nbytes
+    assert (sent.peak_staging_bytes > 0, received.peak_staging_bytes) == (True, 0)
     for name, tensor in jobs.weights(jobs.single_map()).items():
         assert torch.equal(loaded[name], tensor), name
 

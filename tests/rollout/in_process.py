@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,16 +122,6 @@ def version(engine: RolloutEngine) -> int | None:
     return engine.version
 
 
-def use_one_salt(engine: RolloutEngine) -> None:
-    """Lets requests find blocks of any version in the prefix cache."""
-    add = engine._requests.add
-    engine._requests.add = lambda ids, params, _salt, done: add(ids, params, "any", done)
-
-
-def use_salts(engine: RolloutEngine) -> None:
-    del engine._requests.add
-
-
 def print_errors_to(_engine: RolloutEngine, log_file: Path) -> None:
     """Sends the errors of this process, and of those that it starts, to a file."""
     with log_file.open("ab") as file:
@@ -152,24 +141,6 @@ def recv_buffer_bytes(_engine: RolloutEngine) -> int:
     return sum(512 * file.stat().st_blocks for file in files if "megarl-recv" in os.path.realpath(file))
 
 
-def loaded_modules(_engine: RolloutEngine, package: str) -> list[str]:
-    """The modules of a package that the engine's process has imported."""
-    return [name for name in sys.modules if name.split(".")[0] == package]
-
-
-def workers_modules(engine: RolloutEngine, package: str) -> list[list[str]]:
-    """The same, of every worker process."""
-    return engine._llm.collective_rpc(_modules, args=(package,))
-
-
-def disable_cache_reset(engine: RolloutEngine) -> None:
-    engine._llm.reset_prefix_cache = lambda reset_running_requests: True
-
-
-def enable_cache_reset(engine: RolloutEngine) -> None:
-    del engine._llm.reset_prefix_cache
-
-
 def raise_padding_rows(engine: RolloutEngine) -> list[int]:
     """Makes the rows that pad the output layer produce huge logits; how many rows each rank has of them."""
     return engine._llm.collective_rpc(_raise_padding_rows)
@@ -181,10 +152,6 @@ def processes_and_shared_memory(engine: RolloutEngine) -> tuple[list[int], list[
     return [pid for pid in workers if pid != os.getpid()], sorted(
         {f for pid in (os.getpid(), *workers) for f in open_shared_memory(pid)}
     )
-
-
-def _modules(_worker: Any, package: str) -> list[str]:
-    return [name for name in sys.modules if name.split(".")[0] == package]
 
 
 def _pid(_worker: Any) -> int:

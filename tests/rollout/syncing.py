@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from megarl.models import model_spec
 from megarl.resharding import Connection, ConnectRequest, Sender, SyncError, SyncSpec, SyncStats, connect, serve_store
 from megarl.resharding.buckets import bucket_views
-from megarl.resharding.holders import plan_sync
+from megarl.resharding.spec import plan_sync
 from megarl.resharding.transfers.gloo import GlooTransfer, GlooTransport
 from megarl.types import Layout
 from megarl.weights.hf_files import read_config
-from megarl.weights.shard_map import ShardMap
-from megarl.weights.topology import Place
+from megarl.weights.planner import Place
 from tests.rollout.engine_process import EngineProcess, RemoteError
+from tests.weights.models import placed
 
 ONE_RANK = Layout()
 BUCKET_BYTES = 1 << 17  # the tiny models arrive in several buckets
@@ -69,7 +69,7 @@ class Trainer:
         process.end()
         tensors = load_file(model_dir / "model.safetensors", device=device)
         self._senders = [
-            Sender(connection, megatron_shard(tensors, spec.megatron_map(layout, rank)))
+            Sender(connection, placed(tensors, spec.megatron_map(layout, rank)))
             for rank, connection in enumerate(self._connections)
         ]
 
@@ -121,19 +121,6 @@ class _Corrupting:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
-
-
-def megatron_shard(tensors: dict[str, torch.Tensor], shard_map: ShardMap) -> dict[str, torch.Tensor]:
-    """A Megatron rank's parameters, shard by shard out of a model's own tensors."""
-    device = next(iter(tensors.values())).device
-    params = {
-        name: torch.zeros(info.shape, dtype=getattr(torch, info.dtype), device=device)
-        for name, info in shard_map.params.items()
-    }
-    for shard in shard_map.shards:
-        values = tensors[shard.name][shard.region.slices]
-        params[shard.param][shard.box.slices] = (values.T if shard.transposed else values).reshape(shard.box.shape)
-    return params
 
 
 def sync(process: EngineProcess, model_dir: Path, version: int, layout: Layout = ONE_RANK) -> Report:

@@ -29,29 +29,19 @@ def test_vllm_socket_paths_are_short_enough(length: int, monkeypatch: pytest.Mon
             assert (Path(directory).parent == usual) == (len(str(usual)) <= 45)
 
 
-@pytest.mark.parametrize(("device", "precision"), [("cpu", None), ("cuda", "ieee")])
-def test_triton_uses_ieee_float32_on_cuda(device: str, precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {})
-    set_vllm_environment(device, "/tmp")
-    assert os.environ.get("TRITON_F32_DEFAULT") == precision
-
-
-@pytest.mark.parametrize(("device", "kept_in"), [("cpu", "/tmp/engine"), ("cuda", None)])
-def test_what_is_compiled_on_cuda_outlives_the_engine(
-    device: str, kept_in: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", {})
-    set_vllm_environment(device, "/tmp/engine")
-    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == kept_in
-    assert os.environ["VLLM_RPC_BASE_PATH"] == "/tmp/engine"
-
-
-def test_threads_are_those_of_the_run_and_not_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("cpu", {"TORCHINDUCTOR_CACHE_DIR": "/tmp/engine", "OMP_NUM_THREADS": "3"}),  # not those of the shell
+        ("cuda", {"TRITON_F32_DEFAULT": "ieee", "OMP_NUM_THREADS": "8"}),  # what is compiled outlives the engine
+    ],
+)
+def test_variables(device: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "8"})
-    set_vllm_environment("cpu", "/tmp")
-    assert os.environ["OMP_NUM_THREADS"] == "1"
-    set_vllm_environment("cpu", "/tmp", 3)
-    assert os.environ["OMP_NUM_THREADS"] == "3"
+    set_vllm_environment(device, "/tmp/engine", 3)
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_F32_DEFAULT", "OMP_NUM_THREADS")
+    assert {name: os.environ[name] for name in names if name in os.environ} == expected
+    assert os.environ["VLLM_RPC_BASE_PATH"] == "/tmp/engine"
 
 
 @pytest.mark.parametrize(("version", "device"), [("0.32.0", "cuda"), ("0.32.0+cpu", "cpu")])

@@ -56,29 +56,10 @@ def test_a_recorded_conversation_keeps_its_mask(tmp_path: Path) -> None:
     assert read_response(tmp_path, request(0, (5, 6, 7)), ROLLOUT).loss_mask is None
 
 
-def test_a_sample_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no sample '1/a b/0': record and replay with the same run\.seed"):
-        read_response(tmp_path, request(0, (5, 6, 7)), ROLLOUT)
-
-
-def test_a_recording_lists_its_steps(tmp_path: Path) -> None:
-    assert recorded_steps(tmp_path) == set()
-    write_sample(tmp_path, CHUNK, 0, ROLLOUT)
-    write_sample(tmp_path, CHUNK, 1, ROLLOUT)
-    assert recorded_steps(tmp_path) == {"1"}
-
-
-def test_evaluations_are_not_replayed(tmp_path: Path) -> None:
-    """Their samples have the same ids after every step: played back, they would hide that the weights have changed."""
-    write_sample(tmp_path, CHUNK, 0, ROLLOUT)
-    write_sample(tmp_path, replace(CHUNK, sample_ids=("0/a/0", "0/b/0")), 0, ROLLOUT)
-    assert recorded_steps(tmp_path) == {"1"}
-
-
 def test_an_engine_records_only_training_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutEngine, "_response", lambda _engine, _request, output, _version: output)
     engine = object.__new__(RecordingEngine)
-    engine._directory, engine._rollout = tmp_path, ROLLOUT
+    engine._rollout = ROLLOUT.model_copy(update={"record": str(tmp_path)})
     prompt = Prompt(prompt_id="p", token_ids=(1,))
     for name in ("0/a/0", "1/a/0", "0/b/0", "1/b/0"):
         asked = SampleRequest(sample_id=name, prompt=prompt, seed=0)
@@ -87,10 +68,21 @@ def test_an_engine_records_only_training_rollouts(tmp_path: Path, monkeypatch: p
     assert {path.name for path in tmp_path.iterdir()} == {"1%2Fa%2F0.npz", "1%2Fb%2F0.npz"}
 
 
-def test_another_prompt_is_refused(tmp_path: Path) -> None:
+def test_a_request_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no sample '1/a b/0': record and replay with the same run\.seed"):
+        read_response(tmp_path, request(0, (5, 6, 7)), ROLLOUT)
     write_sample(tmp_path, CHUNK, 0, ROLLOUT)
     with pytest.raises(ValueError, match="answers another prompt than 'p'"):
         read_response(tmp_path, request(0, (5, 6, 8)), ROLLOUT)
+
+
+def test_steps_are_replayed_and_evaluations_are_not(tmp_path: Path) -> None:
+    """Evaluations have the same ids after every step: played back, they would hide that the weights have changed."""
+    assert recorded_steps(tmp_path) == set()
+    write_sample(tmp_path, CHUNK, 0, ROLLOUT)
+    write_sample(tmp_path, CHUNK, 1, ROLLOUT)
+    write_sample(tmp_path, replace(CHUNK, sample_ids=("0/a/0", "0/b/0")), 0, ROLLOUT)
+    assert recorded_steps(tmp_path) == {"1"}
 
 
 @pytest.mark.parametrize("change", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 3}, {"min_new_tokens": 2}])
@@ -99,13 +91,3 @@ def test_log_probabilities_of_another_distribution_are_refused(tmp_path: Path, c
     with pytest.raises(ValueError, match="log-probabilities of another distribution"):
         read_response(tmp_path, request(0, (5, 6, 7)), ROLLOUT)
     assert read_response(tmp_path, request(0, (5, 6, 7)), ROLLOUT.model_copy(update=change))
-
-
-def test_a_recording_that_does_not_say_how_it_was_sampled_is_refused(tmp_path: Path) -> None:
-    write_sample(tmp_path, CHUNK, 0, ROLLOUT)
-    (file,) = tmp_path.iterdir()
-    columns = dict(np.load(file))
-    del columns["sampling"]
-    np.savez(file, **columns)
-    with pytest.raises(ValueError, match="log-probabilities of another distribution"):
-        read_response(tmp_path, request(0, (5, 6, 7)), ROLLOUT)

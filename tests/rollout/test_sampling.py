@@ -140,16 +140,6 @@ def test_samples_are_drawn_from_the_distribution_that_is_recorded(engine: Engine
     assert ((found - expected) ** 2 / expected).sum() < degrees + 4 * (2 * degrees) ** 0.5
 
 
-@pytest.mark.parametrize("setting", [{"top_p": 0.8}, {"top_k": 20}, {"min_new_tokens": 6}], ids=str)
-def test_what_stage_ppo_refuses_would_record_another_distribution(engine: Engine, setting: dict[str, Any]) -> None:
-    """The reason for `rollout_rules.all_tokens_are_sampled`: a ratio of unchanged weights would not be 1."""
-    chunk = engine.sample(requests(24), **setting)
-    differences = [engine.expected(chunk, row, 1.0) - recorded for row, recorded in enumerate(chunk.rollout_logprobs)]
-    ratios = np.exp(np.concatenate(differences))
-    assert ratios.max() < 1 + 1e-4, "recorded ones are of fewer tokens"
-    assert (ratios < 0.99).mean() > 0.2
-
-
 def test_vllm_is_asked_for_nothing_else_that_changes_the_distribution(engine: Engine) -> None:
     """By all that this version knows: what a later one adds belongs into one of the tables."""
     prompt = requests()[0].prompt

@@ -109,14 +109,6 @@ def test_only_an_in_flight_engine_syncs_with_responses_in_progress() -> None:
         assert state.usable_version() == 4
 
 
-def test_every_sync_has_its_version() -> None:
-    state = after("sync", sleeps=False)
-    for version in (4, 4, 9):
-        state.begin_sync()
-        state.commit(version)
-        assert state.usable_version() == state.version == version
-
-
 def test_weights_from_files_survive_a_sleep() -> None:
     assert (
         after("wake_weights", "wake_cache", "sleep", "wake_weights", "wake_cache", drops=False, version=0).version == 0

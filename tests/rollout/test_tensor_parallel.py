@@ -71,11 +71,6 @@ def test_ranks_receive_weights_between_two_steps(pair: EngineProcess, models: Ma
         assert [span.start for span in chunk.versions[0]] == [0, 5][: len(chunk.versions[0])]
 
 
-def test_the_workers_do_not_import_megatron(pair: EngineProcess) -> None:
-    assert all(pair.apply(in_process.workers_modules, "vllm"))
-    assert pair.apply(in_process.workers_modules, "megatron") == [[], []]
-
-
 def test_close_leaves_no_processes_or_shared_memory(pair: EngineProcess, temporary: Path) -> None:
     workers, shared = pair.apply(in_process.processes_and_shared_memory)
     assert len(workers) == 2

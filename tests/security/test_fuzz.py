@@ -18,7 +18,7 @@ import pytest
 
 from megarl.config import ConfigError, load
 from megarl.config.schema import RandomModel
-from megarl.convert.hf_source import open_hf, read_spec
+from megarl.convert.stored import open_hf, read_spec
 from megarl.errors import UsageError
 from megarl.preflight.check import check
 from megarl.preflight.device_memory import check_memory
@@ -131,7 +131,7 @@ def test_a_safetensors_header(model: Path, tmp_path: Path) -> None:
 
     def convert(directory: Path) -> None:
         try:
-            open_hf(directory, spec.manifest(spec.head), allow_pickle=False)
+            open_hf(directory, spec.manifest(spec.head))
         except (CheckpointError, UsageError) as error:
             raise ConfigError([]) from error
 

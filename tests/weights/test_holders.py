@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megarl.models import model_spec
-from megarl.resharding.holders import plan_sync, trainer_holders
+from megarl.resharding.spec import plan_sync, trainer_holders
 from megarl.types import Layout
-from megarl.weights.planner import Holder
+from megarl.weights.planner import Distance, Holder, Place
 from megarl.weights.shard_map import ShardMap
-from megarl.weights.topology import Distance, Place
 from tests.weights.models import qwen2_config
 
 SPEC = model_spec(qwen2_config())

@@ -10,18 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.models import ModelSpec, model_spec
-from megarl.resharding.holders import engine_holders, trainer_holders
+from megarl.resharding.spec import engine_holders, trainer_holders
 from megarl.types import Layout
 from megarl.weights.plan import TransferPlan
-from megarl.weights.planner import Holder, plan
+from megarl.weights.planner import Distance, Holder, Place, plan
 from megarl.weights.shard_map import ShardMap
-from megarl.weights.topology import Distance, Place
 from tests.unit_profile import fewer
 from tests.weights import models
 from tests.weights.models import numbered
 from tests.weights.test_planner import check, check_buckets
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "mixtral", "qwen3_moe")
 EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
 SEED = 3
 
@@ -29,7 +27,7 @@ SEED = 3
 @st.composite
 def transfers(draw: st.DrawFn) -> tuple[ModelSpec, Layout, Layout, int, int]:
     """A model, two layouts of trainers, and the TP and number of engines."""
-    family = draw(st.sampled_from(FAMILIES))
+    family = draw(st.sampled_from(sorted(models.CONFIGS)))
     unit = draw(st.sampled_from([2, 3, 4]))
     degree = st.sampled_from([n for n in (1, 2, 3, 4) if unit % n == 0])
     kv_heads = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if unit % n == 0 or n % unit == 0]))
@@ -48,7 +46,7 @@ def transfers(draw: st.DrawFn) -> tuple[ModelSpec, Layout, Layout, int, int]:
         changes["hidden_size"] = 2 * unit * heads if family in ("qwen2", "phi3") else draw(st.sampled_from([6, 10]))
     if experts:
         changes[EXPERTS[family]] = 4
-    spec = model_spec(getattr(models, f"{family}_config")(**changes))
+    spec = model_spec(models.CONFIGS[family](**changes))
 
     def layout() -> Layout:
         ep = draw(st.sampled_from([1, 2])) if experts else 1

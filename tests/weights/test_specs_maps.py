@@ -19,33 +19,7 @@ from megarl.types import Layout
 from megarl.weights.shard_map import Box, ShardMap
 from tests.unit_profile import fewer
 from tests.weights import naive
-from tests.weights.models import (
-    Arrays,
-    gpt2_config,
-    held,
-    llama_config,
-    mistral_config,
-    mixtral_config,
-    numbered,
-    phi3_config,
-    qwen2_config,
-    qwen3_config,
-    qwen3_moe_config,
-)
-
-CONFIGS = {
-    config()["model_type"]: config
-    for config in (
-        llama_config,
-        mistral_config,
-        qwen2_config,
-        qwen3_config,
-        phi3_config,
-        gpt2_config,
-        mixtral_config,
-        qwen3_moe_config,
-    )
-}
+from tests.weights.models import CONFIGS, Arrays, gpt2_config, held, llama_config, mixtral_config, numbered
 
 
 @st.composite

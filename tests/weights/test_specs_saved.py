@@ -13,32 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from megarl.models import FAMILIES, model_spec
 from megarl.types import Layout
 from megarl.weights.hf_files import CheckpointError, HFDirectory, load_shard, read_config
-from tests.weights.models import (
-    gpt2_config,
-    llama_config,
-    mistral_config,
-    mixtral_config,
-    phi3_config,
-    qwen2_config,
-    qwen3_config,
-    qwen3_moe_config,
-)
+from tests.weights import models
+from tests.weights.models import gpt2_config, llama_config
 
-CONFIGS = {
-    "llama": llama_config(),
-    "llama-biased": llama_config(attention_bias=True, mlp_bias=True),
-    "mistral": mistral_config(),
-    "qwen2": qwen2_config(),
-    "qwen2-tied": qwen2_config(tie_word_embeddings=True),
-    "qwen3": qwen3_config(),
-    "qwen3-tied": qwen3_config(tie_word_embeddings=True),
-    "phi3": phi3_config(),
-    "gpt2": gpt2_config(),
-    "gpt2-untied": gpt2_config(tie_word_embeddings=False, n_inner=36),
-    "mixtral": mixtral_config(),
-    "mixtral-tied": mixtral_config(tie_word_embeddings=True),
-    "qwen3_moe": qwen3_moe_config(),
-}
+CONFIGS = {name: config() for name, config in models.CONFIGS.items()}
+CONFIGS |= {f"{name}-tied": models.CONFIGS[name](tie_word_embeddings=True) for name in ("qwen2", "qwen3", "mixtral")}
+CONFIGS["llama-biased"] = llama_config(attention_bias=True, mlp_bias=True)
+CONFIGS["gpt2-untied"] = gpt2_config(tie_word_embeddings=False, n_inner=36)
 
 
 def test_every_family_is_tested() -> None:

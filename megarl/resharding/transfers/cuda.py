@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -149,8 +148,6 @@ class NcclTransport:
     ) -> None:
         from torch.distributed import ProcessGroupNCCL
 
-        self.sent: Counter[int] = Counter()
-        self.received: Counter[int] = Counter()
         self._index = {member: i for i, member in enumerate(members)}
         self._rank = rank
         self._timeout_s = timeout_s
@@ -171,17 +168,15 @@ class NcclTransport:
                         self.send(peer, 0, hello).wait()
                 elif peer in from_:
                     self.receive(peer, 0, hello).wait()
-        self.sent.clear()
-        self.received.clear()
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> NcclTransfer:
         # Without tags, as both sides use the same order.
         work = self._groups[self._rank < peer].send([buffer], self._index[peer], 0)
-        return NcclTransfer(work, peer, buffer, self.sent, self._timeout_s, self._look)
+        return NcclTransfer(work, peer, buffer, self._timeout_s, self._look)
 
     def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> NcclTransfer:
         work = self._groups[peer < self._rank].recv([buffer], self._index[peer], 0)
-        return NcclTransfer(work, peer, buffer, self.received, self._timeout_s, self._look)
+        return NcclTransfer(work, peer, buffer, self._timeout_s, self._look)
 
     def abort(self) -> None:
         for group in self._groups.values():
@@ -199,7 +194,6 @@ class NcclTransfer:
     work: Work
     peer: int
     buffer: torch.Tensor
-    counter: Counter[int]
     timeout_s: float
     look: Callable[[], None]
 
@@ -218,4 +212,3 @@ class NcclTransfer:
             self.work.wait()  # orders the current stream after the transfer
         except torch.distributed.DistError as error:
             raise PeerError(f"the transfer with rank {self.peer} failed: {error}") from error
-        self.counter[self.peer] += self.buffer.nbytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -24,9 +23,8 @@ _ABORT_TAG = 2**31 - 1
 class GlooTransport:
     """Gloo over TCP, in a separate process group; GLOO_SOCKET_IFNAME names the network interfaces.
 
-    Transfers arrive in order for each pair, direction and tag; ``sent`` and ``received`` count
-    completed bytes by peer. The constructor raises RuntimeError if the network cannot be used, or a
-    peer is gone.
+    Transfers arrive in order for each pair, direction and tag. The constructor raises RuntimeError
+    if the network cannot be used, or a peer is gone.
 
     Args:
         store: store of this group only.
@@ -43,8 +41,6 @@ class GlooTransport:
         peers: Sequence[int],
         timeout_s: float,
     ) -> None:
-        self.sent: Counter[int] = Counter()
-        self.received: Counter[int] = Counter()
         self._index = {member: i for i, member in enumerate(members)}
         group: Any = ProcessGroupGloo
         options = group._Options()
@@ -73,12 +69,12 @@ class GlooTransport:
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> GlooTransfer:
         """Starts to send a contiguous buffer, which must not change during the transfer."""
         start = partial(self._group.send, [buffer], self._index[peer], tag)
-        return GlooTransfer(start, peer, buffer, self.sent)
+        return GlooTransfer(start, peer)
 
     def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> GlooTransfer:
         """Starts to fill a contiguous buffer from the peer's transfer of this tag."""
         start = partial(self._group.recv, [buffer], self._index[peer], tag)
-        return GlooTransfer(start, peer, buffer, self.received)
+        return GlooTransfer(start, peer)
 
     def abort(self) -> None:
         """Breaks the connections: every transfer fails at once, here and at the peers."""
@@ -104,10 +100,8 @@ class GlooTransport:
 class GlooTransfer:
     """A transfer; one that cannot start, because the peer is gone, fails in ``wait``."""
 
-    def __init__(self, start: Callable[[], Work], peer: int, buffer: torch.Tensor, counter: Counter[int]) -> None:
+    def __init__(self, start: Callable[[], Work], peer: int) -> None:
         self._peer = peer
-        self._buffer = buffer
-        self._counter = counter
         try:
             self._work: Work | RuntimeError = start()
         except RuntimeError as error:
@@ -121,4 +115,3 @@ class GlooTransfer:
             self._work.wait()
         except RuntimeError as error:
             raise PeerError(f"the transfer with rank {self._peer} failed: {error}") from error
-        self._counter[self._peer] += self._buffer.nbytes
