@@ -99,7 +99,9 @@ def test_a_function_that_ends_its_process_is_reported(process: FunctionProcess, 
 def test_a_process_that_ended_between_two_calls_is_replaced(process: FunctionProcess) -> None:
     pid = int(call(process, "process"))
     os.kill(pid, 9)
-    assert process._child[1].poll(60), "the last of its threads has ended"
+    child = process._child
+    assert child is not None
+    assert comes_true(lambda: child.ended)
     assert call(process, "process") != pid
 
 
