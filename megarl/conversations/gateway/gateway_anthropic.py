@@ -17,15 +17,6 @@ from megarl.conversations.gateway.gateway_request import (
 )
 from megarl.data.tokenizer import Message
 
-_NEUTRAL = {
-    "stop_sequences": ([],),
-    "tool_choice": ({"type": "auto"},),
-    "thinking": ({"type": "disabled"},),
-    "service_tier": ("auto", "standard_only"),
-    "container": (),
-    "mcp_servers": ([],),
-}
-
 
 def read_messages(fields: RequestFields) -> GatewayRequest:
     """Reads a request for a message."""
@@ -39,10 +30,7 @@ def read_messages(fields: RequestFields) -> GatewayRequest:
     max_tokens = fields.take_count("max_tokens")
     if max_tokens is None:
         raise GatewayError("max_tokens is missing")
-    stream = fields.take("stream", bool, False)
-    fields.accept_only(_NEUTRAL)
-    fields.end("metadata")
-    return GatewayRequest(messages=whole_chat(chat), tools=tools, max_tokens=max_tokens, stream=stream)
+    return fields.request(messages=whole_chat(chat), tools=tools, max_tokens=max_tokens)
 
 
 def _messages(fields: RequestFields, item: Mapping[str, Any], where: str) -> Iterator[Message]:

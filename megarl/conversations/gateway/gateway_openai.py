@@ -18,18 +18,6 @@ from megarl.conversations.gateway.gateway_request import (
 )
 from megarl.data.tokenizer import Message
 
-_NEUTRAL = {"stop": ([], ""), "logit_bias": ({},), "best_of": (1,), "echo": (False,), "suffix": ("",)}
-_NEUTRAL_CHAT = {
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto",),
-    "parallel_tool_calls": (True,),
-    "modalities": (["text"],),
-    "functions": ([],),
-    "service_tier": ("auto", "default"),
-    "verbosity": ("medium",),
-    "top_logprobs": (0,),
-}
-_IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 _MAX_ANSWERS = 128
 
 
@@ -39,7 +27,6 @@ def read_chat(fields: RequestFields) -> GatewayRequest:
     for index, item in enumerate(fields.take_items("messages")):
         messages.append(_message(fields, item, f"messages[{index}]"))
     tools = fields.take_tools("function", "parameters")
-    fields.accept_only({**_NEUTRAL_CHAT, "tool_choice": ("auto",) if tools else ("auto", "none")})
     logprobs = fields.take("logprobs", bool, False)
     return _read_common(fields, messages=whole_chat(messages), tools=tools, logprobs=logprobs)
 
@@ -68,15 +55,11 @@ def _read_common(fields: RequestFields, **known: Any) -> GatewayRequest:
     count = fields.take_count("n") or 1
     if count > _MAX_ANSWERS:
         raise GatewayError(f"n = {count}: at most {_MAX_ANSWERS}")
-    stream = fields.take("stream", bool, False)
     with_ids = fields.take("return_token_ids", bool, False)
     options: dict[str, Any] = fields.take("stream_options", dict, {})
-    fields.accept_only(_NEUTRAL)
-    fields.end(*_IGNORED)
-    return GatewayRequest(
+    return fields.request(
         max_tokens=max_tokens,
         count=count,
-        stream=stream,
         with_ids=with_ids,
         with_usage=bool(options.get("include_usage")),
         **known,

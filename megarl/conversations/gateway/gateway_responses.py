@@ -17,20 +17,6 @@ from megarl.conversations.gateway.gateway_request import (
 )
 from megarl.data.tokenizer import Message
 
-_NEUTRAL = {
-    "tool_choice": ("auto",),
-    "parallel_tool_calls": (True,),
-    "truncation": ("disabled",),
-    "include": ([],),
-    "text": ({}, {"format": {"type": "text"}}),
-    "background": (False,),
-    "top_logprobs": (0,),
-    "reasoning": ({},),
-    "previous_response_id": (),
-    "service_tier": ("auto", "default"),
-}
-_IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-
 
 def read_response(fields: RequestFields) -> GatewayRequest:
     """Reads a request for a response to a whole chat."""
@@ -42,10 +28,7 @@ def read_response(fields: RequestFields) -> GatewayRequest:
         chat += _messages(fields, fields.take_items("input"))
     tools = fields.take_tools("function", "parameters")
     max_tokens = fields.take_count("max_output_tokens")
-    stream = fields.take("stream", bool, False)
-    fields.accept_only({**_NEUTRAL, "tool_choice": ("auto",) if tools else ("auto", "none")})
-    fields.end(*_IGNORED, "stream_options")
-    return GatewayRequest(messages=whole_chat(chat), tools=tools, max_tokens=max_tokens, stream=stream)
+    return fields.request(messages=whole_chat(chat), tools=tools, max_tokens=max_tokens)
 
 
 def _messages(fields: RequestFields, items: list[dict[str, Any]]) -> Iterator[Message]:
