@@ -227,36 +227,30 @@ def test_the_cause_of_a_crash_is_found_among_many(children: list[ChildProcess]) 
     assert len(children) <= 1 + 8 + 8 + 8 + 2
 
 
-def test_processes_that_take_no_further_conversations_are_few(children: list[ChildProcess]) -> None:
-    async def live() -> int:
-        own = EnvironmentChildren(EnvironmentSettings(name="tests.conversations.worlds:Faulty", time_limit=0.01))
-        await own.start()
-        async with AsyncExitStack() as held:
-            for number in range(12):
-                child = await held.enter_async_context(own.place())
-                await child.call(number, "reset", EnvironmentTask(prompt_id="0", fields={"way": "hangs"}), 0)
-                with pytest.raises(FailedEnvironmentError, match="took longer"):
-                    await child.call(number, "step", None)
-            return len(own.living)
-
-    assert asyncio.run(live()) == len(children) == 1 + 8
+async def test_processes_that_take_no_further_conversations_are_few(children: list[ChildProcess]) -> None:
+    own = EnvironmentChildren(EnvironmentSettings(name="tests.conversations.worlds:Faulty", time_limit=0.01))
+    await own.start()
+    async with AsyncExitStack() as held:
+        for number in range(12):
+            child = await held.enter_async_context(own.place())
+            await child.call(number, "reset", EnvironmentTask(prompt_id="0", fields={"way": "hangs"}), 0)
+            with pytest.raises(FailedEnvironmentError, match="took longer"):
+                await child.call(number, "step", None)
+        assert len(own.living) == len(children) == 1 + 8
 
 
-def test_a_process_that_cannot_start_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_cannot_start_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object) -> None:
         raise OSError("too many open files")
 
-    async def live() -> None:
-        own = EnvironmentChildren(EnvironmentSettings(name="tests.conversations.worlds:Faulty"))
-        monkeypatch.setattr(ChildProcess, "_launch", fail)
-        groups = [EnvironmentChild(own, shared=False) for _ in range(12)]
-        for child in [None, *groups, None]:
-            with pytest.raises(OSError, match="too many"):
-                async with asyncio.timeout(5), own.place(child):
-                    pass
-        assert not own.living
-
-    asyncio.run(live())
+    own = EnvironmentChildren(EnvironmentSettings(name="tests.conversations.worlds:Faulty"))
+    monkeypatch.setattr(ChildProcess, "_launch", fail)
+    groups = [EnvironmentChild(own, shared=False) for _ in range(12)]
+    for child in [None, *groups, None]:
+        with pytest.raises(OSError, match="too many"):
+            async with asyncio.timeout(5), own.place(child):
+                pass
+    assert not own.living
 
 
 @pytest.mark.process

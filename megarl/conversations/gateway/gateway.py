@@ -253,10 +253,10 @@ class Gateway:
         protocol = _PROTOCOLS[request.match_info["protocol"]]
         body = await _body(request)
         turn = await asyncio.to_thread(self._read, body, protocol, session)
-        answers, created = await session.answered(turn)
+        turns, created = await session.answered(turn)
         reply = GatewayReply(
             request=turn,
-            answers=answers,
+            turns=turns,
             created=created,
             model=self._model,
             decode=partial(self._tokenizer.decode, special=True),

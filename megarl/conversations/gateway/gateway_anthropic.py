@@ -74,19 +74,18 @@ def _assistant(fields: RequestFields, blocks: list[Any], where: str) -> Message:
 
 def write_message(reply: GatewayReply) -> dict[str, Any]:
     """Returns the answer to a request for a message."""
-    answer = reply.answers[0]
-    action = answer.turn.action
+    action = reply.turns[0].action
     blocks: list[dict[str, Any]] = []
     if action.thoughts is not None:
         blocks.append({"type": "thinking", "thinking": action.thoughts, "signature": ""})
-    if action.content or not answer.calls:
+    if action.content or not action.tool_calls:
         blocks.append({"type": "text", "text": action.content})
-    for call in answer.calls:
+    for call in action.tool_calls:
         arguments = dict(call.arguments)
         blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": arguments})
     if not action.finished:
         reason = "max_tokens"
-    elif answer.calls:
+    elif action.tool_calls:
         reason = "tool_use"
     else:
         reason = "end_turn"

@@ -11,7 +11,6 @@ from typing import Any
 
 from megarl.conversations.chat_session import SessionTurn
 from megarl.data.tokenizer import Message
-from megarl.environments.environment import ToolCall
 
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "background": (False,),
@@ -112,16 +111,8 @@ class GatewayRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayAnswer:
-    """A turn, and the calls of tools that can be read, under ids that are unique in the session."""
-
-    turn: SessionTurn
-    calls: tuple[ToolCall, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class GatewayReply:
-    """The turns that answer a request.
+    """The turns that answer a request, with the calls of tools that can be read.
 
     Args:
         created: Unix time, seconds.
@@ -129,7 +120,7 @@ class GatewayReply:
     """
 
     request: GatewayRequest
-    answers: Sequence[GatewayAnswer]
+    turns: Sequence[SessionTurn]
     created: int
     model: str
     decode: Callable[[Sequence[int]], str]
@@ -141,11 +132,11 @@ class GatewayReply:
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.answers[0].turn.prompt)
+        return len(self.turns[0].prompt)
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(len(answer.turn.action.token_ids) for answer in self.answers)
+        return sum(len(turn.action.token_ids) for turn in self.turns)
 
 
 @dataclass(kw_only=True)

@@ -72,8 +72,7 @@ def _assistant(fields: RequestFields, items: list[dict[str, Any]], where: str) -
 
 def write_response(reply: GatewayReply) -> dict[str, Any]:
     """Returns the answer to a request for a response."""
-    answer = reply.answers[0]
-    action = answer.turn.action
+    action = reply.turns[0].action
     status = "completed"
     details = None
     if not action.finished:
@@ -84,11 +83,11 @@ def write_response(reply: GatewayReply) -> dict[str, Any]:
         content = [{"type": "reasoning_text", "text": action.thoughts}]
         item = {"type": "reasoning", "id": f"rs_{reply.reply_id}", "summary": [], "content": content}
         output.append(item)
-    if action.content or not answer.calls:
+    if action.content or not action.tool_calls:
         part = {"type": "output_text", "text": action.content, "annotations": [], "logprobs": []}
         item = {"type": "message", "id": f"msg_{reply.reply_id}", "role": "assistant"}
         output.append({**item, "status": status, "content": [part]})
-    for call in answer.calls:
+    for call in action.tool_calls:
         item = {"type": "function_call", "id": f"fc_{call.call_id}", "call_id": call.call_id}
         item |= {"name": call.name, "arguments": json.dumps(call.arguments), "status": "completed"}
         output.append(item)
