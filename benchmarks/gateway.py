@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from megarl.conversations.chat import TemplateRenderer
+from megarl.conversations.chat import ChatRenderer
 from megarl.conversations.chat_session import TurnLimits
 from megarl.types import SampledTurn, SampleRequest, VersionSpan
 from tests.conversations.families import FAMILIES, end_ids, tokenizer
@@ -78,7 +78,7 @@ async def _measure(directory: Path, count: int, turns: int) -> None:
 
 def _render(name: str, turns: int) -> None:
     """Prints what turns of a long conversation cost, each the best of the five before it."""
-    renderer = TemplateRenderer(tokenizer(name), {}, ends=end_ids(name))
+    renderer = ChatRenderer(tokenizer(name), {}, ends=end_ids(name))
     sampled = [*tokenizer(name).continuation(FAMILIES[name].said(ANSWER.strip())), end_ids(name)[0]]
     question, spent = {"role": "user", "content": QUESTION}, list[float]()
     chat: list[Any] = [question]

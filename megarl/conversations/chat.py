@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Literal
 
+from megarl.conversations.chat_families import family_call, find_family, tool_specs
 from megarl.conversations.tool_calls import Schemas, find_reader
 from megarl.data.tokenizer import Message, Tokenizer
 from megarl.environments.environment import Action, ToolCall
@@ -14,7 +15,7 @@ _MARK: Final = "\ue000turn\ue001"
 """Stands for a turn; no template changes it."""
 
 
-class TemplateRenderer:
+class ChatRenderer:
     """Writes chats as ids with the chat template of a tokenizer, and reads turns.
 
     What the model has read is what the template writes for the chat before the turn. If what it
@@ -26,6 +27,10 @@ class TemplateRenderer:
     at its end, with other JSON. With the history `sampled`, the ids are kept all the same if what
     follows the turn does not depend on it: the template writes the same after another turn of
     another chat.
+
+    A family of the package `renderers` helps where the template alone does not suffice: it reads
+    calls in formats that are not known here, and with the history `sampled` it gives what follows a
+    turn that the template rewrites.
 
     Args:
         arguments: arguments of the chat template.
@@ -52,10 +57,9 @@ class TemplateRenderer:
         start = self._written([_USER], ()) or ""
         self._opens_thoughts = start.rstrip().endswith("<think>")
         self._knows_thoughts = not start or self._opens_thoughts or self._knows_given_thoughts()
-
-    @property
-    def reads_calls(self) -> bool:
-        return self._reader is not None
+        self._family: Any = None
+        if self._reader is None or history == "sampled":
+            self._family = find_family(tokenizer, arguments)
 
     def begin(self, messages: Sequence[Message] | str, tools: Schemas) -> list[int]:
         """Returns the prompt of the first turn.
@@ -64,27 +68,29 @@ class TemplateRenderer:
             TextTooLongError: the chat cannot fit into the context.
             ValueError: the chat or the tools cannot be written.
         """
-        if tools and self._reader is None and not isinstance(messages, str):
-            known = "those of Hermes, Qwen and Llama 3"
-            raise ValueError(f"the chat template writes calls of tools in none of the known formats, {known}")
-        return self.prompt(messages, tools)
-
-    def prompt(self, messages: Sequence[Message] | str, tools: Schemas) -> list[int]:
-        """Returns the ids of a chat, whether or not calls of its tools can be read."""
         if isinstance(messages, str):
             return self._limited.encode(messages)
+        if tools and self._reader is None and self._family is None:
+            known = "those of Hermes, Qwen and Llama 3"
+            raise ValueError(f"the chat template writes calls of tools in none of the known formats, {known}")
         return self._limited.chat(messages, tools=tools or None, arguments=self._arguments)
 
     def read(self, token_ids: Sequence[int], finished: bool, *, prompt: Sequence[int], tools: Schemas) -> Action:
         """Returns what the model wrote in a turn after a prompt, which is all that it has read."""
-        del prompt
         ids = tuple(token_ids)
         end = self._end(ids) if finished else ()
         text = self._decoded(ids[: len(ids) - len(end)])
         thoughts, content = self._thoughts(text)
         calls: tuple[ToolCall, ...] = ()
-        if tools and self._reader is not None:
-            content, calls = self._reader(content, tools)
+        if self._reader is not None:
+            if tools:
+                content, calls = self._reader(content, tools)
+        elif self._family is not None:
+            parsed = self._ask_family("parse_response", list(ids), tools=tool_specs(tools), prompt_ids=list(prompt))
+            content = parsed.content
+            thoughts = parsed.reasoning_content
+            if tools:
+                calls = tuple(family_call(call, index) for index, call in enumerate(parsed.tool_calls))
         return Action(
             text=text,
             content=content,
@@ -117,13 +123,29 @@ class TemplateRenderer:
         Raises:
             TextTooLongError: the messages cannot fit into the context.
         """
-        del prompt
         if not action.finished:
             return None
-        rest = messages if isinstance(messages, str) else self._rest(before, action, messages, tools)
-        if rest is None:
+        if isinstance(messages, str):
+            return self._encoded_after(self._end(action.token_ids), messages)
+        rest = self._rest(before, action, messages, tools)
+        if rest is not None:
+            return self._encoded_after(self._end(action.token_ids), rest)
+        if self._family is None or self._history == "template":
             return None
-        return self._encoded_after(self._end(action.token_ids), rest)
+        known = [*prompt, *action.token_ids]
+        new = [dict(message) for message in messages]
+        turn = (list(prompt), list(action.token_ids), new)
+        bridge = self._ask_family("bridge_to_next_turn", *turn, tools=tool_specs(tools))
+        if bridge is None or list(bridge.token_ids[: len(known)]) != known:
+            return None
+        return list(bridge.token_ids[len(known) :])
+
+    def _ask_family(self, method: str, *args: Any, **options: Any) -> Any:
+        """Calls the package; raises ValueError, which fails a conversation, for whatever it raises."""
+        try:
+            return getattr(self._family, method)(*args, **options)
+        except Exception as error:
+            raise ValueError(f"the package renderers failed in {method}: {error}") from error
 
     def _rest(
         self, before: Sequence[Message], action: Action, messages: Sequence[Message], tools: Schemas

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from megarl.conversations.chat import ChatRenderer
 from megarl.conversations.conversation import Branch, Conversation
-from megarl.conversations.family_renderer import ChatRenderer
 from megarl.data.stream import stable_hash
 from megarl.data.tokenizer import Message, TextTooLongError
 from megarl.environments.environment import Action

@@ -30,9 +30,8 @@ Method = Literal["reset", "step", "close"]
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentCall:
-    """A call of a method of a conversation's environment; the answer is (number, pickled Reply or CallFailure)."""
+    """A call of a method of a conversation's environment; the answer is a pickled Reply or CallFailure."""
 
-    number: int
     conversation: int
     method: Method
     args: tuple[Any, ...]
@@ -75,8 +74,8 @@ def serve(descriptor: int) -> None:
         loop.set_default_executor(ThreadPoolExecutor(_THREADS * config.concurrency))  # for methods that are not `async`
         threading.Thread(target=loop.run_forever, daemon=True).start()
         host = EnvironmentHost(make, connection, config.time_limit)
-        for call in received(connection):
-            asyncio.run_coroutine_threadsafe(host.answer(call), loop)
+        for number, call in received(connection):
+            asyncio.run_coroutine_threadsafe(host.answer(number, call), loop)
 
 
 class EnvironmentHost:
@@ -92,7 +91,7 @@ class EnvironmentHost:
         self._limit_s = limit_s
         self._environments: dict[int, Environment] = {}
 
-    async def answer(self, call: EnvironmentCall) -> None:
+    async def answer(self, number: int, call: EnvironmentCall) -> None:
         """Makes a call, and sends what it returned; a late one is canceled, or left in its thread."""
         calling = asyncio.create_task(self._call(call))
         await asyncio.wait((calling,), timeout=self._limit_s)
@@ -107,7 +106,7 @@ class EnvironmentHost:
             sent = pickle.dumps(answer)
         except Exception as error:
             sent = pickle.dumps(CallFailure(reason=f"{call.method} returned: {error!r}"))
-        self._connection.send((call.number, sent))
+        self._connection.send((number, sent))
 
     async def _call(self, call: EnvironmentCall) -> Reply | CallFailure:
         try:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.config.schema import EnvironmentSettings
+from megarl.conversations.chat import ChatRenderer
 from megarl.conversations.chat_session import ChatSession, TurnLimits
 from megarl.conversations.conversation import Branch, Conversation
 from megarl.conversations.environment_calls import EnvironmentChild, EnvironmentChildren, LostEnvironmentError
 from megarl.conversations.environment_child import Reply
-from megarl.conversations.family_renderer import ChatRenderer, find_renderer
 from megarl.conversations.gateway.gateway_request import GatewayConfig
 from megarl.data.packing import sample_infos
 from megarl.data.tokenizer import Message, Tokenizer, load_tokenizer
@@ -115,7 +115,7 @@ class EnvironmentProcess:
             host: address at which a gateway listens.
         """
         self._tokenizer = load_tokenizer(self._tokenizer_directory)
-        self._renderer = find_renderer(
+        self._renderer = ChatRenderer(
             self._tokenizer,
             self._template_arguments,
             ends=self._ends,

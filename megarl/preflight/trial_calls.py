@@ -13,9 +13,9 @@ import numpy as np
 
 from megarl.config import ConfigError, Problem, RunConfig, SamplingConfig
 from megarl.config.schema import EnvironmentSettings, Reward, RewardFunction
+from megarl.conversations.chat import ChatRenderer
 from megarl.conversations.environment_calls import EnvironmentChildren
 from megarl.conversations.environment_process import task_of
-from megarl.conversations.family_renderer import find_renderer
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments.environment import FailedEnvironmentError
 from megarl.environments.python_program import FIX, bubblewrap
@@ -95,7 +95,7 @@ async def _first_prompt(config: SamplingConfig, sets: PromptSets) -> Sequence[in
             reply = await child.call(0, "reset", task, config.run.seed)
         history = config.environment.history
         context = config.rollout.max_model_len
-        renderer = find_renderer(sets.tokenizer, data.chat_template_kwargs, history=history, context=context)
+        renderer = ChatRenderer(sets.tokenizer, data.chat_template_kwargs, history=history, context=context)
         ids = renderer.begin(reply.observation.messages, reply.tools)
     finally:
         await children.close()

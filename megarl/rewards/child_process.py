@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import itertools
 import math
 import os
+import pickle
 import resource
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,16 +31,23 @@ _PROGRAM = (
     "import sys; sys.path[:] = {path}; from megarl.rewards.child_process import become_supervised;"
     " become_supervised({parent}, {descriptor}, {memory}); from {module} import serve; serve({descriptor})"
 )
+_LENGTH = struct.Struct("!i")
+"""Length of a message, before it, as multiprocessing's connections write it."""
 _REAP_S = 10.0
 """Time for a killed process to end; one that hangs in the kernel is left behind until the run ends."""
 
 
+class LostChildError(Exception):
+    """A child has ended before it has answered a call."""
+
+
 class ChildProcess:
-    """A child process that runs code of the user, and ends with this process.
+    """A child process that runs code of the user, and can always be ended; it is started once.
 
     Such code may hang in C code, in a sleep, or in a program that it runs, and only the end of its
-    process is sure to stop it. A late call is ended with the process; the next call gets a new one.
-    All that a process has started ends with it, also daemons: see `become_supervised`.
+    process is sure to stop it. All that a process has started ends with it, also daemons: see
+    `become_supervised`. A message to the child is (number, call), its answer (number, reply). Where
+    the child ends, all calls in progress fail. Methods are called in one event loop.
 
     Args:
         module: module whose function `serve` runs in the child.
@@ -46,75 +55,130 @@ class ChildProcess:
             as text.
         name: name of what the child loads, for messages.
         memory: bytes of data of the child, and of each process that it starts; None is no limit.
+        permit: what must be held while the child lives.
 
     Attributes:
-        loaded: the child's answer; None until there is one.
+        ended: whether the child takes no call any more.
+        problem: why it was ended from here; empty if it ended by itself.
     """
 
-    def __init__(self, module: str, setup: object, name: str, memory: int | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        setup: object,
+        name: str,
+        memory: int | None = None,
+        permit: AbstractAsyncContextManager[object] | None = None,
+    ) -> None:
         self._module = module
         self._setup = setup
         self._name = name
         self._memory = memory
-        self._child: tuple[subprocess.Popen[bytes], Connection[Any, Any]] | None = None
-        self._changing = threading.Lock()  # the child may be closed while another thread starts it
-        self.loaded: Any = None
+        self._permit = permit or nullcontext()
+        self._living: asyncio.Task[None] | None = None
+        self._loaded: asyncio.Future[Any]
+        self._writer: asyncio.StreamWriter | None = None
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self.ended = False
+        self.problem = ""
 
-    def start(self, deadline: float = math.inf) -> Connection[Any, Any]:
-        """Returns the connection to the child, with no call in progress; starts the child if it is not running.
+    async def start(self, deadline: float = math.inf) -> Any:
+        """Starts the child unless it has started, and returns what it has loaded.
 
         Raises:
             RunError: the code cannot be loaded, or not by the deadline, on `time.monotonic`.
         """
-        if self._child is not None and self._child[1].poll():
-            self.close()  # no message is expected: the child has closed the connection
-        if self._child is not None:
-            return self._child[1]
-        with self._changing:
-            _, connection = self._child = self._launch()
-        problem = self._load(connection, deadline)
-        if problem:
-            self.close()
-            raise RunError(f"{self._name}: their process cannot start: {problem}")
-        return connection
+        if self._living is None:
+            self._loaded = asyncio.get_running_loop().create_future()
+            self._living = asyncio.create_task(self._live(deadline))
+        return await asyncio.shield(self._loaded)
 
-    def send(self, message: object, seconds: float) -> None:
-        """Sends a message to a child that runs; an OSError if the child does not take it in time, or has ended.
+    async def request(self, call: object) -> Any:
+        """Returns the reply to a call of a child that has not ended; raises an error of `lost` where it ends."""
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send((number, call))
+            return await answer
+        finally:
+            del self._answers[number]
 
-        The connection is of no use after a message that was taken in part; the child must then be
-        ended.
-        """
-        assert self._child is not None
-        connection = self._child[1]
-        microseconds = max(1, round(seconds * 1e6))  # 0 would be no limit
-        limit = struct.pack("ll", *divmod(microseconds, 10**6))
-        with socket.socket(fileno=os.dup(connection.fileno())) as copy:
-            copy.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        connection.send(message)
+    def lost(self, reason: str, calls: int) -> Sequence[Exception]:
+        """Returns the errors of the calls in progress."""
+        return [LostChildError(reason) for _ in range(calls)]
 
-    @property
-    def connection(self) -> Connection[Any, Any]:
-        """The connection to the child that was started last."""
-        assert self._child is not None
-        return self._child[1]
+    def end(self, problem: str = "") -> None:
+        """Ends the child if it runs; returns at once."""
+        self.ended = True
+        self.problem = self.problem or problem
+        if self._writer is not None:
+            self._writer.transport.abort()
 
-    def close(self) -> str:
-        """Ends the child and the programs that it has started; returns how the child ended."""
-        with self._changing:
-            child = self._child
-            self._child = None
-        if child is None:
-            return ""
-        process, connection = child
-        process.terminate()
-        with connection:  # another thread that reads it sees the end before its descriptor is free
+    async def over(self) -> None:
+        """Returns when a child that was started has ended."""
+        assert self._living is not None
+        await asyncio.wait((self._living,))
+
+    async def close(self) -> None:
+        """Ends the child; calls in progress never return."""
+        assert self._living is not None
+        self._living.cancel()
+        await self.over()
+
+    async def _live(self, deadline: float) -> None:
+        """Starts the child, hands out answers until it ends, and fails the calls in progress."""
+        status = ""
+        try:
+            async with self._permit:
+                # In a thread that stays: a child ends with the thread that has started it.
+                launching = asyncio.create_task(asyncio.to_thread(self._launch))
+                try:
+                    _, ours = await asyncio.shield(launching)
+                    reader, self._writer = await asyncio.open_connection(sock=ours)
+                    await self._receive(reader, deadline)
+                finally:
+                    process, _ = await launching
+                    self.end()
+                    status = await asyncio.to_thread(_ended, process)
+        except Exception as error:
+            self.ended = True
+            status = repr(error)
+            if not self._loaded.done():
+                self._loaded.set_exception(error)
+        if not self._loaded.done():
+            problem = f"{self._name}: their process cannot start: {self.problem or status}"
+            self._loaded.set_exception(RunError(problem))
+        answers = [answer for answer in self._answers.values() if not answer.done()]
+        errors = self.lost(self.problem or f"its process ended by {status}", len(answers))
+        for answer, error in zip(answers, errors, strict=True):
+            answer.set_exception(error)
+
+    async def _receive(self, reader: asyncio.StreamReader, deadline: float) -> None:
+        """Hands out what is loaded, and answers."""
+        with suppress(Exception):  # it has ended, or sent what is no answer
+            self._send(self._setup)
             try:
-                return how_ended(process.wait(_REAP_S))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                return "nothing: it hangs in the kernel"
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    loaded = await _read(reader)
+            except TimeoutError:
+                loaded = "no time was left to load them"
+            if isinstance(loaded, str):
+                self.problem = loaded
+                return
+            self._loaded.set_result(loaded)
+            while True:
+                number, reply = await _read(reader)
+                answer = self._answers.get(number)
+                if answer is not None and not answer.done():
+                    answer.set_result(reply)
 
-    def _launch(self) -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
+    def _send(self, message: object) -> None:
+        assert self._writer is not None
+        data = pickle.dumps(message)
+        self._writer.write(_LENGTH.pack(len(data)) + data)
+
+    def _launch(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair()
         with theirs:
             program = _PROGRAM.format(
@@ -130,22 +194,22 @@ class ChildProcess:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        return process, Connection(ours.detach())
+        return process, ours
 
-    def _load(self, connection: Connection[Any, Any], deadline: float) -> str:
-        """Sends the setup, and receives what is loaded; returns why it cannot be, or ""."""
-        seconds = None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0)
-        try:
-            connection.send(self._setup)
-            if not connection.poll(seconds):
-                return "no time was left to load them"
-            loaded = connection.recv()
-        except (EOFError, OSError):
-            return self.close()
-        if isinstance(loaded, str):
-            return loaded
-        self.loaded = loaded
-        return ""
+
+async def _read(reader: asyncio.StreamReader) -> Any:
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return pickle.loads(await reader.readexactly(length))
+
+
+def _ended(process: subprocess.Popen[bytes]) -> str:
+    """Ends a child and the programs that it has started; returns how it ended."""
+    process.terminate()
+    try:
+        return how_ended(process.wait(_REAP_S))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return "nothing: it hangs in the kernel"
 
 
 def how_ended(status: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from pydantic import Field
 
@@ -18,7 +18,7 @@ from megarl.config.schema import RewardFunction
 from megarl.config.schema.questions import Pattern, PatternWithGroup, Template
 from megarl.plugins import Function
 from megarl.rewards.completion import Completion
-from megarl.rewards.judge import Address, JudgeEndpoint, JudgeOptions, question, read_score
+from megarl.rewards.judge import Address, JudgeOptions, endpoint_answer, question, read_score
 
 _NUMBER = re.compile(r"(?<![0-9])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 
@@ -109,11 +109,11 @@ async def judge(
     Raises:
         ValueError: the answer has no number.
     """
-    endpoint = JudgeEndpoint(url=url, key_variable=key_variable, timeout=timeout, attempts=attempts)
-    request: dict[str, Any] = {"temperature": 0} if options is None else dict(options)
-    request["model"] = model
-    request["messages"] = [{"role": "user", "content": question(template, completion)}]
-    return read_score(await endpoint.answer(request), pattern)
+    messages = [{"role": "user", "content": question(template, completion)}]
+    extra = {"temperature": 0} if options is None else options
+    request = {"model": model, "messages": messages, "extra_body": extra}
+    answer = await endpoint_answer(request, url=url, key_variable=key_variable, timeout=timeout, attempts=attempts)
+    return read_score(answer, pattern)
 
 
 def soft_overlong(

@@ -18,9 +18,8 @@ from megarl.rewards.completion import Completion
 def serve(descriptor: int) -> None:
     """Runs in the child: receives the functions, sends their modes when they are loaded, and answers calls.
 
-    A problem of loading is sent as text. A call is (number, index of the function, completions,
-    seconds), its answer (number, replies); answers come in the order in which they are ready. See
-    `parent_connection`.
+    A problem of loading is sent as text. A call is the index of the function, completions and
+    seconds. See `ChildProcess` and `parent_connection`.
     """
     with parent_connection(descriptor, "functions") as connection:
         specs: Sequence[RewardFunction] = connection.recv()
@@ -31,7 +30,7 @@ def serve(descriptor: int) -> None:
             return
         connection.send(tuple(function.mode for function in functions))
         callers = [_Caller(function, connection) for function in functions]
-        for number, function, completions, seconds in received(connection):
+        for number, (function, completions, seconds) in received(connection):
             callers[function].answer(number, completions, seconds)
 
 

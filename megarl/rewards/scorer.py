@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megarl.config.schema import Reward, RewardFunction
 from megarl.rewards.adapters import Failure
-from megarl.rewards.call_queue import CallQueue, FunctionCall, FunctionProcess
+from megarl.rewards.call_queue import FunctionCall, FunctionProcess
 from megarl.rewards.completion import Completion
 from megarl.types import Prompt, RolloutChunk
 
@@ -38,12 +38,11 @@ Failures = Mapping[tuple[str, str], Unscored]
 """The first failure of each kind, by function name and kind."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Unit:
+@dataclass(kw_only=True)
+class _Unit(FunctionCall):
     """A call by a function's name; for each reply, its key in the cache and the rows of its score."""
 
     name: str
-    call: FunctionCall
     rows: Sequence[tuple[bytes, Sequence[int]]]
 
 
@@ -51,7 +50,6 @@ class RuleScorer:
     """Scores completions with several reward functions, unweighted, in a child process; always ends in time.
 
     Args:
-        reward: section with a call's time limit, and a failed call's retries.
         decode: returns the text of ids; None leaves the texts of completions empty.
         memory: limit of the child process's memory, see `ChildProcess`.
     """
@@ -64,9 +62,8 @@ class RuleScorer:
         memory: int | None = None,
     ) -> None:
         self._functions = tuple(functions)
-        self._process = FunctionProcess(functions, memory)
+        self._process = FunctionProcess(functions, reward.time_limit, reward.retries, memory)
         self._decode: Decode = decode or (lambda _: "")
-        self._reward = reward
         self._cache: dict[tuple[int, bytes], float] = {}
 
     def start(self, deadline: float = math.inf) -> None:
@@ -87,25 +84,17 @@ class RuleScorer:
         units: list[_Unit] = []
         for name, index in functions.items():
             units += self._units(name, index, completions, scores[name])
-        units.sort(key=_first_row)  # stable: each completion by the functions in their order
-        queue = CallQueue(
-            self._process,
-            [unit.call for unit in units],
-            time_limit=self._reward.time_limit,
-            retries=self._reward.retries,
-            deadline=deadline,
-        )
+        units.sort(key=lambda unit: unit.rows[0][1][0])  # stable: each completion by the functions in their order
+        self._process.make(units, deadline)
         unscored: dict[tuple[str, str], Unscored] = {}
-        for unit, (replies, tries) in zip(units, queue.run(), strict=True):
-            for entry, reply in enumerate(replies):
+        for unit in units:
+            for completion, reply, (key, rows) in zip(unit.completions, unit.replies, unit.rows, strict=True):
                 if isinstance(reply, Failure):
-                    prompt_id = unit.call.completions[entry].prompt_id
-                    failed = Unscored(prompt_id=prompt_id, failure=reply, calls=tries)
+                    failed = Unscored(prompt_id=completion.prompt_id, failure=reply, calls=unit.tries)
                     unscored.setdefault((unit.name, reply.kind), failed)
                 else:
-                    key, rows = unit.rows[entry]
                     scores[unit.name][rows] = reply
-                    self._remember(unit.call.function, key, reply)
+                    self._remember(unit.function, key, reply)
         return scores, unscored
 
     def completions(self, chunk: RolloutChunk, prompts: Mapping[int, Prompt]) -> list[Completion]:
@@ -158,18 +147,13 @@ class RuleScorer:
             calls.setdefault(together, []).append((key, equal))
         for parts in calls.values():
             firsts = [completions[equal[0]] for _, equal in parts]
-            yield _Unit(name=name, call=FunctionCall(function=index, completions=firsts), rows=parts)
+            yield _Unit(function=index, completions=firsts, name=name, rows=parts)
 
     def _remember(self, index: int, key: bytes, score: float) -> None:
         if self._functions[index].cache:
             self._cache[index, key] = score
             if len(self._cache) > _CACHED:
                 del self._cache[next(iter(self._cache))]
-
-
-def _first_row(unit: _Unit) -> int:
-    _, rows = unit.rows[0]
-    return rows[0]
 
 
 def _last_turn(chunk: RolloutChunk, row: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.config.schema import EnvironmentSettings
-from megarl.conversations.chat import TemplateRenderer
+from megarl.conversations.chat import ChatRenderer
 from megarl.conversations.chat_session import ChatSession, TurnLimits
 from megarl.conversations.conversation import Conversation
 from megarl.conversations.gateway.gateway import Gateway, make_gateway
@@ -104,7 +104,7 @@ class GatewayWorld:
     def chat(self, name: str) -> ChatSession:
         prompt = Prompt(prompt_id=name, token_ids=())
         conversation = Conversation(request=SampleRequest(sample_id=name, prompt=prompt, seed=7))
-        renderer = TemplateRenderer(self.tokenizer, {}, history="sampled", context=self._limits.context)
+        renderer = ChatRenderer(self.tokenizer, {}, history="sampled", context=self._limits.context)
         return ChatSession(conversation, renderer, self.sample, self._limits)
 
     def converse(self, name: str = "a", **fields: Any) -> tuple[Conversation, asyncio.Task[None]]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.conversations.chat import TemplateRenderer
+from megarl.conversations.chat import ChatRenderer
 from megarl.conversations.chat_session import ChatSession, TurnLimits
 from megarl.conversations.conversation import Conversation
 from megarl.conversations.environment_child import Reply
@@ -62,7 +62,7 @@ def outcome(
 ) -> str:
     """Continues, branches or refused: what a turn and what follows it lead to; checks the ids."""
     tokens = tokenizer(name)
-    renderer = TemplateRenderer(tokens, {}, ends=end_ids(name), history=history)
+    renderer = ChatRenderer(tokens, {}, ends=end_ids(name), history=history)
     try:
         prompt = renderer.begin(before, tools)
     except ValueError:
@@ -159,8 +159,8 @@ def test_a_turn_continues_branches_or_is_refused(name: str) -> None:
     assert found == other | dict.fromkeys(BRANCHES.get(name, []), "branches")
 
 
-def renderer_of(name: str) -> TemplateRenderer:
-    return TemplateRenderer(tokenizer(name), {}, ends=end_ids(name))
+def renderer_of(name: str) -> ChatRenderer:
+    return ChatRenderer(tokenizer(name), {}, ends=end_ids(name))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -171,7 +171,7 @@ def test_a_turn_that_was_cut_off_never_continues(name: str) -> None:
         tools = case.get("tools", ())
         said = tokens.continuation(case["said"])
         for history in ("template", "sampled"):
-            renderer = TemplateRenderer(tokens, {}, ends=end_ids(name), history=history)
+            renderer = ChatRenderer(tokens, {}, ends=end_ids(name), history=history)
             for length in range(1, len(said)):
                 action = renderer.read(said[:length], False, prompt=(), tools=tools)
                 assert not action.finished
@@ -208,7 +208,7 @@ def test_ids_that_are_no_text_stay_as_they_were_sampled() -> None:
 
 def test_special_tokens_may_take_the_white_space_after_them() -> None:
     tokens = tokenizer("phi3", eats=True)
-    renderer = TemplateRenderer(tokens, {}, ends=end_ids("phi3"))
+    renderer = ChatRenderer(tokens, {}, ends=end_ids("phi3"))
     prompt = renderer.begin([ASKED], ())
     said = tokens.continuation("ok<|end|>")
     action = renderer.read(said, True, prompt=prompt, tools=())
@@ -364,7 +364,7 @@ def converse(name: str, history: History, turns: list[dict[str, Any]]) -> None:
 
     request = SampleRequest(sample_id="a", prompt=Prompt(prompt_id="a", token_ids=()), seed=1)
     conversation = Conversation(request=request)
-    renderer = TemplateRenderer(tokens, {}, ends=end_ids(name), history=history)
+    renderer = ChatRenderer(tokens, {}, ends=end_ids(name), history=history)
     session = ChatSession(conversation, renderer, sample, TurnLimits(context=1 << 20, turn=1 << 20, turns=10))
     for turn in turns:
         taken = asyncio.run(session.turn(chat, tools))

@@ -69,7 +69,7 @@ def test_who_blocks_the_process_is_found_and_others_come_to_an_end(monkeypatch: 
     assert "a method blocks it" in str(outcomes(infos)[2].failure)
 
 
-def test_a_child_that_starts_is_ended_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_child_that_starts_is_ended_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "sleeping.py").write_text(
         "import os, pathlib, time\n"
@@ -77,15 +77,12 @@ def test_a_child_that_starts_is_ended_too(monkeypatch: pytest.MonkeyPatch, tmp_p
         "time.sleep(600)\n"
     )
 
-    async def close() -> int:
-        children = EnvironmentChildren(EnvironmentSettings(name="sleeping:Never"))
-        starting = asyncio.create_task(children.start())
-        while not (told := tmp_path / "sleeping.pid").exists() or not told.read_text():
-            await asyncio.sleep(0.05)
-        await asyncio.wait_for(children.close(), 30)
-        assert not children.living
-        starting.cancel()
-        return int(told.read_text())
-
-    pid = asyncio.run(close())
+    children = EnvironmentChildren(EnvironmentSettings(name="sleeping:Never"))
+    starting = asyncio.create_task(children.start())
+    while not (told := tmp_path / "sleeping.pid").exists() or not told.read_text():
+        await asyncio.sleep(0.05)
+    await asyncio.wait_for(children.close(), 30)
+    assert not children.living
+    starting.cancel()
+    pid = int(told.read_text())
     assert comes_true(lambda: not alive(pid))

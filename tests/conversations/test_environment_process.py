@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megarl.config.schema import EnvironmentSettings
-from megarl.conversations import environment_calls, environment_process
+from megarl.conversations import environment_process
 from megarl.conversations.chat_session import TurnLimits
 from megarl.conversations.environment_calls import EnvironmentChild, EnvironmentChildren
 from megarl.conversations.environment_child import EnvironmentHost
@@ -26,6 +26,8 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.builtin import load_environment
 from megarl.environments.environment import EnvironmentTask, FailedEnvironmentError
 from megarl.errors import RunError
+from megarl.rewards import child_process
+from megarl.rewards.child_process import ChildProcess
 from megarl.texts import escape_output
 from megarl.types import (
     ConversationOutcome,
@@ -63,46 +65,36 @@ class Characters:
         return "".join(map(chr, ids))
 
 
-class ThreadChild:
-    """Answers like the child process, in a thread of this one; an environment that exits closes the connection."""
-
-    def __init__(self, module: str, settings: EnvironmentSettings, name: str, memory: int | None) -> None:
-        self._make, self._limit_s = load_environment(settings), settings.time_limit
-        self._ours, self._theirs = cast("tuple[Connection[Any, Any], ...]", Pipe())
-        self.started = 0
-
-    def start(self, deadline: float = math.inf) -> Connection[Any, Any]:
-        del deadline
-        self.started += 1
-        loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, daemon=True).start()
-        threading.Thread(target=self._serve, args=(loop,), daemon=True).start()
-        return self._ours
-
-    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
-        host = EnvironmentHost(self._make, self._theirs, self._limit_s)
-        with self._theirs, suppress(EOFError, OSError):
-            while (call := self._theirs.recv()).method != "reset" or call.args[0].fields.get("way") != "exits":
-                asyncio.run_coroutine_threadsafe(host.answer(call), loop)
-
-    def close(self) -> str:
-        self._ours.close()
-        return "SIGKILL"
+def serve(theirs: socket.socket) -> None:
+    """Answers like the child process; an environment that exits closes the connection."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    with Connection(theirs.detach()) as connection, suppress(EOFError, OSError):
+        settings = connection.recv()
+        host = EnvironmentHost(load_environment(settings), connection, settings.time_limit)
+        connection.send(True)
+        while True:
+            number, call = connection.recv()
+            if call.method == "reset" and call.args[0].fields.get("way") == "exits":
+                return
+            asyncio.run_coroutine_threadsafe(host.answer(number, call), loop)
 
 
 @pytest.fixture
-def children(monkeypatch: pytest.MonkeyPatch) -> list[ThreadChild]:
-    """The children that are made."""
-    made: list[ThreadChild] = []
+def children(monkeypatch: pytest.MonkeyPatch) -> list[ChildProcess]:
+    """The children that have started, in threads of this process."""
+    started: list[ChildProcess] = []
 
-    def make(*args: Any) -> ThreadChild:
-        made.append(ThreadChild(*args))
-        return made[-1]
+    def launch(child: ChildProcess) -> tuple[Any, socket.socket]:
+        started.append(child)
+        ours, theirs = socket.socketpair()
+        threading.Thread(target=serve, args=(theirs,), daemon=True).start()
+        return SimpleNamespace(terminate=lambda: None, wait=lambda _: -9), ours
 
-    monkeypatch.setattr(environment_calls, "ChildProcess", make)
+    monkeypatch.setattr(ChildProcess, "_launch", launch)
     monkeypatch.setattr(environment_process, "_HEARTBEAT_S", 0.1)
     monkeypatch.setattr(environment_process, "load_tokenizer", lambda _: Characters())
-    return made
+    return started
 
 
 def converse(ways: Sequence[str | None], **settings: Any) -> tuple[RolloutChunk, list[SampleInfo]]:
@@ -127,10 +119,6 @@ def converse(ways: Sequence[str | None], **settings: Any) -> tuple[RolloutChunk,
     finally:
         process.close()
     return chunks[0], infos
-
-
-def started(children: Sequence[ThreadChild]) -> int:
-    return sum(child.started for child in children)
 
 
 def outcomes(infos: Sequence[SampleInfo]) -> list[ConversationOutcome]:
@@ -198,7 +186,7 @@ def test_a_text_of_megabytes_ends_its_conversation(monkeypatch: pytest.MonkeyPat
     assert len(chunk.response_ids[1]) == len(ANSWER) + 1
 
 
-def test_a_call_that_hangs_fails_by_itself(children: list[ThreadChild]) -> None:
+def test_a_call_that_hangs_fails_by_itself(children: list[ChildProcess]) -> None:
     ways = [None, "hangs", "blocks", "hangs at its end", None]
     begun = time.monotonic()
     _, infos = converse(ways, time_limit=0.3, retries=1)
@@ -210,67 +198,59 @@ def test_a_call_that_hangs_fails_by_itself(children: list[ThreadChild]) -> None:
         f"step {limit}",
         f"close {limit}",
     ]
-    assert started(children) <= 3
+    assert len(children) <= 3
 
 
 @pytest.mark.parametrize("retries", [0, 2])
-def test_a_crash_is_tried_again_in_a_new_process(children: list[ThreadChild], retries: int) -> None:
+def test_a_crash_is_tried_again_in_a_new_process(children: list[ChildProcess], retries: int) -> None:
     _, infos = converse(["exits"], retries=retries)
-    assert outcomes(infos)[0].failure == "its process ended with SIGKILL"
-    assert started(children) == 1 + retries
+    assert outcomes(infos)[0].failure == "its process ended by SIGKILL"
+    assert len(children) == 1 + retries
 
 
 @pytest.mark.usefixtures("children")
 def test_a_process_that_cannot_be_ended_fails_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    def close(child: ThreadChild) -> str:
-        child._ours.close()
+    def fail(_: object) -> str:
         raise PermissionError("no signal")
 
-    monkeypatch.setattr(ThreadChild, "close", close)
+    monkeypatch.setattr(child_process, "_ended", fail)
     _, infos = converse(["exits"], retries=0)
-    assert outcomes(infos)[0].failure == "its process ended with PermissionError('no signal')"
+    assert outcomes(infos)[0].failure == "its process ended by PermissionError('no signal')"
 
 
-def test_the_cause_of_a_crash_is_found_among_many(children: list[ThreadChild]) -> None:
+def test_the_cause_of_a_crash_is_found_among_many(children: list[ChildProcess]) -> None:
     ways: list[str | None] = [None] * 100
     ways[37] = "exits"
     _, infos = converse(ways, retries=1)
     failed = [index for index, outcome in enumerate(outcomes(infos)) if outcome.failure is not None]
     assert failed == [37]
-    assert started(children) <= 1 + 8 + 8 + 8 + 2
+    assert len(children) <= 1 + 8 + 8 + 8 + 2
 
 
-def test_processes_that_take_no_further_conversations_are_few(children: list[ThreadChild]) -> None:
-    async def live() -> int:
-        own = EnvironmentChildren(EnvironmentSettings(name="tests.conversations.worlds:Faulty", time_limit=0.01))
-        await own.start()
-        async with AsyncExitStack() as held:
-            for number in range(12):
-                child = await held.enter_async_context(own.place())
-                await child.call(number, "reset", EnvironmentTask(prompt_id="0", fields={"way": "hangs"}), 0)
-                with pytest.raises(FailedEnvironmentError, match="took longer"):
-                    await child.call(number, "step", None)
-            return len(own.living)
-
-    assert asyncio.run(live()) == started(children) == 1 + 8
+async def test_processes_that_take_no_further_conversations_are_few(children: list[ChildProcess]) -> None:
+    own = EnvironmentChildren(EnvironmentSettings(name="tests.conversations.worlds:Faulty", time_limit=0.01))
+    await own.start()
+    async with AsyncExitStack() as held:
+        for number in range(12):
+            child = await held.enter_async_context(own.place())
+            await child.call(number, "reset", EnvironmentTask(prompt_id="0", fields={"way": "hangs"}), 0)
+            with pytest.raises(FailedEnvironmentError, match="took longer"):
+                await child.call(number, "step", None)
+        assert len(own.living) == len(children) == 1 + 8
 
 
-def test_a_process_that_cannot_start_is_forgotten(children: list[ThreadChild], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: ThreadChild, deadline: float) -> None:
+async def test_a_process_that_cannot_start_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
         raise OSError("too many open files")
 
-    async def live() -> None:
-        own = EnvironmentChildren(EnvironmentSettings(name="tests.conversations.worlds:Faulty"))
-        monkeypatch.setattr(ThreadChild, "start", fail)
-        groups = [EnvironmentChild(own, shared=False) for _ in range(12)]
-        for child in [None, *groups, None]:
-            with pytest.raises(OSError, match="too many"):
-                async with asyncio.timeout(5), own.place(child):
-                    pass
-        assert not own.living
-
-    asyncio.run(live())
-    assert len(children) == 2 + 12
+    own = EnvironmentChildren(EnvironmentSettings(name="tests.conversations.worlds:Faulty"))
+    monkeypatch.setattr(ChildProcess, "_launch", fail)
+    groups = [EnvironmentChild(own, shared=False) for _ in range(12)]
+    for child in [None, *groups, None]:
+        with pytest.raises(OSError, match="too many"):
+            async with asyncio.timeout(5), own.place(child):
+                pass
+    assert not own.living
 
 
 @pytest.mark.process

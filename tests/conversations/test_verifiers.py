@@ -55,25 +55,21 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def test_a_run_of_the_command_is_a_rollout(command: Any, tmp_path: Path) -> None:
+async def test_a_run_of_the_command_is_a_rollout(command: Any, tmp_path: Path) -> None:
     """Of an environment with a tool, which the model asks."""
     answers = iter([call_text("prices_price", item="apple"), "50"])
-
-    async def run() -> None:
-        args = {"command": command("shop-v1"), "time_limit": 200.0, "rewarded": False}
-        tokenizer = gateway_tokenizer(tmp_path / "tokenizer")
-        async with gateway_world(tokenizer, lambda _: next(answers), tmp_path, **args) as world:
-            conversation, running = world.converse(index=0)
-            await running
-            assert conversation.reward == 1.0
-            GatewayTest(world, conversation, running, "", "", {}).check_exact()
-            (branch,) = conversation.branches
-            text = world.tokenizer.decode(branch.ids, special=True)
-            assert "Tells the price of an item." in text.partition("<s>user")[0]
-            assert "<s>system\nBe brief.</s>\n<s>user\nWhat is an apple?</s>" in text
-            assert text.endswith("<s>tool\n50</s>\n<s>assistant\n50</s>")
-
-    asyncio.run(run())
+    args = {"command": command("shop-v1"), "time_limit": 200.0, "rewarded": False}
+    tokenizer = gateway_tokenizer(tmp_path / "tokenizer")
+    async with gateway_world(tokenizer, lambda _: next(answers), tmp_path, **args) as world:
+        conversation, running = world.converse(index=0)
+        await running
+        assert conversation.reward == 1.0
+        GatewayTest(world, conversation, running, "", "", {}).check_exact()
+        (branch,) = conversation.branches
+        text = world.tokenizer.decode(branch.ids, special=True)
+        assert "Tells the price of an item." in text.partition("<s>user")[0]
+        assert "<s>system\nBe brief.</s>\n<s>user\nWhat is an apple?</s>" in text
+        assert text.endswith("<s>tool\n50</s>\n<s>assistant\n50</s>")
 
 
 HANGMAN = """
@@ -87,7 +83,7 @@ type = "subprocess"
 """
 
 
-def test_a_game_of_textarena_is_played(command: Any, tmp_path: Path) -> None:
+async def test_a_game_of_textarena_is_played(command: Any, tmp_path: Path) -> None:
     """With a list of one word, in place of that which nltk would download."""
     words = tmp_path / "nltk/corpora/words"
     words.mkdir(parents=True)
@@ -95,46 +91,38 @@ def test_a_game_of_textarena_is_played(command: Any, tmp_path: Path) -> None:
         (words / name).write_text("moon\n")
     variables = ["/usr/bin/env", f"NLTK_DATA={tmp_path / 'nltk'}", "https_proxy=http://127.0.0.1:9"]
     answers = iter(["I guess [o].", "[x]", "[moon]"])
-
-    async def run() -> None:
-        args = {"command": [*variables, *command("textarena", HANGMAN)], "time_limit": 200.0, "rewarded": False}
-        tokenizer = gateway_tokenizer(tmp_path / "tokenizer")
-        async with gateway_world(tokenizer, lambda _: next(answers), tmp_path, **args) as world:
-            conversation, running = world.converse(index=0)
-            await running
-            assert conversation.reward == 1.0
-            GatewayTest(world, conversation, running, "", "", {}).check_exact()
-            (branch,) = conversation.branches
-            assert len(branch.turns) == 3
-            text = world.tokenizer.decode(branch.ids, special=True)
-            assert "You are playing Hangman." in text.partition("I guess")[0]
-            assert "_   O   O   _" in text.partition("I guess")[2].partition("[x]")[0]
-            assert "_   O   O   _" in text.partition("[x]")[2]
-
-    asyncio.run(run())
+    args = {"command": [*variables, *command("textarena", HANGMAN)], "time_limit": 200.0, "rewarded": False}
+    tokenizer = gateway_tokenizer(tmp_path / "tokenizer")
+    async with gateway_world(tokenizer, lambda _: next(answers), tmp_path, **args) as world:
+        conversation, running = world.converse(index=0)
+        await running
+        assert conversation.reward == 1.0
+        GatewayTest(world, conversation, running, "", "", {}).check_exact()
+        (branch,) = conversation.branches
+        assert len(branch.turns) == 3
+        text = world.tokenizer.decode(branch.ids, special=True)
+        assert "You are playing Hangman." in text.partition("I guess")[0]
+        assert "_   O   O   _" in text.partition("I guess")[2].partition("[x]")[0]
+        assert "_   O   O   _" in text.partition("[x]")[2]
 
 
-def test_a_program_plays_the_tasks_of_a_run(command: Any, tmp_path: Path) -> None:
+async def test_a_program_plays_the_tasks_of_a_run(command: Any, tmp_path: Path) -> None:
     """Several at once, whose rewards are those of the environment; one that fails says why; it ends with the run."""
-
-    async def run() -> None:
-        args = {"time_limit": 200.0, "rewarded": False}
-        tokenizer = gateway_tokenizer(tmp_path / "tokenizer")
-        async with gateway_world(tokenizer, lambda text: "6" if "3 + 3" in text else "many", tmp_path, **args) as world:
-            right, wrong, none = (world.converse(f"task-{index}", index=index) for index in (3, 5, 99))
-            player = await asyncio.create_subprocess_exec(*command("sums-v1"), str(world.file))
-            try:
-                await asyncio.gather(right[1], wrong[1])
-                assert [conversation.reward for conversation, _ in (right, wrong)] == [0.75, 0.0]
-                for conversation, running in (right, wrong):
-                    GatewayTest(world, conversation, running, "", "", {}).check_exact()
-                with pytest.raises(FailedEnvironmentError, match="the taskset has 10 tasks, and none of the index 99"):
-                    await none[1]
-                await world.gateway.close()
-                assert await asyncio.wait_for(player.wait(), 30) == 0
-            finally:
-                if player.returncode is None:
-                    player.send_signal(signal.SIGTERM)
-                    await player.wait()
-
-    asyncio.run(run())
+    args = {"time_limit": 200.0, "rewarded": False}
+    tokenizer = gateway_tokenizer(tmp_path / "tokenizer")
+    async with gateway_world(tokenizer, lambda text: "6" if "3 + 3" in text else "many", tmp_path, **args) as world:
+        right, wrong, none = (world.converse(f"task-{index}", index=index) for index in (3, 5, 99))
+        player = await asyncio.create_subprocess_exec(*command("sums-v1"), str(world.file))
+        try:
+            await asyncio.gather(right[1], wrong[1])
+            assert [conversation.reward for conversation, _ in (right, wrong)] == [0.75, 0.0]
+            for conversation, running in (right, wrong):
+                GatewayTest(world, conversation, running, "", "", {}).check_exact()
+            with pytest.raises(FailedEnvironmentError, match="the taskset has 10 tasks, and none of the index 99"):
+                await none[1]
+            await world.gateway.close()
+            assert await asyncio.wait_for(player.wait(), 30) == 0
+        finally:
+            if player.returncode is None:
+                player.send_signal(signal.SIGTERM)
+                await player.wait()

@@ -13,7 +13,7 @@ from typing import Any
 from megarl.cluster.calls import Call, ChunkCall
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config.schema import EnvironmentSettings
-from megarl.conversations.chat import TemplateRenderer
+from megarl.conversations.chat import ChatRenderer
 from megarl.conversations.chat_session import TurnLimits
 from megarl.conversations.environment_calls import LostEnvironmentError
 from megarl.conversations.environment_child import Reply
@@ -168,5 +168,5 @@ def _process(clock: SimulatedTime, chance: random.Random) -> EnvironmentProcess:
     process._loop.close()
     process._loop, process._children = Loop(clock), Children(chance)
     tokenizer: Any = Characters()
-    process._tokenizer, process._renderer = tokenizer, TemplateRenderer(tokenizer, {})
+    process._tokenizer, process._renderer = tokenizer, ChatRenderer(tokenizer, {})
     return process

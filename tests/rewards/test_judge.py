@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,12 @@ from examples.sort_letters.checkpoint import write_checkpoint
 from megarl.config.schema import JudgeModel, Reward, RewardFunction
 from megarl.data.tokenizer import load_tokenizer
 from megarl.preflight.user_functions import check_fields, check_functions
-from megarl.rewards import judge as judge_module
 from megarl.rewards.functions import judge
 from megarl.rewards.judge import JudgePrompts
 from megarl.rewards.scorer import RuleScorer
 from tests.rewards.completions import completion, prompt
+
+pytestmark = pytest.mark.process  # OpenAI's client asks uname for the machine
 
 Respond = Callable[[int, str], tuple[int, Any]]
 TEMPLATE = "Q: {prompt} A: {response} Right: {answer} Reply {{score: x}}."
@@ -55,7 +55,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(judge_module, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
     own, lock = Server(), threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -109,7 +109,7 @@ def test_the_question_is_the_filled_template_and_the_score_the_last_match(server
     assert server.requests == [{"model": "grader", "messages": [{"role": "user", "content": text}], "max_tokens": 7}]
     ask(server)
     assert server.requests[1]["temperature"] == 0
-    assert server.keys == [None, None]
+    assert server.keys == ["Bearer EMPTY"] * 2
 
 
 @pytest.mark.parametrize("status", [408, 409, 429, 500, 503])
@@ -117,53 +117,6 @@ def test_a_busy_or_failing_endpoint_is_asked_again(server: Server, status: int) 
     server.respond = lambda number, question: (200, chat("score: 3")) if number == 2 else (status, "later")
     assert ask(server) == 3
     assert len(server.requests) == 3
-
-
-def test_waits_double_and_last_as_long_as_the_endpoint_asks_but_no_longer_than_an_attempt(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[float] = []
-
-    async def note(seconds: float) -> None:
-        waits.append(seconds)
-
-    monkeypatch.setattr(judge_module.asyncio, "sleep", note)
-    server.respond = lambda number, question: (429, "later")
-    with pytest.raises(RuntimeError, match="in 4 attempts; the last: status 429: later"):
-        ask(server, attempts=4)
-    for wait, least in zip(waits, (0.01, 0.02, 0.04), strict=True):
-        assert least <= wait <= 1.5 * least
-    for asked, expected in (("3", 3.0), ("3600", 20.0)):
-        waits.clear()
-        server.headers = {"retry-after": asked}
-        with pytest.raises(RuntimeError):
-            ask(server, attempts=2, timeout=20.0)
-        assert waits == [expected]
-
-
-@pytest.mark.parametrize(
-    ("asked", "least", "most"),
-    [
-        (lambda: formatdate(time.time() + 3600, usegmt=True), 20.0, 20.0),
-        (lambda: formatdate(time.time() - 3600, usegmt=True), 0.01, 0.015),
-        (lambda: "soon", 0.01, 0.015),
-        (lambda: "", 0.01, 0.015),
-    ],
-    ids=["future", "past", "word", "empty"],
-)
-def test_an_endpoint_may_ask_for_a_date(
-    server: Server, monkeypatch: pytest.MonkeyPatch, asked: Callable[[], str], least: float, most: float
-) -> None:
-    waits: list[float] = []
-
-    async def note(seconds: float) -> None:
-        waits.append(seconds)
-
-    monkeypatch.setattr(judge_module.asyncio, "sleep", note)
-    server.respond, server.headers = lambda number, question: (429, "later"), {"retry-after": asked()}
-    with pytest.raises(RuntimeError):
-        ask(server, attempts=2, timeout=20.0)
-    assert least <= waits[0] <= most
 
 
 def test_a_reply_that_cannot_be_decoded_is_asked_for_again(server: Server) -> None:
@@ -191,7 +144,7 @@ def test_an_attempt_ends_at_its_time_limit_and_is_repeated(server: Server) -> No
 
 
 def test_an_endpoint_that_cannot_be_reached_is_a_failure(server: Server) -> None:
-    with pytest.raises(RuntimeError, match="did not answer in 2 attempts; the last: ConnectError"):
+    with pytest.raises(RuntimeError, match="did not answer in 2 attempts: APIConnectionError"):
         ask(server, url="http://127.0.0.1:1/v1", attempts=2)
 
 
@@ -217,11 +170,10 @@ def test_an_answer_that_cannot_be_read_is_a_failure(server: Server, reply: Any, 
 def test_the_key_is_of_the_environment_and_not_in_messages(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADER", " sk-77\n")
     assert ask(server, key_variable="GRADER") == 1
-    for status, problem in ((401, "refused the request with status 401: "), (200, "no chat completion: '")):
-        server.respond = lambda number, question, status=status: (status, "wrong key sk-77")
-        with pytest.raises(RuntimeError, match=problem + r"wrong key \(secret\)"):
-            ask(server, key_variable="GRADER")
-    assert server.keys == ["Bearer sk-77"] * 3
+    server.respond = lambda number, question: (401, {"error": {"message": "wrong key sk-77"}})
+    with pytest.raises(RuntimeError, match=r"wrong key \(secret\)"):
+        ask(server, key_variable="GRADER")
+    assert server.keys == ["Bearer sk-77"] * 2
     for value in ("", "sk\n77", "schlüssel"):
         monkeypatch.setenv("GRADER", value)
         with pytest.raises(ValueError, match="environment variable GRADER"):
@@ -231,7 +183,6 @@ def test_the_key_is_of_the_environment_and_not_in_messages(server: Server, monke
         ask(server, key_variable="GRADER")
 
 
-@pytest.mark.process
 def test_calls_overlap_up_to_the_limit_and_equal_responses_are_asked_once(server: Server) -> None:
     server.holds = 0.2
     server.respond = lambda number, text: (200, chat("none" if text == "xxx ?" else f"score: {len(text)}"))

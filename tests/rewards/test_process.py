@@ -19,7 +19,7 @@ import pytest
 from megarl.config.schema import RewardFunction
 from megarl.errors import RunError
 from megarl.rewards.adapters import BoundFunction, Failure, Reply
-from megarl.rewards.call_queue import CallQueue, FunctionCall, FunctionProcess
+from megarl.rewards.call_queue import FunctionCall, FunctionProcess
 from megarl.rewards.functions import Completion
 from tests.leftovers import comes_true
 from tests.rewards.completions import completion, own
@@ -34,18 +34,23 @@ NAMES = ["length", "process", *HANGING, *ENDING]
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[FunctionProcess]:
-    running = FunctionProcess([own(name) for name in NAMES])
+    running = functions(*map(own, NAMES))
     yield running
     running.close()
 
 
+def functions(*specs: RewardFunction, memory: int | None = None) -> FunctionProcess:
+    return FunctionProcess(specs, 60.0, 0, memory)
+
+
 def answer(
-    process: FunctionProcess, function: int, given: Completion, limit: float, deadline: float = math.inf
+    process: FunctionProcess, function: int, given: Completion, limit: float = 60.0, deadline: float = math.inf
 ) -> Reply:
     """The reply to a single call that is not repeated."""
-    calls = [FunctionCall(function=function, completions=[given])]
-    ((one,), _) = CallQueue(process, calls, time_limit=limit, retries=0, deadline=deadline).run()[0]
-    return one
+    process._time_limit = limit
+    call = FunctionCall(function=function, completions=[given])
+    process.make([call], deadline)
+    return call.replies[0]
 
 
 def call(process: FunctionProcess, name: str, limit: float = 60.0) -> float:
@@ -99,13 +104,15 @@ def test_a_function_that_ends_its_process_is_reported(process: FunctionProcess, 
 def test_a_process_that_ended_between_two_calls_is_replaced(process: FunctionProcess) -> None:
     pid = int(call(process, "process"))
     os.kill(pid, 9)
-    assert process._child[1].poll(60), "the last of its threads has ended"
+    child = process._child
+    assert child is not None
+    assert comes_true(lambda: child.ended)
     assert call(process, "process") != pid
 
 
 def test_subprocesses_of_a_hanging_call_end_with_it(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    process = FunctionProcess([own("runs_a_program", pid_file=str(pid_file))])
+    process = functions(own("runs_a_program", pid_file=str(pid_file)))
     process.start()
     assert fails(answer(process, 0, completion(), 8.0), "it took longer")
     assert ends(int(pid_file.read_text()))
@@ -114,7 +121,7 @@ def test_subprocesses_of_a_hanging_call_end_with_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("then", ["return", "exit", "sleep"])
 def test_daemons_end_with_the_child(tmp_path: Path, then: str) -> None:
     pid_file = tmp_path / "pid"
-    process = FunctionProcess([own("starts_a_daemon", pid_file=str(pid_file), then=then)])
+    process = functions(own("starts_a_daemon", pid_file=str(pid_file), then=then))
     process.start()
     reply = answer(process, 0, completion(), 30.0 if then != "sleep" else 8.0)
     assert then == "sleep" or (reply == 1.0 if then == "return" else fails(reply, "ended by exit status 3"))
@@ -127,8 +134,8 @@ def test_daemons_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     program = (
         "from tests.rewards.completions import completion, own;"
-        "from megarl.rewards.call_queue import FunctionProcess; from tests.rewards.test_process import answer;"
-        f"process = FunctionProcess([own('starts_a_daemon', pid_file={str(pid_file)!r}, then='sleep')]);"
+        "from tests.rewards.test_process import answer, functions;"
+        f"process = functions(own('starts_a_daemon', pid_file={str(pid_file)!r}, then='sleep'));"
         "answer(process, 0, completion(), 600)"
     )
     with subprocess.Popen([sys.executable, "-c", program]) as parent:
@@ -139,7 +146,7 @@ def test_daemons_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_child_has_a_limit_of_memory() -> None:
-    process = FunctionProcess([own("takes_memory", mib=2048)], memory=1 << 30)
+    process = functions(own("takes_memory", mib=2048), memory=1 << 30)
     assert fails(answer(process, 0, completion(), 60.0), "MemoryError")
     process.close()
 
@@ -147,8 +154,8 @@ def test_a_child_has_a_limit_of_memory() -> None:
 def test_the_child_ends_with_a_parent_that_is_killed() -> None:
     program = (
         "import os, time; from tests.rewards.completions import completion, own;"
-        "from megarl.rewards.call_queue import FunctionProcess; from tests.rewards.test_process import answer;"
-        "process = FunctionProcess([own('process'), own('holds_the_interpreter')]);"
+        "from tests.rewards.test_process import answer, functions;"
+        "process = functions(own('process'), own('holds_the_interpreter'));"
         "print(int(answer(process, 0, completion(), 60)), flush=True);"
         "answer(process, 1, completion(), 600)"
     )
@@ -161,7 +168,7 @@ def test_the_child_ends_with_a_parent_that_is_killed() -> None:
 
 
 def test_functions_that_cannot_be_loaded_fail_the_run() -> None:
-    process = FunctionProcess([RewardFunction(name="tests.rewards.functions:nothing")])
+    process = functions(RewardFunction(name="tests.rewards.functions:nothing"))
     with pytest.raises(RunError, match=r"cannot start: a function of the module; .* has no 'nothing'"):
         process.start()
 
@@ -197,7 +204,7 @@ def test_functions_that_cannot_be_reloaded_fail_their_calls(
 ) -> None:
     (tmp_path / "loads_once.py").write_text(LOADS_ONCE.format(again=again))
     monkeypatch.chdir(tmp_path)
-    process = FunctionProcess([RewardFunction(name="loads_once:ends")])
+    process = functions(RewardFunction(name="loads_once:ends"))
     process.start()
     for reason, seconds in (("its process ended by exit status 3", 60), (told, patience)):
         reply = answer(process, 0, completion(), 60.0, time.monotonic() + seconds)

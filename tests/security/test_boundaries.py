@@ -45,16 +45,17 @@ CODE = re.compile(r"trust_remote_code *= *True|allow_pickle *= *True|weights_onl
 PICKLES = re.compile(r"\b(pickle\.(loads?|Unpickler)|torch\.load|np\.load)\b")
 READERS = {
     "convert/stored.py": "weights_only=True",
-    "conversations/environment_calls.py": '"megarl.conversations.environment_child", children.settings',
+    "conversations/environment_calls.py": '"megarl.conversations.environment_child"',
     "megatron/state.py": "weights_only=True",
+    "rewards/child_process.py": "self._launch",
     "rollout/completions.py": "np.load(path) as",
     "rollout/replay.py": "np.load(path) as",
     "types.py": "class Pickled[T]",
     "weights/dcp_metadata.py": "class _MetadataUnpickler(pickle.Unpickler)",
 }
 """The files that read pickles or what may hold them, and why nothing in them runs: the unpickler of metadata, and
-torch's with weights_only, know the classes of tensors alone, numpy loads no pickle by default, the calls of
-environments are answered by the run's own child, with the user's code, and `Pickled` moves between the processes of a
+torch's with weights_only, know the classes of tensors alone, numpy loads no pickle by default, calls
+are answered by the run's own child, with the user's code, and `Pickled` moves between the processes of a
 run, as what Ray moves."""
 
 

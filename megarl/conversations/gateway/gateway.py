@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
-import logging
-import math
 import os
-import resource
 import secrets
 import time
 import traceback
@@ -18,12 +14,11 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
+from pydantic import BaseModel, Field, ValidationError
 
-from megarl import plugins
 from megarl.config.schema import EnvironmentSettings
 from megarl.conversations.chat_session import ChatSession
 from megarl.conversations.gateway.gateway_anthropic import read_messages, stream_message, write_message
@@ -53,12 +48,9 @@ _NO_SESSION = "the key is not that of a session that is in progress under this a
 _LARGEST_BODY = 8 << 20
 _HEADER_S = 60.0
 """For the header of a request to come, on a new connection and after a request."""
-_MAX_UNAUTHENTICATED = 1024
-"""Connections that have shown no key; at most a quarter of the files that this process may open."""
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""Errors of `accept` that asyncio reports a hundred times a second."""
-_REPORT_S = 60.0
-_LOG = logging.getLogger(__name__)
+
+
+_Text = Annotated[str, Field(min_length=1)]
 
 
 class _Protocol(NamedTuple):
@@ -75,11 +67,10 @@ _PROTOCOLS: Mapping[str, _Protocol] = {
 }
 
 
-class Gateway:
-    """Serves sessions; all methods are called in one event loop.
+class GatewayArgs(BaseModel, extra="forbid", strict=True):
+    """The environment's `args`.
 
     Args:
-        idle_s: limit of a session's time without a request for a turn.
         command: words of a session's harness, or a text for the shell; None: a harness elsewhere
             takes tasks.
         model: name under which clients request the model.
@@ -91,39 +82,34 @@ class Gateway:
             progress.
     """
 
-    def __init__(
-        self,
-        config: GatewayConfig,
-        tokenizer: Tokenizer,
-        idle_s: float,
-        /,
-        *,
-        command: str | Sequence[str] | None,
-        model: str = "policy",
-        override_sampling: bool = False,
-        variables: Sequence[str] = (),
-        port: int = 0,
-        wait_limit: float = 600.0,
-    ) -> None:
+    command: _Text | Annotated[Sequence[_Text], Field(min_length=1)] | None
+    model: _Text = "policy"
+    variables: Sequence[_Text] = ()
+    override_sampling: bool = False
+    port: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
+    wait_limit: Annotated[float, Field(gt=0)] = 600.0
+
+
+class Gateway:
+    """Serves sessions; all methods are called in one event loop.
+
+    Args:
+        idle_s: limit of a session's time without a request for a turn.
+    """
+
+    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, idle_s: float, args: GatewayArgs) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._idle_s = idle_s
-        self._command = command
-        self._model = model
-        self._port = port
-        self._sampling = replace(config.sampling, override=override_sampling)
-        self._passed = tuple(variables)
-        self._wait_limit = wait_limit
+        self._args = args
+        self._model = args.model
+        self._sampling = replace(config.sampling, override=args.override_sampling)
         self._key = secrets.token_urlsafe(32)
         self._sessions: dict[str, GatewaySession] = {}
         self._waiting: deque[tuple[GatewaySession, asyncio.Event]] = deque()
         self._active = time.monotonic()  # of harnesses elsewhere
         self._conversations: set[asyncio.Task[Any]] = set()
         self._runner: web.AppRunner | None = None
-        self._listener: asyncio.Server | None = None
-        self._max_unauthenticated = min(_MAX_UNAUTHENTICATED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        self._authenticated = set[web.RequestHandler]()  # connections that have shown a key
-        self._next_report = -math.inf
         self.url = ""
 
     async def start(self, host: str) -> None:
@@ -135,23 +121,19 @@ class Gateway:
         application.router.add_get("/{session}/v1/models", self._models)
         for path in _PROTOCOLS:
             application.router.add_post(f"/{{session}}/v1/{{protocol:{path}}}", self._turn)
-        _LOG.addFilter(_is_server_fault)
         self._runner = runner = web.AppRunner(
             application,
             access_log=None,
-            logger=_LOG,
             shutdown_timeout=1.0,
             auto_decompress=False,
             keepalive_timeout=_HEADER_S,
             lingering_time=0,
         )
         await runner.setup()
-        assert runner.server is not None
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self._report)
-        self._listener = await loop.create_server(partial(self._connection, runner.server), host, self._port)
-        self.url = f"http://{host}:{self._listener.sockets[0].getsockname()[1]}"
-        if self._command is None:
+        site = web.TCPSite(runner, host, self._args.port)
+        await site.start()
+        self.url = f"http://{host}:{runner.addresses[0][1]}"
+        if self._args.command is None:
             access = json.dumps({"url": self.url, "key": self._key})
             write_durably(Path(self._config.file), access, mode=0o600)
 
@@ -160,8 +142,7 @@ class Gateway:
         for conversation in self._conversations:
             conversation.cancel()
         await asyncio.gather(*self._conversations, return_exceptions=True)
-        if self._listener is not None and self._runner is not None:
-            self._listener.close()
+        if self._runner is not None:
             await self._runner.cleanup()
 
     async def converse(self, chat: ChatSession, task: EnvironmentTask) -> None:
@@ -178,12 +159,12 @@ class Gateway:
         assert conversation is not None
         self._conversations.add(conversation)
         try:
-            if self._command is None:
+            if self._args.command is None:
                 await self._taken(session)
                 await session.over()
                 self._active = time.monotonic()
             else:
-                await run_harness(self._command, self._variables(session), session, self._passed)
+                await run_harness(self._args.command, self._variables(session), session, self._args.variables)
             session.check(self._config.rewarded)
         except asyncio.CancelledError:  # the process ends, and the engines with it
             session.cancel()
@@ -201,12 +182,12 @@ class Gateway:
         began = time.monotonic()
         try:
             while not taken.is_set():
-                remaining = self._wait_limit
+                remaining = self._args.wait_limit
                 if len(self._sessions) == len(self._waiting):  # no session is in progress
                     remaining -= time.monotonic() - max(began, self._active)
                 if remaining <= 0:
                     raise RunError(
-                        f"environment: no harness has asked {self.url} for a task in {self._wait_limit:g} s: "
+                        f"environment: no harness has asked {self.url} for a task in {self._args.wait_limit:g} s: "
                         f"start one with {self._config.file}, or give environment.args another wait_limit"
                     )
                 with suppress(TimeoutError):
@@ -232,25 +213,6 @@ class Gateway:
             "no_proxy": direct,
         }
 
-    def _connection(self, server: web.Server) -> web.RequestHandler:
-        """Returns the protocol of a new connection; closes the oldest ones without a key if there are too many."""
-        self._authenticated.intersection_update(server.connections)
-        others = [each for each in server.connections if each.connected and each not in self._authenticated]
-        excess = len(others) + 1 - self._max_unauthenticated
-        for oldest in others[: max(0, excess)]:
-            oldest.force_close()
-        return server()
-
-    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Prints what asyncio reports; once a minute that no file is left for a connection."""
-        error = context.get("exception")
-        if not isinstance(error, OSError) or error.errno not in _EXHAUSTED:
-            loop.default_exception_handler(context)
-        elif time.monotonic() >= self._next_report:
-            self._next_report = time.monotonic() + _REPORT_S
-            problem = f"a connection cannot be accepted: {error.strerror}"
-            print(f"gateway: {problem}; tried again each second", flush=True)
-
     @web.middleware
     async def _guard(
         self,
@@ -260,7 +222,6 @@ class Gateway:
         """Refuses whoever lacks the key, and reports errors in the client's own format."""
         try:
             self._check_key(request)
-            self._authenticated.add(request.protocol)
             return await handler(request)
         except GatewayError as error:
             return _error(request, error.status, str(error))
@@ -292,10 +253,10 @@ class Gateway:
         protocol = _PROTOCOLS[request.match_info["protocol"]]
         body = await _body(request)
         turn = await asyncio.to_thread(self._read, body, protocol, session)
-        answers, created = await session.answered(turn)
+        turns, created = await session.answered(turn)
         reply = GatewayReply(
             request=turn,
-            answers=answers,
+            turns=turns,
             created=created,
             model=self._model,
             decode=partial(self._tokenizer.decode, special=True),
@@ -421,43 +382,10 @@ def _error(request: web.Request, status: int, message: str) -> web.Response:
     return response
 
 
-def _is_server_fault(record: logging.LogRecord) -> bool:
-    """Whether something other than the reading of a request that is not HTTP has failed."""
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-
-
 def make_gateway(settings: EnvironmentSettings, config: GatewayConfig, tokenizer: Tokenizer) -> Gateway:
     """Returns the gateway of a configuration; raises RunError with the broken rule."""
-    args = settings.args
     try:
-        plugins.check_options(Gateway, args, name="gateway", positional=3)
-    except ValueError as error:
-        raise RunError(f"environment.args: {error}") from error
-    for name, value in args.items():
-        rule, holds = _ARGUMENTS[name]
-        if not holds(value):
-            raise RunError(f"environment.args of the gateway: {name}, {rule}; it is {value!r}")
-    return Gateway(config, tokenizer, settings.time_limit, **args)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_command(value: Any) -> bool:
-    return value is None or _is_text(value) or (_are_texts(value) and len(value) > 0)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(map(_is_text, value))
-
-
-_ARGUMENTS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "command": ("a text, a list of texts, or null", _is_command),
-    "model": ("a text", _is_text),
-    "variables": ("a list of names", _are_texts),
-    "override_sampling": ("true or false", lambda value: isinstance(value, bool)),
-    "port": ("from 0, any free one, to 65535", lambda value: type(value) is int and 0 <= value < 1 << 16),
-    "wait_limit": ("seconds above 0", lambda value: type(value) in (int, float) and value > 0),
-}
-"""By argument of the gateway: what it must be, and whether a value is that."""
+        args = GatewayArgs.model_validate(settings.args)
+    except ValidationError as error:
+        raise RunError(f"environment.args of the gateway: {error}") from error
+    return Gateway(config, tokenizer, settings.time_limit, args)

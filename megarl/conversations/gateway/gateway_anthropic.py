@@ -17,15 +17,6 @@ from megarl.conversations.gateway.gateway_request import (
 )
 from megarl.data.tokenizer import Message
 
-_NEUTRAL = {
-    "stop_sequences": ([],),
-    "tool_choice": ({"type": "auto"},),
-    "thinking": ({"type": "disabled"},),
-    "service_tier": ("auto", "standard_only"),
-    "container": (),
-    "mcp_servers": ([],),
-}
-
 
 def read_messages(fields: RequestFields) -> GatewayRequest:
     """Reads a request for a message."""
@@ -39,10 +30,7 @@ def read_messages(fields: RequestFields) -> GatewayRequest:
     max_tokens = fields.take_count("max_tokens")
     if max_tokens is None:
         raise GatewayError("max_tokens is missing")
-    stream = fields.take("stream", bool, False)
-    fields.accept_only(_NEUTRAL)
-    fields.end("metadata")
-    return GatewayRequest(messages=whole_chat(chat), tools=tools, max_tokens=max_tokens, stream=stream)
+    return fields.request(messages=whole_chat(chat), tools=tools, max_tokens=max_tokens)
 
 
 def _messages(fields: RequestFields, item: Mapping[str, Any], where: str) -> Iterator[Message]:
@@ -86,19 +74,18 @@ def _assistant(fields: RequestFields, blocks: list[Any], where: str) -> Message:
 
 def write_message(reply: GatewayReply) -> dict[str, Any]:
     """Returns the answer to a request for a message."""
-    answer = reply.answers[0]
-    action = answer.turn.action
+    action = reply.turns[0].action
     blocks: list[dict[str, Any]] = []
     if action.thoughts is not None:
         blocks.append({"type": "thinking", "thinking": action.thoughts, "signature": ""})
-    if action.content or not answer.calls:
+    if action.content or not action.tool_calls:
         blocks.append({"type": "text", "text": action.content})
-    for call in answer.calls:
+    for call in action.tool_calls:
         arguments = dict(call.arguments)
         blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": arguments})
     if not action.finished:
         reason = "max_tokens"
-    elif answer.calls:
+    elif action.tool_calls:
         reason = "tool_use"
     else:
         reason = "end_turn"

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megarl.conversations.chat_session import SessionTurn
 from megarl.conversations.gateway.gateway_request import (
-    GatewayAnswer,
     GatewayError,
     GatewayReply,
     GatewayRequest,
@@ -17,19 +17,8 @@ from megarl.conversations.gateway.gateway_request import (
     whole_chat,
 )
 from megarl.data.tokenizer import Message
+from megarl.environments.environment import Action
 
-_NEUTRAL = {"stop": ([], ""), "logit_bias": ({},), "best_of": (1,), "echo": (False,), "suffix": ("",)}
-_NEUTRAL_CHAT = {
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto",),
-    "parallel_tool_calls": (True,),
-    "modalities": (["text"],),
-    "functions": ([],),
-    "service_tier": ("auto", "default"),
-    "verbosity": ("medium",),
-    "top_logprobs": (0,),
-}
-_IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 _MAX_ANSWERS = 128
 
 
@@ -39,7 +28,6 @@ def read_chat(fields: RequestFields) -> GatewayRequest:
     for index, item in enumerate(fields.take_items("messages")):
         messages.append(_message(fields, item, f"messages[{index}]"))
     tools = fields.take_tools("function", "parameters")
-    fields.accept_only({**_NEUTRAL_CHAT, "tool_choice": ("auto",) if tools else ("auto", "none")})
     logprobs = fields.take("logprobs", bool, False)
     return _read_common(fields, messages=whole_chat(messages), tools=tools, logprobs=logprobs)
 
@@ -68,15 +56,11 @@ def _read_common(fields: RequestFields, **known: Any) -> GatewayRequest:
     count = fields.take_count("n") or 1
     if count > _MAX_ANSWERS:
         raise GatewayError(f"n = {count}: at most {_MAX_ANSWERS}")
-    stream = fields.take("stream", bool, False)
     with_ids = fields.take("return_token_ids", bool, False)
     options: dict[str, Any] = fields.take("stream_options", dict, {})
-    fields.accept_only(_NEUTRAL)
-    fields.end(*_IGNORED)
-    return GatewayRequest(
+    return fields.request(
         max_tokens=max_tokens,
         count=count,
-        stream=stream,
         with_ids=with_ids,
         with_usage=bool(options.get("include_usage")),
         **known,
@@ -114,31 +98,29 @@ def _message(fields: RequestFields, item: Mapping[str, Any], where: str) -> Mess
     return assistant_message(text_of(content, where), thoughts, calls)
 
 
-def _answer_message(answer: GatewayAnswer) -> dict[str, Any]:
-    action = answer.turn.action
+def _answer_message(action: Action) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": action.content}
     if action.thoughts is not None:
         message["reasoning_content"] = action.thoughts
-    if answer.calls:
+    if action.tool_calls:
         message["content"] = action.content or None
         message["tool_calls"] = calls = []
-        for call in answer.calls:
+        for call in action.tool_calls:
             function = {"name": call.name, "arguments": json.dumps(call.arguments)}
             calls.append({"id": call.call_id, "type": "function", "function": function})
     return message
 
 
-def _finish_reason(answer: GatewayAnswer) -> str:
-    if not answer.turn.action.finished:
+def _finish_reason(action: Action) -> str:
+    if not action.finished:
         return "length"
-    return "tool_calls" if answer.calls else "stop"
+    return "tool_calls" if action.tool_calls else "stop"
 
 
-def _choice(reply: GatewayReply, index: int, answer: GatewayAnswer, body: Mapping[str, Any]) -> dict[str, Any]:
-    reason = _finish_reason(answer)
+def _choice(reply: GatewayReply, index: int, reason: str, body: Mapping[str, Any]) -> dict[str, Any]:
     choice = {"index": index, **body, "logprobs": None, "finish_reason": reason}
     if reply.request.with_ids:
-        choice["token_ids"] = list(answer.turn.action.token_ids)
+        choice["token_ids"] = list(reply.turns[index].action.token_ids)
     return choice
 
 
@@ -155,30 +137,30 @@ def _usage(reply: GatewayReply) -> dict[str, int]:
 def _prompt_ids(reply: GatewayReply) -> dict[str, list[int]]:
     if not reply.request.with_ids:
         return {}
-    return {"prompt_token_ids": list(reply.answers[0].turn.prompt)}
+    return {"prompt_token_ids": list(reply.turns[0].prompt)}
 
 
-def _token_logprobs(reply: GatewayReply, answer: GatewayAnswer) -> dict[str, Any]:
-    """Returns all sampled tokens, those of thoughts, calls and the end included."""
+def _token_logprobs(reply: GatewayReply, turn: SessionTurn) -> dict[str, Any] | None:
+    """Returns all sampled tokens, those of thoughts, calls and the end included, if they are requested."""
+    if not reply.request.logprobs:
+        return None
     tokens: list[dict[str, Any]] = []
-    for text, logprob in zip(_texts(reply, answer), answer.turn.logprobs, strict=True):
+    for text, logprob in zip(_texts(reply, turn), turn.logprobs, strict=True):
         encoded = list(text.encode())
         tokens.append({"token": text, "logprob": logprob, "bytes": encoded, "top_logprobs": []})
     return {"content": tokens, "refusal": None}
 
 
-def _texts(reply: GatewayReply, answer: GatewayAnswer) -> list[str]:
-    return [reply.decode([token]) for token in answer.turn.action.token_ids]
+def _texts(reply: GatewayReply, turn: SessionTurn) -> list[str]:
+    return [reply.decode([token]) for token in turn.action.token_ids]
 
 
 def write_chat(reply: GatewayReply) -> dict[str, Any]:
     """Returns the answer to a request for chat completions."""
     choices: list[dict[str, Any]] = []
-    for index, answer in enumerate(reply.answers):
-        choice = _choice(reply, index, answer, {"message": _answer_message(answer)})
-        if reply.request.logprobs:
-            choice["logprobs"] = _token_logprobs(reply, answer)
-        choices.append(choice)
+    for index, turn in enumerate(reply.turns):
+        choice = _choice(reply, index, _finish_reason(turn.action), {"message": _answer_message(turn.action)})
+        choices.append({**choice, "logprobs": _token_logprobs(reply, turn)})
     head = _head(reply, "chat.completion", "chatcmpl")
     return {**head, "choices": choices, "usage": _usage(reply), **_prompt_ids(reply)}
 
@@ -186,20 +168,20 @@ def write_chat(reply: GatewayReply) -> dict[str, Any]:
 def stream_chat(reply: GatewayReply) -> Iterator[tuple[None, dict[str, Any]]]:
     """Yields the chunks of the answer: a part of each message has one."""
     head = _head(reply, "chat.completion.chunk", "chatcmpl")
-    for index, answer in enumerate(reply.answers):
-        logprobs = _token_logprobs(reply, answer) if reply.request.logprobs else None
-        for part in _message_parts(answer):
+    for index, turn in enumerate(reply.turns):
+        logprobs = _token_logprobs(reply, turn)
+        for part in _message_parts(turn.action):
             delta = {"role": "assistant", **part}
             choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs}
             yield None, {**head, **_prompt_ids(reply), "choices": [choice]}
             logprobs = None  # the first part has them
-        yield None, {**head, "choices": [_choice(reply, index, answer, {"delta": {}})]}
+        yield None, {**head, "choices": [_choice(reply, index, _finish_reason(turn.action), {"delta": {}})]}
     if reply.request.with_usage:
         yield None, {**head, "choices": [], "usage": _usage(reply)}
 
 
-def _message_parts(answer: GatewayAnswer) -> list[dict[str, Any]]:
-    message = _answer_message(answer)
+def _message_parts(action: Action) -> list[dict[str, Any]]:
+    message = _answer_message(action)
     parts: list[dict[str, Any]] = []
     for name in ("content", "reasoning_content"):
         if message.get(name):
@@ -212,15 +194,14 @@ def _message_parts(answer: GatewayAnswer) -> list[dict[str, Any]]:
 def write_completion(reply: GatewayReply) -> dict[str, Any]:
     """Returns the answer to a request for completions."""
     choices: list[dict[str, Any]] = []
-    for index, answer in enumerate(reply.answers):
-        choice = _choice(reply, index, answer, {"text": answer.turn.action.text})
-        if choice["finish_reason"] == "tool_calls":
-            choice["finish_reason"] = "stop"
+    for index, turn in enumerate(reply.turns):
+        reason = "stop" if turn.action.finished else "length"
+        choice = _choice(reply, index, reason, {"text": turn.action.text})
         if reply.request.logprobs:
-            texts = _texts(reply, answer)
+            texts = _texts(reply, turn)
             choice["logprobs"] = {
                 "tokens": texts,
-                "token_logprobs": list(answer.turn.logprobs),
+                "token_logprobs": list(turn.logprobs),
                 "top_logprobs": None,
                 "text_offset": [sum(map(len, texts[:index])) for index in range(len(texts))],
             }

@@ -11,8 +11,40 @@ from typing import Any
 
 from megarl.conversations.chat_session import SessionTurn
 from megarl.data.tokenizer import Message
-from megarl.environments.environment import ToolCall
 
+_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "background": (False,),
+    "best_of": (1,),
+    "echo": (False,),
+    "functions": ([],),
+    "include": ([],),
+    "logit_bias": ({},),
+    "mcp_servers": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "reasoning": ({},),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default", "standard_only"),
+    "stop": ([], ""),
+    "stop_sequences": ([],),
+    "suffix": ("",),
+    "text": ({}, {"format": {"type": "text"}}),
+    "thinking": ({"type": "disabled"},),
+    "tool_choice": ("auto", {"type": "auto"}),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "verbosity": ("medium",),
+}
+"""Values that change nothing, of fields that cannot be honored otherwise."""
+_IGNORED = (
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "store",
+    "stream_options",
+    "user",
+)
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 
 
@@ -79,16 +111,8 @@ class GatewayRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayAnswer:
-    """A turn, and the calls of tools that can be read, under ids that are unique in the session."""
-
-    turn: SessionTurn
-    calls: tuple[ToolCall, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class GatewayReply:
-    """The turns that answer a request.
+    """The turns that answer a request, with the calls of tools that can be read.
 
     Args:
         created: Unix time, seconds.
@@ -96,7 +120,7 @@ class GatewayReply:
     """
 
     request: GatewayRequest
-    answers: Sequence[GatewayAnswer]
+    turns: Sequence[SessionTurn]
     created: int
     model: str
     decode: Callable[[Sequence[int]], str]
@@ -108,11 +132,11 @@ class GatewayReply:
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.answers[0].turn.prompt)
+        return len(self.turns[0].prompt)
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(len(answer.turn.action.token_ids) for answer in self.answers)
+        return sum(len(turn.action.token_ids) for turn in self.turns)
 
 
 @dataclass(kw_only=True)
@@ -180,28 +204,26 @@ class RequestFields:
             if not isinstance(function, dict):
                 raise GatewayError(f"{where}.function must be an object, not {function!r:.80}")
             tools.append(_tool_schema(function, parameters, where))
+        if not tools and self.remaining.get("tool_choice") == "none":
+            del self.remaining["tool_choice"]
         return tuple(tools)
 
-    def accept_only(self, accepted: Mapping[str, Sequence[Any]]) -> None:
-        """Refuses fields whose values are not among those that change nothing."""
-        for name, values in accepted.items():
-            value = self.remaining.pop(name, None)
-            if value is not None and value not in values:
-                rule = " or ".join([*map(repr, values), "absent"])
-                why = "this endpoint cannot honor it"
-                raise GatewayError(f"{name} = {value!r:.80}: {why}; it must be {rule}")
-
-    def end(self, *ignored: str) -> None:
-        """Refuses sampling other than the run's, and fields that remain, but for those to ignore."""
+    def request(self, **known: Any) -> GatewayRequest:
+        """Returns a request; refuses sampling other than the run's, and fields that remain."""
+        stream = self.take("stream", bool, False)
         for name in ("temperature", "top_p", "top_k"):
             value = getattr(self.sampling, name)
             self._refuse_sampling(name, value, f"the run samples with {value}")
         for name, value in (("seed", None), ("presence_penalty", 0), ("frequency_penalty", 0)):
             self._refuse_sampling(name, value, "the run samples otherwise")
-        names = [name for name in self.remaining if name not in ignored]
-        if names:
-            why = "this endpoint does not know how to honor that; leave it out"
-            raise GatewayError(f"{', '.join(names)}: {why}")
+        refused: list[str] = []
+        for name, value in self.remaining.items():
+            if name not in _IGNORED and value not in _NEUTRAL.get(name, ()):
+                refused.append(f"{name} = {value!r:.80}")
+        if refused:
+            why = "this endpoint cannot honor that; leave it out"
+            raise GatewayError(f"{', '.join(refused)}: {why}")
+        return GatewayRequest(stream=stream, **known)
 
     def _refuse_sampling(self, name: str, value: object, rule: str) -> None:
         wanted = self.remaining.pop(name, None)

@@ -17,20 +17,6 @@ from megarl.conversations.gateway.gateway_request import (
 )
 from megarl.data.tokenizer import Message
 
-_NEUTRAL = {
-    "tool_choice": ("auto",),
-    "parallel_tool_calls": (True,),
-    "truncation": ("disabled",),
-    "include": ([],),
-    "text": ({}, {"format": {"type": "text"}}),
-    "background": (False,),
-    "top_logprobs": (0,),
-    "reasoning": ({},),
-    "previous_response_id": (),
-    "service_tier": ("auto", "default"),
-}
-_IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-
 
 def read_response(fields: RequestFields) -> GatewayRequest:
     """Reads a request for a response to a whole chat."""
@@ -42,10 +28,7 @@ def read_response(fields: RequestFields) -> GatewayRequest:
         chat += _messages(fields, fields.take_items("input"))
     tools = fields.take_tools("function", "parameters")
     max_tokens = fields.take_count("max_output_tokens")
-    stream = fields.take("stream", bool, False)
-    fields.accept_only({**_NEUTRAL, "tool_choice": ("auto",) if tools else ("auto", "none")})
-    fields.end(*_IGNORED, "stream_options")
-    return GatewayRequest(messages=whole_chat(chat), tools=tools, max_tokens=max_tokens, stream=stream)
+    return fields.request(messages=whole_chat(chat), tools=tools, max_tokens=max_tokens)
 
 
 def _messages(fields: RequestFields, items: list[dict[str, Any]]) -> Iterator[Message]:
@@ -89,8 +72,7 @@ def _assistant(fields: RequestFields, items: list[dict[str, Any]], where: str) -
 
 def write_response(reply: GatewayReply) -> dict[str, Any]:
     """Returns the answer to a request for a response."""
-    answer = reply.answers[0]
-    action = answer.turn.action
+    action = reply.turns[0].action
     status = "completed"
     details = None
     if not action.finished:
@@ -101,11 +83,11 @@ def write_response(reply: GatewayReply) -> dict[str, Any]:
         content = [{"type": "reasoning_text", "text": action.thoughts}]
         item = {"type": "reasoning", "id": f"rs_{reply.reply_id}", "summary": [], "content": content}
         output.append(item)
-    if action.content or not answer.calls:
+    if action.content or not action.tool_calls:
         part = {"type": "output_text", "text": action.content, "annotations": [], "logprobs": []}
         item = {"type": "message", "id": f"msg_{reply.reply_id}", "role": "assistant"}
         output.append({**item, "status": status, "content": [part]})
-    for call in answer.calls:
+    for call in action.tool_calls:
         item = {"type": "function_call", "id": f"fc_{call.call_id}", "call_id": call.call_id}
         item |= {"name": call.name, "arguments": json.dumps(call.arguments), "status": "completed"}
         output.append(item)

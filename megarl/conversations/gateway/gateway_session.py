@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final
 
 from megarl.conversations.chat_session import ChatSession, SessionTurn
-from megarl.conversations.gateway.gateway_request import GatewayAnswer, GatewayError, GatewayRequest
+from megarl.conversations.gateway.gateway_request import GatewayError, GatewayRequest
 from megarl.environments.environment import EnvironmentTask, FailedEnvironmentError, ToolCall
 from megarl.rewards.child_process import end_with_parent, how_ended
 
@@ -49,8 +49,8 @@ _GRACE_S = 5.0
 """For a harness to end by itself, after it has said that its session is done."""
 
 
-Answered = tuple[Sequence[GatewayAnswer], int]
-"""The turns that answer a request, and when: Unix time, seconds."""
+Answered = tuple[Sequence[SessionTurn], int]
+"""The turns that answer a request, with calls that can be read, and when: Unix time, seconds."""
 
 
 class GatewaySession:
@@ -116,11 +116,10 @@ class GatewaySession:
         self._promised += count
         self._sampling += 1
         try:
-            turns = [self._turn(request) for _ in range(count)]
-            found = await asyncio.gather(*turns, return_exceptions=True)
+            found = await asyncio.gather(*(self._turn(request) for _ in range(count)), return_exceptions=True)
         finally:
             self._sampling -= 1
-        answers: list[GatewayAnswer] = []
+        turns: list[SessionTurn] = []
         for turn in found:
             if isinstance(turn, BaseException):
                 raise turn
@@ -130,9 +129,9 @@ class GatewaySession:
                 self._chat.cut_off()
                 raise GatewayError(_NO_ROOM)
             self._turns += 1
-            answers.append(GatewayAnswer(turn=turn, calls=self._readable_calls(turn)))
+            turns.append(replace(turn, action=replace(turn.action, tool_calls=self._readable_calls(turn))))
         self.begin()
-        return answers, int(time.time())
+        return turns, int(time.time())
 
     def _readable_calls(self, turn: SessionTurn) -> tuple[ToolCall, ...]:
         """Returns the calls that can be read, under ids that are unique in the session."""

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from megarl.conversations.chat import TemplateRenderer
-from megarl.conversations.family_renderer import FamilyRenderer, find_renderer
+from megarl.conversations.chat import ChatRenderer
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments.environment import ToolCall
 from tests.conversations.families import end_ids, tokenizer
@@ -72,19 +71,25 @@ def test_a_family_is_used_if_it_writes_like_the_template(monkeypatch: pytest.Mon
     tokens = tokenizer("qwen2.5")
     with monkeypatch.context() as patch:
         install(patch, broken=None, other="!")
-        assert isinstance(find_renderer(tokens, {}), TemplateRenderer)
-        assert isinstance(find_renderer(tokens, {}, history="sampled"), TemplateRenderer)
+        assert ChatRenderer(tokens, {}, history="sampled")._family is None
         install(patch, broken=None, other="!", right="")
-        assert isinstance(find_renderer(tokens, {}), TemplateRenderer), "it reads calls, and branches"
-        assert isinstance(found := find_renderer(tokens, {}, history="sampled"), FamilyRenderer)
+        assert ChatRenderer(tokens, {})._family is None, "it reads calls, and branches"
+        found = ChatRenderer(tokens, {}, history="sampled")
+        assert found._family is not None
         assert tokens.decode(found.begin([ASKED], [TOOL]), special=True) == rendered("qwen2.5", [ASKED], [TOOL])
-        assert isinstance(find_renderer(tokenizer("glm4.5"), {}), FamilyRenderer), "its calls are not read otherwise"
+        assert ChatRenderer(tokenizer("glm4.5"), {})._family is not None, "its calls are not read otherwise"
+
+
+def with_family(name: str, family: Any, history: Any = "sampled") -> ChatRenderer:
+    renderer = ChatRenderer(tokenizer(name), {}, history=history)
+    renderer._family = family
+    return renderer
 
 
 def test_a_family_reads_turns_whose_calls_the_template_alone_does_not_tell() -> None:
     for name in ("glm4.5", "qwen2.5"):
         tokens = tokenizer(name)
-        renderer = FamilyRenderer(TemplateRenderer(tokens, {}), Family(tokens), bridges=True)
+        renderer = with_family(name, Family(tokens))
         said = [*tokens.continuation("some text"), tokens.end_token_id]
         action = renderer.read(said, True, prompt=[1, 2], tools=[TOOL])
         assert action.text == "some text"
@@ -99,33 +104,27 @@ def test_a_family_reads_turns_whose_calls_the_template_alone_does_not_tell() -> 
 
 
 def test_an_error_of_the_package_fails_the_conversation() -> None:
-    tokens = tokenizer("glm4.5")
-    renderer = FamilyRenderer(TemplateRenderer(tokens, {}), object(), bridges=True)
-    with pytest.raises(ValueError, match="renderers cannot read"):
+    renderer = with_family("glm4.5", object())
+    with pytest.raises(ValueError, match="renderers failed in parse_response"):
         renderer.read([1], True, prompt=[1, 2], tools=[TOOL])
 
 
-def test_a_family_continues_turns_that_the_template_rewrites() -> None:
+def test_a_family_continues_turns_that_the_template_rewrites(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = tokenizer("llama3")
-    template = TemplateRenderer(tokens, {})
-    renderer = FamilyRenderer(template, Family(tokens), bridges=True)
-    said = [*tokens.continuation("a "), tokens.end_token_id]  # the template drops the space
-    action = renderer.read(said, True, prompt=[1, 2], tools=[TOOL])
+    renderer = with_family("llama3", Family(tokens))
 
-    def follow(message: Any, among: FamilyRenderer = renderer) -> Any:
-        return among.follow([ASKED], action, [message], prompt=[1, 2], tools=[TOOL])
+    def follow(said: str, *messages: Any, end: bool = True, among: ChatRenderer = renderer) -> Any:
+        ids = [*tokens.continuation(said), *[tokens.end_token_id] * end]
+        action = among.read(ids, end, prompt=[1, 2], tools=[TOOL])
+        return among.follow([ASKED], action, messages, prompt=[1, 2], tools=[TOOL])
 
-    assert follow(ASKED) == [7, 8]
-    assert follow(ASKED, FamilyRenderer(template, Family(tokens), bridges=False)) is None
-    assert follow({"role": "assistant", "content": ""}) is None
-    assert follow({"role": "user", "content": "lost"}) is None
-    assert renderer.follow([], action, "é", prompt=[1, 2], tools=()) == tokens.continuation("é")
-    cut = renderer.read(said[:-1], False, prompt=[1, 2], tools=[TOOL])
-    assert renderer.follow([ASKED], cut, [ASKED], prompt=[1, 2], tools=[TOOL]) is None
-    exact = renderer.read([*tokens.continuation("a"), tokens.end_token_id], True, prompt=[1, 2], tools=[TOOL])
-    proved = template.follow([ASKED], exact, [ASKED], prompt=[1, 2], tools=[TOOL])
-    assert proved is not None
-    assert renderer.follow([ASKED], exact, [ASKED], prompt=[1, 2], tools=[TOOL]) == proved
+    assert follow("a", ASKED) == follow("a", ASKED, among=ChatRenderer(tokens, {})), "what is proved is not asked for"
+    monkeypatch.setattr(renderer, "_rest", lambda *_: None)
+    assert follow("a ", ASKED) == [7, 8]
+    assert follow("a ", ASKED, among=with_family("llama3", Family(tokens), "template")) is None
+    assert follow("a ", {"role": "assistant", "content": ""}) is None
+    assert follow("a ", {"role": "user", "content": "lost"}) is None
+    assert follow("a ", ASKED, end=False) is None
 
 
 @pytest.fixture
@@ -144,8 +143,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_package_reads_and_continues_calls_of_glm() -> None:
     """Whose format is read by no other."""
     tokens = tokenizer("glm4.5")
-    renderer = find_renderer(tokens, {}, ends=end_ids("glm4.5"), history="sampled")
-    assert isinstance(renderer, FamilyRenderer)
+    renderer = ChatRenderer(tokens, {}, ends=end_ids("glm4.5"), history="sampled")
     values = "".join(f"\n<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>" for name, value in CALL[1].items())
     text = f"\n<think>1 + 1\nis é</think>\n<tool_call>{CALL[0]}{values}\n</tool_call>"
     prompt, said = renderer.begin([ASKED], [TOOL]), tokens.continuation(f"{text}<|observation|>")
