@@ -19,10 +19,10 @@ from megarl.convert.verifying import compare
 from megarl.errors import UsageError
 from megarl.run.checkpoints import BrokenCheckpointError, Checkpoints
 from megarl.types import Layout, RoleName
-from tests.checkpoint.training import make_roles, save
 from tests.config.debug import DEBUG
 from tests.convert.directories import assert_equal, read_directory
 from tests.megatron.tiny import save_model
+from tests.megatron.training import make_roles, save
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.dist
