@@ -13,7 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 _RANKS = "who uses the warm processes of tests/pool.py"
 _DEBUG_RUN = "who looks at the debug run"
 _FOLDERS = {
-    **dict.fromkeys(("checkpoint", "convert", "megatron", "resharding"), _RANKS),
+    **dict.fromkeys(("convert", "megatron", "resharding"), _RANKS),
     "cluster": "cluster",
     "rollout": "rollout",
     "slurm": "slurm",

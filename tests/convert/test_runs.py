@@ -17,11 +17,11 @@ from megarl.convert.resources import Resources
 from megarl.errors import UsageError
 from megarl.run.checkpoints import BrokenCheckpointError, Checkpoints
 from megarl.types import Layout, RoleName
-from tests.checkpoint.training import make_roles, save
 from tests.config.debug import DEBUG
 from tests.convert.directories import assert_equal, read_directory
 from tests.convert.test_cli import convert
 from tests.megatron.tiny import save_model
+from tests.megatron.training import make_roles, save
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.dist

@@ -11,8 +11,6 @@ import torch
 
 from megarl.config.schema import Optimizer
 from megarl.types import Layout, RoleName
-from tests.checkpoint.test_state import assert_same
-from tests.checkpoint.training import make_roles, plan, restore, save, snapshot, train
 from tests.megatron.memory import peaks
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_attention import LENGTHS, attention_errors
@@ -21,8 +19,10 @@ from tests.megatron.test_memory_plan import PACK, assert_as_planned
 from tests.megatron.test_memory_plan import SIZES as PLANNED
 from tests.megatron.test_parity import expectations, infer, worst_differences
 from tests.megatron.test_recompute import check_half_precision, counted_updates
+from tests.megatron.test_state import assert_same
 from tests.megatron.test_variants import hugging_face_logprobs, in_order, variant_logprobs
 from tests.megatron.tiny import hf_config, load_role, save_model
+from tests.megatron.training import make_roles, plan, restore, save, snapshot, train
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.gpu

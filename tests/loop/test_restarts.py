@@ -29,10 +29,10 @@ from megarl.run.attempts import read_attempts
 from megarl.run.directory import RunDirectory
 from megarl.run.restarts import IN_JOBS, Restarts
 from megarl.run.results import StepResult
-from tests.checkpoint.staging import write_role
 from tests.e2e.runs import lines
 from tests.loop.answers import Answered
 from tests.loop.answers import run as run_in_loop
+from tests.run.staging import write_role
 
 SFT = Path(__file__).parents[2] / "configs" / "debug" / "sft.yaml"
 DIED = "train rank 1 died in actor.update.\n\nThe end of its log: ..."

@@ -18,8 +18,8 @@ from megarl.loop import saver as saving
 from megarl.loop.saver import Saver
 from megarl.run.checkpoints import BrokenCheckpointError
 from megarl.run.directory import RunDirectory
-from tests.checkpoint.staging import write_role
 from tests.loop.answers import Answered, run
+from tests.run.staging import write_role
 from tests.run.test_directory import debug
 
 

@@ -10,9 +10,9 @@ import torch
 
 from megarl.config.schema import Optimizer
 from megarl.types import Layout
-from tests.checkpoint.training import train
 from tests.megatron.test_parity import layout_id
 from tests.megatron.tiny import load_role, save_model
+from tests.megatron.training import train
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.dist

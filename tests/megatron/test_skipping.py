@@ -12,9 +12,9 @@ import torch
 from megarl.config.schema import Optimizer
 from megarl.megatron.loss_metrics import LossMetrics
 from megarl.types import Layout
-from tests.checkpoint.training import snapshot
 from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role, save_model
+from tests.megatron.training import snapshot
 from tests.pool import RankPool
 
 Fault = Literal["gradient", "NaN", "infinite"]

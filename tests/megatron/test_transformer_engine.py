@@ -12,9 +12,9 @@ import torch
 from megarl.megatron.platform import kernels
 from megarl.models.param_types import Dims
 from megarl.types import Layout
-from tests.checkpoint.training import canonical, make_roles, restore, save, snapshot, train
 from tests.megatron.stand_ins import transformer_engine
 from tests.megatron.tiny import save_model
+from tests.megatron.training import canonical, make_roles, restore, save, snapshot, train
 from tests.pool import RankPool
 
 

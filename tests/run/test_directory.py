@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config import ConfigError, RunConfig, load
 from megarl.run.directory import RunDirectory
-from tests.checkpoint.staging import content, write_roles
+from tests.run.staging import content, write_roles
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
 FILES = ("metrics.jsonl", "updates.jsonl", "evaluations.jsonl", "samples.jsonl")

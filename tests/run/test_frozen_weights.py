@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 from megarl.config import ConfigError, TrainingConfig
 from megarl.run.directory import RunDirectory
 from megarl.run.frozen_weights import changed_files, digest_frozen_weights
-from tests.checkpoint.staging import write_roles
 from tests.config.debug import debug
+from tests.run.staging import write_roles
 
 MIB = 1 << 20
 

@@ -12,8 +12,8 @@ from megarl.cli import app
 from megarl.cluster import cpu_threads
 from megarl.config import ConfigError, load
 from megarl.run.directory import EvaluationDirectory, RunDirectory
-from tests.checkpoint.staging import content, write_roles
 from tests.config.debug import REPOSITORY, debug
+from tests.run.staging import content, write_roles
 
 CONFIGS = REPOSITORY / "configs" / "debug"
 AUTO = "cluster.threads_per_device=auto"

@@ -33,11 +33,11 @@ from megarl.run.paths import read_config
 from megarl.run.resume import compare_configs
 from megarl.types import ConversationOutcome, SampleInfo
 from megarl.weights.hf_files import CheckpointError, read_weight_map
-from tests.checkpoint.staging import write_roles
 from tests.config.debug import DEBUG
 from tests.dashboard.status.directories import MadeRun
 from tests.dashboard.view.viewed_run import add_lines, viewed_run
 from tests.data.rows import chatml_tokenizer
+from tests.run.staging import write_roles
 from tests.security.hostile import HangError, confined
 
 ROOT = Path(__file__).parents[2]

@@ -27,9 +27,9 @@ from megarl.run.checkpoints import BrokenCheckpointError, Checkpoints
 from megarl.run.directory import write_random_model
 from megarl.run.sinks import as_json
 from megarl.weights.hf_files import CheckpointError
-from tests.checkpoint.staging import write_roles
 from tests.config.debug import DEBUG
 from tests.data.rows import chatml_tokenizer, jsonl
+from tests.run.staging import write_roles
 from tests.security.hostile import json_text, misplaced, read, safetensors
 
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "12"))

@@ -15,8 +15,8 @@ import pytest
 
 from megarl.errors import RunError
 from megarl.run.checkpoints import BrokenCheckpointError, Checkpoints, steps_to_keep
-from tests.checkpoint.staging import content, write_role, write_roles
 from tests.disk import SmallDisk
+from tests.run.staging import content, write_role, write_roles
 
 STATE = {"version": 3, "stream": {"position": 7, "epoch": 1}, "kl": {"coef": 0.1 + 0.2}}
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megarl.types import Layout
-from tests.checkpoint.training import Snapshot, canonical, make_roles, restore, save, snapshot, train
 from tests.megatron.compare import state_of
 from tests.megatron.mixtures import save_mixture
+from tests.megatron.training import Snapshot, canonical, make_roles, restore, save, snapshot, train
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.dist

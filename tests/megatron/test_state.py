@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from megarl.files import FileRecord
 from megarl.types import Layout, RoleName
-from tests.checkpoint.training import Snapshot, canonical, make_roles, plan, restore, save, snapshot, train
 from tests.disk import SmallDisk
 from tests.leftovers import Trace, open_shared_memory
 from tests.megatron.families import FAMILIES
 from tests.megatron.tiny import save_model
+from tests.megatron.training import Snapshot, canonical, make_roles, plan, restore, save, snapshot, train
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.dist
