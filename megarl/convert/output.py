@@ -32,8 +32,6 @@ class OutputFile:
     """A file of the output, which one process makes.
 
     Args:
-        path: path relative to the output.
-        assembly: tensors of the file.
         header: bytes before the bare elements of a safetensors file; None: each tensor becomes a
             file of ``torch.save`` within the file.
     """
@@ -108,14 +106,9 @@ class PartialOutput:
     ) -> Mapping[str, list[int]]:
         """Writes the files that are not there yet; returns what ``OutputFile.write`` does, by the paths of all files.
 
-        Args:
-            title: name of the conversion, for its progress on standard error.
-            inputs: files that are read.
-
         Raises:
-            CheckpointError: a source cannot be read, or has changed meanwhile.
-            UsageError: the unfinished output has other settings or inputs, the memory is too small,
-                or a value does not fit.
+            CheckpointError: an input cannot be read, or has changed meanwhile.
+            UsageError: the unfinished output has other settings or inputs, or see ``Resources.workers``.
             RunError, OSError: a worker was killed, or a write failed; finished files are kept.
         """
         digest = hashlib.sha256()  # of everything that the bytes of the files depend on besides the inputs

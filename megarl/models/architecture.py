@@ -47,7 +47,7 @@ def _family_of(config: HFConfig) -> tuple[Family, HeadName]:
     is_list = isinstance(config.get("architectures") or [], list)
     if not is_list or not all(isinstance(name, str) for name in (model_type or "", *architectures)):
         raise UnsupportedModelError("architectures is not a list of names, or model_type is not a name")
-    if not architectures and model_type in FAMILIES:
+    if not architectures and (model_type or "") in FAMILIES:
         return FAMILIES[model_type], "lm"
     heads: dict[str, tuple[Family, HeadName]] = {}
     for family in FAMILIES.values():

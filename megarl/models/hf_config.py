@@ -199,13 +199,11 @@ class HFConfigReader:
 
     def rope(self) -> Rope:
         """Reads ``rope_parameters``, or the older ``rope_theta`` and ``rope_scaling``."""
-        settings: Any = self.get("rope_parameters") or self.get("rope_scaling") or {}
-        if not isinstance(settings, Mapping):
-            self.problems.append(f"rope_parameters: {shown(settings)} does not hold keys and values")
-            settings = {}
-        return self._rope(cast(Mapping[str, Any], settings))
-
-    def _rope(self, settings: Mapping[str, Any]) -> Rope:
+        found: Any = self.get("rope_parameters") or self.get("rope_scaling") or {}
+        if not isinstance(found, Mapping):
+            self.problems.append(f"rope_parameters: {shown(found)} does not hold keys and values")
+            found = {}
+        settings = cast(HFConfig, found)
         stated = settings.get("rope_theta") or self.config.get("rope_theta")
         base: Any = stated or self.defaults.get("rope_theta")
         if base is None:

@@ -418,12 +418,7 @@ class RolloutEngine:
         return self._values(method, self._running.collective_rpc("megarl_call", args=(method, *args)))
 
     def _values(self, method: str, outcomes: Sequence[CallOutcome]) -> list[Any]:
-        """Returns the ranks' values.
-
-        Raises:
-            RuntimeError: with the tracebacks of the ranks that failed.
-            SyncError: all that failed did so because others have aborted the sync.
-        """
+        """Returns the ranks' values; raises RuntimeError with their tracebacks, or SyncError if all saw it aborted."""
         from megarl.resharding import SyncError
 
         errors: list[str] = []

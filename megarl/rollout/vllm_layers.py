@@ -105,14 +105,10 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def running_layer(path: str, module: nn.Module, model_config: ModelConfig, *, computes: bool) -> Layer:
-    """Returns the layer of a module of a running model.
+    """Returns the layer of a module; raises ValueError where a parameter cannot be written.
 
     Args:
-        path: name of the module in the model.
         computes: False for an embedding that only looks up rows.
-
-    Raises:
-        ValueError: a parameter cannot be written.
     """
     method = getattr(module, "quant_method", None)
     if method is not None and not isinstance(method, _UNQUANTIZED):

@@ -159,7 +159,6 @@ class CallOutcome:
     """The outcome of a call on a worker.
 
     Args:
-        value: what the call returns.
         error: traceback; empty without an error.
         aborted: reason of an aborted sync, the same on all its ranks; else empty.
         consistent: whether all weights are of one version.

@@ -113,11 +113,10 @@ class ReceiverPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferPlan:
-    """Who sends which elements to whom.
+    """Who sends which elements to whom: parts by rank, without those that send or receive nothing.
 
     Args:
         fingerprint: digest of the maps, ranks, nodes and bucket size.
-        senders, receivers: parts by rank, without those that send or receive nothing.
         staging_bytes: size of the largest bucket.
     """
 
