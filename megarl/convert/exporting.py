@@ -41,9 +41,7 @@ def export_checkpoint(
 
     Args:
         checkpoint, role, step: see ``find_checkpoint``.
-        out: Hugging Face directory; it appears when it is complete.
         template: HF directory of the model, with its tokenizer, where the checkpoint names none.
-        dtype: dtype of all weights; that of the checkpoint by default.
         max_file_bytes: size that no file of several tensors exceeds.
     """
     found = find_checkpoint(checkpoint, role=role, step=step)

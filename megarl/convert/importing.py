@@ -52,8 +52,6 @@ def import_checkpoint(
     """Writes a Megatron checkpoint with the weights of a Hugging Face directory; continues an interrupted import.
 
     Args:
-        out: Megatron-LM's save directory; it appears when it is complete.
-        dtype: dtype of all weights; that of the files by default.
         max_file_bytes: size of the tensors in a file; a larger tensor has a separate file.
     """
     spec = read_spec(hf)

@@ -168,11 +168,16 @@ class MegatronCheckpoint:
     def open(cls, found: FoundCheckpoint, spec: ModelSpec, head: HeadName) -> MegatronCheckpoint:
         """Finds the weights of a model in a checkpoint; a CheckpointError lists every tensor that does not fit."""
         index = DCPIndex.read(found.directory)
+        canonical = spec.canonical(head)
         if found.role is None:
             index = _stacked(index)
-            maps = _megatron_maps(index, spec, head)
-        else:
-            maps = [_role_map(spec, head)]
+            embedding = index.tensors.get(f"{spec.table.embedding.names.megatron}.weight")
+            rows = None if embedding is None else max(spec.dims.vocab, embedding.shape[0])
+            maps = [spec.checkpoint_map(head, vocab_rows=rows, transformer_engine=te) for te in (True, False)]
+        else:  # whole canonical tensors
+            named = ShardMap.identity(canonical)
+            shards = tuple(shard._replace(param=_WEIGHT + shard.param) for shard in named.shards)
+            maps = [ShardMap(params={_WEIGHT + name: info for name, info in canonical.items()}, shards=shards)]
         whole = min(maps, key=lambda known: len(known.params.keys() - index.tensors.keys()))
         ignored = [*_TRAINING]
         for known in maps:
@@ -189,7 +194,6 @@ class MegatronCheckpoint:
                 stored[name] = index.stored(found.directory, chunk)
                 boxes[name] = (chunk.key, chunk.box)
         tensors: dict[str, TensorInfo] = {}
-        canonical = spec.canonical(head)
         for shard in whole.shards:
             dtype = index.tensors[shard.param].dtype
             tensors[shard.name] = replace(canonical[shard.name], dtype=dtype)
@@ -217,23 +221,6 @@ def _check_coverage(directory: Path, tensors: Mapping[str, TensorInfo], shards: 
             problems.append(f"{found[name]} of {size} elements of {name} are there")
     if problems:
         raise CheckpointError(f"{directory} is broken", problems)
-
-
-def _role_map(spec: ModelSpec, head: HeadName) -> ShardMap:
-    """Returns the map of a run's checkpoint, which has whole canonical tensors."""
-    named = ShardMap.identity(spec.canonical(head))
-    params = {_WEIGHT + name: info for name, info in named.params.items()}
-    shards = [shard._replace(param=_WEIGHT + shard.param) for shard in named.shards]
-    return ShardMap(params=params, shards=tuple(shards))
-
-
-def _megatron_maps(index: DCPIndex, spec: ModelSpec, head: HeadName) -> list[ShardMap]:
-    """Returns maps of modules with and without Transformer Engine, with the checkpoint's vocabulary rows."""
-    embedding = index.tensors.get(f"{spec.table.embedding.names.megatron}.weight")
-    rows = None if embedding is None else max(spec.dims.vocab, embedding.shape[0])
-    with_te = spec.checkpoint_map(head, vocab_rows=rows, transformer_engine=True)
-    without = spec.checkpoint_map(head, vocab_rows=rows, transformer_engine=False)
-    return [with_te, without]
 
 
 def _stacked(index: DCPIndex) -> DCPIndex:

@@ -32,8 +32,6 @@ class OutputFile:
     """A file of the output, which one process makes.
 
     Args:
-        path: path relative to the output.
-        assembly: tensors of the file.
         header: bytes before the bare elements of a safetensors file; None: each tensor becomes a
             file of ``torch.save`` within the file.
     """
@@ -108,23 +106,28 @@ class PartialOutput:
     ) -> Mapping[str, list[int]]:
         """Writes the files that are not there yet; returns what ``OutputFile.write`` does, by the paths of all files.
 
-        Args:
-            title: name of the conversion, for its progress on standard error.
-            inputs: files that are read.
-
         Raises:
-            CheckpointError: a source cannot be read, or has changed meanwhile.
-            UsageError: the unfinished output has other settings or inputs, the memory is too small,
-                or a value does not fit.
+            CheckpointError: an input cannot be read, or has changed meanwhile.
+            UsageError: the unfinished output has other settings or inputs, or see ``Resources.workers``.
             RunError, OSError: a worker was killed, or a write failed; finished files are kept.
         """
-        manifest: dict[str, Any] = {"inputs": _fingerprint(inputs), "settings": _plan_digest(files)}
+        digest = hashlib.sha256()  # of everything that the bytes of the files depend on besides the inputs
+        for file in files:
+            content = file.path, file.header, file.assembly.tensors, file.assembly.copies
+            digest.update(repr(content).encode())
+        manifest: dict[str, Any] = {"inputs": _fingerprint(inputs), "settings": digest.hexdigest()}
         finished = self._finished(manifest)
         manifest["files"] = finished
         remaining = [file for file in files if file.path not in finished]
         workers = resources.workers([file.assembly.memory for file in remaining])
-        self._remove_unfinished(finished)
-        _check_space(self.root, sum(file.assembly.nbytes for file in remaining))
+        for path in self.directory.rglob("*"):
+            if path.is_file() and str(path.relative_to(self.directory)) not in finished:
+                path.unlink()
+        needed = sum(file.assembly.nbytes for file in remaining)
+        free = shutil.disk_usage(self.root).free
+        if needed > free:
+            sizes = f"{format_bytes(needed)} needed, {format_bytes(free)} free"
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({sizes})", str(self.root))
         for file in files:
             (self.directory / file.path).parent.mkdir(parents=True, exist_ok=True)
         self._save(manifest)
@@ -172,22 +175,8 @@ class PartialOutput:
                 finished[name] = ends
         return finished
 
-    def _remove_unfinished(self, finished: Mapping[str, list[int]]) -> None:
-        for path in self.directory.rglob("*"):
-            if path.is_file() and str(path.relative_to(self.directory)) not in finished:
-                path.unlink()
-
     def _save(self, manifest: Mapping[str, Any]) -> None:
         write_durably(self.root / _MANIFEST, json.dumps(manifest))
-
-
-def _plan_digest(files: Sequence[OutputFile]) -> str:
-    """Returns a digest of everything that the bytes of the files depend on besides the inputs."""
-    digest = hashlib.sha256()
-    for file in files:
-        content = file.path, file.header, file.assembly.tensors, file.assembly.copies
-        digest.update(repr(content).encode())
-    return digest.hexdigest()
 
 
 def _fingerprint(inputs: Iterable[Path]) -> dict[str, list[int]]:
@@ -197,12 +186,3 @@ def _fingerprint(inputs: Iterable[Path]) -> dict[str, list[int]]:
         stat = path.stat()
         files[str(path.resolve())] = [stat.st_size, stat.st_mtime_ns]
     return files
-
-
-def _check_space(directory: Path, nbytes: int) -> None:
-    """Raises OSError where the disk has less space than the remaining files need."""
-    free = shutil.disk_usage(directory).free
-    if nbytes > free:
-        sizes = f"{format_bytes(nbytes)} needed, {format_bytes(free)} free"
-        reason = f"{os.strerror(errno.ENOSPC)} ({sizes})"
-        raise OSError(errno.ENOSPC, reason, str(directory))

@@ -32,14 +32,7 @@ class Resources:
     processes: int
 
     def workers(self, tasks: Sequence[int]) -> int:
-        """Returns the number of processes that work.
-
-        Args:
-            tasks: bytes that each task takes.
-
-        Raises:
-            UsageError: the memory is not enough for one.
-        """
+        """Returns the number of processes for tasks of these bytes; raises UsageError without memory for one."""
         base = resident_bytes() + _LATER_BYTES
         largest = max(tasks, default=0)
         if base + largest > self.memory:
@@ -55,15 +48,10 @@ class Resources:
 def run_tasks[Task, Result](
     tasks: Sequence[Task], work: Callable[[Task], Result], workers: int
 ) -> Iterator[tuple[Task, Result]]:
-    """Runs independent tasks and yields results as they come.
+    """Runs independent tasks, in this process if one works, and yields results as they come.
 
-    Args:
-        work: function that can be pickled.
-        workers: number of processes; with one, the work is done in this process.
-
-    Raises:
-        RunError: a worker was killed.
-        Exception: the first that a task raises; no task is started after it.
+    Raises RunError where a worker was killed, or the first exception of a task; no task is started
+    after it.
     """
     if workers == 1:
         for task in tasks:

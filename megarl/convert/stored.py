@@ -112,13 +112,7 @@ def _named_errors(path: Path, where: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """Tensors that are in memory at the same time.
-
-    Args:
-        tensors: tensors in the order in which they are written; what no copy fills is zero.
-        copies: copies into them.
-        sources: stored tensors that are read.
-    """
+    """Tensors, in the order in which they are written, that are in memory at the same time; zero without copies."""
 
     tensors: Mapping[str, TensorInfo]
     copies: Sequence[Copy]
@@ -154,12 +148,7 @@ class Assembly:
 def assemble(
     groups: Iterable[Mapping[str, TensorInfo]], copies: Iterable[Copy], stored: Mapping[str, Stored]
 ) -> list[Assembly]:
-    """Returns an assembly for each group of tensors.
-
-    Args:
-        copies: copies into the tensors of all groups.
-        stored: sources of the copies.
-    """
+    """Returns an assembly for each group of tensors, from the copies into all of them."""
     copies_into: dict[str, list[Copy]] = defaultdict(list)
     for copy in copies:
         copies_into[copy.target].append(copy)

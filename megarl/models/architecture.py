@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import (
@@ -42,15 +42,12 @@ _EXPERT = re.compile(re.escape(MEGATRON_EXPERTS).replace(r"\{\}", r"(\d+)"))
 
 def _family_of(config: HFConfig) -> tuple[Family, HeadName]:
     """Returns the family of a config and the head of its architecture."""
-    stated: Any = config.get("architectures") or []
-    model_type: str | None = config.get("model_type")
-    names: list[Any] = [model_type or ""]
-    if isinstance(stated, list):
-        names += cast(list[Any], stated)
-    if not isinstance(stated, list) or not all(isinstance(name, str) for name in names):
+    architectures: Any = config.get("architectures") or []
+    model_type: Any = config.get("model_type")
+    is_list = isinstance(config.get("architectures") or [], list)
+    if not is_list or not all(isinstance(name, str) for name in (model_type or "", *architectures)):
         raise UnsupportedModelError("architectures is not a list of names, or model_type is not a name")
-    architectures = cast(list[str], stated)
-    if not architectures and model_type is not None and model_type in FAMILIES:
+    if not architectures and (model_type or "") in FAMILIES:
         return FAMILIES[model_type], "lm"
     heads: dict[str, tuple[Family, HeadName]] = {}
     for family in FAMILIES.values():

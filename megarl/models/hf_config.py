@@ -141,12 +141,12 @@ class HFConfigReader:
 
     def number(self, field: str) -> float:
         """Reads a number above 0."""
-        return self._number(self.name(field), self.get(field), above=0)
+        return self._number(self.name(field), self.get(field))
 
-    def _number(self, name: str, value: Any, *, above: float) -> float:
-        if type(value) in (int, float) and above < value < _MAX_NUMBER:
+    def _number(self, name: str, value: Any) -> float:
+        if type(value) in (int, float) and 0 < value < _MAX_NUMBER:
             return float(value)
-        self.problems.append(f"{name}: {shown(value)} is not a number above {above:g}")
+        self.problems.append(f"{name}: {shown(value)} is not a number above 0")
         return 1.0
 
     def flag(self, field: str) -> bool:
@@ -199,19 +199,17 @@ class HFConfigReader:
 
     def rope(self) -> Rope:
         """Reads ``rope_parameters``, or the older ``rope_theta`` and ``rope_scaling``."""
-        settings: Any = self.get("rope_parameters") or self.get("rope_scaling") or {}
-        if not isinstance(settings, Mapping):
-            self.problems.append(f"rope_parameters: {shown(settings)} does not hold keys and values")
-            settings = {}
-        return self._rope(cast(Mapping[str, Any], settings))
-
-    def _rope(self, settings: Mapping[str, Any]) -> Rope:
+        found: Any = self.get("rope_parameters") or self.get("rope_scaling") or {}
+        if not isinstance(found, Mapping):
+            self.problems.append(f"rope_parameters: {shown(found)} does not hold keys and values")
+            found = {}
+        settings = cast(HFConfig, found)
         stated = settings.get("rope_theta") or self.config.get("rope_theta")
         base: Any = stated or self.defaults.get("rope_theta")
         if base is None:
             self.problems.append("rope_theta: missing, and engines differ in what they assume; state it")
         else:
-            base = self._number("rope_theta", base, above=0)
+            base = self._number("rope_theta", base)
         if settings.get("partial_rotary_factor", 1.0) != 1.0:
             rule = "only full rotary embeddings are supported"
             self.problems.append(f"rope_parameters.partial_rotary_factor: {rule}")

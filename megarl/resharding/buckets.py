@@ -12,7 +12,7 @@ import xxhash
 from megarl.resharding.spec import RecvBufferPlan
 from megarl.resharding.sync_barrier import SyncStats
 from megarl.weights.plan import Bucket, Message
-from megarl.weights.shard_map import ITEM_BYTES, Box
+from megarl.weights.shard_map import ITEM_BYTES
 
 _ALIGNMENT = 16
 """Frames and buckets start at multiples of this."""
@@ -60,14 +60,11 @@ def bucket_views(memory: torch.Tensor, buffer: RecvBufferPlan, index: int) -> di
 
 def recv_views(message: Message, bucket: Bucket, views: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Returns the target of each of a message's copies in a bucket's memory."""
-    return [views[copy.target][_within(copy.target_box, bucket)] for copy in message.copies]
-
-
-def _within(box: Box, bucket: Bucket) -> tuple[slice, ...]:
-    """Returns a box as an index of the bucket's part of its parameter."""
-    if bucket.box is not None:
-        box = box.relative_to(bucket.box)
-    return box.slices
+    targets: list[torch.Tensor] = []
+    for copy in message.copies:
+        box = copy.target_box if bucket.box is None else copy.target_box.relative_to(bucket.box)
+        targets.append(views[copy.target][box.slices])
+    return targets
 
 
 def frames_bytes(messages: Iterable[Message]) -> int:

@@ -42,11 +42,9 @@ class SyncSpec:
     """The ranks' specification of a sync; made by ``of``.
 
     Args:
-        name: name of this connection; unique per store.
-        host, port: address of the store.
+        name: unique per store.
         world_size: number of the trainers' ranks and the engines', in this order.
         staging_bytes: size of the plan's largest bucket.
-        senders, receivers, recv_buffers: parts by rank.
         wire: ranks that send or receive frames.
         transport: the configuration's choice, or the class of the frames' way as module:Class.
         verify: whether messages carry checksums.

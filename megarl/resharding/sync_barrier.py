@@ -160,12 +160,7 @@ class SyncBarrier:
 
 
 class BarrierWatch:
-    """The driver's view of a connection's barriers.
-
-    Args:
-        store: store that the ranks share, see `serve_store`.
-        name: name of the connection.
-    """
+    """The driver's view of the barriers of the connection of this name, in the store that `serve_store` started."""
 
     def __init__(self, store: Store, name: str, size: int) -> None:
         self._store = PrefixStore(name, store)

@@ -377,11 +377,8 @@ class RolloutEngine:
         if not ids:
             raise ValueError(f"{what} is empty; it needs at least one token")
         if len(ids) + new_tokens > limit:
-            tokens = f"{len(ids)} tokens"
-            if new_tokens:
-                tokens += f" and max_new_tokens is {new_tokens}"
-            rule = f"together at most max_model_len = {limit}"
-            raise ValueError(f"{what} has {tokens}: {rule}; shorten it or raise rollout.max_model_len")
+            rule = f"together at most max_model_len = {limit}; shorten it or raise rollout.max_model_len"
+            raise ValueError(f"{what} has {len(ids)} tokens and max_new_tokens is {new_tokens}: {rule}")
         vocab = self._spec.dims.vocab
         if min(ids) < 0 or max(ids) >= vocab:
             raise ValueError(f"{what} has ids from {min(ids)} to {max(ids)}; the model has {vocab}")
@@ -418,12 +415,7 @@ class RolloutEngine:
         return self._values(method, self._running.collective_rpc("megarl_call", args=(method, *args)))
 
     def _values(self, method: str, outcomes: Sequence[CallOutcome]) -> list[Any]:
-        """Returns the ranks' values.
-
-        Raises:
-            RuntimeError: with the tracebacks of the ranks that failed.
-            SyncError: all that failed did so because others have aborted the sync.
-        """
+        """Returns the ranks' values; raises RuntimeError with their tracebacks, or SyncError if all saw it aborted."""
         from megarl.resharding import SyncError
 
         errors: list[str] = []

@@ -44,13 +44,7 @@ class EngineRankMemory:
 
     @classmethod
     def of(cls, model: ModelSpec, rollout: Rollout, device: str, device_memory: Callable[[], int]) -> EngineRankMemory:
-        """Returns the memory of an engine's ranks.
-
-        Args:
-            device: `cuda` or `cpu`.
-            device_memory: returns all memory of a device; called only with
-                `rollout.gpu_memory_fraction`.
-        """
+        """Returns the memory of an engine's ranks; `device_memory` is called only with a fraction of it."""
         params = model.vllm_map(rollout.tp, 0).params
         dims = model.dims
         item = ITEM_BYTES[model.dtype]

@@ -105,14 +105,10 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def running_layer(path: str, module: nn.Module, model_config: ModelConfig, *, computes: bool) -> Layer:
-    """Returns the layer of a module of a running model.
+    """Returns the layer of a module; raises ValueError where a parameter cannot be written.
 
     Args:
-        path: name of the module in the model.
         computes: False for an embedding that only looks up rows.
-
-    Raises:
-        ValueError: a parameter cannot be written.
     """
     method = getattr(module, "quant_method", None)
     if method is not None and not isinstance(method, _UNQUANTIZED):
@@ -123,7 +119,7 @@ def running_layer(path: str, module: nn.Module, model_config: ModelConfig, *, co
         in_place: Collection[str] = ()  # on a CPU they are packed, possibly to the same shape
         if next(module.parameters(recurse=False)).device.type != "cpu":
             in_place = _overwritten(path, module, infos)
-        return Layer(module, infos, in_place, partial(_pack_experts, module))
+        return Layer(module, infos, in_place, partial(_pack, module))
     if method is not None and computes:
         return Layer(module, infos, _overwritten(path, module, infos), partial(_pack, module))
     module.__dict__.pop("cpu_linear", None)  # vLLM (0.28 to 0.32) packs embeddings too, and never uses it
@@ -162,20 +158,11 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _bind(module: nn.Module, tensors: Tensors) -> None:
-    for name, tensor in tensors.items():
-        setattr(module, name, nn.Parameter(tensor, requires_grad=False))
-
-
 def _pack(module: Any, tensors: Tensors) -> None:
     """Packs weights into new memory on a CPU, as vLLM's model loader does after loading."""
-    _bind(module, tensors)
-    module.quant_method.process_weights_after_loading(module)
-
-
-def _pack_experts(module: Any, tensors: Tensors) -> None:
-    _bind(module, tensors)
-    if tensors:
+    for name, tensor in tensors.items():
+        setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+    if tensors and isinstance(module.quant_method, UnquantizedFusedMoEMethod):
         module.quant_method.moe_kernel = None  # with a kernel, experts count as packed (vLLM 0.28 to 0.32)
     module.quant_method.process_weights_after_loading(module)
 

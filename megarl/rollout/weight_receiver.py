@@ -104,7 +104,9 @@ class EngineWeights:
         for name, tensor in params.items():
             parameter = self._parameters[name]
             part = Box.whole(parameter.info.shape) if box is None else box
-            self._check_tensor(name, parameter.info, tensor, part)
+            if tuple(tensor.shape) != part.shape or tensor.dtype is not getattr(torch, parameter.info.dtype):
+                found = f"{tuple(tensor.shape)} {tensor.dtype}"
+                raise ValueError(f"{name}: got {found}, the model has {part.shape} {parameter.info.dtype}")
             arrived = None
             if parameter.live is not None:
                 parameter.live.data[part.slices].copy_(tensor)
@@ -147,19 +149,12 @@ class EngineWeights:
         whole[box.slices] = tensor
         return whole
 
-    def _check_tensor(self, name: str, info: TensorInfo, tensor: torch.Tensor, part: Box) -> None:
-        shape = tuple(tensor.shape)
-        if shape != part.shape or tensor.dtype is not getattr(torch, info.dtype):
-            expected = f"{part.shape} {info.dtype}"
-            raise ValueError(f"{name}: got {shape} {tensor.dtype}, the model has {expected}")
-
 
 @dataclass(frozen=True, kw_only=True)
 class CallOutcome:
     """The outcome of a call on a worker.
 
     Args:
-        value: what the call returns.
         error: traceback; empty without an error.
         aborted: reason of an aborted sync, the same on all its ranks; else empty.
         consistent: whether all weights are of one version.

@@ -114,11 +114,8 @@ class Export:
 
         Args:
             part: part of ``export_plan``; None where the rank writes nothing.
-            params: local parameters.
-            config: fields of ``config.json``.
             template: directory whose tokenizer and generation files are copied.
             lead: True on exactly one rank, which creates the files and renames the directory.
-            barrier: function that returns when every rank has called it.
 
         Raises:
             FileExistsError: the directory exists; on every rank, and nothing is written.

@@ -161,8 +161,7 @@ def untied(
     transformers unties them, vLLM does not.
 
     Args:
-        tensors: tensors of the checkpoint; they fit the manifest.
-        read: function that returns a box of one of them.
+        read: function that returns a box of a tensor.
     """
     import torch
 

@@ -8,20 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple
 
 from megarl.weights.shard_map import ITEM_BYTES, Box, TensorInfo
-
-
-class Array(Protocol):
-    """A tensor of torch or an array of numpy."""
-
-    def swapaxes(self, axis0: int, axis1: int, /) -> Self: ...
-
-    def reshape(self, shape: tuple[int, ...], /) -> Self: ...
-
-
-A = TypeVar("A", bound=Array)
 
 
 class Copy(NamedTuple):
@@ -45,8 +34,8 @@ class Copy(NamedTuple):
     def nbytes(self) -> int:
         return self.target_box.size * ITEM_BYTES[self.dtype]
 
-    def arranged(self, values: A) -> A:
-        """Returns a view of the source box's elements with the axes of the target box."""
+    def arranged(self, values: Any) -> Any:
+        """Returns a view of the source box's elements, a tensor or an array, with the axes of the target box."""
         if self.transposed:
             values = values.swapaxes(-2, -1)
         return values.reshape(self.target_box.shape)
@@ -124,11 +113,10 @@ class ReceiverPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferPlan:
-    """Who sends which elements to whom.
+    """Who sends which elements to whom: parts by rank, without those that send or receive nothing.
 
     Args:
         fingerprint: digest of the maps, ranks, nodes and bucket size.
-        senders, receivers: parts by rank, without those that send or receive nothing.
         staging_bytes: size of the largest bucket.
     """
 

@@ -272,14 +272,12 @@ def _moved(box: Box, origin: Shape, base: Shape, reverse: bool) -> Box:
 
 
 def _check_extents(shard: Shard) -> None:
-    region = f"{shard.name}{shard.region}"
     extents = shard.region.shape
     if shard.transposed:
         extents = extents[::-1]
-        if len(extents) != 2:
-            raise ValueError(f"shard map: {region} is not a matrix, which {shard.param} could transpose")
     leading = len(shard.box.start) - len(extents)
-    if leading < 0 or shard.box.shape != (1,) * leading + extents:
+    if leading < 0 or shard.box.shape != (1,) * leading + extents or (shard.transposed and len(extents) != 2):
+        region = f"{shard.name}{shard.region}"
         raise ValueError(f"shard map: {shard.param}{shard.box} and its region {region} differ in extents")
 
 
@@ -287,16 +285,12 @@ def _check_tiling(param: str, info: TensorInfo, boxes: Iterable[Box]) -> None:
     """Raises ValueError unless the boxes are disjoint and cover the parameter."""
     whole = Box.whole(info.shape)
     ordered = sorted(boxes)
+    is_tiled = sum(box.size for box in ordered) == whole.size
     for i, box in enumerate(ordered):
-        if not whole.contains(box) or min(box.shape, default=1) < 1:
-            place = f"the parameter's shape {info.shape}"
-            raise ValueError(f"shard map: {param}{box} is empty or outside {place}")
+        is_tiled &= whole.contains(box) and min(box.shape, default=1) >= 1
         for other in ordered[i + 1 :]:
             if box.start and other.start[0] >= box.stop[0]:
                 break
-            if box.intersect(other):
-                raise ValueError(f"shard map: {param}{box} and {param}{other} overlap")
-    covered = sum(box.size for box in ordered)
-    if covered != whole.size:
-        part = f"{covered} of its {whole.size} elements"
-        raise ValueError(f"shard map: the shards and padding of {param} cover {part}")
+            is_tiled &= box.intersect(other) is None
+    if not is_tiled:
+        raise ValueError(f"shard map: the shards and padding of {param} do not tile its shape {info.shape}")

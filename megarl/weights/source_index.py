@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from megarl.weights.plan import Bucket, Copy
 from megarl.weights.shard_map import ITEM_BYTES, Box, Shard, ShardMap, adjacent_axis
 
-_NAMED = 10
-"""Tensors that an error names."""
-
 
 class PlanError(ValueError):
     """The sources do not hold what a destination needs; the message names tensor and region."""
@@ -84,10 +81,9 @@ class SourceIndex:
                     self._add(shard, shard_map.params[param].dtype, found, missing)
             routes.append(tuple(found.values()))
         if missing:
-            named = list(missing.values())[:_NAMED]
-            if len(missing) > _NAMED:
-                named.append(f"and {len(missing) - _NAMED} more tensors")
-            raise PlanError(f"no source holds {'; '.join(named)}")
+            first, *more = missing.values()
+            others = f"; and {len(more)} more tensors" if more else ""
+            raise PlanError(f"no source holds {first}{others}")
         return routes
 
     def _add(self, shard: Shard, dtype: str, routes: dict[int, Route], missing: dict[str, str]) -> None:

@@ -50,11 +50,14 @@ def test_round_trip(hf: Path, ckpt: Path, tmp_path: Path) -> None:
 
 
 def test_a_failed_verification_is_reported(hf: Path, ckpt: Path, tmp_path: Path) -> None:
-    tensors = {name: tensor + (name == "model.norm.weight") for name, tensor in read_directory(hf).items()}
+    tensors = read_directory(hf)
+    tensors["model.norm.weight"][2] += 0.5
+    tensors["model.layers.3.self_attn.k_proj.weight"][1:3] -= 2.0
     make_directory(tmp_path / "other", CONFIG, tensors=tensors)
     code, said = convert("verify", "--hf", tmp_path / "other", "--checkpoint", ckpt)
     assert code == 1
-    assert "1 of 47 tensors differ:\n  model.norm.weight: 24 of 24 elements differ" in said
+    keys = "model.layers.3.self_attn.k_proj.weight: 48 of 720 elements differ"
+    assert f"2 of 47 tensors differ:\n  {keys}\n  model.norm.weight: 1 of 24 elements differ" in said
 
 
 def test_inspect_describes_a_checkpoint(ckpt: Path) -> None:

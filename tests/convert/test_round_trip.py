@@ -105,18 +105,3 @@ def test_special_values_keep_their_bits(tmp_path: Path) -> None:
     make_directory(tmp_path / "hf", config, tensors=tensors)
     import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
     assert compare(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)[1] == []
-
-
-def test_differences_are_all_listed(tmp_path: Path) -> None:
-    config = models.llama_config()
-    tensors = make_directory(tmp_path / "hf", config)
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
-    changed = {name: tensor.clone() for name, tensor in tensors.items()}
-    changed["model.norm.weight"][2] += 0.5
-    changed["model.layers.3.self_attn.k_proj.weight"][1:3] -= 2.0
-    make_directory(tmp_path / "other", config, tensors=changed)
-    _, different = compare(tmp_path / "other", tmp_path / "ckpt", resources=RESOURCES)
-    assert different == [
-        "model.layers.3.self_attn.k_proj.weight: 40 of 480 elements differ",
-        "model.norm.weight: 1 of 20 elements differ",
-    ]

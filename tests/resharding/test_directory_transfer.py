@@ -8,29 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.resharding import SyncSpec, connect, serve_store
-from megarl.weights.planner import Place
+from megarl.resharding import connect
 from tests.resharding import jobs
+from tests.resharding.ways import Connections
 
-STORE = serve_store()
+CONNECTIONS = Connections()
 DIRECTORY = "examples.directory_transfer:DirectoryTransfer"
 
 
-def spec_of(name: str, transport: str) -> SyncSpec:
-    return SyncSpec.of(
-        jobs.transfer_plan(512, "bfloat16"),
-        name=name,
-        host="127.0.0.1",
-        port=STORE.port,
-        places=[Place(node=0)] * jobs.RANKS,
-        transport=transport,
-        timeout_s=30.0,
-    )
-
-
-def loaded(name: str, transport: str) -> list[dict[str, torch.Tensor]]:
+def loaded(transport: str) -> list[dict[str, torch.Tensor]]:
     """What the ranks have loaded after two syncs, of other weights each."""
-    spec = spec_of(name, transport)
+    spec = CONNECTIONS(jobs.transfer_plan(512, "bfloat16"), transport=transport, timeout_s=30.0)
 
     def rank(index: int) -> dict[str, torch.Tensor]:
         me = jobs.Rank(spec, index)
@@ -49,8 +37,8 @@ def loaded(name: str, transport: str) -> list[dict[str, torch.Tensor]]:
 
 def test_a_directory_brings_the_bits_that_shared_memory_brings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    shared = loaded("shared", "shared_memory")
-    through_files = loaded("directory", DIRECTORY)
+    shared = loaded("shared_memory")
+    through_files = loaded(DIRECTORY)
     assert sum(map(len, shared)) > 0
     for expected, found in zip(shared, through_files, strict=True):
         assert list(found) == list(expected)
@@ -60,7 +48,7 @@ def test_a_directory_brings_the_bits_that_shared_memory_brings(tmp_path: Path, m
 
 
 def test_a_class_that_is_no_way_aborts_the_connection() -> None:
-    spec = spec_of("wrong", "examples.directory_transfer:Path")
+    spec = CONNECTIONS(jobs.transfer_plan(), transport="examples.directory_transfer:Path")
     with ThreadPoolExecutor(jobs.RANKS) as ranks:
         for attempt in [ranks.submit(connect, spec.only([rank]), rank) for rank in range(jobs.RANKS)]:
             with pytest.raises(RuntimeError, match=r"could not connect: .*derived from .*WeightTransfer"):

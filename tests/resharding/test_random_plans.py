@@ -11,15 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.resharding import Receiver, Sender, SyncSpec, connect, serve_store
+from megarl.resharding import Receiver, Sender, SyncSpec, connect
 from megarl.resharding.spec import wire_ranks
 from megarl.weights.planner import Holder, Place, plan
 from megarl.weights.shard_map import Box, Padding, Shard, ShardMap, TensorInfo
+from tests.resharding.ways import Connections
 from tests.unit_profile import fewer
 from tests.weights.models import Arrays, held, numbered
 
-STORE = serve_store()
-NAMES = iter(range(10**9))
+CONNECTIONS = Connections()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,23 +87,14 @@ def spec_of(case: Case) -> SyncSpec:
     sources = [Holder(rank=i, map=shard, node=case.nodes[i]) for i, shard in enumerate(case.sources)]
     destinations = [Holder(rank=first + i, map=shard, node=0) for i, shard in enumerate(case.destinations)]
     transfers = plan(sources, destinations, case.bucket_bytes)
-    spec = SyncSpec.of(
-        transfers,
-        name=f"random{next(NAMES)}",
-        host="127.0.0.1",
-        port=STORE.port,
-        places=[Place(node=holder.node) for holder in (*sources, *destinations)],
-        transport=case.transport,
-        verify=case.verify,
-        timeout_s=30.0,
-    )
+    places = [Place(node=holder.node) for holder in (*sources, *destinations)]
+    spec = CONNECTIONS.spec(transfers, places, transport=case.transport, verify=case.verify, timeout_s=30.0)
     if not case.ported:
         return spec
     recv_buffers = {}
     for i, (receiver, buffer) in enumerate(spec.recv_buffers.items()):
         owner = i % first
-        senders = {message.sender for bucket in transfers.receivers[receiver].messages for message in bucket}
-        framed = frozenset(senders - {owner})
+        framed = frozenset(transfers.receivers[receiver].senders - {owner})
         recv_buffers[receiver] = replace(buffer, owner=owner, via_network=framed, depth=1 if framed else 2)
     return replace(spec, recv_buffers=recv_buffers, wire=wire_ranks(recv_buffers))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -23,39 +25,27 @@ class Connections:
         self.store = serve_store()
         self.count = 0
 
-    def __call__(
-        self, plan: TransferPlan, way: str = "shared", *, timeout_s: float = 20.0, verify: bool = True
-    ) -> SyncSpec:
+    def __call__(self, plan: TransferPlan, way: str = "shared", **options: Any) -> SyncSpec:
         """A spec.
 
         Args:
             way: ``mixed`` has a trainer and an engine rank on either node, so that engines get both kinds; in ``two
                 hops`` each trainer is the owner of the receive buffer of an engine rank, as where they share a GPU.
         """
-        self.count += 1
-        spec = SyncSpec.of(
-            plan,
-            name=f"sync{self.count}",
-            host="127.0.0.1",
-            port=self.store.port,
-            places=[Place(node=rank % 2 if way == "mixed" else 0) for rank in range(jobs.RANKS)],
-            transport="gloo" if way == "gloo" else "auto",
-            timeout_s=timeout_s,
-            verify=verify,
-        )
+        places = [Place(node=rank % 2 if way == "mixed" else 0) for rank in range(jobs.RANKS)]
+        if way == "gloo":
+            options["transport"] = way
+        spec = self.spec(plan, places, **options)
         return in_two_hops(spec) if way == "two hops" else spec
+
+    def spec(self, plan: TransferPlan, places: Sequence[Place], **options: Any) -> SyncSpec:
+        self.count += 1
+        address = {"name": f"sync{self.count}", "host": "127.0.0.1", "port": self.store.port}
+        return SyncSpec.of(plan, places=places, **{"timeout_s": 20.0, **address, **options})
 
     def colocated(self, plan: TransferPlan) -> SyncSpec:
         """A spec of rank 0, a trainer, and rank 1, an engine on its device; the trainer owns the memory."""
-        self.count += 1
-        spec = SyncSpec.of(
-            plan,
-            name=f"sync{self.count}",
-            host="127.0.0.1",
-            port=self.store.port,
-            places=[Place(device=0)] * 2,
-            device="cuda",
-        )
+        spec = self.spec(plan, [Place(device=0)] * 2, device="cuda", timeout_s=300.0)
         assert spec.recv_buffers[1].owner == 0
         return spec
 

@@ -61,23 +61,6 @@ def after(*actions: str, **options: object) -> EngineState:
     return state
 
 
-@pytest.mark.parametrize(
-    ("state", "action", "message"),
-    [
-        (after(), "answer", "engine 3 cannot answer while it is asleep, only while it is awake: the order is sleep, "),
-        (after(), "sync", "engine 3 cannot sync while it is asleep, only while it is awake but for its cache"),
-        (after("wake_weights"), "wake_cache", "engine 3 has no weights yet"),
-        (after(*ORDER, "wake_weights"), "wake_cache", "engine 3 dropped its weights when it went to sleep"),
-        (after(*ORDER[:3]), "sync", "engine 3 cannot sync while it is awake, only while"),
-        (after(sleeps=False), "answer", "engine 3 has no weights yet"),
-        (after("sync", sleeps=False), "sleep", "engine 3 cannot sleep: rollout.sleep is false"),
-    ],
-)
-def test_a_refusal_names_the_cause(state: EngineState, action: str, message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        take(state, action)
-
-
 def test_an_aborted_sync_requires_a_complete_one() -> None:
     state = after("wake_weights", "sync")
     state.begin_sync()

@@ -28,9 +28,7 @@ class GlooTransport:
 
     Args:
         store: store of this group only.
-        members: ranks of the group.
         peers: ranks to connect to, which is mutual; waits for them.
-        timeout_s: limit of a transfer.
     """
 
     def __init__(
