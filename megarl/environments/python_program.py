@@ -87,10 +87,7 @@ def bubblewrap() -> Sequence[str]:
 
     The other command has separate namespaces for processes, network, IPC and mounts. It sees the
     programs of the system and Python's directories, read-only, and two empty file systems in
-    memory, and begins in one.
-
-    Raises:
-        ValueError: bubblewrap is missing, or cannot run.
+    memory, and begins in one. Raises ValueError where bubblewrap is missing, or cannot run.
     """
     program = shutil.which("bwrap")
     if program is None:
@@ -130,7 +127,7 @@ def _run(code: str, sandbox: Sequence[str], directory: str, home: str) -> tuple[
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=directory,
-            env=_variables(home),
+            env={"PATH": os.defpath, "HOME": home, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             start_new_session=True,
         )
         try:
@@ -144,10 +141,6 @@ def _run(code: str, sandbox: Sequence[str], directory: str, home: str) -> tuple[
         return problem, _shortened(output.read(_OUTPUT).decode(errors="replace").strip())
 
 
-def _variables(home: str) -> dict[str, str]:
-    return {"PATH": os.defpath, "HOME": home, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-
-
 def _watched(process: subprocess.Popen[bytes], output: IO[bytes]) -> str:
     """Waits for the end of a program, without reaping it, or until it is past a limit; returns which one, or ""."""
     start = time.monotonic()
@@ -159,8 +152,7 @@ def _watched(process: subprocess.Popen[bytes], output: IO[bytes]) -> str:
             return ""
         memory, threads = _used(process.pid)
         if memory > _MEMORY:
-            size = format_bytes(_MEMORY)
-            return f"the program was ended: its processes took more than {size} of memory"
+            return f"the program was ended: its processes took more than {format_bytes(_MEMORY)} of memory"
         if threads > _PROCESSES:
             return f"the program was ended: it had more than {_PROCESSES} processes and threads"
         elapsed = time.monotonic() - start

@@ -100,10 +100,6 @@ class ReasoningGym(Environment):
         return Observation(reward=float(score), done=True)
 
 
-_TASKS = 1 << 30
-"""Size of a data set, which makes each task on demand."""
-
-
 @cache
 def _reasoning_tasks(name: str, seed: int, options: str) -> Any:
     try:
@@ -113,7 +109,7 @@ def _reasoning_tasks(name: str, seed: int, options: str) -> Any:
             raise
         fix = "pip install 'megarl-trainer[reasoning-gym]'"
         raise ValueError(f"needs the package reasoning-gym: {fix}") from None
-    arguments = {"size": _TASKS, **json.loads(options)}
+    arguments = {"size": 1 << 30, **json.loads(options)}  # each task is made on demand
     return package.create_dataset(name, seed=seed, **arguments)
 
 

@@ -109,8 +109,7 @@ class ToolEnvironment(Environment):
         return Observation(messages=answers, metrics=self._metrics())
 
     async def _answer(self, call: ToolCall) -> Message:
-        content = await self._result(call)
-        return {"role": "tool", "name": call.name, "tool_call_id": call.call_id, "content": content}
+        return call.answer(await self._result(call))
 
     async def _result(self, call: ToolCall) -> str:
         self._calls += 1
@@ -122,10 +121,7 @@ class ToolEnvironment(Environment):
                 raise ValueError(f"there is no tool {call.name!r}; there are {known}")
             return await self._tools[call.name].call(call.arguments)
         except ValidationError as error:
-            wrong: list[str] = []
-            for entry in error.errors():
-                path = ".".join(map(str, entry["loc"]))
-                wrong.append(f"{path}: {entry['msg']}")
+            wrong = [f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors()]
             problem = f"arguments of {call.name}: {'; '.join(wrong)}"
         except (Exception, SystemExit) as error:  # the tool's own code; the model should learn from it
             problem = f"{type(error).__name__}: {error}"

@@ -25,19 +25,13 @@ _BINARY: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
     ast.Pow: lambda base, exponent: _power(base, exponent),
 }
 _UNARY: Final[Mapping[type[ast.unaryop], Callable[[Any], Any]]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_MATH: Final = ("ceil", "cos", "exp", "floor", "log", "sin", "sqrt", "tan")
 _FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
+    **{name: getattr(math, name) for name in _MATH},
     "abs": abs,
-    "ceil": math.ceil,
-    "cos": math.cos,
-    "exp": math.exp,
-    "floor": math.floor,
-    "log": math.log,
     "max": max,
     "min": min,
     "round": lambda number, *digits: _rounded(number, *digits),
-    "sin": math.sin,
-    "sqrt": math.sqrt,
-    "tan": math.tan,
 }
 _CONSTANTS: Final = {"e": math.e, "pi": math.pi}
 
@@ -71,10 +65,9 @@ def _value(node: ast.expr) -> Any:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    if isinstance(base, int) and isinstance(exponent, int):
-        bits = base.bit_length() * abs(exponent)
-        if bits > _LARGEST_BITS:
-            raise ValueError("the power is too large")
+    integers = isinstance(base, int) and isinstance(exponent, int)
+    if integers and base.bit_length() * abs(exponent) > _LARGEST_BITS:
+        raise ValueError("the power is too large")
     return base**exponent
 
 

@@ -77,8 +77,6 @@ class PreferenceStatistics:
     def metrics(self) -> dict[str, float]:
         """``held_out/*``."""
         metrics = {"held_out/accuracy": self.accuracy}
-        for name, value in self.mean.items():
-            metrics[f"held_out/{name}_mean"] = value
-        for name, value in self.std.items():
-            metrics[f"held_out/{name}_std"] = value
+        metrics |= {f"held_out/{name}_mean": value for name, value in self.mean.items()}
+        metrics |= {f"held_out/{name}_std": value for name, value in self.std.items()}
         return metrics

@@ -125,7 +125,7 @@ def _choice(reply: GatewayReply, index: int, reason: str, body: Mapping[str, Any
 
 
 def _head(reply: GatewayReply, kind: str, name: str) -> dict[str, Any]:
-    return {"id": f"{name}-{reply.reply_id}", "object": kind, "created": reply.created, "model": reply.model}
+    return {"id": f"{name}-{reply.request.digest}", "object": kind, "created": reply.created, "model": reply.model}
 
 
 def _usage(reply: GatewayReply) -> dict[str, int]:
@@ -165,7 +165,7 @@ def write_chat(reply: GatewayReply) -> dict[str, Any]:
     return {**head, "choices": choices, "usage": _usage(reply), **_prompt_ids(reply)}
 
 
-def stream_chat(reply: GatewayReply) -> Iterator[tuple[None, dict[str, Any]]]:
+def stream_chat(reply: GatewayReply) -> Iterator[dict[str, Any]]:
     """Yields the chunks of the answer: a part of each message has one."""
     head = _head(reply, "chat.completion.chunk", "chatcmpl")
     for index, turn in enumerate(reply.turns):
@@ -173,11 +173,11 @@ def stream_chat(reply: GatewayReply) -> Iterator[tuple[None, dict[str, Any]]]:
         for part in _message_parts(turn.action):
             delta = {"role": "assistant", **part}
             choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs}
-            yield None, {**head, **_prompt_ids(reply), "choices": [choice]}
+            yield {**head, **_prompt_ids(reply), "choices": [choice]}
             logprobs = None  # the first part has them
-        yield None, {**head, "choices": [_choice(reply, index, _finish_reason(turn.action), {"delta": {}})]}
+        yield {**head, "choices": [_choice(reply, index, _finish_reason(turn.action), {"delta": {}})]}
     if reply.request.with_usage:
-        yield None, {**head, "choices": [], "usage": _usage(reply)}
+        yield {**head, "choices": [], "usage": _usage(reply)}
 
 
 def _message_parts(action: Action) -> list[dict[str, Any]]:
@@ -209,11 +209,11 @@ def write_completion(reply: GatewayReply) -> dict[str, Any]:
     return {**_head(reply, "text_completion", "cmpl"), "choices": choices, "usage": _usage(reply)}
 
 
-def stream_completion(reply: GatewayReply) -> Iterator[tuple[None, dict[str, Any]]]:
+def stream_completion(reply: GatewayReply) -> Iterator[dict[str, Any]]:
     """Yields the chunks of the answer, one per choice."""
     whole = write_completion(reply)
     usage = whole.pop("usage")
     for choice in whole["choices"]:
-        yield None, {**whole, "choices": [choice]}
+        yield {**whole, "choices": [choice]}
     if reply.request.with_usage:
-        yield None, {**whole, "choices": [], "usage": usage}
+        yield {**whole, "choices": [], "usage": usage}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -126,11 +126,6 @@ class GatewayReply:
     decode: Callable[[Sequence[int]], str]
 
     @property
-    def reply_id(self) -> str:
-        """Identifies the reply; the same for a retry."""
-        return self.request.digest
-
-    @property
     def prompt_tokens(self) -> int:
         return len(self.turns[0].prompt)
 
@@ -139,7 +134,7 @@ class GatewayReply:
         return sum(len(turn.action.token_ids) for turn in self.turns)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class RequestFields:
     """The fields of a request, taken one by one; those that remain are refused. Null is like absent.
 
@@ -150,7 +145,7 @@ class RequestFields:
     remaining: dict[str, Any]
     sampling: Sampling
     model: str
-    call_ids: Mapping[str, str] = field(default_factory=dict[str, str])
+    call_ids: Mapping[str, str]
 
     def __post_init__(self) -> None:
         self.remaining = {name: value for name, value in self.remaining.items() if value is not None}

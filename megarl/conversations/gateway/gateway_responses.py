@@ -81,11 +81,11 @@ def write_response(reply: GatewayReply) -> dict[str, Any]:
     output: list[dict[str, Any]] = []
     if action.thoughts is not None:
         content = [{"type": "reasoning_text", "text": action.thoughts}]
-        item = {"type": "reasoning", "id": f"rs_{reply.reply_id}", "summary": [], "content": content}
+        item = {"type": "reasoning", "id": f"rs_{reply.request.digest}", "summary": [], "content": content}
         output.append(item)
     if action.content or not action.tool_calls:
         part = {"type": "output_text", "text": action.content, "annotations": [], "logprobs": []}
-        item = {"type": "message", "id": f"msg_{reply.reply_id}", "role": "assistant"}
+        item = {"type": "message", "id": f"msg_{reply.request.digest}", "role": "assistant"}
         output.append({**item, "status": status, "content": [part]})
     for call in action.tool_calls:
         item = {"type": "function_call", "id": f"fc_{call.call_id}", "call_id": call.call_id}
@@ -93,7 +93,7 @@ def write_response(reply: GatewayReply) -> dict[str, Any]:
         output.append(item)
     tools = [{"type": "function", "strict": False, **tool["function"]} for tool in reply.request.tools]
     return {
-        "id": f"resp_{reply.reply_id}",
+        "id": f"resp_{reply.request.digest}",
         "object": "response",
         "created_at": reply.created,
         "status": status,
@@ -118,11 +118,10 @@ def write_response(reply: GatewayReply) -> dict[str, Any]:
     }
 
 
-def stream_response(reply: GatewayReply) -> Iterator[tuple[str, dict[str, Any]]]:
+def stream_response(reply: GatewayReply) -> Iterator[dict[str, Any]]:
     """Yields the events of the answer: a text has one delta."""
-    whole = write_response(reply)
-    for number, event in enumerate(_events(whole)):
-        yield event["type"], {**event, "sequence_number": number}
+    for number, event in enumerate(_events(write_response(reply))):
+        yield {**event, "sequence_number": number}
 
 
 def _events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
