@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from megarl.types import ConversationOutcome, SampledTurn, SampleRequest, VersionSpan
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Branch:
     """Ids that only grow: a prompt, and then turns with what was given between them.
 

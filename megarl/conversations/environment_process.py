@@ -109,11 +109,7 @@ class EnvironmentProcess:
 
     @remote(phase="start")
     def start(self, host: str = "127.0.0.1") -> None:
-        """Loads the tokenizer and the environment; a RunError if that fails.
-
-        Args:
-            host: address at which a gateway listens.
-        """
+        """Loads the tokenizer and the environment, and listens with a gateway; a RunError if that fails."""
         self._tokenizer = load_tokenizer(self._tokenizer_directory)
         self._renderer = ChatRenderer(
             self._tokenizer,
@@ -221,8 +217,10 @@ class EnvironmentProcess:
         async with self._slots:
             while True:
                 conversation = Conversation(request=request)
+                place = child
+                child = None
                 try:
-                    await self._attempt(conversation, child)
+                    await self._attempt(conversation, place)
                     return conversation
                 except LostEnvironmentError as error:
                     child = error.child
@@ -234,10 +232,8 @@ class EnvironmentProcess:
                     raise
                 except (FailedEnvironmentError, ValueError) as error:
                     reason = str(error)
-                    child = None
                 except Exception as error:  # also of a library that reads what the model has written
                     reason = "".join(traceback.format_exception(error)[-8:])
-                    child = None
                 conversation.failure = short_reason(reason)
                 failures += 1
                 print(f"conversation {request.sample_id} failed: {conversation.failure}", flush=True)
@@ -277,8 +273,7 @@ class EnvironmentProcess:
             if isinstance(given, str):
                 has_text = True
             elif has_text:
-                rule = "step returned messages after a text, which no chat has: return texts"
-                raise FailedEnvironmentError(rule)
+                raise FailedEnvironmentError("step returned messages after a text, which no chat has: return texts")
             else:
                 chat = [*chat, *given]
                 given = chat

@@ -228,7 +228,7 @@ def test_any_finite_number_is_a_score(value: Any) -> None:
         ([1.0], r"[1.0], a list"),
         (np.ones(2), "array([1., 1.]), a ndarray"),
         (1j, "1j, a complex"),
-        ("x" * 1000, "'" + "x" * 199 + "..., a str"),
+        ("x" * 1000, "'" + "x" * 199 + ", a str"),
     ],
 )
 def test_any_other_score_is_refused_and_shown(value: Any, shown: str) -> None:

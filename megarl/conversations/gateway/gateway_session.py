@@ -148,7 +148,7 @@ class GatewaySession:
         if not self._turns:
             raise GatewayError("the session has had no turn that a reward could be of", 409)
         if value is not None:
-            self._chat.reward(value, replace=True)
+            self._chat.reward(value, anew=True)
             self.rewarded = True
         if done:
             self._end()
