@@ -97,14 +97,10 @@ class ChatSession:
         *,
         max_tokens: int | None = None,
     ) -> SessionTurn | None:
-        """Samples the turn that follows a chat, and returns it; None where a limit leaves no room for it.
+        """Samples the turn that follows a chat; None where a limit leaves no room, a ValueError if it is not rendered.
 
         Args:
             messages: the whole chat, or a text that follows the last turn.
-            max_tokens: limit of the turn's tokens, if below the session's.
-
-        Raises:
-            ValueError: the chat cannot be rendered.
         """
         found = await self._prepared(partial(self._continued, messages, tools))
         if found is None:
@@ -123,11 +119,7 @@ class ChatSession:
         return await self._sampled(chat, max_tokens)
 
     async def _prepared[T](self, find: Callable[[], Awaitable[T]]) -> T | None:
-        """Finds the chat of a turn, one at a time; None where it cannot fit, or no turn is left.
-
-        The caller must begin to sample it before it awaits anything else: the chat is not busy
-        until then.
-        """
+        """Finds the chat of a turn, which is not busy until it is sampled; None where there is no room."""
         if not self.turns_left:
             self.conversation.limit = "max_turns"
             return None

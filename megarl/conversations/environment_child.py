@@ -47,21 +47,14 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class CallFailure:
-    """Why a call returned nothing: a sentence, or the environment's traceback.
-
-    Args:
-        late: whether the call took too long; it may still be in progress.
-    """
+    """Why a call returned nothing: a sentence, or the environment's traceback; a late one may be in progress."""
 
     reason: str
     late: bool = False
 
 
 def serve(descriptor: int) -> None:
-    """Runs in the child: receives the configuration, answers True when the class is loaded, and answers calls.
-
-    See `parent_connection`.
-    """
+    """Runs in the child: receives the configuration, answers True when the class is loaded, and answers calls."""
     with parent_connection(descriptor, "environments") as connection:
         config: EnvironmentSettings = connection.recv()
         try:
@@ -79,11 +72,7 @@ def serve(descriptor: int) -> None:
 
 
 class EnvironmentHost:
-    """The environments of conversations in progress.
-
-    Args:
-        limit_s: seconds that a call may take.
-    """
+    """The environments of conversations in progress, whose calls may take `limit_s` seconds."""
 
     def __init__(self, make: Any, connection: Connection[Any, Any], limit_s: float) -> None:
         self._make = make

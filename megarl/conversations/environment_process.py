@@ -54,7 +54,6 @@ class TurnRequest:
     """A turn that a conversation waits for.
 
     Args:
-        number: number that is unique in its process.
         conversation: sample id of the conversation's request.
         tokens: tokens of the prompt, and those that may be sampled.
     """
@@ -74,9 +73,7 @@ class EnvironmentProcess:
 
     Args:
         tokenizer: directory of the tokenizer.
-        template_arguments: arguments of the chat template.
         ends: ids that end turns.
-        gateway: settings of the gateway, if the environment is one.
     """
 
     def __init__(
@@ -206,11 +203,7 @@ class EnvironmentProcess:
         return {item.chunk: chunk}, infos
 
     async def _converse(self, request: SampleRequest) -> Conversation:
-        """Runs a conversation; one that fails begins anew, as often as the configuration says.
-
-        So does one that lost its process with others, which is no failure; see
-        `EnvironmentChildren`.
-        """
+        """Runs a conversation; one that fails, or that lost its process with others (no failure), begins anew."""
         failures = 0
         crashes = 0
         child: EnvironmentChild | None = None
@@ -301,11 +294,7 @@ def task_of(prompt: Prompt, tokenizer: Tokenizer) -> EnvironmentTask:
 
 
 def pack_conversations(conversations: Sequence[Conversation], filler: int) -> tuple[RolloutChunk, list[str]]:
-    """Returns the chunk of some conversations, a row per branch, and the prompt id of each row.
-
-    Args:
-        filler: prompt of a conversation that failed before its first turn.
-    """
+    """Returns a chunk with a row per branch, and each row's prompt id; `filler` stands for a prompt that failed."""
     branches: list[Branch] = []
     sample_ids: list[str] = []
     prompt_ids: list[str] = []

@@ -62,12 +62,7 @@ _AS_ROOT = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", 
 
 
 def run_program(code: str, sandbox: Sandbox) -> str:
-    """Returns what a program prints; of a long text the start and the end.
-
-    Raises:
-        RuntimeError: it failed or was ended; the message has the cause, and what it printed.
-        ValueError: see `bubblewrap`.
-    """
+    """Returns what a program prints; a RuntimeError, with the cause and what it printed, if it fails or is ended."""
     if sandbox == "bubblewrap":
         problem, printed = _run(code, bubblewrap(), "/", _HOME)
     else:
@@ -113,11 +108,7 @@ def bubblewrap() -> Sequence[str]:
 
 
 def _run(code: str, sandbox: Sequence[str], directory: str, home: str) -> tuple[str, str]:
-    """Runs a program in a directory; returns its problem, "" for none, and what it printed.
-
-    Args:
-        sandbox: words before the program's command.
-    """
+    """Runs a program in a directory; returns its problem, "" for none, and what it printed."""
     with tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as output:
         program.write(code.encode(errors="replace"))
         program.seek(0)

@@ -35,12 +35,7 @@ _VERL_COLUMNS: Final = ("data_source", "reward_model")
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a call returned no score.
-
-    Args:
-        kind: name of the kind; only the first failure of each kind is reported.
-        reason: a sentence, or the function's traceback.
-    """
+    """Why a call returned no score: a sentence or a traceback; only the first failure of each kind is reported."""
 
     kind: str
     reason: str

@@ -19,10 +19,7 @@ STATISTICS: Final = "reward_statistics.json"
 
 
 def read_scale(directory: str | None) -> ScoreScale:
-    """Returns the scale of a reward model's scores; the identity if the directory has none.
-
-    Raises OSError or ValueError where its file cannot be read.
-    """
+    """Returns the scale of a reward model's scores; an OSError or ValueError if its file is broken."""
     if directory is None or not (Path(directory) / SCALE).exists():
         return ScoreScale()
     file = Path(directory) / SCALE

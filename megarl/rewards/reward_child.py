@@ -16,11 +16,7 @@ from megarl.rewards.completion import Completion
 
 
 def serve(descriptor: int) -> None:
-    """Runs in the child: receives the functions, sends their modes when they are loaded, and answers calls.
-
-    A problem of loading is sent as text. A call is the index of the function, completions and
-    seconds. See `ChildProcess` and `parent_connection`.
-    """
+    """Runs in the child: receives the functions, sends their modes, or a problem as text, and answers calls."""
     with parent_connection(descriptor, "functions") as connection:
         specs: Sequence[RewardFunction] = connection.recv()
         try:

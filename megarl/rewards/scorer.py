@@ -51,7 +51,6 @@ class RuleScorer:
 
     Args:
         decode: returns the text of ids; None leaves the texts of completions empty.
-        memory: limit of the child process's memory, see `ChildProcess`.
     """
 
     def __init__(
@@ -73,8 +72,7 @@ class RuleScorer:
 
         Args:
             functions: index of each function to call, by name.
-            deadline: end on `time.monotonic`; completions that are not scored by then have no
-                score.
+            deadline: end on `time.monotonic`; a completion that is not scored by then has no score.
         """
         scores = {name: np.full(len(completions), math.nan, np.float32) for name in functions}
         units: list[_Unit] = []

@@ -25,10 +25,13 @@ from megarl.conversations.gateway.gateway_anthropic import read_messages, stream
 from megarl.conversations.gateway.gateway_openai import (
     read_chat,
     read_completion,
+    read_response,
     stream_chat,
     stream_completion,
+    stream_response,
     write_chat,
     write_completion,
+    write_response,
 )
 from megarl.conversations.gateway.gateway_request import (
     GatewayConfig,
@@ -37,7 +40,6 @@ from megarl.conversations.gateway.gateway_request import (
     GatewayRequest,
     RequestFields,
 )
-from megarl.conversations.gateway.gateway_responses import read_response, stream_response, write_response
 from megarl.conversations.gateway.gateway_session import GatewaySession, run_harness
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments.environment import EnvironmentTask
@@ -91,11 +93,7 @@ class GatewayArgs(BaseModel, extra="forbid", strict=True):
 
 
 class Gateway:
-    """Serves sessions; all methods are called in one event loop.
-
-    Args:
-        idle_s: limit of a session's time without a request for a turn.
-    """
+    """Serves sessions, which fail after `idle_s` seconds without a request; methods are called in one event loop."""
 
     def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, idle_s: float, args: GatewayArgs) -> None:
         self._config = config
@@ -146,13 +144,7 @@ class Gateway:
             await self._runner.cleanup()
 
     async def converse(self, chat: ChatSession, task: EnvironmentTask) -> None:
-        """Holds a conversation.
-
-        Raises:
-            FailedEnvironmentError: the harness failed, took too long, asked for no turn or posted
-                no reward.
-            RunError: no harness takes tasks.
-        """
+        """Holds a conversation; a FailedEnvironmentError without a reward, a RunError if no harness takes tasks."""
         session = GatewaySession(chat, task, self._idle_s)
         self._sessions[session.name] = session
         try:

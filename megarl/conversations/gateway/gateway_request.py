@@ -112,16 +112,11 @@ class GatewayRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayReply:
-    """The turns that answer a request, with the calls of tools that can be read.
-
-    Args:
-        created: Unix time, seconds.
-        decode: returns the text of token ids, with special tokens.
-    """
+    """The turns that answer a request, with the calls of tools that can be read."""
 
     request: GatewayRequest
     turns: Sequence[SessionTurn]
-    created: int
+    created: int  # Unix time, seconds
     model: str
     decode: Callable[[Sequence[int]], str]
 
@@ -136,16 +131,12 @@ class GatewayReply:
 
 @dataclass
 class RequestFields:
-    """The fields of a request, taken one by one; those that remain are refused. Null is like absent.
-
-    Args:
-        call_ids: the model's ids of its tool calls, by those that the client got.
-    """
+    """The fields of a request, taken one by one; those that remain are refused. Null is like absent."""
 
     remaining: dict[str, Any]
     sampling: Sampling
     model: str
-    call_ids: Mapping[str, str]
+    call_ids: Mapping[str, str]  # the model's ids of its tool calls, by those that the client got
 
     def __post_init__(self) -> None:
         self.remaining = {name: value for name, value in self.remaining.items() if value is not None}
@@ -184,11 +175,7 @@ class RequestFields:
         return items
 
     def take_tools(self, kind: str, parameters: str) -> tuple[Mapping[str, Any], ...]:
-        """Returns the offered tools, all of one type, for chat templates.
-
-        Args:
-            parameters: the protocol's key of the arguments' schema.
-        """
+        """Returns the offered tools, all of one type; `parameters` is the protocol's key of the arguments' schema."""
         tools: list[Mapping[str, Any]] = []
         for index, tool in enumerate(self.take_items("tools")):
             where = f"tools[{index}]"

@@ -43,18 +43,10 @@ class GatewaySession:
     """Answers the requests of one conversation.
 
     The same turns answer a repeated request, also while they are being sampled: clients repeat
-    requests that take long.
-
-    Args:
-        idle_s: limit of the time without a request for a turn, while none is being sampled; then
-            the session fails.
+    requests that take long. Without a request for a turn for `idle_s` seconds, the session fails.
 
     Attributes:
         running: what holds the conversation.
-        taken: whether a harness elsewhere has taken the task.
-        done: whether the harness has said that the session is done.
-        task: the conversation's task, in JSON.
-        temperature: None is the run's.
         call_ids: the model's ids of its tool calls, by those that clients get.
     """
 
@@ -202,13 +194,10 @@ async def run_harness(
     """Runs a harness until it ends or has said that its session is done; nothing of its process group is left.
 
     Args:
-        command: words, or a text for the shell.
-        variables: variables for the harness's environment.
         passed: names of further variables of this process that the harness gets.
 
     Raises:
-        FailedEnvironmentError: it does not start, fails or takes too long; the message has the end
-            of its output.
+        FailedEnvironmentError: it does not start, fails or takes too long, with the end of its output.
     """
     words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
     environment: dict[str, str] = {}
