@@ -184,3 +184,22 @@ def _shortened(text: str) -> str:
     half = _SHOWN // 2
     note = f"... {left_out} characters are left out: more than {_SHOWN} are not shown ..."
     return f"{text[:half]}\n{note}\n{text[-half:]}"
+
+
+def python(code: str) -> str:
+    """Runs a Python program in a new process, and returns what it prints.
+
+    Args:
+        code: the whole program; it must print its results. It has ten seconds, 1 GiB of memory and
+            no network.
+    """
+    return run_program(code, "bubblewrap")
+
+
+def python_without_sandbox(code: str) -> str:
+    """Runs a Python program in a new process, and returns what it prints.
+
+    Args:
+        code: the whole program; it must print its results. It has ten seconds and 1 GiB of memory.
+    """
+    return run_program(code, "none")

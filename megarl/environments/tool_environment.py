@@ -15,8 +15,7 @@ from pydantic_core import ArgsKwargs
 from megarl import plugins
 from megarl.data.tokenizer import Message
 from megarl.environments.environment import Action, Environment, Observation, ToolCall
-from megarl.environments.python_program import FIX, Sandbox, bubblewrap
-from megarl.environments.tool_functions import TOOLS, python, python_without_sandbox
+from megarl.environments.python_program import FIX, Sandbox, bubblewrap, python, python_without_sandbox
 
 _ARGUMENT = re.compile(r"^ *(\w+)(?: \(.*?\))?: *(.*(?:\n(?!\s*\w+(?: \(.*?\))?:).*)*)", re.MULTILINE)
 """An entry in the section Args of a docstring: a name, perhaps its type in brackets, and the description."""
@@ -66,7 +65,7 @@ class ToolEnvironment(Environment):
     answer.
 
     Args:
-        functions: names of built-in functions, or package.module:function.
+        functions: python, or package.module:function.
         sandbox: confinement of the programs of the tool `python`; `none` lets them do whatever this
             process can.
 
@@ -134,12 +133,12 @@ class ToolEnvironment(Environment):
 
 def _tool(name: str, sandbox: Sandbox) -> Tool:
     """Returns a tool by the name of its function; raises ValueError with the broken rule."""
-    function = TOOLS.get(name) or plugins.resolve(name, coroutines=True)
-    if function is python and sandbox == "none":
-        function = python_without_sandbox
-    elif function is python:
-        try:
-            bubblewrap()
-        except ValueError as error:
-            raise ValueError(f"the tool python: {error}; {FIX}") from error
-    return Tool(name.rpartition(":")[2], function)
+    if name != "python":
+        return Tool(name.rpartition(":")[2], plugins.resolve(name, coroutines=True))
+    if sandbox == "none":
+        return Tool(name, python_without_sandbox)
+    try:
+        bubblewrap()
+    except ValueError as error:
+        raise ValueError(f"the tool python: {error}; {FIX}") from error
+    return Tool(name, python)
