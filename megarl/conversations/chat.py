@@ -62,12 +62,7 @@ class ChatRenderer:
             self._family = find_family(tokenizer, arguments)
 
     def begin(self, messages: Sequence[Message] | str, tools: Schemas) -> list[int]:
-        """Returns the prompt of the first turn.
-
-        Raises:
-            TextTooLongError: the chat cannot fit into the context.
-            ValueError: the chat or the tools cannot be written.
-        """
+        """Returns the prompt of the first turn; a TextTooLongError or ValueError if there can be none."""
         if isinstance(messages, str):
             return self._limited.encode(messages)
         if tools and self._reader is None and self._family is None:
@@ -109,19 +104,14 @@ class ChatRenderer:
         prompt: Sequence[int],
         tools: Schemas,
     ) -> list[int] | None:
-        """Returns the ids that follow a turn, up to the start of the next one.
+        """Returns the ids that follow a turn, up to the start of the next one; a TextTooLongError if they cannot fit.
 
         None where the turn was cut off, or where the whole chat, written anew, would not continue
         what the model has read and written.
 
         Args:
             before: the chat up to the turn.
-            messages: messages after the turn, or a text.
             prompt: ids that the model has read before the turn.
-            tools: the same as before the turn.
-
-        Raises:
-            TextTooLongError: the messages cannot fit into the context.
         """
         if not action.finished:
             return None

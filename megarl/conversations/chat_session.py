@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -50,7 +49,7 @@ class SessionTurn:
     logprobs: tuple[float, ...]
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Chat:
     """The messages of a branch, and its last turn."""
 
@@ -98,14 +97,10 @@ class ChatSession:
         *,
         max_tokens: int | None = None,
     ) -> SessionTurn | None:
-        """Samples the turn that follows a chat, and returns it; None where a limit leaves no room for it.
+        """Samples the turn that follows a chat; None where a limit leaves no room, a ValueError if it is not rendered.
 
         Args:
             messages: the whole chat, or a text that follows the last turn.
-            max_tokens: limit of the turn's tokens, if below the session's.
-
-        Raises:
-            ValueError: the chat cannot be rendered.
         """
         found = await self._prepared(partial(self._continued, messages, tools))
         if found is None:
@@ -124,11 +119,7 @@ class ChatSession:
         return await self._sampled(chat, max_tokens)
 
     async def _prepared[T](self, find: Callable[[], Awaitable[T]]) -> T | None:
-        """Finds the chat of a turn, one at a time; None where it cannot fit, or no turn is left.
-
-        The caller must begin to sample it before it awaits anything else: the chat is not busy
-        until then.
-        """
+        """Finds the chat of a turn, which is not busy until it is sampled; None where there is no room."""
         if not self.turns_left:
             self.conversation.limit = "max_turns"
             return None
@@ -155,11 +146,11 @@ class ChatSession:
             self.conversation.limit = limit
             self._drop_unanswered(chat)
             return None
-        request = self.conversation.request
-        request = dataclasses.replace(
-            request,
-            sample_id=f"{request.sample_id}/turn-{self._turns}",
-            prompt=Prompt(prompt_id=request.prompt.prompt_id, token_ids=prompt),
+        whole = self.conversation.request
+        request = replace(
+            whole,
+            sample_id=f"{whole.sample_id}/turn-{self._turns}",
+            prompt=Prompt(prompt_id=whole.prompt.prompt_id, token_ids=prompt),
             seed=self._seed(prompt),
             max_new_tokens=room,
         )
@@ -179,7 +170,7 @@ class ChatSession:
         chat.branch.add(sampled)
         self._last = chat.branch
         self.conversation.limit = None if sampled.finished else limit
-        self._remove_branch(chat)
+        self.conversation.branches.remove(chat.branch)
         self.conversation.branches.append(chat.branch)  # the last one is that of the last turn
         return SessionTurn(action=chat.action, prompt=prompt, logprobs=tuple(sampled.logprobs.tolist()))
 
@@ -193,18 +184,14 @@ class ChatSession:
     def _drop_unanswered(self, chat: _Chat) -> None:
         chat.branch.drop_unanswered()
         if not chat.branch.turns:
-            self._chats = [other for other in self._chats if other is not chat]
-            self._remove_branch(chat)
+            self._chats.remove(chat)
+            self.conversation.branches.remove(chat.branch)
 
-    def _remove_branch(self, chat: _Chat) -> None:
-        branches = self.conversation.branches
-        branches[:] = [branch for branch in branches if branch is not chat.branch]
-
-    def reward(self, value: float, *, replace: bool = False) -> None:
+    def reward(self, value: float, *, anew: bool = False) -> None:
         """Adds to the reward of the last turn, or replaces it."""
         if self._last is None:
             return
-        if not replace:
+        if not anew:
             value += self._last.rewards[-1]
         self._last.rewards[-1] = value
 
@@ -260,24 +247,17 @@ class ChatSession:
             given = await asyncio.to_thread(follow, chat.messages, chat.action, rest)
             if given is not None:
                 chat.branch.give(given)
-                return chat, _plus(known, rest)
+                return chat, [] if isinstance(rest, str) else [*known, *rest]
         prompt = await asyncio.to_thread(self._renderer.begin, messages, tools)
         chat = self._new(tuple(prompt))
         chat.tools = tools
-        return chat, _plus([], messages)
+        return chat, [] if isinstance(messages, str) else list(messages)
 
     def _new(self, prompt: tuple[int, ...]) -> _Chat:
         chat = _Chat(branch=Branch(prompt=prompt))
         self._chats.insert(0, chat)
         self.conversation.branches.append(chat.branch)
         return chat
-
-
-def _plus(known: Sequence[Message], rest: Sequence[Message] | str) -> list[Message]:
-    """Returns known messages with those that follow; a text, which no chat has, leaves none."""
-    if isinstance(rest, str):
-        return []
-    return [*known, *rest]
 
 
 def _begins_with(messages: Sequence[Message], known: Sequence[Message]) -> bool:
@@ -291,6 +271,4 @@ def _is_same_message(known: Message, given: Message) -> bool:
         return True
     if known["role"] != "assistant" or "reasoning_content" in given:
         return False
-    without_thoughts = dict(known)
-    without_thoughts.pop("reasoning_content", None)
-    return without_thoughts == given
+    return {name: value for name, value in known.items() if name != "reasoning_content"} == given

@@ -8,17 +8,14 @@ from dataclasses import dataclass, field, replace
 from megarl.types import ConversationOutcome, SampledTurn, SampleRequest, VersionSpan
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Branch:
     """Ids that only grow: a prompt, and then turns with what was given between them.
 
     Args:
-        prompt: ids before the first turn.
-        response: ids that follow.
         loss_mask: whether each id of the response was sampled.
         logprobs: log-probabilities of the sampled ids, nats.
         turns: numbers of sampled ids up to the end of each turn.
-        rewards: rewards of the turns.
     """
 
     prompt: tuple[int, ...]
@@ -65,9 +62,7 @@ class Conversation:
 
     Args:
         failure: reason why the conversation has no score; None if it has one.
-        metrics: the environment's metrics.
-        limit: limit that kept the model from ending its last turn, or from taking another one; None
-            without.
+        limit: what kept the model from ending its last turn, or from taking another one.
     """
 
     request: SampleRequest

@@ -47,13 +47,6 @@ class EnvironmentChildren:
     it has. Where a process ends by itself, or does not answer, one of the conversations with a call
     in progress was the cause: they begin anew in groups, each in a separate process, until the
     cause is alone. Methods are called in one event loop.
-
-    Args:
-        memory: limit of each process's memory, see `ChildProcess`.
-
-    Attributes:
-        living: processes that start or run.
-        apart: permits for the processes of groups in progress.
     """
 
     def __init__(self, settings: EnvironmentSettings, memory: int | None = None) -> None:
@@ -89,12 +82,7 @@ class EnvironmentChildren:
 
 
 class EnvironmentChild(ChildProcess):
-    """A child process that has the environments of some conversations.
-
-    Attributes:
-        shared: whether the process takes further conversations.
-        conversations: number of conversations in the process.
-    """
+    """A child process that has the environments of some conversations; a shared one takes further ones."""
 
     def __init__(self, children: EnvironmentChildren, *, shared: bool) -> None:
         settings = children.settings
@@ -112,12 +100,7 @@ class EnvironmentChild(ChildProcess):
         await super().start(deadline)
 
     async def call(self, conversation: int, method: Method, *args: Any) -> Reply:
-        """Calls a method of a conversation's environment.
-
-        Raises:
-            FailedEnvironmentError: it failed or took too long.
-            LostEnvironmentError: the process has ended.
-        """
+        """Calls a method of a conversation's environment; a LostEnvironmentError if the process ends."""
         if self.ended:
             raise LostEnvironmentError("its process has ended")
         call = EnvironmentCall(conversation=conversation, method=method, args=args)

@@ -47,21 +47,14 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class CallFailure:
-    """Why a call returned nothing: a sentence, or the environment's traceback.
-
-    Args:
-        late: whether the call took too long; it may still be in progress.
-    """
+    """Why a call returned nothing: a sentence, or the environment's traceback; a late one may be in progress."""
 
     reason: str
     late: bool = False
 
 
 def serve(descriptor: int) -> None:
-    """Runs in the child: receives the configuration, answers True when the class is loaded, and answers calls.
-
-    See `parent_connection`.
-    """
+    """Runs in the child: receives the configuration, answers True when the class is loaded, and answers calls."""
     with parent_connection(descriptor, "environments") as connection:
         config: EnvironmentSettings = connection.recv()
         try:
@@ -79,11 +72,7 @@ def serve(descriptor: int) -> None:
 
 
 class EnvironmentHost:
-    """The environments of conversations in progress.
-
-    Args:
-        limit_s: seconds that a call may take.
-    """
+    """The environments of conversations in progress, whose calls may take `limit_s` seconds."""
 
     def __init__(self, make: Any, connection: Connection[Any, Any], limit_s: float) -> None:
         self._make = make
@@ -110,21 +99,18 @@ class EnvironmentHost:
 
     async def _call(self, call: EnvironmentCall) -> Reply | CallFailure:
         try:
-            value = await self._value(call)
-            environment = self._environments.get(call.conversation)
-            tools = () if environment is None else tuple(environment.tools)
-            return Reply(observation=_observation(call.method, value), tools=tools)
+            observation = _observation(call.method, await self._value(call))
+            environment = self._environments.get(call.conversation, Environment())
+            return Reply(observation=observation, tools=tuple(environment.tools))
         except BaseException:  # the user's own code, which may also exit or cancel itself
             return CallFailure(reason=traceback.format_exc(limit=-8))
 
     async def _value(self, call: EnvironmentCall) -> Any:
-        """Returns what the method returns."""
         if call.method == "reset":
             self._environments[call.conversation] = self._make()
         elif call.method == "close" and call.conversation not in self._environments:
             return None  # it could not be made
-        environment = self._environments[call.conversation]
-        method = getattr(environment, call.method)
+        method = getattr(self._environments[call.conversation], call.method)
         if call.method == "close":
             del self._environments[call.conversation]
         if inspect.iscoroutinefunction(method):
@@ -142,19 +128,15 @@ def _observation(method: Method, value: Any) -> Observation:
     if method == "reset" and isinstance(value, str | list | tuple):
         value = Observation(messages=value)  # pyright: ignore[reportUnknownArgumentType]
     if not isinstance(value, Observation):
-        expected = "an Observation"
-        if method == "reset":
-            expected += ", messages or a text"
+        expected = "an Observation, messages or a text" if method == "reset" else "an Observation"
         raise TypeError(f"{method} returned {value!r:.200}: it must return {expected}")
     ended = value.done or value.truncated
     if ended and method == "reset":
         raise TypeError("reset returned an Observation that is done: the model has a turn at least")
     if not ended and not value.messages:
-        rule = "a turn follows messages or a text"
-        raise TypeError(f"{method} returned no messages, and is not done: {rule}")
+        raise TypeError(f"{method} returned no messages, and is not done: a turn follows messages or a text")
     if not isinstance(value.messages, str) and not all(map(_is_message, value.messages)):
-        rule = "each is a dict with a role and more"
-        raise TypeError(f"{method} returned messages {value.messages!r:.200}: {rule}")
+        raise TypeError(f"{method} returned messages {value.messages!r:.200}: each is a dict with a role and more")
     metrics: dict[str, float] = {}
     for name, number in value.metrics.items():
         metrics[printable_name(name)] = _finite(number, f"{method} returned {printable_name(name)}")

@@ -54,7 +54,6 @@ class TurnRequest:
     """A turn that a conversation waits for.
 
     Args:
-        number: number that is unique in its process.
         conversation: sample id of the conversation's request.
         tokens: tokens of the prompt, and those that may be sampled.
     """
@@ -74,9 +73,7 @@ class EnvironmentProcess:
 
     Args:
         tokenizer: directory of the tokenizer.
-        template_arguments: arguments of the chat template.
         ends: ids that end turns.
-        gateway: settings of the gateway, if the environment is one.
     """
 
     def __init__(
@@ -109,11 +106,7 @@ class EnvironmentProcess:
 
     @remote(phase="start")
     def start(self, host: str = "127.0.0.1") -> None:
-        """Loads the tokenizer and the environment; a RunError if that fails.
-
-        Args:
-            host: address at which a gateway listens.
-        """
+        """Loads the tokenizer and the environment, and listens with a gateway; a RunError if that fails."""
         self._tokenizer = load_tokenizer(self._tokenizer_directory)
         self._renderer = ChatRenderer(
             self._tokenizer,
@@ -210,19 +203,17 @@ class EnvironmentProcess:
         return {item.chunk: chunk}, infos
 
     async def _converse(self, request: SampleRequest) -> Conversation:
-        """Runs a conversation; one that fails begins anew, as often as the configuration says.
-
-        So does one that lost its process with others, which is no failure; see
-        `EnvironmentChildren`.
-        """
+        """Runs a conversation; one that fails, or that lost its process with others (no failure), begins anew."""
         failures = 0
         crashes = 0
         child: EnvironmentChild | None = None
         async with self._slots:
             while True:
                 conversation = Conversation(request=request)
+                place = child
+                child = None
                 try:
-                    await self._attempt(conversation, child)
+                    await self._attempt(conversation, place)
                     return conversation
                 except LostEnvironmentError as error:
                     child = error.child
@@ -234,10 +225,8 @@ class EnvironmentProcess:
                     raise
                 except (FailedEnvironmentError, ValueError) as error:
                     reason = str(error)
-                    child = None
                 except Exception as error:  # also of a library that reads what the model has written
                     reason = "".join(traceback.format_exception(error)[-8:])
-                    child = None
                 conversation.failure = short_reason(reason)
                 failures += 1
                 print(f"conversation {request.sample_id} failed: {conversation.failure}", flush=True)
@@ -277,8 +266,7 @@ class EnvironmentProcess:
             if isinstance(given, str):
                 has_text = True
             elif has_text:
-                rule = "step returned messages after a text, which no chat has: return texts"
-                raise FailedEnvironmentError(rule)
+                raise FailedEnvironmentError("step returned messages after a text, which no chat has: return texts")
             else:
                 chat = [*chat, *given]
                 given = chat
@@ -306,11 +294,7 @@ def task_of(prompt: Prompt, tokenizer: Tokenizer) -> EnvironmentTask:
 
 
 def pack_conversations(conversations: Sequence[Conversation], filler: int) -> tuple[RolloutChunk, list[str]]:
-    """Returns the chunk of some conversations, a row per branch, and the prompt id of each row.
-
-    Args:
-        filler: prompt of a conversation that failed before its first turn.
-    """
+    """Returns a chunk with a row per branch, and each row's prompt id; `filler` stands for a prompt that failed."""
     branches: list[Branch] = []
     sample_ids: list[str] = []
     prompt_ids: list[str] = []

@@ -89,11 +89,7 @@ _FORMATS: Final[Mapping[str, Reader]] = {
 
 
 def find_reader(write: Callable[[Sequence[Message], Schemas], str | None]) -> Reader | None:
-    """Returns what reads the calls that a chat template writes; None where the format is not known.
-
-    Args:
-        write: the template; returns None where it refuses the chat.
-    """
+    """Returns what reads the calls that a chat template, `write`, writes; None where the format is not known."""
     text = write(_PROBE, [_PROBE_TOOL]) or ""
     for pattern, reader in _FORMATS.items():
         if re.search(pattern, text):

@@ -9,11 +9,10 @@ from megarl import plugins
 from megarl.config.schema import EnvironmentSettings
 from megarl.environments.environment import Environment
 from megarl.environments.openenv import OpenEnv
-from megarl.environments.text_environments import GuessNumber, ReasoningGym, UserTurns
+from megarl.environments.text_environments import ReasoningGym, UserTurns
 from megarl.environments.tool_environment import ToolEnvironment
 
 ENVIRONMENTS: Final[Mapping[str, type[Environment]]] = {
-    "guess_number": GuessNumber,
     "openenv": OpenEnv,
     "reasoning_gym": ReasoningGym,
     "tools": ToolEnvironment,

@@ -38,6 +38,13 @@ class ToolCall:
     call_id: str = ""
     problem: str | None = None
 
+    def answer(self, content: str) -> Message:
+        """Returns a tool's answer as a message."""
+        message = {"role": "tool", "name": self.name, "content": content}
+        if self.call_id:
+            message["tool_call_id"] = self.call_id
+        return message
+
 
 @dataclass(frozen=True, kw_only=True)
 class Action:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megarl.environments.environment import Action, Environment, EnvironmentTask, Observation, ToolCall
+from megarl.environments.environment import Action, Environment, EnvironmentTask, Observation
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -78,13 +78,12 @@ class OpenEnv(Environment):
         for call in action.tool_calls:
             content = call.problem
             if content is None:
-                arguments = dict(call.arguments)
-                fields = {"type": "call_tool", "tool_name": call.name, "arguments": arguments}
+                fields = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
                 reply = await self._request("step", fields)
                 content = _result(reply["observation"])
                 done = bool(reply["done"])
                 reward += float(reply["reward"] or 0)
-            messages.append(_answer(call, content))
+            messages.append(call.answer(content))
             if done:
                 break
         return Observation(messages=messages, reward=reward, done=done)
@@ -99,8 +98,7 @@ class OpenEnv(Environment):
         await self._socket.send(json.dumps({"type": kind, "data": data}))
         reply = json.loads(await self._socket.recv())
         if reply["type"] == "error":
-            error = reply["data"]
-            problem = f"{error.get('code')}: {error['message']}"
+            problem = f"{reply['data'].get('code')}: {reply['data']['message']}"
             raise RuntimeError(f"the server at {self._url} answered {kind} with {problem}")
         return reply["data"]
 
@@ -110,32 +108,18 @@ class OpenEnv(Environment):
             seen = {name: value for name, value in observation.items() if name != "metadata"}
             return _text(seen) if seen else ""
         if self._observation not in observation:
-            known = ", ".join(observation)
-            problem = f"has no {self._observation!r}; it has: {known}"
+            problem = f"has no {self._observation!r}; it has: {', '.join(observation)}"
             raise ValueError(f"an observation of {self._url} {problem}")
         return _text(observation[self._observation])
 
 
 def _text(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = {
-        "name": tool["name"],
-        "description": tool["description"],
-        "parameters": tool["input_schema"],
-    }
+    function = {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}
     return {"type": "function", "function": function}
-
-
-def _answer(call: ToolCall, content: str) -> dict[str, str]:
-    message = {"role": "tool", "name": call.name, "content": content}
-    if call.call_id:
-        message["tool_call_id"] = call.call_id
-    return message
 
 
 def _result(observation: Mapping[str, Any]) -> str:

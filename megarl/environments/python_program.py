@@ -62,12 +62,7 @@ _AS_ROOT = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", 
 
 
 def run_program(code: str, sandbox: Sandbox) -> str:
-    """Returns what a program prints; of a long text the start and the end.
-
-    Raises:
-        RuntimeError: it failed or was ended; the message has the cause, and what it printed.
-        ValueError: see `bubblewrap`.
-    """
+    """Returns what a program prints; a RuntimeError, with the cause and what it printed, if it fails or is ended."""
     if sandbox == "bubblewrap":
         problem, printed = _run(code, bubblewrap(), "/", _HOME)
     else:
@@ -87,10 +82,7 @@ def bubblewrap() -> Sequence[str]:
 
     The other command has separate namespaces for processes, network, IPC and mounts. It sees the
     programs of the system and Python's directories, read-only, and two empty file systems in
-    memory, and begins in one.
-
-    Raises:
-        ValueError: bubblewrap is missing, or cannot run.
+    memory, and begins in one. Raises ValueError where bubblewrap is missing, or cannot run.
     """
     program = shutil.which("bwrap")
     if program is None:
@@ -116,11 +108,7 @@ def bubblewrap() -> Sequence[str]:
 
 
 def _run(code: str, sandbox: Sequence[str], directory: str, home: str) -> tuple[str, str]:
-    """Runs a program in a directory; returns its problem, "" for none, and what it printed.
-
-    Args:
-        sandbox: words before the program's command.
-    """
+    """Runs a program in a directory; returns its problem, "" for none, and what it printed."""
     with tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as output:
         program.write(code.encode(errors="replace"))
         program.seek(0)
@@ -130,7 +118,7 @@ def _run(code: str, sandbox: Sequence[str], directory: str, home: str) -> tuple[
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=directory,
-            env=_variables(home),
+            env={"PATH": os.defpath, "HOME": home, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             start_new_session=True,
         )
         try:
@@ -144,10 +132,6 @@ def _run(code: str, sandbox: Sequence[str], directory: str, home: str) -> tuple[
         return problem, _shortened(output.read(_OUTPUT).decode(errors="replace").strip())
 
 
-def _variables(home: str) -> dict[str, str]:
-    return {"PATH": os.defpath, "HOME": home, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-
-
 def _watched(process: subprocess.Popen[bytes], output: IO[bytes]) -> str:
     """Waits for the end of a program, without reaping it, or until it is past a limit; returns which one, or ""."""
     start = time.monotonic()
@@ -159,8 +143,7 @@ def _watched(process: subprocess.Popen[bytes], output: IO[bytes]) -> str:
             return ""
         memory, threads = _used(process.pid)
         if memory > _MEMORY:
-            size = format_bytes(_MEMORY)
-            return f"the program was ended: its processes took more than {size} of memory"
+            return f"the program was ended: its processes took more than {format_bytes(_MEMORY)} of memory"
         if threads > _PROCESSES:
             return f"the program was ended: it had more than {_PROCESSES} processes and threads"
         elapsed = time.monotonic() - start
@@ -201,3 +184,22 @@ def _shortened(text: str) -> str:
     half = _SHOWN // 2
     note = f"... {left_out} characters are left out: more than {_SHOWN} are not shown ..."
     return f"{text[:half]}\n{note}\n{text[-half:]}"
+
+
+def python(code: str) -> str:
+    """Runs a Python program in a new process, and returns what it prints.
+
+    Args:
+        code: the whole program; it must print its results. It has ten seconds, 1 GiB of memory and
+            no network.
+    """
+    return run_program(code, "bubblewrap")
+
+
+def python_without_sandbox(code: str) -> str:
+    """Runs a Python program in a new process, and returns what it prints.
+
+    Args:
+        code: the whole program; it must print its results. It has ten seconds and 1 GiB of memory.
+    """
+    return run_program(code, "none")

@@ -1,10 +1,9 @@
-"""Environments without tools: turns of the user from the data, a game, and the tasks of reasoning-gym."""
+"""Environments without tools: turns of the user from the data, and the tasks of reasoning-gym."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import random
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -38,42 +37,6 @@ class UserTurns(Environment):
         return [{"role": "user", "content": self._turns.pop(0)}]
 
 
-class GuessNumber(Environment):
-    """A game as plain text: guess a whole number, which follows from the row's `index`.
-
-    The reward is 1 for the number, else 0.
-
-    Args:
-        most: largest number; the smallest is 1.
-        guesses: number of guesses after which the game ends.
-    """
-
-    def __init__(self, most: int = 20, guesses: int = 5) -> None:
-        self._most = most
-        self._max_guesses = guesses
-        self._number = 0
-        self._guesses = 0
-
-    def reset(self, task: EnvironmentTask, seed: int) -> str:
-        self._number = random.Random(int(_column(task, "index"))).randint(1, self._most)
-        return f"Guess a number from 1 to {self._most}.\n"
-
-    def step(self, action: Action) -> Observation:
-        self._guesses += 1
-        won = False
-        answer = "not a number"
-        text = action.content.strip()
-        if text.isdecimal() and len(text) < 10:
-            won = int(text) == self._number
-            answer = "larger" if int(text) < self._number else "smaller"
-        return Observation(
-            messages=f"\n{answer}\n",
-            reward=float(won),
-            done=won or self._guesses == self._max_guesses,
-            metrics={"guesses": float(self._guesses), "won": float(won)},
-        )
-
-
 class ReasoningGym(Environment):
     """A task of the package reasoning-gym, by the row's `index`, in one turn; its own scorer gives the reward.
 
@@ -100,10 +63,6 @@ class ReasoningGym(Environment):
         return Observation(reward=float(score), done=True)
 
 
-_TASKS = 1 << 30
-"""Size of a data set, which makes each task on demand."""
-
-
 @cache
 def _reasoning_tasks(name: str, seed: int, options: str) -> Any:
     try:
@@ -113,7 +72,7 @@ def _reasoning_tasks(name: str, seed: int, options: str) -> Any:
             raise
         fix = "pip install 'megarl-trainer[reasoning-gym]'"
         raise ValueError(f"needs the package reasoning-gym: {fix}") from None
-    arguments = {"size": _TASKS, **json.loads(options)}
+    arguments = {"size": 1 << 30, **json.loads(options)}  # each task is made on demand
     return package.create_dataset(name, seed=seed, **arguments)
 
 

@@ -15,8 +15,7 @@ from pydantic_core import ArgsKwargs
 from megarl import plugins
 from megarl.data.tokenizer import Message
 from megarl.environments.environment import Action, Environment, Observation, ToolCall
-from megarl.environments.python_program import FIX, Sandbox, bubblewrap
-from megarl.environments.tool_functions import TOOLS, python, python_without_sandbox
+from megarl.environments.python_program import FIX, Sandbox, bubblewrap, python, python_without_sandbox
 
 _ARGUMENT = re.compile(r"^ *(\w+)(?: \(.*?\))?: *(.*(?:\n(?!\s*\w+(?: \(.*?\))?:).*)*)", re.MULTILINE)
 """An entry in the section Args of a docstring: a name, perhaps its type in brackets, and the description."""
@@ -66,7 +65,7 @@ class ToolEnvironment(Environment):
     answer.
 
     Args:
-        functions: names of built-in functions, or package.module:function.
+        functions: python, or package.module:function.
         sandbox: confinement of the programs of the tool `python`; `none` lets them do whatever this
             process can.
 
@@ -109,8 +108,7 @@ class ToolEnvironment(Environment):
         return Observation(messages=answers, metrics=self._metrics())
 
     async def _answer(self, call: ToolCall) -> Message:
-        content = await self._result(call)
-        return {"role": "tool", "name": call.name, "tool_call_id": call.call_id, "content": content}
+        return call.answer(await self._result(call))
 
     async def _result(self, call: ToolCall) -> str:
         self._calls += 1
@@ -122,10 +120,7 @@ class ToolEnvironment(Environment):
                 raise ValueError(f"there is no tool {call.name!r}; there are {known}")
             return await self._tools[call.name].call(call.arguments)
         except ValidationError as error:
-            wrong: list[str] = []
-            for entry in error.errors():
-                path = ".".join(map(str, entry["loc"]))
-                wrong.append(f"{path}: {entry['msg']}")
+            wrong = [f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors()]
             problem = f"arguments of {call.name}: {'; '.join(wrong)}"
         except (Exception, SystemExit) as error:  # the tool's own code; the model should learn from it
             problem = f"{type(error).__name__}: {error}"
@@ -138,12 +133,12 @@ class ToolEnvironment(Environment):
 
 def _tool(name: str, sandbox: Sandbox) -> Tool:
     """Returns a tool by the name of its function; raises ValueError with the broken rule."""
-    function = TOOLS.get(name) or plugins.resolve(name, coroutines=True)
-    if function is python and sandbox == "none":
-        function = python_without_sandbox
-    elif function is python:
-        try:
-            bubblewrap()
-        except ValueError as error:
-            raise ValueError(f"the tool python: {error}; {FIX}") from error
-    return Tool(name.rpartition(":")[2], function)
+    if name != "python":
+        return Tool(name.rpartition(":")[2], plugins.resolve(name, coroutines=True))
+    if sandbox == "none":
+        return Tool(name, python_without_sandbox)
+    try:
+        bubblewrap()
+    except ValueError as error:
+        raise ValueError(f"the tool python: {error}; {FIX}") from error
+    return Tool(name, python)

@@ -35,12 +35,7 @@ _VERL_COLUMNS: Final = ("data_source", "reward_model")
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a call returned no score.
-
-    Args:
-        kind: name of the kind; only the first failure of each kind is reported.
-        reason: a sentence, or the function's traceback.
-    """
+    """Why a call returned no score: a sentence or a traceback; only the first failure of each kind is reported."""
 
     kind: str
     reason: str
@@ -82,13 +77,8 @@ class BoundFunction:
             rows = [_verl_arguments(completion) for completion in completions]
             if one:
                 return self._function(**rows[0], **args)
-            batch: dict[str, Any] = {}
-            for name in _VERL:
-                batch[f"{name}s"] = [row[name] for row in rows]
-            return self._function(**batch, **args)
-        if one:
-            return self._function(completions[0], **args)
-        return self._function(list(completions), **args)
+            return self._function(**{f"{name}s": [row[name] for row in rows] for name in _VERL}, **args)
+        return self._function(completions[0] if one else list(completions), **args)
 
     def replies(self, completions: Sequence[Completion]) -> list[Reply]:
         """Calls a plain function; returns a score or a failure for each completion."""
@@ -103,7 +93,7 @@ class BoundFunction:
         if self._spec.unit == "response":
             return [self._score(value)]
         kind = type(value).__name__
-        what = f"{_shown(value)}, a {kind}"
+        what = f"{value!r:.200}, a {kind}"
         if hasattr(value, "tolist"):  # arrays and tensors
             value = value.tolist()
         if isinstance(value, list | tuple):
@@ -122,8 +112,7 @@ class BoundFunction:
         if isinstance(value, Real | np.bool_) and abs(float(value)) <= _LARGEST:
             return float(value)
         kind = type(value).__name__
-        rule = "it must return one finite number"
-        return Failure(kind=kind, reason=f"it returned {_shown(value)}, a {kind}: {rule}")
+        return Failure(kind=kind, reason=f"it returned {value!r:.200}, a {kind}: it must return one finite number")
 
 
 def failed(error: BaseException, count: int) -> list[Reply]:
@@ -176,11 +165,8 @@ def required_columns(spec: RewardFunction, function: Function) -> tuple[str, ...
 
 def _trl_arguments(function: Function, completions: Sequence[Completion]) -> dict[str, Any]:
     """Returns the arguments of TRL's call that the function accepts."""
-    arguments: dict[str, Any] = {}
-    for completion in completions:
-        for name in completion.fields:
-            if name not in arguments:
-                arguments[name] = [each.fields.get(name) for each in completions]
+    names = dict.fromkeys(name for completion in completions for name in completion.fields)
+    arguments: dict[str, Any] = {name: [each.fields.get(name) for each in completions] for name in names}
     prompts: list[Any] = []
     responses: list[Any] = []
     for completion in completions:
@@ -219,8 +205,3 @@ def _accepts(function: Function, name: str) -> bool:
 
 def _parameters(function: Function) -> Sequence[inspect.Parameter]:
     return tuple(inspect.signature(function).parameters.values())
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."

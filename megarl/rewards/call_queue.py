@@ -23,12 +23,7 @@ _CANCEL_S = 5.0
 
 @dataclass(kw_only=True)
 class FunctionCall:
-    """A call of the function with this index on some completions.
-
-    Args:
-        replies: reply to each completion, failures being the last ones.
-        tries: how often the call was made.
-    """
+    """A call of the function with this index on some completions, with its last replies and its tries."""
 
     function: int
     completions: Sequence[Completion]

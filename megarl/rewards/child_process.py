@@ -84,11 +84,7 @@ class ChildProcess:
         self.problem = ""
 
     async def start(self, deadline: float = math.inf) -> Any:
-        """Starts the child unless it has started, and returns what it has loaded.
-
-        Raises:
-            RunError: the code cannot be loaded, or not by the deadline, on `time.monotonic`.
-        """
+        """Starts the child, once, and returns what it loads; a RunError if it does not by the deadline."""
         if self._living is None:
             self._loaded = asyncio.get_running_loop().create_future()
             self._living = asyncio.create_task(self._live(deadline))
@@ -227,14 +223,9 @@ def end_with_parent(parent: int) -> None:
 def become_supervised(parent: int, descriptor: int, memory: int | None) -> None:
     """Continues in a child of this process, which stays as its supervisor.
 
-    The supervisor ends when the child ends, when the parent does, or at SIGTERM, and first kills
-    all descendants: the kernel gives it also those whose parents have ended, whatever their group,
-    session or environment. It ends as the child did.
-
-    Args:
-        parent: id of the parent process; its thread that started this one counts.
-        descriptor: descriptor of the connection to the parent, which the child keeps.
-        memory: see `ChildProcess`.
+    The supervisor ends when the child ends, when the parent's thread that started it does, or at
+    SIGTERM, and first kills all descendants: the kernel gives it also those whose parents have
+    ended, whatever their group, session or environment. It ends as the child did.
     """
     waited = {signal.SIGCHLD, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
@@ -291,11 +282,7 @@ def _end_like(status: int) -> NoReturn:
 
 @contextmanager
 def parent_connection(descriptor: int, part: str) -> Generator[Connection[Any, Any]]:
-    """The connection to the parent, in a child that `ChildProcess` has started.
-
-    Args:
-        part: part of the parent's name, for stacks.
-    """
+    """The connection to the parent, in a child; `part` is a part of the parent's name, for stacks."""
     answer_as_child(part)
     os.set_inheritable(descriptor, False)  # programs that the user's code starts must not keep it open
     with Connection(descriptor) as connection:

@@ -56,9 +56,6 @@ def last_number(
     """1 if the last number of the response equals that of the field, within the tolerance; else 0.
 
     The usual score of word problems such as GSM8K's. `1,234.50` and `1234.5` are the same number.
-
-    Raises:
-        ValueError: the field has no number.
     """
     wanted = _last_number(str(completion.field(field)))
     if wanted is None:
@@ -71,9 +68,6 @@ def math_verify(completion: Completion, *, field: str = "answer") -> float:
     """1 if the response's answer, in LaTeX or as plain numbers, is mathematically equal to the field's; else 0.
 
     A field without LaTeX delimiters is one LaTeX expression. Source: Math-Verify (Hugging Face).
-
-    Raises:
-        ValueError: the field has no answer that can be read.
     """
     from math_verify import parse, verify
 
@@ -105,9 +99,6 @@ async def judge(
         template: question with {prompt}, {response} and columns of the row.
         pattern: expression whose group's last match in the answer is the number.
         options: further entries of the request; None: temperature 0.
-
-    Raises:
-        ValueError: the answer has no number.
     """
     messages = [{"role": "user", "content": question(template, completion)}]
     extra = {"temperature": 0} if options is None else options
@@ -163,11 +154,7 @@ TOKEN_RULES: Final = frozenset({"soft_overlong"})
 
 
 def resolve(name: str) -> Function:
-    """Returns a built-in function, or imports `package.module:function`, also from the working directory.
-
-    Raises:
-        ValueError: the function does not exist, or is none; the message is the broken rule.
-    """
+    """Returns a built-in function, or imports package.module:function; raises ValueError with the broken rule."""
     if name in RULES:
         return RULES[name]
     if ":" not in name:

@@ -86,12 +86,7 @@ class JudgePrompts:
 async def endpoint_answer(
     request: Mapping[str, Any], *, url: str, key_variable: str | None, timeout: float, attempts: int
 ) -> str:
-    """Returns the text with which an endpoint of chat completions answers a request.
-
-    Raises:
-        RuntimeError: the endpoint gave no complete answer.
-        ValueError: there is no key.
-    """
+    """Returns the text with which an endpoint of chat completions answers a request; a RuntimeError without one."""
     from openai import OpenAIError
 
     key = _key(key_variable)

@@ -19,10 +19,7 @@ STATISTICS: Final = "reward_statistics.json"
 
 
 def read_scale(directory: str | None) -> ScoreScale:
-    """Returns the scale of a reward model's scores; the identity if the directory has none.
-
-    Raises OSError or ValueError where its file cannot be read.
-    """
+    """Returns the scale of a reward model's scores; an OSError or ValueError if its file is broken."""
     if directory is None or not (Path(directory) / SCALE).exists():
         return ScoreScale()
     file = Path(directory) / SCALE
@@ -77,8 +74,6 @@ class PreferenceStatistics:
     def metrics(self) -> dict[str, float]:
         """``held_out/*``."""
         metrics = {"held_out/accuracy": self.accuracy}
-        for name, value in self.mean.items():
-            metrics[f"held_out/{name}_mean"] = value
-        for name, value in self.std.items():
-            metrics[f"held_out/{name}_std"] = value
+        metrics |= {f"held_out/{name}_mean": value for name, value in self.mean.items()}
+        metrics |= {f"held_out/{name}_std": value for name, value in self.std.items()}
         return metrics

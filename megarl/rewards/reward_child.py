@@ -16,11 +16,7 @@ from megarl.rewards.completion import Completion
 
 
 def serve(descriptor: int) -> None:
-    """Runs in the child: receives the functions, sends their modes when they are loaded, and answers calls.
-
-    A problem of loading is sent as text. A call is the index of the function, completions and
-    seconds. See `ChildProcess` and `parent_connection`.
-    """
+    """Runs in the child: receives the functions, sends their modes, or a problem as text, and answers calls."""
     with parent_connection(descriptor, "functions") as connection:
         specs: Sequence[RewardFunction] = connection.recv()
         try:
@@ -29,7 +25,9 @@ def serve(descriptor: int) -> None:
             connection.send(str(error))
             return
         connection.send(tuple(function.mode for function in functions))
-        callers = [_Caller(function, connection) for function in functions]
+        loop = asyncio.new_event_loop()  # of all async functions: clients with connections outlive calls
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        callers = [_Caller(function, connection, loop) for function in functions]
         for number, (function, completions, seconds) in received(connection):
             callers[function].answer(number, completions, seconds)
 
@@ -38,18 +36,20 @@ class _Caller:
     """Calls one function in its mode, and sends the replies."""
 
     _sending = threading.Lock()
-    _loop: asyncio.AbstractEventLoop | None = None
 
-    def __init__(self, function: BoundFunction, connection: Connection[Any, Any]) -> None:
+    def __init__(
+        self, function: BoundFunction, connection: Connection[Any, Any], loop: asyncio.AbstractEventLoop
+    ) -> None:
         self._function = function
         self._connection = connection
+        self._loop = loop
         self._threads = ThreadPoolExecutor(function.mode.concurrency)
 
     def answer(self, number: int, completions: Sequence[Completion], seconds: float) -> None:
         """Makes a call; returns at once unless the function runs by itself."""
         if self._function.mode.is_async:
             call = self._await(number, completions, seconds)
-            asyncio.run_coroutine_threadsafe(call, self._running_loop())
+            asyncio.run_coroutine_threadsafe(call, self._loop)
         elif self._function.mode.sequential:
             self._send(number, self._function.replies(completions))
         else:
@@ -64,18 +64,10 @@ class _Caller:
         except BaseException as error:  # the user's own code, which must not end the loop
             replies = failed(error, len(completions))
             if limit.expired():
-                reason = f"it took longer than {seconds:g} s, and was cancelled"
-                replies = [Failure(kind="time", reason=reason)] * len(completions)
+                late = Failure(kind="time", reason=f"it took longer than {seconds:g} s, and was cancelled")
+                replies = [late] * len(completions)
         self._send(number, replies)
 
     def _send(self, number: int, replies: Sequence[Reply]) -> None:
         with self._sending:
             self._connection.send((number, replies))
-
-    @classmethod
-    def _running_loop(cls) -> asyncio.AbstractEventLoop:
-        """Returns the loop of all async functions, in a thread: clients with connections outlive calls."""
-        if cls._loop is None:
-            cls._loop = asyncio.new_event_loop()
-            threading.Thread(target=cls._loop.run_forever, daemon=True).start()
-        return cls._loop

@@ -51,15 +51,10 @@ class RuleScorer:
 
     Args:
         decode: returns the text of ids; None leaves the texts of completions empty.
-        memory: limit of the child process's memory, see `ChildProcess`.
     """
 
     def __init__(
-        self,
-        functions: Sequence[RewardFunction],
-        decode: Decode | None,
-        reward: Reward,
-        memory: int | None = None,
+        self, functions: Sequence[RewardFunction], decode: Decode | None, reward: Reward, memory: int | None = None
     ) -> None:
         self._functions = tuple(functions)
         self._process = FunctionProcess(functions, reward.time_limit, reward.retries, memory)
@@ -77,8 +72,7 @@ class RuleScorer:
 
         Args:
             functions: index of each function to call, by name.
-            deadline: end on `time.monotonic`; completions that are not scored by then have no
-                score.
+            deadline: end on `time.monotonic`; a completion that is not scored by then has no score.
         """
         scores = {name: np.full(len(completions), math.nan, np.float32) for name in functions}
         units: list[_Unit] = []
@@ -99,43 +93,35 @@ class RuleScorer:
 
     def completions(self, chunk: RolloutChunk, prompts: Mapping[int, Prompt]) -> list[Completion]:
         """Returns the completions in some rows of a chunk; `prompts` are by row."""
-        made: list[Completion] = []
-        for row, prompt in prompts.items():
-            # An environment's ids are not those of the prompt's row.
-            prompt_ids = tuple(chunk.prompt_ids[row].tolist())
-            loss_mask = None
-            if chunk.loss_mask is not None:
-                loss_mask = tuple(chunk.loss_mask[row].tolist())
-            made.append(
-                Completion(
-                    prompt_id=prompt.prompt_id,
-                    prompt=self._decode(prompt_ids),
-                    response=self._decode(_last_turn(chunk, row)),
-                    prompt_ids=prompt_ids,
-                    response_ids=tuple(chunk.response_ids[row].tolist()),
-                    finished=bool(chunk.finished[row]),
-                    fields=prompt.fields,
-                    messages=prompt.messages,
-                    loss_mask=loss_mask,
-                )
-            )
-        return made
+        return [self._completion(chunk, row, prompt) for row, prompt in prompts.items()]
+
+    def _completion(self, chunk: RolloutChunk, row: int, prompt: Prompt) -> Completion:
+        prompt_ids = tuple(chunk.prompt_ids[row].tolist())  # an environment's are not those of the prompt
+        return Completion(
+            prompt_id=prompt.prompt_id,
+            prompt=self._decode(prompt_ids),
+            response=self._decode(_last_turn(chunk, row)),
+            prompt_ids=prompt_ids,
+            response_ids=tuple(chunk.response_ids[row].tolist()),
+            finished=bool(chunk.finished[row]),
+            fields=prompt.fields,
+            messages=prompt.messages,
+            loss_mask=None if chunk.loss_mask is None else tuple(chunk.loss_mask[row].tolist()),
+        )
 
     def close(self) -> None:
         self._process.close()
 
     def _units(
-        self,
-        name: str,
-        index: int,
-        completions: Sequence[Completion],
-        scores: npt.NDArray[np.float32],
+        self, name: str, index: int, completions: Sequence[Completion], scores: npt.NDArray[np.float32]
     ) -> Iterable[_Unit]:
         """Yields the calls of a function; fills in the scores that are in the cache."""
         spec = self._functions[index]
         rows: dict[bytes, list[int]] = {}  # equal completions are scored once
         for row, completion in enumerate(completions):
-            key = _digest(completion) if spec.cache else row.to_bytes(8)
+            key = row.to_bytes(8)
+            if spec.cache:
+                key = hashlib.blake2b(pickle.dumps(completion), digest_size=16).digest()
             if (index, key) in self._cache:
                 scores[row] = self._cache[index, key]
             else:
@@ -164,8 +150,3 @@ def _last_turn(chunk: RolloutChunk, row: int) -> tuple[int, ...]:
         start = ends[-2] if len(ends) > 1 else 0
         ids = ids[chunk.loss_mask[row]][start:]
     return tuple(ids.tolist())
-
-
-def _digest(completion: Completion) -> bytes:
-    """Returns a hash of all that a function sees."""
-    return hashlib.blake2b(pickle.dumps(completion), digest_size=16).digest()

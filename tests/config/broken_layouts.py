@@ -175,14 +175,14 @@ LAYOUTS: Cases = {
         (["evaluation={every: 1}"], "evaluation", "exactly one of prompts and tasks"),
         (["evaluation={prompts: a/b, tasks: 4}"], "evaluation", "exactly one of prompts and tasks"),
         (["evaluation={tasks: 4}"], "evaluation.tasks", "no effect without an environment"),
-        (["evaluation={tasks: 4}", "environment.name=guess_number"], "evaluation.tasks", "data.tasks, which is null"),
+        (["evaluation={tasks: 4}", "environment.name=openenv"], "evaluation.tasks", "data.tasks, which is null"),
     ],
     data_rules.random_prompts_are_ids: [
         (["data.chat_template=true"], "data.chat_template", "no effect with data.random"),
         (["data.too_long=drop"], "data.too_long", "no effect with data.random"),
         (["data.random=null", "data.tasks=8", "data.too_long=drop"], "data.too_long", "no effect with data.tasks"),
         (
-            ["data={random: null, tasks: 8, too_long: drop}", "evaluation={tasks: 4}", "environment.name=guess_number"],
+            ["data={random: null, tasks: 8, too_long: drop}", "evaluation={tasks: 4}", "environment.name=openenv"],
             "data.too_long",
             "no effect with data.tasks",
         ),

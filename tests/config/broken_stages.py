@@ -103,7 +103,7 @@ RAFT: Cases = {
     ],
 }
 
-HELD_OUT_TASKS = ["evaluation={prompts: null, tasks: 4, first_task: 8}", "environment.name=guess_number"]
+HELD_OUT_TASKS = ["evaluation={prompts: null, tasks: 4, first_task: 8}", "environment.name=openenv"]
 
 EVAL: Cases = {
     placement_rules.roles_belong_to_the_stage: [

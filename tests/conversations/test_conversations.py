@@ -182,27 +182,26 @@ def limits_of(infos: Sequence[SampleInfo]) -> set[str | None]:
     return {info.outcome.limit for info in infos if info.outcome is not None}
 
 
-def test_a_conversation_ends_where_no_room_is_left(tokenizer: Path) -> None:
+@pytest.mark.parametrize(
+    ("limits", "reached"),
+    [
+        (TurnLimits(context=40, turn=10, turns=99), "max_model_len"),
+        (TurnLimits(context=200, turn=10, turns=2), "max_turns"),
+    ],
+)
+def test_a_conversation_ends_at_its_limits(tokenizer: Path, limits: TurnLimits, reached: str) -> None:
     engine = Engine()
-    limits = TurnLimits(context=40, turn=10, turns=99)
     settings = {"name": "tests.conversations.worlds:Letters", "args": {"turns": 99}}
     chunk, infos = held(tokenizer, engine, settings, TASKS, limits)
     assert_exact(chunk, infos, engine)
     assert not chunk.finished.any()
-    assert limits_of(infos) == {"max_model_len"}
-    assert max(info.tokens for info in infos) <= 40
-    assert min(info.tokens for info in infos) > 20
-
-
-def test_turns_are_limited(tokenizer: Path) -> None:
-    engine = Engine()
-    settings = {"name": "tests.conversations.worlds:Letters", "args": {"turns": 99}}
-    chunk, infos = held(tokenizer, engine, settings, TASKS, TurnLimits(context=200, turn=10, turns=2))
-    assert_exact(chunk, infos, engine)
-    assert chunk.turns is not None
-    assert set(chunk.turns.lengths) == {2}
-    assert not chunk.finished.any()
-    assert limits_of(infos) == {"max_turns"}
+    assert limits_of(infos) == {reached}
+    assert max(info.tokens for info in infos) <= limits.context
+    if reached == "max_turns":
+        assert chunk.turns is not None
+        assert set(chunk.turns.lengths) == {2}
+    else:
+        assert min(info.tokens for info in infos) > 20
 
 
 def test_a_template_that_rewrites_earlier_turns_begins_branches(tmp_path: Path) -> None:
@@ -232,14 +231,17 @@ def test_a_prompt_that_leaves_no_room_is_a_failure(tokenizer: Path) -> None:
     assert all(info.outcome is not None and "no room" in str(info.outcome.failure) for info in infos)
 
 
-def test_branches_are_in_the_order_of_their_last_turns_and_seeds_do_not_depend_on_it() -> None:
+def turn_of(*ids: int) -> SampledTurn:
+    return SampledTurn(token_ids=ids, logprobs=np.zeros(len(ids), np.float32), finished=True, versions=())
+
+
+async def test_branches_are_in_the_order_of_their_last_turns_and_seeds_do_not_depend_on_it() -> None:
     async def talk(order: Sequence[int]) -> tuple[list[tuple[int, ...]], dict[tuple[int, ...], int]]:
         seeds: dict[tuple[int, ...], int] = {}
 
         async def sample(request: SampleRequest) -> SampledTurn:
             seeds[request.prompt.token_ids] = request.seed
-            span = VersionSpan(start=0, stop=1, version=0, engine_id=0)
-            return SampledTurn(token_ids=(7,), logprobs=np.zeros(1, np.float32), finished=True, versions=(span,))
+            return turn_of(7)
 
         renderer: Any = SimpleNamespace(
             read=lambda ids, finished, **_: Action(text="", content="", token_ids=tuple(ids), finished=finished)
@@ -251,33 +253,27 @@ def test_branches_are_in_the_order_of_their_last_turns_and_seeds_do_not_depend_o
         await session.complete([order[0], 1, 7, 2])
         return [branch.prompt for branch in session.conversation.branches], seeds
 
-    one, seeds = asyncio.run(talk([3, 4]))
-    other, again = asyncio.run(talk([4, 3]))
+    one, seeds = await talk([3, 4])
+    other, again = await talk([4, 3])
     assert one == [(4, 1), (3, 1)], "the branch that was continued has the last turn"
     assert other == [(3, 1), (4, 1)]
     assert {prompt: seeds[prompt] for prompt in ((3, 1), (4, 1))} == {p: again[p] for p in ((3, 1), (4, 1))}
     assert len(set(seeds.values())) == 3
 
 
-def test_a_session_that_is_closed_leaves_out_turns_in_progress() -> None:
-    async def talk() -> Conversation:
-        answer: asyncio.Future[SampledTurn] = asyncio.get_running_loop().create_future()
+async def test_a_session_that_is_closed_leaves_out_turns_in_progress() -> None:
+    answer: asyncio.Future[SampledTurn] = asyncio.get_running_loop().create_future()
 
-        async def sample(request: SampleRequest) -> SampledTurn:
-            return await answer
+    async def sample(request: SampleRequest) -> SampledTurn:
+        return await answer
 
-        request = SampleRequest(sample_id="1/p/0", prompt=TASKS[0], seed=5)
-        limits = TurnLimits(context=50, turn=5, turns=9, min_turn=3)
-        session = ChatSession(Conversation(request=request), SimpleNamespace(), sample, limits)  # pyright: ignore
-        assert await session.complete([1], max_tokens=2) is None, "less than a turn has at least"
-        turn = asyncio.create_task(session.complete([1, 2]))
-        await asyncio.sleep(0)
-        session.close()
-        span = VersionSpan(start=0, stop=1, version=0, engine_id=0)
-        answer.set_result(
-            SampledTurn(token_ids=(7,), logprobs=np.zeros(1, np.float32), finished=True, versions=(span,))
-        )
-        assert await turn is None
-        return session.conversation
-
-    assert asyncio.run(talk()).branches == []
+    request = SampleRequest(sample_id="1/p/0", prompt=TASKS[0], seed=5)
+    limits = TurnLimits(context=50, turn=5, turns=9, min_turn=3)
+    session = ChatSession(Conversation(request=request), SimpleNamespace(), sample, limits)  # pyright: ignore
+    assert await session.complete([1], max_tokens=2) is None, "less than a turn has at least"
+    turn = asyncio.create_task(session.complete([1, 2]))
+    await asyncio.sleep(0)
+    session.close()
+    answer.set_result(turn_of(7))
+    assert await turn is None
+    assert session.conversation.branches == []

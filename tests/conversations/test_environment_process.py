@@ -274,7 +274,7 @@ def test_a_class_that_cannot_be_made_is_an_error_at_the_start(
     ("name", "rule"),
     [
         ("tests.conversations.worlds:Nothing", "a class of the module that is derived from"),
-        ("tool", "one of guess_number, openenv, reasoning_gym, tools, user_turns"),
+        ("tool", "one of openenv, reasoning_gym, tools, user_turns"),
     ],
 )
 def test_a_name_that_is_no_class_is_refused(name: str, rule: str) -> None:

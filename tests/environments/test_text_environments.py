@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megarl.environments.environment import Action, EnvironmentTask, Observation
-from megarl.environments.text_environments import GuessNumber, ReasoningGym, UserTurns
+from megarl.environments.environment import Action, EnvironmentTask
+from megarl.environments.text_environments import ReasoningGym, UserTurns
 
 
 def said(text: str) -> Action:
@@ -27,38 +27,6 @@ def test_the_user_says_what_the_row_has() -> None:
     assert environment.step(said("1")).messages == [{"role": "user", "content": "a"}]
     with pytest.raises(ValueError, match="no column 'turns'; it has: user_turns"):
         UserTurns("turns").reset(told, 0)
-
-
-def play(index: int, most: int, guesses: int) -> list[Observation]:
-    """Halves the range with every guess."""
-    game, low, high = GuessNumber(most, guesses), 1, most
-    assert (
-        game.reset(EnvironmentTask(prompt_id="0", fields={"index": index}), seed=index)
-        == f"Guess a number from 1 to {most}.\n"
-    )
-    seen: list[Observation] = []
-    while not seen or not seen[-1].done:
-        guess = (low + high) // 2
-        seen.append(game.step(said(f" {guess}\n")))
-        low, high = (guess + 1, high) if "larger" in seen[-1].messages else (low, guess - 1)
-    return seen
-
-
-def test_halving_the_range_wins_the_game() -> None:
-    games = [play(index, 15, 4) for index in range(40)]
-    assert all(game[-1].reward == 1 for game in games)
-    assert all(step.reward == 0 for game in games for step in game[:-1])
-    assert {len(game) for game in games} == {1, 2, 3, 4}
-    lost = [game for game in (play(index, 15, 1) for index in range(40)) if not game[-1].reward]
-    assert lost
-    assert lost[0][-1].metrics == {"guesses": 1, "won": 0}
-
-
-def test_what_is_no_number_is_a_guess() -> None:
-    game = GuessNumber(9, 2)
-    game.reset(EnvironmentTask(prompt_id="0", fields={"index": 0}), 0)
-    assert game.step(said("five")).messages == "\nnot a number\n"
-    assert game.step(said("0")).done
 
 
 def test_tasks_of_reasoning_gym_are_made_by_their_index(monkeypatch: pytest.MonkeyPatch) -> None:

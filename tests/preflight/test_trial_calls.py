@@ -116,7 +116,7 @@ def begun(environment: str, *overrides: str) -> Sequence[int]:
 
 
 def test_an_environment_begins_a_conversation() -> None:
-    assert tokenizer().decode(begun("guess_number")) == "<bos>Guess a number from 1 to 20."
+    assert tokenizer().decode(begun("tests.conversations.worlds:Letters")).startswith("<bos>say ")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,11 @@ def test_an_environment_begins_a_conversation() -> None:
             ("environment.args={turns: 3, size: 2}",),
             "unexpected keyword argument",
         ),
-        ("guess_number", ("rollout.max_model_len=28", "rollout.max_new_tokens=16"), "leaves no room for a turn"),
+        (
+            "tests.conversations.worlds:Letters",
+            ("rollout.max_model_len=8", "rollout.max_new_tokens=4"),
+            "leaves no room for a turn",
+        ),
         ("user_turns", ("reward.functions=[{name: length}]",), "the row has no column 'user_turns'; it has: index"),
     ],
 )

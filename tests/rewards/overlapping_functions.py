@@ -52,16 +52,18 @@ async def last_first(completion: Completion) -> float:
     return float(completion.prompt_id)
 
 
-async def exits_on_two(completion: Completion) -> float:
+async def fails_on_two(completion: Completion, *, way: str) -> float:
+    """Returns the process, but for prompt 2."""
     if completion.prompt_id == "2":
-        sys.exit("no answer")
-    await asyncio.sleep(0.1)
-    return float(os.getpid())
-
-
-async def interrupts_on_two(completion: Completion) -> float:
-    if completion.prompt_id == "2":
-        raise KeyboardInterrupt
+        match way:
+            case "exits":
+                sys.exit("no answer")
+            case "interrupts":
+                raise KeyboardInterrupt
+            case "raises":
+                raise ConnectionError("the judge is asleep")
+            case _:
+                await asyncio.sleep(600)
     await asyncio.sleep(0.1)
     return float(os.getpid())
 
@@ -70,20 +72,6 @@ def stops_on_two(completion: Completion) -> float:
     if completion.prompt_id == "2":
         raise KeyboardInterrupt
     return float(os.getpid())
-
-
-async def waits_on_two(completion: Completion) -> float:
-    """Hangs on prompt 2."""
-    if completion.prompt_id == "2":
-        await asyncio.sleep(600)
-    return float(os.getpid())
-
-
-async def raises_on_two(completion: Completion) -> float:
-    await asyncio.sleep(0)
-    if completion.prompt_id == "2":
-        raise ConnectionError("the judge is asleep")
-    return 1.0
 
 
 async def dies_on_two(completion: Completion) -> float:

@@ -71,34 +71,29 @@ def test_a_process_that_reads_nothing_is_ended_by_the_limit_of_a_call() -> None:
     assert {failure.failure.kind for failure in failures.values()} <= {"time", "deadline"}
 
 
+def on_two(way: str) -> RewardFunction:
+    return overlapping("fails_on_two", args={"way": way})
+
+
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("function", "kind", "calls"),
     [
-        ("exits_on_two", "SystemExit"),
-        ("interrupts_on_two", "KeyboardInterrupt"),
-        ("stops_on_two", "KeyboardInterrupt"),
+        (on_two("exits"), "SystemExit", 1),
+        (on_two("interrupts"), "KeyboardInterrupt", 1),
+        (on_two("raises"), "ConnectionError", 1),
+        (on_two("waits"), "time", 2),
+        (overlapping("stops_on_two"), "KeyboardInterrupt", 1),
     ],
 )
-def test_a_function_that_exits_fails_and_the_process_continues(name: str, kind: str) -> None:
-    scores, failures = score(overlapping(name), numbered(4), limit=10)
+def test_a_call_that_fails_loses_its_score_alone_and_the_process_continues(
+    function: RewardFunction, kind: str, calls: int
+) -> None:
+    limit = 1.0 if kind == "time" else 10.0
+    scores, failures = score(function, numbered(4), limit=limit, retries=calls - 1)
     assert np.isnan(scores).tolist() == [False, False, True, False]
     assert len({scores[0], scores[1], scores[3]}) == 1, "one process"
     (unscored,) = failures.values()
-    assert (unscored.failure.kind, unscored.calls) == (kind, 1)
-
-
-def test_a_coroutine_past_its_limit_is_cancelled_and_the_process_continues() -> None:
-    scores, failures = score(overlapping("waits_on_two"), numbered(4), limit=1.0, retries=1)
-    np.testing.assert_array_equal(np.isnan(scores), [False, False, True, False])
-    assert len({scores[0], scores[1], scores[3]}) == 1, "one process"
-    (unscored,) = failures.values()
-    assert (unscored.prompt_id, unscored.failure.kind, unscored.calls) == ("2", "time", 2)
-
-
-def test_a_coroutine_that_raises_loses_only_its_own_score() -> None:
-    scores, failures = score(overlapping("raises_on_two"), numbered(4))
-    np.testing.assert_array_equal(scores, [1, 1, NAN, 1])
-    assert failures["own", "ConnectionError"].failure.reason.endswith("the judge is asleep")
+    assert (unscored.prompt_id, unscored.failure.kind, unscored.calls) == ("2", kind, calls)
 
 
 @pytest.mark.parametrize(("name", "kind", "limit"), [("dies_on_two", "end", 60.0), ("sleeps_on_two", "time", 2.0)])

@@ -130,41 +130,30 @@ def test_daemons_end_with_the_child(tmp_path: Path, then: str) -> None:
     assert not alive(int(pid_file.read_text()))
 
 
-def test_daemons_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    pid_file = tmp_path / "pid"
-    program = (
-        "from tests.rewards.completions import completion, own;"
-        "from tests.rewards.test_process import answer, functions;"
-        f"process = functions(own('starts_a_daemon', pid_file={str(pid_file)!r}, then='sleep'));"
-        "answer(process, 0, completion(), 600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", program]) as parent:
-        assert comes_true(lambda: pid_file.exists() and bool(pid_file.read_text()))
-        assert alive(int(pid_file.read_text()))
-        parent.kill()
-    assert ends(int(pid_file.read_text()))
-
-
 def test_a_child_has_a_limit_of_memory() -> None:
     process = functions(own("takes_memory", mib=2048), memory=1 << 30)
     assert fails(answer(process, 0, completion(), 60.0), "MemoryError")
     process.close()
 
 
-def test_the_child_ends_with_a_parent_that_is_killed() -> None:
+def test_all_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """The child, which holds the interpreter, and its daemon."""
+    pid_file = tmp_path / "pid"
     program = (
-        "import os, time; from tests.rewards.completions import completion, own;"
+        "from tests.rewards.completions import completion, own;"
         "from tests.rewards.test_process import answer, functions;"
-        "process = functions(own('process'), own('holds_the_interpreter'));"
-        "print(int(answer(process, 0, completion(), 60)), flush=True);"
-        "answer(process, 1, completion(), 600)"
+        f"daemon = own('starts_a_daemon', pid_file={str(pid_file)!r});"
+        "process = functions(own('process'), daemon, own('holds_the_interpreter'));"
+        "answer(process, 1, completion());"
+        "print(int(answer(process, 0, completion())), flush=True);"
+        "answer(process, 2, completion(), 600)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        assert alive(pid)
+        pids = [int(parent.stdout.readline()), int(pid_file.read_text())]
+        assert all(map(alive, pids))
         parent.kill()
-    assert ends(pid)
+    assert all(map(ends, pids))
 
 
 def test_functions_that_cannot_be_loaded_fail_the_run() -> None:
@@ -228,7 +217,7 @@ def test_any_finite_number_is_a_score(value: Any) -> None:
         ([1.0], r"[1.0], a list"),
         (np.ones(2), "array([1., 1.]), a ndarray"),
         (1j, "1j, a complex"),
-        ("x" * 1000, "'" + "x" * 199 + "..., a str"),
+        ("x" * 1000, "'" + "x" * 199 + ", a str"),
     ],
 )
 def test_any_other_score_is_refused_and_shown(value: Any, shown: str) -> None:

@@ -25,10 +25,13 @@ from megarl.conversations.gateway.gateway_anthropic import read_messages, stream
 from megarl.conversations.gateway.gateway_openai import (
     read_chat,
     read_completion,
+    read_response,
     stream_chat,
     stream_completion,
+    stream_response,
     write_chat,
     write_completion,
+    write_response,
 )
 from megarl.conversations.gateway.gateway_request import (
     GatewayConfig,
@@ -37,7 +40,6 @@ from megarl.conversations.gateway.gateway_request import (
     GatewayRequest,
     RequestFields,
 )
-from megarl.conversations.gateway.gateway_responses import read_response, stream_response, write_response
 from megarl.conversations.gateway.gateway_session import GatewaySession, run_harness
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments.environment import EnvironmentTask
@@ -56,7 +58,7 @@ _Text = Annotated[str, Field(min_length=1)]
 class _Protocol(NamedTuple):
     read: Callable[[RequestFields], GatewayRequest]
     write: Callable[[GatewayReply], dict[str, Any]]
-    stream: Callable[[GatewayReply], Iterator[tuple[str | None, dict[str, Any]]]]
+    stream: Callable[[GatewayReply], Iterator[dict[str, Any]]]
 
 
 _PROTOCOLS: Mapping[str, _Protocol] = {
@@ -91,11 +93,7 @@ class GatewayArgs(BaseModel, extra="forbid", strict=True):
 
 
 class Gateway:
-    """Serves sessions; all methods are called in one event loop.
-
-    Args:
-        idle_s: limit of a session's time without a request for a turn.
-    """
+    """Serves sessions, which fail after `idle_s` seconds without a request; methods are called in one event loop."""
 
     def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, idle_s: float, args: GatewayArgs) -> None:
         self._config = config
@@ -106,9 +104,8 @@ class Gateway:
         self._sampling = replace(config.sampling, override=args.override_sampling)
         self._key = secrets.token_urlsafe(32)
         self._sessions: dict[str, GatewaySession] = {}
-        self._waiting: deque[tuple[GatewaySession, asyncio.Event]] = deque()
+        self._waiting: deque[GatewaySession] = deque()
         self._active = time.monotonic()  # of harnesses elsewhere
-        self._conversations: set[asyncio.Task[Any]] = set()
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -139,25 +136,17 @@ class Gateway:
 
     async def close(self) -> None:
         """Ends harnesses in progress, and the server."""
-        for conversation in self._conversations:
+        running = [session.running for session in self._sessions.values()]
+        for conversation in running:
             conversation.cancel()
-        await asyncio.gather(*self._conversations, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         if self._runner is not None:
             await self._runner.cleanup()
 
     async def converse(self, chat: ChatSession, task: EnvironmentTask) -> None:
-        """Holds a conversation.
-
-        Raises:
-            FailedEnvironmentError: the harness failed, took too long, asked for no turn or posted
-                no reward.
-            RunError: no harness takes tasks.
-        """
+        """Holds a conversation; a FailedEnvironmentError without a reward, a RunError if no harness takes tasks."""
         session = GatewaySession(chat, task, self._idle_s)
         self._sessions[session.name] = session
-        conversation = asyncio.current_task()
-        assert conversation is not None
-        self._conversations.add(conversation)
         try:
             if self._args.command is None:
                 await self._taken(session)
@@ -170,18 +159,15 @@ class Gateway:
             session.cancel()
             raise
         finally:
-            self._conversations.discard(conversation)
             del self._sessions[session.name]
             await session.close()
 
     async def _taken(self, session: GatewaySession) -> None:
         """Returns when a harness elsewhere has taken the task."""
-        taken = asyncio.Event()
-        waiting = (session, taken)
-        self._waiting.append(waiting)
+        self._waiting.append(session)
         began = time.monotonic()
         try:
-            while not taken.is_set():
+            while session in self._waiting:
                 remaining = self._args.wait_limit
                 if len(self._sessions) == len(self._waiting):  # no session is in progress
                     remaining -= time.monotonic() - max(began, self._active)
@@ -191,10 +177,10 @@ class Gateway:
                         f"start one with {self._config.file}, or give environment.args another wait_limit"
                     )
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(taken.wait(), remaining)
+                    await asyncio.wait_for(session.taken.wait(), remaining)
         finally:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
+            if session in self._waiting:
+                self._waiting.remove(session)
 
     def _variables(self, session: GatewaySession) -> dict[str, str]:
         """Returns what a harness finds in its environment."""
@@ -215,9 +201,7 @@ class Gateway:
 
     @web.middleware
     async def _guard(
-        self,
-        request: web.Request,
-        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Refuses whoever lacks the key, and reports errors in the client's own format."""
         try:
@@ -248,7 +232,7 @@ class Gateway:
         if not key or not secrets.compare_digest(given.encode(), key.encode()):
             raise GatewayError(_NO_SESSION, 401)
 
-    async def _turn(self, request: web.Request) -> web.StreamResponse:
+    async def _turn(self, request: web.Request) -> web.Response:
         session = self._session(request)
         protocol = _PROTOCOLS[request.match_info["protocol"]]
         body = await _body(request)
@@ -262,7 +246,7 @@ class Gateway:
             decode=partial(self._tokenizer.decode, special=True),
         )
         if turn.stream:
-            return await _stream(request, protocol.stream(reply))
+            return _stream(protocol.stream(reply))
         return web.json_response(protocol.write(reply))
 
     def _read(self, body: bytes, protocol: _Protocol, session: GatewaySession) -> GatewayRequest:
@@ -270,18 +254,11 @@ class Gateway:
         sampling = self._sampling
         if session.temperature is not None:
             sampling = replace(sampling, temperature=session.temperature)
-        fields = RequestFields(
-            remaining=_parsed(body),
-            sampling=sampling,
-            model=self._model,
-            call_ids=session.call_ids,
-        )
+        fields = RequestFields(_parsed(body), sampling, self._model, session.call_ids)
         turn = protocol.read(fields)
-        if isinstance(turn.prompt, tuple):
-            largest = max(turn.prompt)
-            last = len(self._tokenizer) - 1
-            if largest > last:
-                raise GatewayError(f"prompt: {largest} is no token id: they end at {last}")
+        last = len(self._tokenizer) - 1
+        if isinstance(turn.prompt, tuple) and max(turn.prompt) > last:
+            raise GatewayError(f"prompt: {max(turn.prompt)} is no token id: they end at {last}")
         return turn
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -315,17 +292,11 @@ class Gateway:
         self._active = time.monotonic()
         if not self._waiting:
             return web.Response(status=204)
-        session, taken = self._waiting.popleft()
+        session = self._waiting.popleft()
         session.begin()
-        taken.set()
-        return web.json_response(
-            {
-                "task": json.loads(session.task),
-                "session_url": f"{self.url}/{session.name}",
-                "key": session.key,
-                "model": self._model,
-            }
-        )
+        session.taken.set()
+        given = {"task": json.loads(session.task), "session_url": f"{self.url}/{session.name}"}
+        return web.json_response({**given, "key": session.key, "model": self._model})
 
     def _session(self, request: web.Request) -> GatewaySession:
         """Returns the session of a request; it may have ended while the body came."""
@@ -352,22 +323,17 @@ def _parsed(text: bytes) -> dict[str, Any]:
     return body
 
 
-async def _stream(request: web.Request, events: Iterator[tuple[str | None, dict[str, Any]]]) -> web.StreamResponse:
-    """Sends events: the turn is whole when the first one goes, so that an error has its status."""
+def _stream(events: Iterator[dict[str, Any]]) -> web.Response:
+    """Returns server-sent events: the turn is whole when the first one goes, so that an error has its status."""
     sent = ""
-    name = None
-    for name, data in events:
-        if name is not None:
-            sent += f"event: {name}\n"
-        sent += f"data: {json.dumps(data)}\n\n"
-    if name is None:
+    event: dict[str, Any] = {}
+    for event in events:
+        if "type" in event:
+            sent += f"event: {event['type']}\n"
+        sent += f"data: {json.dumps(event)}\n\n"
+    if "type" not in event:
         sent += "data: [DONE]\n\n"
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
-    with suppress(ConnectionResetError):  # the client has gone; it may ask again
-        await response.prepare(request)
-        await response.write(sent.encode())
-        await response.write_eof()
-    return response
+    return web.Response(text=sent, content_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
 def _error(request: web.Request, status: int, message: str) -> web.Response:

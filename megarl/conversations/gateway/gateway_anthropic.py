@@ -90,7 +90,7 @@ def write_message(reply: GatewayReply) -> dict[str, Any]:
     else:
         reason = "end_turn"
     return {
-        "id": f"msg_{reply.reply_id}",
+        "id": f"msg_{reply.request.digest}",
         "type": "message",
         "role": "assistant",
         "model": reply.model,
@@ -101,21 +101,21 @@ def write_message(reply: GatewayReply) -> dict[str, Any]:
     }
 
 
-def stream_message(reply: GatewayReply) -> Iterator[tuple[str, dict[str, Any]]]:
+def stream_message(reply: GatewayReply) -> Iterator[dict[str, Any]]:
     """Yields the events of the answer: a block has one delta."""
     whole = write_message(reply)
     usage = {**whole["usage"], "output_tokens": 0}
     begun = {**whole, "content": [], "stop_reason": None, "usage": usage}
-    yield "message_start", {"type": "message_start", "message": begun}
+    yield {"type": "message_start", "message": begun}
     for index, block in enumerate(whole["content"]):
         start, delta = _streamed(block)
         at = {"index": index}
-        yield "content_block_start", {"type": "content_block_start", **at, "content_block": start}
-        yield "content_block_delta", {"type": "content_block_delta", **at, "delta": delta}
-        yield "content_block_stop", {"type": "content_block_stop", **at}
+        yield {"type": "content_block_start", **at, "content_block": start}
+        yield {"type": "content_block_delta", **at, "delta": delta}
+        yield {"type": "content_block_stop", **at}
     ending = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
-    yield "message_delta", {"type": "message_delta", "delta": ending, "usage": whole["usage"]}
-    yield "message_stop", {"type": "message_stop"}
+    yield {"type": "message_delta", "delta": ending, "usage": whole["usage"]}
+    yield {"type": "message_stop"}
 
 
 def _streamed(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -112,23 +112,13 @@ class GatewayRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayReply:
-    """The turns that answer a request, with the calls of tools that can be read.
-
-    Args:
-        created: Unix time, seconds.
-        decode: returns the text of token ids, with special tokens.
-    """
+    """The turns that answer a request, with the calls of tools that can be read."""
 
     request: GatewayRequest
     turns: Sequence[SessionTurn]
-    created: int
+    created: int  # Unix time, seconds
     model: str
     decode: Callable[[Sequence[int]], str]
-
-    @property
-    def reply_id(self) -> str:
-        """Identifies the reply; the same for a retry."""
-        return self.request.digest
 
     @property
     def prompt_tokens(self) -> int:
@@ -139,18 +129,14 @@ class GatewayReply:
         return sum(len(turn.action.token_ids) for turn in self.turns)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class RequestFields:
-    """The fields of a request, taken one by one; those that remain are refused. Null is like absent.
-
-    Args:
-        call_ids: the model's ids of its tool calls, by those that the client got.
-    """
+    """The fields of a request, taken one by one; those that remain are refused. Null is like absent."""
 
     remaining: dict[str, Any]
     sampling: Sampling
     model: str
-    call_ids: Mapping[str, str] = field(default_factory=dict[str, str])
+    call_ids: Mapping[str, str]  # the model's ids of its tool calls, by those that the client got
 
     def __post_init__(self) -> None:
         self.remaining = {name: value for name, value in self.remaining.items() if value is not None}
@@ -189,11 +175,7 @@ class RequestFields:
         return items
 
     def take_tools(self, kind: str, parameters: str) -> tuple[Mapping[str, Any], ...]:
-        """Returns the offered tools, all of one type, for chat templates.
-
-        Args:
-            parameters: the protocol's key of the arguments' schema.
-        """
+        """Returns the offered tools, all of one type; `parameters` is the protocol's key of the arguments' schema."""
         tools: list[Mapping[str, Any]] = []
         for index, tool in enumerate(self.take_items("tools")):
             where = f"tools[{index}]"

@@ -21,24 +21,10 @@ from megarl.rewards.child_process import end_with_parent, how_ended
 
 _LONGEST_TASK = 100_000
 """Bytes of a task in an environment variable; the kernel takes 128 KiB."""
-_PASSED: Final = frozenset(
-    [
-        "PATH",
-        "HOME",
-        "USER",
-        "SHELL",
-        "LANG",
-        "LC_ALL",
-        "LC_CTYPE",
-        "TZ",
-        "TMPDIR",
-        "PYTHONPATH",
-        "VIRTUAL_ENV",
-        "LD_LIBRARY_PATH",
-        "SSL_CERT_FILE",
-        "MEGARL_SESSION",  # by which a run finds what has left the process group, when it ends
-    ]
-)
+_MARK: Final = "MEGARL_SESSION"
+"""By it a run finds what has left the process group, when it ends."""
+_SHELL: Final = ("PATH", "HOME", "USER", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR")
+_PASSED: Final = {*_SHELL, "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SSL_CERT_FILE", _MARK}
 """Names of this process's variables that a harness gets; it may run what the model wrote, and gets no keys."""
 _NO_ROOM: Final = (
     "prompt is too long, or there were too many turns: "
@@ -57,33 +43,29 @@ class GatewaySession:
     """Answers the requests of one conversation.
 
     The same turns answer a repeated request, also while they are being sampled: clients repeat
-    requests that take long.
-
-    Args:
-        idle_s: limit of the time without a request for a turn, while none is being sampled; then
-            the session fails.
+    requests that take long. Without a request for a turn for `idle_s` seconds, the session fails.
 
     Attributes:
-        task: the conversation's task, in JSON.
-        temperature: None is the run's.
+        running: what holds the conversation.
         call_ids: the model's ids of its tool calls, by those that clients get.
     """
 
     def __init__(self, chat: ChatSession, task: EnvironmentTask, idle_s: float) -> None:
+        running = asyncio.current_task()
+        assert running is not None
+        self.running = running
         self.name = secrets.token_hex(8)
         self.key = secrets.token_urlsafe(32)
         request = chat.conversation.request
         self.sample_id = request.sample_id
         self.temperature = request.temperature
-        described = {
-            "prompt_id": task.prompt_id,
-            "messages": task.messages,
-            "fields": task.fields,
-            "seed": request.seed,
-        }
+        described = {"prompt_id": task.prompt_id, "messages": task.messages, "fields": task.fields}
+        described["seed"] = request.seed
         self.task = json.dumps(described, default=str)
         self.call_ids: dict[str, str] = {}
         self.rewarded = False
+        self.taken = asyncio.Event()
+        self.done = asyncio.Event()
         self._chat = chat
         self._idle_s = idle_s
         self._answers: dict[str, asyncio.Task[Answered]] = {}
@@ -91,13 +73,12 @@ class GatewaySession:
         self._promised = 0  # turns whose tasks have not begun
         self._turns = 0
         self._active = time.monotonic()
-        self._done = asyncio.Event()
         self._failure: str | None = None
 
     async def answered(self, request: GatewayRequest) -> Answered:
         """Returns the turns that answer a request; raises GatewayError, or ValueError if the chat is not rendered."""
         digest = request.digest
-        if self._done.is_set():
+        if self.done.is_set():
             raise GatewayError("the session has ended", 401)
         if digest not in self._answers:
             self._answers[digest] = asyncio.create_task(self._sampled(request))
@@ -150,11 +131,6 @@ class GatewaySession:
             return await self._chat.complete(request.prompt, max_tokens=limit)
         return await self._chat.turn(request.messages, request.tools, max_tokens=limit)
 
-    @property
-    def done(self) -> bool:
-        """Whether the harness has said so."""
-        return self._done.is_set()
-
     def begin(self) -> None:
         """Restarts the clock of the harness."""
         self._active = time.monotonic()
@@ -164,7 +140,7 @@ class GatewaySession:
         if not self._turns:
             raise GatewayError("the session has had no turn that a reward could be of", 409)
         if value is not None:
-            self._chat.reward(value, replace=True)
+            self._chat.reward(value, anew=True)
             self.rewarded = True
         if done:
             self._end()
@@ -177,12 +153,12 @@ class GatewaySession:
     def _end(self) -> None:
         """Lets the session be over: turns that are being sampled are left out, though the harness has time to end."""
         self._chat.close()
-        self._done.set()
+        self.done.set()
 
     async def over(self) -> None:
         """Returns when the session is done; raises FailedEnvironmentError if it takes too long."""
         limit = f"environment.time_limit = {self._idle_s:g} s"
-        while not self._done.is_set():
+        while not self.done.is_set():
             remaining = self._idle_s
             if not self._sampling:
                 remaining += self._active - time.monotonic()
@@ -190,7 +166,7 @@ class GatewaySession:
                 asked = "asked for no turn" if self._turns else "has asked for no turn"
                 raise FailedEnvironmentError(f"the harness {asked} for {limit}")
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._done.wait(), remaining)
+                await asyncio.wait_for(self.done.wait(), remaining)
 
     def cancel(self) -> None:
         """Ends turns in progress."""
@@ -218,13 +194,10 @@ async def run_harness(
     """Runs a harness until it ends or has said that its session is done; nothing of its process group is left.
 
     Args:
-        command: words, or a text for the shell.
-        variables: variables for the harness's environment.
         passed: names of further variables of this process that the harness gets.
 
     Raises:
-        FailedEnvironmentError: it does not start, fails or takes too long; the message has the end
-            of its output.
+        FailedEnvironmentError: it does not start, fails or takes too long, with the end of its output.
     """
     words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
     environment: dict[str, str] = {}
@@ -256,7 +229,7 @@ async def run_harness(
         await asyncio.wait((ended, over), return_when=asyncio.FIRST_COMPLETED)
         if over.done() and over.exception() is None:
             await asyncio.wait((ended,), timeout=_GRACE_S)
-        elif ended.done() and not session.done:
+        elif ended.done() and not session.done.is_set():
             status = ended.result()
         if over.done():
             over.result()
