@@ -19,10 +19,15 @@ Slope = Callable[[float], float]
 
 
 @given(seeds)
-def test_estimators_equal_the_oracles(seed: int) -> None:
+def test_estimators_and_their_gradients_equal_the_oracles(seed: int) -> None:
     new, ref = numbers(2, 5, seed=seed) / 2, numbers(2, 5, seed=seed + 1) / 2  # no limit is near
+    new.requires_grad_()
     for estimate in ESTIMATORS:
-        torch.testing.assert_close(estimate(new, ref), getattr(naive, estimate.__name__)(new, ref))
+        found = estimate(new, ref)
+        expected = getattr(naive, estimate.__name__)(new, ref)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found.sum(), new), torch.autograd.grad(expected.sum(), new))
+    torch.testing.assert_close(kl.full(new, ref), naive.full(new, ref, 1.0))
 
 
 def test_estimators_are_0_at_equality_and_average_to_the_kl() -> None:

@@ -23,8 +23,7 @@ from megarl.algos.normalization import (
     whiten_advantages,
     whiten_rewards,
 )
-from tests.algos.adapters.common import local, on_ranks
-from tests.algos.inputs import NAN, lengths_mask, numbers, rows_of, seeds
+from tests.algos.inputs import NAN, lengths_mask, local, numbers, on_ranks, rows_of, seeds
 from tests.oracle import normalisation as naive
 
 ranks_of_rows = st.lists(st.lists(st.integers(0, 6), max_size=4), min_size=1, max_size=3)

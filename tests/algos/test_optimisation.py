@@ -13,9 +13,8 @@ from torch import nn
 from megarl.algos.normalization import Reduce
 from megarl.algos.optimization import divided, ema, exceeds_target, linear_anneal, tensorflow_eps
 from megarl.algos.value_loss import ValueMoments
-from tests.algos.adapters.common import local, on_ranks
 from tests.algos.examples import MASK
-from tests.algos.inputs import numbers
+from tests.algos.inputs import local, numbers, on_ranks
 from tests.oracle.adam import Adam, AdamSettings
 
 # ---- Adam

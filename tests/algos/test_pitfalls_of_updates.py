@@ -21,9 +21,8 @@ from megarl.algos.preference_loss import span, spans_of
 from megarl.algos.reward_shaping import keep_finished, kl_penalties
 from megarl.algos.rollout_correction import m2po
 from megarl.models.architecture import model_spec
-from tests.algos.adapters.common import local, on_ranks
 from tests.algos.examples import MASK, POLICY_LOSSES, VALUE_LOSSES, gradient, step_weights, tokens, total
-from tests.algos.inputs import numbers
+from tests.algos.inputs import local, numbers, on_ranks
 from tests.algos.vector_adapter import run
 from tests.megatron.tiny import GPT2_SIZES
 
