@@ -105,15 +105,11 @@ def plan_lines(config: RunConfig, sets: Sets, first_prompt: Sequence[int] = ()) 
 
 def _layers(config: RunConfig) -> str:
     """Returns which layers the run's model has on a GPU that Transformer Engine supports."""
-    if config.model.layers == "local":
-        return "Megatron's own"
     spec = model_spec(config.model.hf_config())
     reasons = refusals(spec.dims, spec.dtype)
-    if reasons:
+    if config.model.layers == "local" or reasons:
         return "; ".join(["Megatron's own", *reasons])
-    if config.model.layers == "auto":
-        return "Transformer Engine's, where it is installed"
-    return "Transformer Engine's"
+    return "Transformer Engine's, where it is installed"
 
 
 def _checkpoints(settings: CheckpointSettings) -> str:
@@ -166,18 +162,16 @@ def _first_prompt(sets: Sets, given: Sequence[int]) -> str | None:
 
 def _row_texts(sets: Sets) -> Mapping[str, str]:
     """Returns, by field, how many rows of each source were read, and why some were dropped."""
-    faults: dict[str, Counter[str]] = {field: Counter() for field in sets.rows}
-    for field, row in sets.left_out.rows:
-        faults[field][_FAULTS[row.fault]] += 1
-    return {field: _row_text(len(used), faults[field]) for field, used in sets.rows.items()}
-
-
-def _row_text(used: int, faults: Counter[str]) -> str:
-    dropped = faults.total()
-    if not dropped:
-        return counted(used, "row")
-    reasons = ", ".join(f"{count} {fault}" for fault, count in sorted(faults.items()))
-    return f"{counted(used + dropped, 'row')}, {used} used, {dropped} left out ({reasons})"
+    texts: dict[str, str] = {}
+    for field, rows in sets.rows.items():
+        used = len(rows)
+        faults = Counter(_FAULTS[row.fault] for source, row in sets.left_out.rows if source == field)
+        dropped = faults.total()
+        texts[field] = counted(used + dropped, "row")
+        if dropped:
+            reasons = ", ".join(f"{count} {fault}" for fault, count in sorted(faults.items()))
+            texts[field] += f", {used} used, {dropped} left out ({reasons})"
+    return texts
 
 
 def _schedule(optimizer: Optimizer, steps: int) -> str:
