@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +14,11 @@ from torch import Tensor
 
 from megarl.algos import (
     aggregation,
-    group_advantages,
     policy_loss,
     preference_loss,
     registry,
 )
-from megarl.algos.advantages import broadcast_advantages
 from megarl.algos.aggregation import weighted_sum
-from megarl.algos.group_advantages import Samples
 from megarl.algos.optimization import ptx_shares
 from megarl.algos.policy_loss import LossTerms, weighted, with_term
 from tests.algos.examples import AGGREGATIONS, MASK, POLICY_LOSSES, VALUE_LOSSES, gradient, step_weights, tokens, total
@@ -167,21 +163,6 @@ def test_padding_and_rows_without_tokens_change_nothing(name: str, aggregate: st
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_equal_scores_in_every_group_give_no_gradient(name: str) -> None:
-    new, old, _ = tokens(0)
-    samples = Samples(
-        scores=torch.tensor([2.0, 2.0, -1.0, -1.0]).double(),
-        groups=torch.tensor([0, 0, 1, 1]),
-        lengths=MASK.sum(-1),
-        finished=torch.ones(4).bool(),
-        scored=torch.ones(4).bool(),
-    )
-    for compare in (group_advantages.grpo, group_advantages.dr_grpo, group_advantages.rloo, group_advantages.opo):
-        advantages = broadcast_advantages(compare(samples), torch.zeros_like(new), MASK, cumulative=True)
-        assert not gradient(POLICY_LOSSES[name], new, old, advantages).any()
-
-
-@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_the_first_update_is_the_policy_gradient(name: str) -> None:
     """Whatever the loss, at new = old its gradient is that of -A * log p, in sequences of one advantage."""
     _, old, advantages = tokens(0)
@@ -198,14 +179,6 @@ def test_the_first_update_is_the_policy_gradient(name: str) -> None:
 
 
 # ---- decoupled PPO, mixed-in text
-
-
-@pytest.mark.parametrize("mode", ["token_mask", "token_truncate"])
-def test_decoupled_ppo_is_ppo_if_the_proximal_policy_sampled(mode: Any) -> None:
-    new, proximal, advantages = tokens(0)
-    weights = registry.ROLLOUT_WEIGHTS.function(mode)(proximal, proximal, MASK, local, upper=5.0)
-    plain = policy_loss.ppo(new, proximal, advantages, MASK)
-    torch.testing.assert_close(total(weighted(plain, weights), MASK), total(plain, MASK), rtol=0.0, atol=0.0)
 
 
 def test_pretraining_text_of_weight_0_is_ignored_and_of_weight_1_is_the_whole_loss() -> None:
@@ -246,11 +219,6 @@ def test_extreme_pairs_stay_finite_and_a_margin_increases_the_loss() -> None:
     with_margin = preference_loss.pairwise(near, near, torch.tensor([0.7]), margin=True)
     torch.testing.assert_close(with_margin.values, preference_loss.pairwise(near - 0.7, near).values)
     assert preference_loss.pairwise(near, near).metrics["accuracy"].item() == 0.0
-
-
-def test_best_of_n_with_equal_scores_costs_log_n() -> None:
-    loss = preference_loss.best_of_n(torch.zeros(2, 4), torch.tensor([0, 3]))
-    assert loss.values.tolist() == pytest.approx([1.3862943611198906] * 2)
 
 
 def test_terms_without_a_coefficient_are_only_metrics() -> None:
