@@ -71,8 +71,7 @@ def weights(
     Prints bytes, messages, memory and the estimated time. Ranks are on devices in order: the
     trainer's, TP fastest, then DP, then PP; then the engines', one after the other.
     """
-    from megarl.plan.arguments import parse_request
-    from megarl.plan.weight_plan import plan_weights, print_weights
+    from megarl.plan.weight_plan import parse_request, plan_weights, print_weights
 
     try:
         request = parse_request(
@@ -91,4 +90,4 @@ def weights(
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=2))
     else:
-        print_weights(request, report)
+        print_weights(report)

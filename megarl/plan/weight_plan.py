@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +15,100 @@ from rich.table import Table
 
 from megarl.files import format_bytes
 from megarl.garbage_collection import collector_paused
-from megarl.plan.arguments import LINKS, WeightPlanRequest
+from megarl.models import ModelSpec, model_spec
 from megarl.resharding.holders import engine_holders, trainer_holders
+from megarl.types import Layout
+from megarl.weights.hf_files import read_config
 from megarl.weights.plan import TransferPlan
 from megarl.weights.planner import Holder, plan
 from megarl.weights.shard_map import ITEM_BYTES, ShardMap
-from megarl.weights.topology import Distance
+from megarl.weights.topology import Distance, Place
 
 Ints = npt.NDArray[np.int64]
+LINKS = {"device": Distance.DEVICE, "node": Distance.NODE, "network": Distance.NETWORK}
+_SPEEDS = {"device": 2000.0, "node": 400.0, "network": 50.0}
+"""GB/s of one rank, each way: copies in a GPU's memory, NVLink 4, a 400 Gbit/s network card per GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightPlanRequest:
+    """What to plan.
+
+    Args:
+        layout: layout of the trainer, on devices 0, 1, ...
+        tp, replicas: sizes of the engines, on the next devices or the trainer's (``colocated``).
+        bucket_bytes: maximum size of a message.
+        speeds: bytes per second of a rank's links, each way.
+    """
+
+    spec: ModelSpec
+    layout: Layout
+    tp: int
+    replicas: int
+    devices_per_node: int
+    colocated: bool
+    bucket_bytes: int
+    speeds: Mapping[Distance, float]
+
+    def places(self) -> tuple[list[Place], list[Place]]:
+        """Returns where the trainer's and the engines' ranks are."""
+        trainers = self.layout.world_size
+        engines = self.tp * self.replicas
+        first = 0 if self.colocated else trainers
+        devices = range(max(trainers, first + engines))
+        places = [Place(node=device // self.devices_per_node, device=device) for device in devices]
+        return places[:trainers], places[first : first + engines]
+
+
+def parse_request(
+    *,
+    hf: str,
+    train: str,
+    rollout: str,
+    devices_per_node: int,
+    colocated: bool,
+    bucket_mib: float,
+    link: str,
+) -> WeightPlanRequest:
+    """Parses the arguments of ``megarl plan weights``; raises ValueError or OSError at a mistake."""
+    sizes: dict[str, Any] = _parse_pairs("--train", train, ("tp", "pp", "dp", "vpp", "ep"), int)
+    layout = Layout(**sizes)
+    engines = {"tp": 1, "replicas": 1, **_parse_pairs("--rollout", rollout, ("tp", "replicas"), int)}
+    speeds = {**_SPEEDS, **_parse_pairs("--link", link, tuple(LINKS), float)}
+    spec = model_spec(read_config(hf))
+    spec.check_megatron(layout)
+    spec.check_vllm(engines["tp"])
+    ranks = engines["tp"] * engines["replicas"]
+    if colocated and ranks > layout.world_size:
+        raise ValueError(f"--colocated: the engines' {ranks} ranks exceed the trainer's {layout.world_size} devices")
+    return WeightPlanRequest(
+        spec=spec,
+        layout=layout,
+        **engines,
+        devices_per_node=devices_per_node,
+        colocated=colocated,
+        bucket_bytes=int(bucket_mib * 2**20),
+        speeds={LINKS[name]: speed * 1e9 for name, speed in speeds.items()},
+    )
+
+
+def _parse_pairs[T: (int, float)](
+    option: str, text: str, keys: Sequence[str], parse: Callable[[str], T]
+) -> dict[str, T]:
+    """Parses ``key=value,key=value`` of numbers above 0."""
+    values: dict[str, T] = {}
+    for entry in filter(None, text.split(",")):
+        key, _, given = map(str.strip, entry.partition("="))
+        if key not in keys or key in values:
+            raise ValueError(f"{option}: {key!r} is not one of {', '.join(keys)}, each given once")
+        try:
+            value = parse(given)
+        except ValueError:
+            raise ValueError(f"{option}: {key} must be a number above 0, not {given!r}") from None
+        if not 0 < value < math.inf:
+            raise ValueError(f"{option}: {key} must be a number above 0, not {given!r}")
+        values[key] = value
+    return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,56 +287,30 @@ def _link(traffic: _Traffic, distance: Distance, speed: float) -> LinkTraffic:
     )
 
 
-_KEY_WIDTH = 14
-_MODEL = (
-    "the slowest rank alone, to all ranks in step, where each bucket takes as long as its slowest rank. "
-    "A rank sends and receives at once, at the GB/s above each way, over one kind of link after the other. "
-    "Packing, loading and congestion come on top."
-)
-_LINK_HEADINGS = ("distance", "messages", "bytes", "most sent", "most received", "GB/s", "seconds")
 _FAR = {"device": "same device", "node": "same node", "network": "other nodes"}
+_ESTIMATE = "from the slowest rank alone to all ranks in step; packing, loading and congestion come on top"
 
 
-def print_weights(request: WeightPlanRequest, report: WeightsReport, console: Console | None = None) -> None:
-    out = console or Console(highlight=False)
-    for key, text in _lines(request, report):
-        out.print(f"{key:{_KEY_WIDTH}}{text}", soft_wrap=True, markup=False)
-    out.print()
-    table = Table(*_LINK_HEADINGS, box=None)
+def print_weights(report: WeightsReport) -> None:
+    lines = {
+        "model": f"{report.model}, {report.parameters:,} parameters, {format_bytes(report.model_bytes)}",
+        "ranks": f"{report.trainer_ranks} of the trainer, {report.engine_ranks} of engines",
+        "bytes": f"{format_bytes(report.nbytes)} in {report.messages} messages",
+        "redundancy": f"{report.redundancy:.4f} of {format_bytes(report.needed_bytes)} in the engines' shards",
+        "sent": f"per trainer rank, {_spread_text(report.sent)}",
+        "received": f"per engine rank, {_spread_text(report.received)}",
+        "staging": f"{format_bytes(report.staging_bytes)} per rank, two of the largest bucket",
+        "planned in": f"{report.plan_seconds:.2f} s",
+        "estimate": f"{report.slowest_rank_seconds:.3f} s to {report.in_step_seconds:.3f} s, {_ESTIMATE}",
+    }
+    out = Console(highlight=False)
+    for key, text in lines.items():
+        out.print(f"{key:14}{text}", soft_wrap=True, markup=False)
+    table = Table("distance", "messages", "bytes", "most sent", "most received", "GB/s", "seconds", box=None)
     for name, link in report.links.items():
-        table.add_row(
-            _FAR[name],
-            str(link.messages),
-            format_bytes(link.nbytes),
-            format_bytes(link.sent) if link.messages else "",
-            format_bytes(link.received) if link.messages else "",
-            f"{link.bytes_per_second / 1e9:g}",
-            f"{link.seconds:.3f}",
-        )
+        sizes = map(format_bytes, (link.nbytes, link.sent, link.received))
+        table.add_row(_FAR[name], str(link.messages), *sizes, f"{link.bytes_per_second / 1e9:g}", f"{link.seconds:.3f}")
     out.print(table)
-    out.print()
-    seconds = f"{report.slowest_rank_seconds:.3f} s to {report.in_step_seconds:.3f} s"
-    out.print(f"{'estimate':{_KEY_WIDTH}}{seconds}: {_MODEL}", soft_wrap=True)
-
-
-def _lines(request: WeightPlanRequest, report: WeightsReport) -> list[tuple[str, str]]:
-    layout = request.layout
-    degrees = f"TP {layout.tp} x PP {layout.pp} x DP {layout.dp}, VPP {layout.vpp}, EP {layout.ep}"
-    where = "the trainer's devices" if request.colocated else "devices of their own"
-    model_bytes = f"{format_bytes(report.model_bytes)} in {request.spec.dtype}"
-    per_node = f"{request.devices_per_node} devices per node"
-    engines = f"{request.replicas} x TP {request.tp}"
-    return [
-        ("model", f"{report.model}, {report.parameters:,} parameters, {model_bytes}"),
-        ("trainer", f"{report.trainer_ranks} ranks: {degrees}; {per_node}"),
-        ("engines", f"{report.engine_ranks} ranks: {engines}, on {where}"),
-        ("bytes", f"{format_bytes(report.nbytes)} in {report.messages} messages"),
-        ("redundancy", f"{report.redundancy:.4f} of {format_bytes(report.needed_bytes)} in the engines' shards"),
-        ("sent", f"per trainer rank: {_spread_text(report.sent)}"),
-        ("received", f"per engine rank: {_spread_text(report.received)}"),
-        ("staging", f"per rank: {format_bytes(report.staging_bytes)}, two of the largest bucket"),
-        ("planned in", f"{report.plan_seconds:.2f} s"),
-    ]
 
 
 def _spread_text(spread: Mapping[str, int]) -> str:
