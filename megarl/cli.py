@@ -194,8 +194,7 @@ def plan(config_path: ConfigPath, overrides: Overrides = None) -> None:
     Of a model, config.json and the tokenizer's files are enough.
     """
     config = _load(config_path, overrides, bare=True)
-    from megarl.plan.memory_table import print_memory
-    from megarl.plan.run_plan import print_plan
+    from megarl.plan.run_plan import print_memory, print_plan
     from megarl.preflight.check import check, check_login
     from megarl.preflight.device_memory import check_memory
     from megarl.preflight.epochs import with_steps
@@ -217,7 +216,7 @@ def plan(config_path: ConfigPath, overrides: Overrides = None) -> None:
 def memory(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Print the memory of each device in each phase of CONFIG; of models and data, only config.json files are read."""
     from megarl.config import load
-    from megarl.plan.memory_table import print_memory
+    from megarl.plan.run_plan import print_memory
     from megarl.preflight.device_memory import check_memory
     from megarl.preflight.epochs import with_steps
 

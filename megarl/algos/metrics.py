@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.normalization import Reduce, masked_moments, on_mask, reduced_sums
-from megarl.algos.policy_loss import MAX_LOG_RATIO, row_mean
+from megarl.algos.policy_loss import MAX_LOG_RATIO, ratio_of, row_mean
 
 Means = Mapping[str, tuple[Tensor, Tensor]]
 """Metrics as sum and count, scalars that add up over micro-batches and ranks; a metric without a count is absent."""
@@ -82,7 +82,7 @@ def correction_metrics(
     counted = on_mask(weights, response_mask)
     is_kept = counted != 0
     difference = old_logprobs - rollout_logprobs
-    is_changed = response_mask & (weights != difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
+    is_changed = response_mask & (weights != ratio_of(difference))
     tokens, kept, changed, total, squares, log_ratios = reduced_sums(
         reduce,
         response_mask.sum(),

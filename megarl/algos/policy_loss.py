@@ -81,7 +81,6 @@ def ppo(
     dual_clip: AboveOne | None = None,
     delta: Positive | None = None,
     ratio_clamp: RatioBounds | None = None,
-    log_clamp: float = MAX_LOG_RATIO,
 ) -> LossTerms:
     """PPO's clipped objective, a maximum of two terms per token.
 
@@ -96,13 +95,13 @@ def ppo(
         ratio_clamp: bounds of the ratio, applied before the clip; None does not clamp.
     """
     difference, advantages = _masked(new_logprobs - old_logprobs, advantages, response_mask)
-    ratio = difference.clamp(-log_clamp, log_clamp).exp()
+    ratio = ratio_of(difference)
     if ratio_clamp is not None:
         ratio = ratio.clamp(*ratio_clamp)
     unclipped = -advantages * (ratio if delta is None else ratio.clamp(max=delta))
     clipped = -advantages * ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
     values, is_bounded = _with_dual_clip(torch.maximum(unclipped, clipped), advantages, dual_clip)
-    return _loss_terms(values, difference, clipped > unclipped, log_clamp=log_clamp, is_bounded=is_bounded)
+    return _loss_terms(values, difference, clipped > unclipped, is_bounded=is_bounded)
 
 
 def gspo(
@@ -114,7 +113,6 @@ def gspo(
     clip: BelowOne = 3e-4,
     clip_high: Positive | None = 4e-4,
     dual_clip: AboveOne | None = None,
-    log_clamp: float = MAX_LOG_RATIO,
 ) -> LossTerms:
     """PPO's clipped objective with one ratio per sequence, the geometric mean of its tokens' ratios.
 
@@ -128,13 +126,11 @@ def gspo(
         clip: how far the response's ratio may fall below 1: its lower bound is 1 - clip.
     """
     difference, advantages = _masked(new_logprobs - old_logprobs, advantages, response_mask)
-    ratio = row_mean(difference, response_mask).clamp(-log_clamp, log_clamp).exp()
+    ratio = ratio_of(row_mean(difference, response_mask))
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
     values, is_bounded = _with_dual_clip(torch.maximum(unclipped, clipped), advantages, dual_clip)
-    return _loss_terms(
-        values, difference, clipped > unclipped, log_clamp=log_clamp, is_bounded=is_bounded, sequence_ratio=ratio
-    )
+    return _loss_terms(values, difference, clipped > unclipped, is_bounded=is_bounded, sequence_ratio=ratio)
 
 
 def cispo(
@@ -145,7 +141,6 @@ def cispo(
     *,
     clip: BelowOne = 0.2,
     clip_high: Positive | None = None,
-    log_clamp: float = MAX_LOG_RATIO,
 ) -> LossTerms:
     """REINFORCE with a clipped importance weight: every token keeps its gradient.
 
@@ -154,7 +149,7 @@ def cispo(
     """
     difference, advantages = _masked(new_logprobs - old_logprobs, advantages, response_mask)
     high = 1 + (clip if clip_high is None else clip_high)
-    return _truncated_reinforce(new_logprobs, difference, advantages, low=1 - clip, high=high, log_clamp=log_clamp)
+    return _truncated_reinforce(new_logprobs, difference, advantages, low=1 - clip, high=high)
 
 
 def cispo_upper(
@@ -164,7 +159,6 @@ def cispo_upper(
     response_mask: Tensor,
     *,
     max_ratio: Positive = 5.0,
-    log_clamp: float = MAX_LOG_RATIO,
 ) -> LossTerms:
     """CISPO whose importance weight has only an upper bound.
 
@@ -175,7 +169,7 @@ def cispo_upper(
         max_ratio: the largest ratio.
     """
     difference, advantages = _masked(new_logprobs - old_logprobs, advantages, response_mask)
-    return _truncated_reinforce(new_logprobs, difference, advantages, low=0.0, high=max_ratio, log_clamp=log_clamp)
+    return _truncated_reinforce(new_logprobs, difference, advantages, low=0.0, high=max_ratio)
 
 
 def sapo(
@@ -186,7 +180,6 @@ def sapo(
     *,
     tau_pos: Positive = 1.0,
     tau_neg: Positive = 1.05,
-    log_clamp: float = MAX_LOG_RATIO,
 ) -> LossTerms:
     """A soft gate in place of the clip.
 
@@ -199,10 +192,10 @@ def sapo(
         tau_neg: steepness elsewhere.
     """
     difference, advantages = _masked(new_logprobs - old_logprobs, advantages, response_mask)
-    ratio = difference.clamp(-log_clamp, log_clamp).exp()
+    ratio = ratio_of(difference)
     tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
     values = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
-    return _loss_terms(values, difference, None, log_clamp=log_clamp)
+    return _loss_terms(values, difference, None)
 
 
 def gmpo(
@@ -213,7 +206,6 @@ def gmpo(
     *,
     clip: Positive = 0.4,
     clip_high: Positive | None = None,
-    log_clamp: float = MAX_LOG_RATIO,
 ) -> LossTerms:
     """The geometric mean of the clipped token ratios of a sequence.
 
@@ -228,12 +220,12 @@ def gmpo(
         clip_high: the log-ratio is clipped from above at clip_high; None takes clip.
     """
     difference, advantages = _masked(new_logprobs - old_logprobs, advantages, response_mask)
-    free = difference.clamp(-log_clamp, log_clamp)
+    free = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     kept = free.clamp(-clip, clip if clip_high is None else clip_high)
     pessimistic = torch.where(advantages >= 0, torch.minimum(free, kept), torch.maximum(free, kept))
     ratio = row_mean(pessimistic, response_mask).exp()
     values = (-row_mean(advantages, response_mask) * ratio).expand_as(difference)
-    return _loss_terms(values, difference, pessimistic != free, log_clamp=log_clamp, sequence_ratio=ratio)
+    return _loss_terms(values, difference, pessimistic != free, sequence_ratio=ratio)
 
 
 def reinforce(
@@ -241,8 +233,6 @@ def reinforce(
     old_logprobs: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    *,
-    log_clamp: float = MAX_LOG_RATIO,
 ) -> LossTerms:
     """The plain policy gradient, without a ratio.
 
@@ -250,7 +240,7 @@ def reinforce(
     learning" (1992).
     """
     difference, advantages = _masked(new_logprobs - old_logprobs, advantages, response_mask)
-    return _loss_terms(-advantages * new_logprobs, difference, None, log_clamp=log_clamp)
+    return _loss_terms(-advantages * new_logprobs, difference, None)
 
 
 def sft(new_logprobs: Tensor) -> LossTerms:
@@ -260,6 +250,11 @@ def sft(new_logprobs: Tensor) -> LossTerms:
     2023) and rejection sampling in general.
     """
     return LossTerms(values=-new_logprobs, metrics={})
+
+
+def ratio_of(difference: Tensor) -> Tensor:
+    """exp of log-ratios, clamped to +-20 nats."""
+    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def row_mean(values: Tensor, response_mask: Tensor) -> Tensor:
@@ -282,11 +277,11 @@ def _with_dual_clip(values: Tensor, advantages: Tensor, dual_clip: float | None)
 
 
 def _truncated_reinforce(
-    new_logprobs: Tensor, difference: Tensor, advantages: Tensor, *, low: float, high: float, log_clamp: float
+    new_logprobs: Tensor, difference: Tensor, advantages: Tensor, *, low: float, high: float
 ) -> LossTerms:
-    ratio = difference.detach().clamp(-log_clamp, log_clamp).exp()
+    ratio = ratio_of(difference.detach())
     weight = ratio.clamp(low, high)
-    return _loss_terms(-weight * advantages * new_logprobs, difference, weight != ratio, log_clamp=log_clamp)
+    return _loss_terms(-weight * advantages * new_logprobs, difference, weight != ratio)
 
 
 def _loss_terms(
@@ -294,13 +289,12 @@ def _loss_terms(
     difference: Tensor,
     is_clipped: Tensor | None,
     *,
-    log_clamp: float,
     is_bounded: Tensor | None = None,
     sequence_ratio: Tensor | None = None,
 ) -> LossTerms:
     """The values with the metrics of all losses."""
     difference = difference.detach()
-    ratio = difference.clamp(-log_clamp, log_clamp).exp()
+    ratio = ratio_of(difference)
     metrics = {
         "clipfrac": torch.zeros_like(ratio) if is_clipped is None else is_clipped.to(ratio.dtype),
         "clipfrac_lower": torch.zeros_like(ratio) if is_bounded is None else is_bounded.to(ratio.dtype),

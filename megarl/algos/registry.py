@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from megarl.algos.policy_loss import LossTerms
 
 
-_NUMERICAL = ("dtype", "log_clamp")
-"""Keyword arguments that are not options."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Kind[F: Callable[..., Any]]:
     """The functions that one field chooses from.
@@ -60,7 +56,7 @@ class Kind[F: Callable[..., Any]]:
 
     def signature(self, name: str) -> Signature:
         """The options of a function."""
-        given = (*_NUMERICAL, *self.keywords, *self.presets.get(name, ()))
+        given = ("dtype", *self.keywords, *self.presets.get(name, ()))
         return signature_of(self.module, self.functions[name], given)
 
     def reads(self, name: str) -> frozenset[str]:

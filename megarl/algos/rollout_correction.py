@@ -9,7 +9,7 @@ with older weights. The loss of a token is made in this order:
 4. Tokens dropped by ``reject`` or ``m2po`` leave the whole sum, KL and entropy included.
 
 Corrections change neither the advantages, nor the critic's loss, nor the denominators of ``algo.aggregation``.
-Throughout, d = old - rollout in nats per token, clamped to +-``log_clamp``, and
+Throughout, d = old - rollout in nats per token, clamped to +-20, and
 
     old_logprobs: [B, R] nats, by the trainer before the update.
     rollout_logprobs: [B, R] nats, by the engine that sampled.
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megarl.algos.kl import k1
 from megarl.algos.normalization import Reduce, on_mask
-from megarl.algos.policy_loss import MAX_LOG_RATIO, row_mean
+from megarl.algos.policy_loss import MAX_LOG_RATIO, ratio_of, row_mean
 from megarl.bounds import Positive, RejectionStatistic
 
 
@@ -44,7 +44,6 @@ def rollout_weights(
     upper: Positive = 2.0,
     lower: Positive | None = None,
     batch_normalise: bool = False,
-    log_clamp: float = MAX_LOG_RATIO,
 ) -> Tensor:
     """Importance weights of the token losses: the probability ratio r of the old policy to the engines', of each token,
     of the sequence, or its geometric mean over the sequence; truncated at its bounds, or 0 beyond them.
@@ -65,10 +64,6 @@ def rollout_weights(
         batch_normalise: scale the weights to mean 1 over the tokens of the step, or over its responses where a response
             has one weight; dropped ones count as 0.
     """
-
-    def ratio_of(log_ratio: Tensor) -> Tensor:
-        return log_ratio.clamp(-log_clamp, log_clamp).exp()
-
     difference = old_logprobs - rollout_logprobs
     match level:
         case "token":
@@ -98,7 +93,6 @@ def rejection(
     statistic: RejectionStatistic,
     upper: float,
     lower: float | None = None,
-    log_clamp: float = MAX_LOG_RATIO,
 ) -> Tensor:
     """The tokens in a hard trust region around the rollout policy, whose statistic is within its bounds; [B, R] bool.
 
@@ -108,7 +102,7 @@ def rejection(
     keep the tokens that are in all of them. Source: verl's rollout rejection.
     """
     level, _, kind = statistic.rpartition("_")
-    difference = (old_logprobs - rollout_logprobs).clamp(-log_clamp, log_clamp)
+    difference = (old_logprobs - rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     per_token = {"k1": -difference, "k2": difference.square() / 2, "k3": torch.expm1(difference) - difference}[kind]
     counted = on_mask(per_token, response_mask)
     match level:

@@ -13,7 +13,7 @@ from megarl.config.schema import Fault, SourceFields
 from megarl.files import format_bytes, open_file, parse_json
 
 _SHOWN = 10
-"""Reasons that a report names; of others it counts the rows."""
+"""Reasons that a report names."""
 _LONGEST_REASON = 500
 _INDENT = "\n      "
 _LONGEST_LINE = 256 << 20
@@ -109,14 +109,12 @@ def parse_rows[T](
     for row in read_rows(source):
         try:
             made.append(parse(row, _renamed(row.columns(), source.columns)))
-        except UnusableRowError as error:
-            if error.fault in drop:
-                left_out.append(LeftOut(where=row.where, fault=error.fault, reason=str(error)))
-            else:
-                broken.append((row.where, str(error)))
-                longest = max(longest, error.tokens)
         except ValueError as error:
+            if isinstance(error, UnusableRowError) and error.fault in drop:
+                left_out.append(LeftOut(where=row.where, fault=error.fault, reason=str(error)))
+                continue
             broken.append((row.where, str(error)))
+            longest = max(longest, getattr(error, "tokens", 0))
     if broken:
         lines = _report(broken)
         if len(broken) > 1:
@@ -125,11 +123,9 @@ def parse_rows[T](
                 heading += f"; the longest has at least {longest} tokens"
             lines.insert(0, f"{heading}:")
         raise ValueError(_INDENT.join(lines))
-    if not made and not left_out:
-        raise ValueError(f"{source.path}: no rows")
     if not made:
         reasons = _report([(row.where, row.reason) for row in left_out])
-        raise ValueError(_INDENT.join([f"{source.path}: none of its {len(left_out)} rows is of use:", *reasons]))
+        raise ValueError(_INDENT.join([f"{source.path}: none of its {len(left_out)} rows is of use", *reasons]))
     return Rows(items=made, left_out=left_out)
 
 
@@ -141,13 +137,11 @@ def _report(rows: Sequence[tuple[str, str]]) -> list[str]:
             reason = f"{reason[:_LONGEST_REASON]}..."
         places[reason].append(where)
     lines: list[str] = []
-    unnamed = len(rows)
-    for reason, (first, *others) in list(places.items())[:_SHOWN]:
+    for reason, (first, *others) in places.items():
         more = f" (and {len(others)} more)" if others else ""
         lines.append(f"{first}{more}: {reason}")
-        unnamed -= 1 + len(others)
-    if unnamed:
-        lines.append(f"and {unnamed} more")
+    if len(lines) > _SHOWN:
+        lines[_SHOWN:] = [f"and {len(lines) - _SHOWN} more reasons"]
     return lines
 
 

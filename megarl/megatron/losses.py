@@ -20,7 +20,7 @@ from megarl.algos.aggregation import token_mean, weighted_sum
 from megarl.algos.kl import k1
 from megarl.algos.metrics import Means, explained_variance, gaps_by_age, mismatch, policy_drift
 from megarl.algos.normalization import on_mask
-from megarl.algos.policy_loss import MAX_LOG_RATIO, LossTerms, weighted, with_term
+from megarl.algos.policy_loss import LossTerms, ratio_of, weighted, with_term
 from megarl.algos.registry import (
     AGGREGATIONS,
     KL_ESTIMATORS,
@@ -275,7 +275,7 @@ class PolicyLoss:
         estimate = bound(KL_ESTIMATORS, kl.estimator.name, kl.estimator.options)
         if not kl.importance:
             return estimate(new, ref)
-        ratio = (new - inputs.old_logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        ratio = ratio_of((new - inputs.old_logprobs).detach())
         return estimate(new, ref, ratio)
 
 

@@ -50,11 +50,13 @@ def weights(
         typer.Option(metavar="tp=8,pp=16,dp=4,...", help="The trainer's layout: tp, pp, dp, vpp, ep; 1 by default."),
     ],
     rollout: Annotated[str, typer.Option(metavar="tp=8,replicas=64", help="The engines: tp of each, and how many.")],
-    devices_per_node: Annotated[int, typer.Option(help="Consecutive devices on one node.")] = 8,
+    devices_per_node: Annotated[int, typer.Option(min=1, help="Consecutive devices on one node.")] = 8,
     colocated: Annotated[
         bool, typer.Option("--colocated", help="The engines are on the trainer's devices, not on the next ones.")
     ] = False,
-    bucket_mib: Annotated[float, typer.Option(help="The largest message, as resharding.bucket_mib of a run.")] = 256.0,
+    bucket_mib: Annotated[
+        float, typer.Option(min=2**-17, max=2**20, help="The largest message, as resharding.bucket_mib of a run.")
+    ] = 256.0,
     link: Annotated[
         str,
         typer.Option(
@@ -69,9 +71,7 @@ def weights(
     Prints bytes, messages, memory and the estimated time. Ranks are on devices in order: the
     trainer's, TP fastest, then DP, then PP; then the engines', one after the other.
     """
-    from megarl.config import ConfigError
-    from megarl.plan.arguments import parse_request
-    from megarl.plan.weight_plan import plan_weights, print_weights
+    from megarl.plan.weight_plan import parse_request, plan_weights, print_weights
 
     try:
         request = parse_request(
@@ -83,11 +83,11 @@ def weights(
             bucket_mib=bucket_mib,
             link=link,
         )
-    except ConfigError as error:
-        typer.echo(str(error), err=True)
+    except (ValueError, OSError) as error:
+        typer.echo(f"megarl plan weights: {error}", err=True)
         raise typer.Exit(2) from None
     report = plan_weights(request)
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=2))
     else:
-        print_weights(request, report)
+        print_weights(report)

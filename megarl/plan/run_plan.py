@@ -1,10 +1,11 @@
-"""The plan of a run, printed before it starts: placement, layouts, batch arithmetic, and the algorithm."""
+"""The plan of a run, printed before it starts: placement, layouts, batch arithmetic, algorithm, and memory."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -13,8 +14,12 @@ from rich.table import Table
 from megarl.cluster.cpu_threads import with_threads
 from megarl.config import RunConfig, SamplingConfig, TrainingConfig
 from megarl.config.schema import CheckpointSettings, Cluster, Optimizer, Threads
+from megarl.files import format_bytes
 from megarl.models import model_spec
 from megarl.models.transformer_engine import refusals
+from megarl.preflight.capacity import capacity
+from megarl.preflight.device_memory import advice
+from megarl.preflight.memory_plan import PhaseMemory, plan_memory
 from megarl.preflight.models import without_weights
 from megarl.preflight.plan_text import every_steps
 from megarl.run.resume import resumed_config
@@ -27,6 +32,22 @@ _PLACEMENT = ("role", "group", "devices", "TP", "PP", "VPP", "DP", "EP", "SP", "
 _KEY_WIDTH = 14
 _SHOWN = 300
 """Characters of the first prompt's start and end; a shorter one is shown whole."""
+_MEMORY_ROWS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "logits": "logits and output head",
+    "stepping": "optimizer temporaries",
+    "weights": "engine's weights",
+    "cache": "KV cache",
+    "engine": "engine workspace and CUDA graphs",
+    "buckets": "buckets",
+    "snapshot": "checkpoint's copy",
+    "process": "processes",
+    "peak": "peak",
+    "offloaded": "on the host",
+}
 _FAULTS = {"too_long": "too long", "empty": "empty", "equal": "with equal responses"}
 
 
@@ -105,15 +126,11 @@ def plan_lines(config: RunConfig, sets: Sets, first_prompt: Sequence[int] = ()) 
 
 def _layers(config: RunConfig) -> str:
     """Returns which layers the run's model has on a GPU that Transformer Engine supports."""
-    if config.model.layers == "local":
-        return "Megatron's own"
     spec = model_spec(config.model.hf_config())
     reasons = refusals(spec.dims, spec.dtype)
-    if reasons:
+    if config.model.layers == "local" or reasons:
         return "; ".join(["Megatron's own", *reasons])
-    if config.model.layers == "auto":
-        return "Transformer Engine's, where it is installed"
-    return "Transformer Engine's"
+    return "Transformer Engine's, where it is installed"
 
 
 def _checkpoints(settings: CheckpointSettings) -> str:
@@ -166,18 +183,16 @@ def _first_prompt(sets: Sets, given: Sequence[int]) -> str | None:
 
 def _row_texts(sets: Sets) -> Mapping[str, str]:
     """Returns, by field, how many rows of each source were read, and why some were dropped."""
-    faults: dict[str, Counter[str]] = {field: Counter() for field in sets.rows}
-    for field, row in sets.left_out.rows:
-        faults[field][_FAULTS[row.fault]] += 1
-    return {field: _row_text(len(used), faults[field]) for field, used in sets.rows.items()}
-
-
-def _row_text(used: int, faults: Counter[str]) -> str:
-    dropped = faults.total()
-    if not dropped:
-        return counted(used, "row")
-    reasons = ", ".join(f"{count} {fault}" for fault, count in sorted(faults.items()))
-    return f"{counted(used + dropped, 'row')}, {used} used, {dropped} left out ({reasons})"
+    texts: dict[str, str] = {}
+    for field, rows in sets.rows.items():
+        used = len(rows)
+        faults = Counter(_FAULTS[row.fault] for source, row in sets.left_out.rows if source == field)
+        dropped = faults.total()
+        texts[field] = counted(used + dropped, "row")
+        if dropped:
+            reasons = ", ".join(f"{count} {fault}" for fault, count in sorted(faults.items()))
+            texts[field] += f", {used} used, {dropped} left out ({reasons})"
+    return texts
 
 
 def _schedule(optimizer: Optimizer, steps: int) -> str:
@@ -186,3 +201,51 @@ def _schedule(optimizer: Optimizer, steps: int) -> str:
         text += f"rising over the first {optimizer.warmup:.0%}, then "
     ends = {"constant": "constant", "anneal": "annealed to 0 by the steps of the run"}
     return text + (ends.get(optimizer.schedule) or f"{optimizer.schedule} to {optimizer.final_lr:g}")
+
+
+def print_memory(config: RunConfig, console: Console | None = None) -> None:
+    """Prints the memory of each device in each phase, and what would help where it may not fit."""
+    out = console or Console(highlight=False)
+    room = capacity(config)
+    peaks = 0
+    offloaded = 0
+    worries = list[str]()
+    devices = [(plan, tuple(plan.phases())) for plan in plan_memory(config)]
+    for phases, same in groupby(devices, key=lambda entry: entry[1]):
+        members = [plan for plan, _ in same]
+        first = members[0].device
+        last = members[-1].device
+        name = f"device {first}" if first == last else f"devices {first}-{last}"
+        out.print(_memory_table(f"{name}, GiB", phases))
+        out.print()
+        peaks += len(members) * _largest(phases, "peak")
+        offloaded += len(members) * _largest(phases, "offloaded")
+        for phase in phases:
+            if phase.peak > room.nbytes:
+                fix = advice(config, members[0], phase, excess=phase.peak - room.nbytes)
+                worries.append(f"{phase.phase} on {name} may not fit, {format_bytes(phase.peak)}: {fix}")
+    lines = [f"{format_bytes(room.nbytes)} ({room.source})"]
+    if room.shared:
+        lines[0] += f"; at most {format_bytes(peaks)} on all virtual devices together"
+    elif offloaded:
+        lines[0] += f" on each device; at most {format_bytes(offloaded)} on the hosts"
+        lines[0] += " for offloaded roles and checkpoints"
+    for line in (*lines, *worries):
+        out.print(f"{'memory':{_KEY_WIDTH}}{line}", soft_wrap=True, markup=False)
+
+
+def _memory_table(title: str, phases: Sequence[PhaseMemory]) -> Table:
+    table = Table(box=None)
+    table.add_column(title, min_width=22, no_wrap=True)
+    for phase in phases:
+        table.add_column(phase.phase, justify="right")
+    table.add_row("", *(phase.role or "" for phase in phases))
+    for name, text in _MEMORY_ROWS.items():
+        if _largest(phases, name):
+            sizes = [getattr(phase, name) for phase in phases]
+            table.add_row(text, *(f"{size / 2**30:.2f}" if size else "" for size in sizes))
+    return table
+
+
+def _largest(phases: Sequence[PhaseMemory], name: str) -> int:
+    return max((getattr(phase, name) for phase in phases), default=0)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -31,3 +36,31 @@ def lengths_mask(lengths: list[int], width: int) -> Tensor:
 def rows_of(values: Tensor, lengths: list[int]) -> list[list[float]]:
     """The rows without their padding."""
     return [row[:n].tolist() for row, n in zip(values, lengths, strict=True)]
+
+
+def local(vector: Tensor) -> Tensor:
+    """The reduction of one rank."""
+    return vector
+
+
+def on_ranks(function: Callable[..., Any], per_rank: list[tuple[Any, ...]]) -> list[Any]:
+    """Results of ``function(*arguments, reduce)`` on ranks that are threads; leaving out a reduction breaks it."""
+    vectors: list[Tensor | None] = [None] * len(per_rank)
+    meet = threading.Barrier(len(per_rank), timeout=60)
+
+    def rank(index: int) -> Any:
+        def reduce(vector: Tensor) -> Tensor:
+            vectors[index] = vector
+            meet.wait()
+            total = torch.stack([v for v in vectors if v is not None]).sum(0)
+            meet.wait()
+            return total
+
+        try:
+            return function(*per_rank[index], reduce)
+        except Exception:
+            meet.abort()
+            raise
+
+    with ThreadPoolExecutor(len(per_rank)) as pool:
+        return list(pool.map(rank, range(len(per_rank))))

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algos.advantages import broadcast_advantages, gae, reinforce, scan, vapo
-from megarl.algos.reward_shaping import kl_penalties, token_rewards
+from megarl.algos.advantages import broadcast_advantages, gae, reinforce, vapo
 from tests.algos.inputs import NAN, fractions, lengths, lengths_mask, masks, numbers, seeds
 from tests.oracle import advantages as naive
 from tests.oracle.comparisons import reward_to_go_of
@@ -68,17 +67,6 @@ def test_sequence_advantages_are_broadcast_to_unmasked_tokens_with_penalties(
     assert not advantages[~mask].any()
 
 
-@given(lengths, fractions, seeds)
-def test_a_sequence_advantage_with_penalties_equals_reward_to_go_with_it_as_the_score(
-    lengths: list[int], coef: float, seed: int
-) -> None:
-    mask = lengths_mask(lengths, 6)
-    outcomes, kl = numbers(len(lengths), seed=seed), numbers(len(lengths), 6, seed=seed + 1)
-    penalties = kl_penalties(kl, mask, kl_coef=coef)
-    one, _ = reinforce(token_rewards(outcomes, penalties, mask), None, mask)
-    torch.testing.assert_close(broadcast_advantages(outcomes, penalties, mask), one)
-
-
 @given(lengths, seeds)
 def test_t5_t7_padding_and_masked_rows_change_nothing(lengths: list[int], seed: int) -> None:
     rewards, values = numbers(len(lengths), 6, seed=seed), numbers(len(lengths), 6, seed=seed + 1)
@@ -90,45 +78,6 @@ def test_t5_t7_padding_and_masked_rows_change_nothing(lengths: list[int], seed: 
         for one, other in zip(narrow, padded, strict=True):
             assert torch.equal(one, other[:-1, :-3])
             assert not other[-1].any()
-
-
-@given(st.lists(st.booleans(), min_size=6, max_size=6), seeds)
-def test_masked_gaps_are_skipped(counts: list[bool], seed: int) -> None:
-    rewards, values, mask = numbers(1, 6, seed=seed), numbers(1, 6, seed=seed + 1), torch.tensor([counts])
-    bootstrap, whole = torch.tensor([0.3]).double(), torch.ones(1, sum(counts)).bool()
-    open_, closed = (
-        gae(rewards, values, mask, bootstrap, gamma=0.9, lam=0.8),
-        gae(rewards[mask][None], values[mask][None], whole, bootstrap, gamma=0.9, lam=0.8),
-    )
-    for one, other in zip(open_, closed, strict=True):
-        assert torch.equal(one[mask], other[0])
-
-
-@given(lengths, seeds)
-def test_trailing_padding_is_the_same_skipped_or_stepped_through(lengths: list[int], seed: int) -> None:
-    rewards, values = numbers(len(lengths), 6, seed=seed), numbers(len(lengths), 6, seed=seed + 1)
-    mask = lengths_mask(lengths, 6)
-    carried = scan(rewards, values, mask, gamma=0.9, lam=0.8)
-    stepped = scan(rewards * mask, values * mask, torch.ones_like(mask), gamma=0.9, lam=0.8)
-    for one, other in zip(carried, stepped, strict=True):
-        torch.testing.assert_close(one[mask], other[mask])
-
-
-def test_t4_without_values_the_first_advantages_are_the_reward_to_go() -> None:
-    rewards, mask = numbers(3, 6, seed=0), lengths_mask([6, 2, 0], 6)
-    for estimate in (gae, vapo):
-        options = {"lam": 1.0} if estimate is gae else {"lam_policy": 1.0}
-        advantages, returns = estimate(rewards, torch.zeros(3, 6).double(), mask, **options)
-        torch.testing.assert_close(advantages, reinforce(rewards, None, mask)[0])
-        torch.testing.assert_close(returns, advantages)
-
-
-@given(lengths, seeds)
-def test_t11_lambda_one_makes_the_returns_the_reward_to_go_whatever_the_values(lengths: list[int], seed: int) -> None:
-    rewards, values = numbers(len(lengths), 6, seed=seed), numbers(len(lengths), 6, seed=seed + 1)
-    mask = lengths_mask(lengths, 6)
-    _, returns = gae(rewards, values, mask, lam=1.0)
-    torch.testing.assert_close(returns, reinforce(rewards, None, mask)[0])
 
 
 # ---- pitfalls

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algos.aggregation import sequence_mean, sequence_sum, sequence_sum_norm, token_mean, token_sum, weighted_sum
+from megarl.algos.aggregation import sequence_mean, sequence_sum, token_mean, token_sum, weighted_sum
 from tests.algos.examples import AGGREGATIONS, MASK, step_weights
 from tests.algos.inputs import numbers
 from tests.oracle import aggregation as naive
@@ -47,13 +47,6 @@ def test_weighted_sums_do_not_depend_on_the_split(lengths: list[int], seed: int,
             for i in range(parts)
         )
         assert float(split) == pytest.approx(mean, abs=1e-12)
-
-
-def test_sums_are_divided_by_a_constant_length() -> None:
-    options = {"total_tokens": 3, "total_sequences": 2}
-    mask = torch.ones(2, 2).bool()
-    sums = sequence_sum(mask, **options)
-    torch.testing.assert_close(sequence_sum_norm(mask, **options, tokens=16), sums / 16)
 
 
 def test_masked_tokens_may_have_any_value() -> None:

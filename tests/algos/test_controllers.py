@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algos.kl import KLController
+from tests.oracle.kl import adapted
 
 
 def test_a_fixed_coefficient_stays() -> None:
@@ -47,16 +48,10 @@ def test_a_controller_resumes_exactly(updates: list[tuple[float, int]], cut: int
 
 
 @given(st.floats(-1e6, 1e6), st.integers(1, 4096), st.floats(0.01, 100), st.floats(100, 1e5))
-def test_t17_an_update_moves_the_coefficient_by_a_fifth_of_samples_over_horizon_at_most(
-    kl: float, samples: int, target: float, horizon: float
-) -> None:
+def test_t17_an_update_equals_the_oracles(kl: float, samples: int, target: float, horizon: float) -> None:
     controller = KLController(0.3, target=target, horizon=horizon)
     controller.update(kl, samples)
-    most = 0.2 * samples / horizon
-    assert controller.coef >= 0.3 * (1 - most) - 1e-12
-    assert controller.coef <= 0.3 * (1 + most) + 1e-12
-    if controller.coef != 0.3:
-        assert (controller.coef > 0.3) == (kl > target)
+    assert controller.coef == pytest.approx(adapted(0.3, kl, samples, target=target, horizon=horizon))
 
 
 def test_a_nan_kl_leaves_the_coefficient() -> None:

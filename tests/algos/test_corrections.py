@@ -14,9 +14,8 @@ from torch import Tensor
 from megarl.algos import metrics, registry, rollout_correction
 from megarl.algos.normalization import Reduce
 from megarl.algos.rollout_correction import m2po
-from tests.algos.adapters.common import local, on_ranks
 from tests.algos.examples import MASK, tokens
-from tests.algos.inputs import numbers
+from tests.algos.inputs import local, numbers, on_ranks
 from tests.oracle import corrections as naive
 
 WEIGHTS = {name: registry.ROLLOUT_WEIGHTS.function(name) for name in registry.ROLLOUT_WEIGHTS.functions}
@@ -82,22 +81,14 @@ def test_rejection_equals_the_oracles(level: str, kind: str, seed: int) -> None:
         assert own == naive.rejected(before, sampled, **options)
 
 
-def test_the_lower_bound_of_k1_may_be_given() -> None:
-    old, rollout = torch.tensor([[-1.0, -1.0, -1.0]]), torch.tensor([[-1.3, -1.0, -0.7]])  # rollout / old .74, 1, 1.35
-    mask = torch.ones(1, 3).bool()
-    keep = [
-        rollout_correction.rejection(old, rollout, mask, statistic="token_k1", upper=u, lower=low)
-        for u, low in ((1.4, None), (1.4, 0.9), (1.1, 0.5))
-    ]
-    assert [k.tolist() for k in keep] == [[[True, True, True]], [[False, True, True]], [[True, True, False]]]
-
-
-def test_sequences_with_negative_advantage_that_are_already_unlikely_are_dropped() -> None:
-    rollout, mask = torch.full((4, 3), -1.0), torch.tensor([[1, 1, 1]] * 3 + [[0, 0, 0]]).bool()
-    new = rollout - torch.tensor([0.2, 0.2, 0.0, 0.2])[:, None]
-    advantages = torch.tensor([-1.0, 1.0, -1.0, -1.0])[:, None].expand(4, 3)
-    keep = rollout_correction.off_policy_sequences(new, rollout, advantages, mask, delta=0.1)
-    assert keep.flatten().tolist() == [False, True, True, True]
+@given(seed=st.integers(0, 99))
+def test_sequence_masks_equal_the_oracles(seed: int) -> None:
+    new, rollout, advantages = tokens(seed)
+    advantages = advantages[:, :1].expand_as(new)
+    keep = rollout_correction.off_policy_sequences(new, rollout, advantages, MASK, delta=0.1)
+    assert keep[1], "a response without tokens"
+    for (one, *_), *columns in rows(keep.double().expand_as(new), advantages, new, rollout):
+        assert one == naive.off_policy_sequence(*columns, delta=0.1)
 
 
 # ---- M2PO

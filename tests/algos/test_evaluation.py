@@ -28,15 +28,6 @@ def test_pass_rate_is_vectorised_and_takes_many_samples() -> None:
     assert rates.tolist() == pytest.approx([0, 0.5, 1 - (500 / 1000) * (499 / 999), 1])
 
 
-def test_the_pass_rate_is_unbiased() -> None:
-    """Over all outcomes of four samples that each succeed with probability p, weighted by their probability."""
-    p, n, k = 0.3, 4, 2
-    outcomes = list(itertools.product([0, 1], repeat=n))
-    weights = [math.prod(p if x else 1 - p for x in outcome) for outcome in outcomes]
-    rates = pass_rate(torch.tensor([sum(outcome) for outcome in outcomes]), torch.full((2**n,), n), k=k)
-    assert sum(w * r for w, r in zip(weights, rates.tolist(), strict=True)) == pytest.approx(1 - (1 - p) ** k)
-
-
 def test_clusters_of_one_sample_have_the_ordinary_standard_error() -> None:
     values = [0.0, 1.0, 1.0, 0.0, 3.0]
     mean, error = clustered_mean(torch.tensor(values), torch.tensor([4, 2, 0, 1, 3]))

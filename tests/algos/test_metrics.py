@@ -19,9 +19,8 @@ from megarl.algos.metrics import (
 )
 from megarl.algos.normalization import Reduce
 from megarl.algos.reward_shaping import kl_penalties
-from tests.algos.adapters.common import local, on_ranks
 from tests.algos.examples import MASK
-from tests.algos.inputs import numbers
+from tests.algos.inputs import local, numbers, on_ranks
 
 SPLITS = ([slice(0, 1), slice(1, 4)], [slice(0, 4), slice(0, 0)])
 

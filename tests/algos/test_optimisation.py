@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megarl.algos.normalization import Reduce
-from megarl.algos.optimization import divided, ema, exceeds_target, linear_anneal, tensorflow_eps
+from megarl.algos.optimization import divided, ema, exceeds_target, tensorflow_eps
 from megarl.algos.value_loss import ValueMoments
-from tests.algos.adapters.common import local, on_ranks
 from tests.algos.examples import MASK
-from tests.algos.inputs import numbers
+from tests.algos.inputs import local, numbers, on_ranks
 from tests.oracle.adam import Adam, AdamSettings
 
 # ---- Adam
@@ -38,16 +37,7 @@ def test_pytorchs_adam_with_the_epsilon_schedule_equals_tensorflows(beta2: float
         torch.testing.assert_close(other, parameter, rtol=1e-12, atol=0.0)
 
 
-def test_the_scheduled_epsilon_decreases_to_the_configured_one() -> None:
-    assert tensorflow_eps(1e-5, 0.999, 1) == pytest.approx(1e-5 * 31.6227766, rel=1e-6)
-    assert tensorflow_eps(1e-5, 0.999, 10**6) == pytest.approx(1e-5)
-
-
 # ---- schedules, mini-batches, seeds
-
-
-def test_the_learning_rate_anneals_per_run_step() -> None:
-    assert [linear_anneal(1e-5, k, 4) for k in range(5)] == pytest.approx([1e-5, 7.5e-6, 5e-6, 2.5e-6, 0.0])
 
 
 @given(st.lists(st.integers(), max_size=30), st.integers(1, 9))
@@ -65,12 +55,6 @@ def test_early_stopping_is_strictly_above_the_target() -> None:
 
 
 # ---- EMA of weights
-
-
-def test_decay_0_gives_the_actor_and_decay_1_the_initial_weights() -> None:
-    start, actor = numbers(4, seed=0), numbers(4, seed=1)
-    assert torch.equal(ema(start, actor, decay=0.0), actor)
-    assert torch.equal(ema(start, actor, decay=1.0), start)
 
 
 @given(st.floats(0.0, 1.0))

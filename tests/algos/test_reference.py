@@ -48,7 +48,7 @@ def test_every_registered_name_is_documented_with_options_and_source() -> None:
             parameters = inspect.signature(kind.function(name)).parameters.values()
             own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
             told = set(re.findall(r"`(\w+)`", items[name].partition("\n\nSource")[0]))
-            assert set(own) - {*kind.keywords, *kind.presets.get(name, ()), "dtype", "log_clamp"} <= told, name
+            assert set(own) - {*kind.keywords, *kind.presets.get(name, ()), "dtype"} <= told, name
 
 
 def test_every_item_has_a_source() -> None:

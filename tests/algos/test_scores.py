@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -20,34 +22,37 @@ from megarl.algos.reward_shaping import (
     zero_missing_end,
 )
 from megarl.rewards.functions import soft_overlong
-from tests.algos.adapters.padding import left_pad, position_ids, position_ids_with_padding_at_one
 from tests.algos.inputs import lengths_mask
+from tests.oracle import scores as naive
 from tests.oracle.models import Sample
-from tests.oracle.scores import overlong, truncated
 from tests.rewards.completions import completion
 
 SCORES, FINISHED = torch.tensor([2.0, -2.0, 0.5]), torch.tensor([True, False, False])
 
 
 def test_the_five_rules_for_unfinished_responses() -> None:
-    assert replace_missing_end(SCORES, FINISHED).tolist() == [2.0, -1.0, -1.0]
-    assert subtract_missing_end(SCORES, FINISHED, penalty=1.0).tolist() == [2.0, -3.0, -0.5]
-    assert scale_missing_end(SCORES, FINISHED, factor=0.2).tolist() == pytest.approx([2.0, -0.4, 0.1])
-    assert zero_missing_end(SCORES, FINISHED).tolist() == [2.0, 0.0, 0.0]
+    samples = [
+        Sample(sample_id="", prompt_ids=[0], response_ids=[0], score=score, finished=finished)
+        for score, finished in zip(SCORES.tolist(), FINISHED.tolist(), strict=True)
+    ]
+    rules = [
+        (replace_missing_end(SCORES, FINISHED), naive.replaced, [2.0, -1.0, -1.0]),
+        (subtract_missing_end(SCORES, FINISHED, penalty=1.0), partial(naive.less, penalty=1.0), [2.0, -3.0, -0.5]),
+        (scale_missing_end(SCORES, FINISHED, factor=0.25), partial(naive.scaled, factor=0.25), [2.0, -0.5, 0.125]),
+        (zero_missing_end(SCORES, FINISHED), partial(naive.scaled, factor=0.0), [2.0, 0.0, 0.0]),
+        (clip_scores(SCORES, -1.0, 1.0), partial(naive.clipped, low=-1.0, high=1.0), [1.0, -1.0, 0.5]),
+    ]
+    for found, oracle, expected in rules:
+        assert found.tolist() == [naive.shaped(sample, [oracle]) for sample in samples] == expected
     mask = torch.tensor([[True, True], [True, False], [False, False]])
     assert keep_finished(mask, FINISHED).tolist() == [[True, True], [False, False], [False, False]]
-
-
-def test_the_fixed_score_of_an_unfinished_response_is_not_clipped() -> None:
-    clipped = clip_scores(torch.tensor([9.0, -9.0, 1.0]), -5.0, 4.0)
-    assert replace_missing_end(clipped, torch.tensor([True, True, False]), score=-7.0).tolist() == [4.0, -5.0, -7.0]
 
 
 @given(st.integers(1, 40), st.integers(1, 20), st.integers(0, 10), st.floats(0, 2))
 def test_the_length_penalty_equals_the_oracles(tokens: int, buffer: int, more: int, factor: float) -> None:
     sample = Sample(sample_id="", prompt_ids=[0], response_ids=[0] * tokens)
     limits = {"max_tokens": buffer + more, "buffer_tokens": buffer, "penalty": factor}
-    expected = overlong(0.0, sample, most=buffer + more, buffer=buffer, factor=factor)
+    expected = naive.overlong(0.0, sample, most=buffer + more, buffer=buffer, factor=factor)
     response = completion(tokens=tokens)
     assert soft_overlong(response, **limits) == pytest.approx(expected)
     falling = soft_overlong(response, **limits, capped=False)
@@ -86,7 +91,7 @@ def test_the_first_end_token_equals_a_loops(rows: list[list[int]], after: int) -
     lengths = [1 + sum(row) % 5 for row in rows]
     kept, found = first_end(torch.tensor(rows), lengths_mask(lengths, 5), [2], after=after)
     for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
-        sample = truncated(Sample(sample_id="", prompt_ids=[0], response_ids=row[:n]), 2, after)
+        sample = naive.truncated(Sample(sample_id="", prompt_ids=[0], response_ids=row[:n]), 2, after)
         assert found[i].item() == sample.finished
         assert kept[i].tolist() == [t < len(sample.response_ids) for t in range(5)]
 
@@ -94,17 +99,3 @@ def test_the_first_end_token_equals_a_loops(rows: list[list[int]], after: int) -
 def test_any_of_several_stop_tokens_ends_a_response() -> None:
     ids = torch.tensor([[5, 7, 6, 5], [5, 5, 6, 7]])
     assert first_end(ids, torch.ones(2, 4).bool(), [6, 7])[0].sum(-1).tolist() == [2, 3]
-
-
-# ---- padding
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=8))
-def test_left_padding_keeps_positions(row: list[int]) -> None:
-    kept = [token for token in row if token != 0]
-    padded = left_pad(torch.tensor([row]), 0)
-    assert padded[0].tolist() == [0] * (len(row) - len(kept)) + kept
-    mask = padded != 0
-    for positions in (position_ids(mask), position_ids_with_padding_at_one(mask)):
-        assert positions[mask].tolist() == list(range(len(kept)))
-    assert position_ids_with_padding_at_one(mask)[~mask].tolist() == [1] * (len(row) - len(kept))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -70,13 +67,8 @@ def test_long_prompts(tmp_path: Path) -> None:
     source = jsonl(tmp_path, [{"token_ids": [1] * length} for length in (3, 4, 2, 5)])
     found = load_rows(source, max_tokens=3, drop={"too_long"})
     assert [prompt.prompt_id for prompt in found.items] == ["1", "3"]
-    assert [(row.where, row.fault) for row in found.left_out] == [
-        (f"{source.path}, line {line}", "too_long") for line in (2, 4)
-    ]
-    with pytest.raises(ValueError, match="2 of 4 rows are broken") as error:
+    with pytest.raises(ValueError, match="2 of 4 rows are broken; the longest has at least 5 tokens"):
         load(source, max_tokens=3)
-    assert "line 2: 4 tokens are too many: at most 3 fit" in str(error.value)
-    assert "line 4: 5 tokens" in str(error.value)
 
 
 @pytest.mark.parametrize("kind", ["prompt", "messages", "many messages"])
@@ -109,20 +101,16 @@ def test_a_text_that_cannot_fit_is_not_encoded(
     [
         ({"text": "a"}, "no column prompt_ids or token_ids or prompt or messages; there are text"),
         ({"token_ids": []}, "token_ids has no token"),
-        ({"token_ids": "12"}, "token_ids must be a list"),
         ({"token_ids": [1, 1000]}, "token_ids holds 1000: ids are integers from 0 to 999"),
         ({"token_ids": [-1]}, "token_ids holds -1"),
         ({"token_ids": [True]}, "token_ids holds True"),
-        ({"token_ids": [1.0]}, "token_ids holds 1.0"),
         ({"token_ids": [1], "prompt_id": 7.5}, "prompt_id is 7.5"),
         ({"token_ids": [1], "prompt_id": ""}, "prompt_id is ''"),
         ({"token_ids": [1], "prompt_id": "a"}, r"prompt_id 'a' is that of .*rows\.jsonl, line 1"),
         ({"prompt": ""}, "prompt has no token"),
         ({"prompt": 7}, "prompt must be a list of messages, or text"),
-        ({"prompt": []}, "prompt must be a list of messages, or text"),
         ({"messages": "hi"}, "messages must be a list of messages$"),
         ({"messages": ["hi"]}, "a message has a role and a content"),
-        ({"messages": [{"role": "user"}]}, "role and content are not both text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "role and content are not both text"),
         (
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
@@ -152,6 +140,10 @@ def test_random_prompts_keep_within_bounds_and_reach_them() -> None:
     assert {t for p in prompts for t in p.token_ids} == set(range(7))
     assert prompts[:10] == random_prompts(count=10, min_tokens=2, max_tokens=5, vocab_size=7, seed=1)
     assert prompts != random_prompts(count=200, min_tokens=2, max_tokens=5, vocab_size=7, seed=2)
+    known = random_prompts(count=2, min_tokens=1, max_tokens=4, vocab_size=9, seed=0)
+    assert [prompt.token_ids for prompt in known] == [(5, 4, 2, 2), (8, 8, 5)], "in every process and version"
+    seeds = [request.seed for request in sample_requests(known, 1, seed=1, step=2)]
+    assert seeds == [6549457716531909654, 1958836348557168490]
 
 
 def test_sample_seeds_belong_to_the_sample() -> None:
@@ -183,16 +175,3 @@ def test_every_distinct_prompt_has_one_greedy_response() -> None:
         ("3/p1/greedy", second, 0.0),
     ]
     assert {r.temperature for r in sample_requests([first], 2, seed=0, step=3)} == {None}
-
-
-@pytest.mark.process
-def test_seeds_are_the_same_in_another_process() -> None:
-    program = (
-        "import json; from megarl.data.prompts import *;"
-        "p = random_prompts(count=3, min_tokens=1, max_tokens=4, vocab_size=9, seed=0);"
-        "print(json.dumps([[r.seed, *r.prompt.token_ids] for r in sample_requests(p, 2, seed=1, step=2)]))"
-    )
-    prompts = random_prompts(count=3, min_tokens=1, max_tokens=4, vocab_size=9, seed=0)
-    here = [[r.seed, *r.prompt.token_ids] for r in sample_requests(prompts, 2, seed=1, step=2)]
-    there = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout
-    assert json.loads(there) == here

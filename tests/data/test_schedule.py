@@ -128,18 +128,6 @@ def test_a_step_keeps_groups_together_and_balances_tokens(
     assert schedule == step_schedule(samples, layout, budget, rows_per_unit=rows_per_unit)
 
 
-def test_a_step_of_pairs_by_hand() -> None:
-    pairs = make_samples([(1, 9), (1, 5), (1, 1), (1, 2), (1, 3), (1, 3), (1, 4), (1, 2)], 4)
-    schedule = step_schedule(pairs, Layout(dp=2), 16, rows_per_unit=2)
-    # Pairs of 16, 5, 8 and 8 tokens: 16 and 5 against 8 and 8; two packs of 16 on each rank.
-    assert [[[(r.chunk, r.row) for r in pack] for pack in rank.packs] for rank in schedule.ranks] == [
-        [[(0, 0), (0, 1)], [(0, 2), (0, 3)]],
-        [[(1, 0), (1, 1)], [(1, 2), (1, 3)]],
-    ]
-    assert [rank.pack_tokens for rank in schedule.ranks] == [16, 16]
-    assert [rank.total_rows for rank in schedule.ranks] == [8, 8]
-
-
 def test_a_step_with_half_a_pair_is_refused() -> None:
     samples = make_samples([(1, 1)] * 4, 4)
     with pytest.raises(ValueError, match="sample s2 is not one of 2 neighbors"):
@@ -205,12 +193,6 @@ def test_token_counts_per_rank_differ_by_less_than_the_longest_sample(samples: l
     assert max(loads) - min(loads) <= max(s.tokens for s in samples)
 
 
-def test_the_longest_sample_of_a_round_goes_to_the_rank_with_the_fewest_tokens() -> None:
-    samples = make_samples([(1, 7), (1, 3), (1, 3), (1, 1)], 4)
-    (schedule,) = update_schedules(samples, Layout(dp=2), 64, mini_batches=1, epochs=1, seed=0, step=0)
-    assert [sorted(r.tokens for pack in rank.packs for r in pack) for rank in schedule.ranks] == [[2, 8], [4, 4]]
-
-
 def test_balancing_packs_reduces_padding() -> None:
     # 1,100 tokens under a budget of 1,000: first fit would make packs of 1,000 and 100, both padded to 1,000.
     schedule = inference_schedule(make_samples([(50, 50)] * 11, 11), Layout(), 1000)
@@ -218,24 +200,10 @@ def test_balancing_packs_reduces_padding() -> None:
     assert schedule.ranks[0].pack_tokens == 600
 
 
-def test_a_long_sample_lengthens_only_the_packs_of_its_mini_batch() -> None:
-    samples = make_samples([(10, 90)] + [(2, 3)] * 7, 4)
-    schedules = update_schedules(samples, Layout(dp=2), 20, mini_batches=2, epochs=2, seed=0, step=0)
-    # Four samples of 5 tokens on two ranks make packs of 10; the mini-batch with the long one has packs of 100.
-    for epoch in (schedules[:2], schedules[2:]):
-        assert sorted(schedule.ranks[0].pack_tokens for schedule in epoch) == [10, 100]
-
-
 def test_first_fit_is_used_if_balancing_would_exceed_the_budget() -> None:
     # Longest to emptiest gives 3+2+2 and 3+2; first fit gives 3+3 and 2+2+2, which a budget of 6 needs.
     schedule = inference_schedule(make_samples([(1, 2), (1, 2), (1, 1), (1, 1), (1, 1)], 5), Layout(), 6)
     assert sorted(sorted(r.tokens for r in pack) for pack in schedule.ranks[0].packs) == [[2, 2, 2], [3, 3]]
-
-
-def test_a_sample_longer_than_the_budget_makes_a_pack_of_its_own_length() -> None:
-    schedule = inference_schedule(make_samples([(3, 3), (10, 40), (3, 3)], 3), Layout(tp=4, sequence_parallel=True), 8)
-    assert [[r.tokens for r in pack] for pack in schedule.ranks[0].packs] == [[50], [6, 6]]
-    assert schedule.ranks[0].pack_tokens == 52
 
 
 def test_all_passes_of_a_step_have_packs_of_one_length() -> None:

@@ -110,22 +110,6 @@ def test_adam_is_torch_adamw_with_norm_clipping() -> None:
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
-def test_a_zero_head_gives_a_uniform_distribution() -> None:
-    actor = language_model(0)
-    nn.init.zeros_(actor.lm_head.weight)
-    logprobs, entropy = token_statistics(actor, SAMPLES[0], temperature=0.7)
-    assert logprobs.tolist() == pytest.approx([-math.log(11)] * 3)
-    assert entropy.tolist() == pytest.approx([math.log(11)] * 3)
-
-
-def test_temperature_divides_the_logits() -> None:
-    actor = language_model(0)
-    cold = token_statistics(actor, SAMPLES[0], temperature=0.5)
-    actor.lm_head.weight.data *= 2
-    for one, other in zip(cold, token_statistics(actor, SAMPLES[0], temperature=1.0), strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_logprobs_and_values_are_read_before_the_token_and_scores_after_it() -> None:
     actor, critic = language_model(0), value_model(1)
     changed = Sample(sample_id="a", prompt_ids=[1, 2], response_ids=[3, 4, 6], score=1.0)
@@ -229,14 +213,6 @@ def test_gradients_agree_with_finite_differences(role: str) -> None:
         assert step.gradients[name][place].item() == pytest.approx(slope, rel=1e-5, abs=1e-8)
     squares = sum(g.square().sum().item() for g in step.gradients.values())
     assert step.grad_norm == pytest.approx(math.sqrt(squares), rel=1e-9)
-
-
-def test_tied_embeddings_are_one_parameter() -> None:
-    config = {**CONFIG, "tie_word_embeddings": True}
-    state = {name: p for name, p in random_state(language_model(0), 0).items() if name != "lm_head.weight"}
-    model = causal_lm(config, state)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert torch.equal(model.lm_head.weight, state["model.embed_tokens.weight"])
 
 
 def test_correction_weights_scale_the_policy_loss_and_masks_the_whole_loss() -> None:

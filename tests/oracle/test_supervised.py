@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from tests.oracle import supervised
 from tests.oracle.adam import AdamSettings
@@ -27,23 +26,6 @@ def test_the_loss_of_one_demonstration_equals_hugging_faces() -> None:
     loss.backward()
     torch.testing.assert_close(step.gradients["lm_head.weight"], actor.lm_head.weight.grad)
     assert tuned(input_ids=ids, labels=labels).loss.item() < step.loss
-
-
-def test_every_token_of_a_step_has_the_same_weight() -> None:
-    actor = language_model(0)
-
-    def loss(*samples: int) -> float:
-        return supervised.fine_tune(actor, [[SAMPLES[i] for i in samples]], SETTINGS)[0][0].loss
-
-    assert loss(0, 1) == pytest.approx(0.75 * loss(0) + 0.25 * loss(1), rel=1e-6)
-
-
-def test_a_zero_head_gives_a_uniform_distribution() -> None:
-    actor = language_model(0)
-    nn.init.zeros_(actor.lm_head.weight)
-    (step,), _ = supervised.fine_tune(actor, [SAMPLES], SETTINGS)
-    assert step.loss == pytest.approx(math.log(11))
-    assert step.metrics["entropy"] == pytest.approx(math.log(11))
 
 
 def test_preferences_by_hand() -> None:

@@ -42,11 +42,6 @@ def test_the_planned_runs_are_all_seeds_algorithms_controls_and_staleness_settin
     assert [cell.seed for cell in CELLS[:21]] == [0] * 21
 
 
-def test_staleness_is_a_separate_setting() -> None:
-    cells = [Cell(algorithm="decoupled_ppo", seed=0, staleness=age) for age in (1, 2)]
-    assert cells[0].settings() != cells[1].settings()
-
-
 def test_a_row_by_hand() -> None:
     row = "| GRPO | 2 | 30 | 3,840 | 0.350 | 0.750 | +0.400 | 0.100 | 1.50 | open |"
     results: dict[Row, Results] = {("grpo", None): [result(0.3, 0.8, [0.0, 1.0]), result(0.4, 0.7, [0.0, 2.0])]}

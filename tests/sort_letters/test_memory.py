@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from threading import Event
 
 import pytest
-
-from examples.sort_letters.memory import MemoryWatch
 
 MIB = 1024 * 1024
 # A process with a child, which map the same 40 MiB of shared memory and have 20 MiB each of their own.
@@ -50,19 +47,3 @@ def test_shared_memory_is_counted_once(baseline: int) -> None:
     before, found, after = map(int, told.split())
     assert 80 * MIB <= found - before <= 80 * MIB + baseline
     assert after == pytest.approx(before, abs=5 * MIB)
-
-
-def test_the_peak_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, looked_at_all = [3, 7, 1], Event()
-
-    def now(_watch: MemoryWatch) -> int:
-        if len(sizes) == 1:
-            looked_at_all.set()
-            return sizes[0]
-        return sizes.pop(0)
-
-    monkeypatch.setattr("examples.sort_letters.memory._INTERVAL_S", 0.01)
-    monkeypatch.setattr(MemoryWatch, "now", now)
-    with MemoryWatch() as watch:
-        assert looked_at_all.wait(timeout=60)
-    assert watch.peak_bytes == 7

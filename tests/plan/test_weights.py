@@ -83,54 +83,35 @@ def test_in_lockstep_each_bucket_waits_for_its_slowest_rank(model: Path) -> None
     assert found["bucket_bytes"] <= 0.01 * 2**20
 
 
-def test_all_mistakes_are_reported_together(model: Path) -> None:
-    result = invoke(
-        model,
-        *("--train", "tp=3,pq=2,tp=1", "--rollout", "replicas=0", "--link", "node=fast,wire=1"),
-        *("--bucket-mib", "0", "--devices-per-node", "0"),
-    )
-    assert (result.exit_code, result.stdout) == (2, "")
-    for text in (
-        "megarl plan weights: 5 problems",
-        "'pq' is not one of tp, pp, dp, vpp, ep; tp is given twice",
-        "replicas must be a whole number, 1 or more, not '0'",
-        "node must be a number above 0 (GB/s), not 'fast'; 'wire' is not one of device, node, network",
-        "--bucket-mib = 0.0",
-        "--devices-per-node = 0",
-    ):
-        assert text in result.stderr
-
-
 @pytest.mark.parametrize(
-    ("train", "rollout", "said"),
+    ("arguments", "said"),
     [
-        ("tp=5", "tp=3", ["tp 5 does not divide the 4 attention heads", "tp 3 does not divide the 4 attention heads"]),
-        ("dp=3,ep=2", "tp=1", ["ep 2 does not divide dp 3"]),
-        ("dp=2,ep=2", "tp=1", ["ep 2 needs experts"]),
-        ("pp=2,vpp=4", "tp=1", ["2 stages x 4 chunks are more than the 4 layers"]),
-        ("tp=2", "tp=2 --bucket-mib 1e-6", ["must be at least 8 bytes, an element of any dtype"]),
-        ("tp=2", "tp=2,replicas=2 --colocated", ["its 4 ranks exceed the trainer's 2 devices"]),
+        ("--train tp=2,pq=2 --rollout tp=2", "--train: 'pq' is not one of tp, pp, dp, vpp, ep"),
+        ("--train tp=2,tp=1 --rollout tp=2", "--train: 'tp' is not one of tp, pp, dp, vpp, ep, each given once"),
+        ("--train tp=2 --rollout replicas=0", "--rollout: replicas must be a number above 0, not '0'"),
+        ("--train tp=2 --rollout tp=2 --link node=fast", "--link: node must be a number above 0, not 'fast'"),
+        ("--train tp=5 --rollout tp=1", "tp 5 does not divide the 4 attention heads"),
+        ("--train tp=1 --rollout tp=3", "tp 3 does not divide the 4 attention heads"),
+        ("--train dp=3,ep=2 --rollout tp=1", "ep 2 does not divide dp 3"),
+        ("--train dp=2,ep=2 --rollout tp=1", "ep 2 needs experts"),
+        ("--train pp=2,vpp=4 --rollout tp=1", "2 stages x 4 chunks are more than the 4 layers"),
+        ("--train tp=2 --rollout tp=2 --bucket-mib 1e-6", "--bucket-mib"),
+        ("--train tp=2 --rollout tp=2 --devices-per-node 0", "--devices-per-node"),
+        ("--train tp=2 --rollout tp=2,replicas=2 --colocated", "4 ranks exceed the trainer's 2 devices"),
     ],
 )
-def test_layouts_that_do_not_fit_are_refused(model: Path, train: str, rollout: str, said: list[str]) -> None:
-    result = invoke(model, "--train", train, "--rollout", *rollout.split())
+def test_wrong_arguments_are_refused(model: Path, arguments: str, said: str) -> None:
+    result = invoke(model, *arguments.split())
     assert (result.exit_code, result.stdout) == (2, "")
-    assert all(text in result.stderr for text in said), result.stderr
+    assert said in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "does not exist"),
-        ("{", "is not JSON"),
-        ("[]", "is not a JSON object"),
-        ('{"architectures": ["BertModel"]}', "BertModel is not supported"),
-    ],
+    ("content", "said"), [(None, "does not exist"), ('{"architectures": ["BertModel"]}', "BertModel is not supported")]
 )
 def test_a_model_that_cannot_be_planned_is_refused(tmp_path: Path, content: str | None, said: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     result = invoke(tmp_path, "--train", "tp=2", "--rollout", "tp=2")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "megarl plan weights: 1 problem\n" in result.stderr
     assert said in result.stderr

@@ -18,7 +18,7 @@ from megarl.plan.run_plan import plan_lines
 from megarl.preflight.check import check
 from tests.data.rows import tools_tokenizer
 
-DEBUG = Path(__file__).parents[1] / "configs" / "debug"
+DEBUG = Path(__file__).parents[2] / "configs" / "debug"
 
 
 def said(stage: str, *overrides: str) -> dict[str, str]:
