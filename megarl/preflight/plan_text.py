@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
+import yaml
+
 from megarl.config.schema import Choice, Rollout
+from megarl.config.schema.base import Section
 from megarl.texts import counted
 
 
@@ -23,6 +28,12 @@ def evaluation_times(every: int | None) -> str:
 
 def every_steps(steps: int) -> str:
     return "every step" if steps == 1 else f"every {steps} steps"
+
+
+def section_text(section: Section) -> str:
+    """Writes the fields of a section that are set, as YAML in one line."""
+    fields = section.model_dump(mode="json", exclude_unset=True)
+    return yaml.safe_dump(fields, default_flow_style=True, sort_keys=False, width=sys.maxsize).strip()
 
 
 def choice_text(choice: Choice) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from megarl.config import RolloutTrainingConfig
-from megarl.config.schema import PTX, Algo, Critic, Scores, Selection
+from megarl.config.schema import PTX, Algo, Critic
 from megarl.config.schema.base import raw_section
 from megarl.config.schema.loss_specs import LossSpec, NewHead, PolicySpec, ValueSpec
 from megarl.config.schema.run_config import LargestBatches
-from megarl.preflight.plan_text import choice_text, epochs_text, evaluation_times, every_steps, lengths_text
+from megarl.preflight.plan_text import epochs_text, evaluation_times, every_steps, lengths_text, section_text
 from megarl.texts import counted
 from megarl.types import RoleName
 
@@ -144,10 +144,15 @@ class PPOConfig(RolloutTrainingConfig):
         yield "prompts", f"{source}; {least}{epochs_text(self.steps, data.prompts_per_step, count)}"
         yield "step", f"{counted(data.prompts_per_step, 'prompt')} x {data.samples_per_prompt} = {samples}"
         yield "lengths", lengths_text(self.rollout)
-        shaping = _shaping(self.algo.scores)
-        shuffled = ["shuffled"] if self.reward.shuffle else []
-        yield "scores", ", ".join([" + ".join(_sources(self)), *shaping, *shuffled])
-        yield from _algorithm(self, rows)
+        shuffled = ", shuffled" if self.reward.shuffle else ""
+        yield "scores", " + ".join(_sources(self)) + shuffled
+        yield "algo", section_text(self.algo)
+        if self.algo.has_logprob_pass or self.algo.old_logprobs_from_update:
+            yield "old logprobs", _old_logprobs(self)
+        yield "update", _update(self)
+        if self.ptx is not None:
+            texts = f"{self.ptx.data.path} ({rows['ptx.data']})"
+            yield "texts", f"{counted(self.ptx.sequences_per_mini_batch, 'row')} of {texts} in each of these"
         if self.rollout.sync_every > 1:
             yield "weights", f"into the engines {every_steps(self.rollout.sync_every)}"
         if self.actor.ema is not None:
@@ -168,78 +173,6 @@ def _sources(config: PPOConfig) -> Iterator[str]:
         yield f"{function.weight:g} x {function.name}"
 
 
-def _shaping(scores: Scores) -> Iterator[str]:
-    if scores.truncate_at is not None:
-        yield f"of responses up to token {scores.truncate_at.token} from place {scores.truncate_at.after} on"
-    if scores.clip is not None:
-        yield f"clipped to [{scores.clip[0]:g}, {scores.clip[1]:g}]"
-    if scores.missing_end is not None:
-        yield f"{choice_text(scores.missing_end)} without an end"
-    if scores.placement != "last_valid":
-        yield "on every token"
-
-
-def _algorithm(config: PPOConfig, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields the parts of an algorithm that are on."""
-    algo = config.algo
-    samples = config.data.prompts_per_step * config.data.samples_per_prompt
-    if algo.filter is not None:
-        yield "filter", f"{choice_text(algo.filter)}, of up to {counted(algo.filter_rounds, 'round')} of prompts"
-    if algo.select is not None:
-        yield "selection", _selection(algo.select)
-    normaliser = "" if algo.normaliser is None else f", normalised by {choice_text(algo.normaliser)}"
-    yield "advantages", f"{choice_text(algo.advantage)}{normaliser}"
-    yield "penalty", _penalty(algo)
-    entropy = f", entropy bonus {algo.entropy_coef:g}" if algo.entropy_coef else ""
-    yield "policy loss", f"{choice_text(algo.policy_loss)}, as {choice_text(algo.aggregation)}{entropy}"
-    if config.critic is not None:
-        steps = config.critic.warmup_steps
-        alone = f", alone in {counted(steps, 'step')} at first" if steps else ""
-        yield "value loss", f"{choice_text(algo.value_loss)}{alone}"
-    corrections = ", ".join(_corrections(algo))
-    if corrections:
-        yield "corrections", corrections
-    mini_batches = counted(algo.mini_batches, "mini-batch")
-    of = counted(samples // algo.mini_batches, "sample")
-    if algo.has_logprob_pass or algo.old_logprobs_from_update:
-        yield "old logprobs", _old_logprobs(config)
-    steps = counted(algo.ppo_epochs * algo.mini_batches, "optimizer step")
-    each = f"{mini_batches} of {of}" if algo.select is None else f"up to {mini_batches} of the selected samples"
-    yield "update", f"{counted(algo.ppo_epochs, 'epoch')} x {each} = {steps}"
-    if algo.early_stop is not None:
-        most = algo.early_stop.factor * algo.early_stop.kl
-        yield "early stop", f"after an epoch that moves the policy by more than {most:g} nats per token"
-    ptx = config.ptx
-    if ptx is not None:
-        texts = f"{counted(ptx.sequences_per_mini_batch, 'row')} of {ptx.data.path} ({rows['ptx.data']})"
-        yield "texts", f"{texts} in each of these, {ptx.mode} {ptx.coef:g}"
-
-
-def _penalty(algo: Algo) -> str:
-    kl = algo.kl
-    if kl.coef == 0:
-        return "none"
-    target = "" if kl.target is None else f", adapted to {kl.target:g} nats"
-    sync = kl.reference_sync
-    follows = ""
-    if sync is not None:
-        follows = f"; the reference moves by {sync.weight:g} to the actor every {counted(sync.every, 'step')}"
-    return f"KL by {choice_text(kl.estimator)} in the {kl.placement}, coefficient {kl.coef:g}{target}{follows}"
-
-
-def _corrections(algo: Algo) -> Iterator[str]:
-    correction = algo.correction
-    if correction.old_logprobs != "recompute":
-        yield f"old log-probabilities {correction.old_logprobs}"
-    if correction.weights is not None:
-        yield choice_text(correction.weights)
-    yield from (f"{reject.statistic} up to {reject.upper:g}" for reject in correction.reject)
-    if correction.sequence_mask is not None:
-        yield f"sequence mask (delta {correction.sequence_mask.delta:g})"
-    if correction.m2po is not None:
-        yield f"m2po (threshold {correction.m2po.threshold:g})"
-
-
 _READERS = {
     "algo.ppo_epochs": "later epochs compare with them",
     "algo.mini_batches": "later mini-batches compare with them",
@@ -251,6 +184,17 @@ _READERS = {
 """What reads the trainer's log-probabilities before the update, by setting."""
 
 
+def _update(config: PPOConfig) -> str:
+    algo = config.algo
+    mini_batches = counted(algo.mini_batches, "mini-batch")
+    samples = counted(config.samples_per_step // algo.mini_batches, "sample")
+    each = f"{mini_batches} of {samples}"
+    if algo.select is not None:
+        each = f"up to {mini_batches} of the selected samples"
+    steps = counted(config.updates_per_step, "optimizer step")
+    return f"{counted(algo.ppo_epochs, 'epoch')} x {each} = {steps}"
+
+
 def _old_logprobs(config: PPOConfig) -> str:
     readers = [f"{setting} ({_READERS[setting]})" for setting in config.algo.reads_old_logprobs]
     if readers:
@@ -258,14 +202,3 @@ def _old_logprobs(config: PPOConfig) -> str:
     steps = 0 if config.critic is None else config.critic.warmup_steps
     alone = f"; in the critic's {counted(steps, 'step')} alone by a pass" if steps else ""
     return f"those of the update, as a step is one optimizer step; no pass before it{alone}"
-
-
-def _selection(selection: Selection) -> str:
-    """Returns which samples of a step are trained on."""
-    only: list[str] = []
-    if selection.discard_unfinished:
-        only.append("that ended")
-    if selection.min_score is not None:
-        only.append(f"with a score of at least {selection.min_score:g}")
-    limits = f", of responses {' and '.join(only)}" if only else ""
-    return f"{choice_text(selection.by)}{limits}"
