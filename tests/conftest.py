@@ -14,8 +14,8 @@ from hypothesis import settings
 from xdist.remote import Producer
 
 from megarl.garbage_collection import importing
-from tests.groups import GroupScheduling, group, place
 from tests.pool import RankPool
+from tests.scheduling import GroupScheduling, group, place
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of one test would wait actively while others have the cores
 

@@ -14,7 +14,7 @@ _RANKS = "who uses the warm processes of tests/pool.py"
 _DEBUG_RUN = "who looks at the debug run"
 _FOLDERS = {
     **dict.fromkeys(("convert", "megatron", "resharding"), _RANKS),
-    "cluster": "cluster",
+    **dict.fromkeys(("cluster", "groups"), "cluster"),
     "rollout": "rollout",
     "slurm": "slurm",
 }

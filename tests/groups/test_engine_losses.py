@@ -26,8 +26,8 @@ from megarl.remote import Phase, RemoteMethod
 from megarl.stages.ppo.config import PPOConfig
 from tests.cluster.conftest import DEBUG, forget_calls
 from tests.cluster.fakes import OPTIONS
-from tests.cluster.syncing_workers import Engine, Trainer
 from tests.e2e.test_endings import process_that_prints_to
+from tests.groups.syncing_workers import Engine, Trainer
 
 pytestmark = pytest.mark.process
 
