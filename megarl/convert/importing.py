@@ -97,13 +97,10 @@ def _with_dtypes(whole: ShardMap, tensors: Mapping[str, TensorInfo], dtype: str 
     dtypes: dict[str, set[str]] = defaultdict(set)
     for shard in whole.shards:
         dtypes[shard.param].add(dtype or tensors[shard.name].dtype)
-    mixed: list[str] = []
     for key, found in dtypes.items():
         if len(found) > 1:
-            mixed.append(f"{key}: {' and '.join(sorted(found))}")
-    if mixed:
-        problem = "tensors that Megatron stores together have different dtypes; choose one with --dtype:"
-        raise UsageError("\n  ".join([problem, *mixed]))
+            mixed = " and ".join(sorted(found))
+            raise UsageError(f"Megatron stores tensors of {mixed} together in {key}; choose one with --dtype")
     params = {key: replace(info, dtype=min(dtypes[key])) for key, info in whole.params.items()}
     return replace(whole, params=params)
 

@@ -235,17 +235,13 @@ def _stacked(index: DCPIndex) -> DCPIndex:
         for axis, at in enumerate(place.at):
             counts[place.key, axis] = max(counts[place.key, axis], at + 1)
     tensors: dict[str, TensorInfo] = {}
-    problems: list[str] = []
     for key, place in places.items():
         info = index.tensors[key]
         leading = tuple(counts[place.key, axis] for axis in range(len(place.at)))
         rows, *inner = info.shape or (1,)
         stacked = TensorInfo((*leading, rows * place.halves, *inner), info.dtype)
         if tensors.setdefault(place.key, stacked) != stacked:
-            found = f"{list(info.shape)} of {info.dtype}"
-            problems.append(f"{key} is {found}, unlike others of {place.key}")
-    if problems:
-        raise CheckpointError("tensors that belong together differ", problems)
+            raise CheckpointError(f"{key} is {list(info.shape)} of {info.dtype}, unlike others of {place.key}")
     chunks = list(_stacked_chunks(index, places))
     return DCPIndex(tensors=tensors, chunks=chunks, objects=index.objects)
 

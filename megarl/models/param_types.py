@@ -153,14 +153,13 @@ class ParamType(Protocol):
 
 @dataclass(frozen=True)
 class Names:
-    """Names of one thing in HF (those of canonical tensors), Megatron and vLLM; vLLM's are HF's by default."""
+    """Names of one thing in HF, those of canonical tensors and of vLLM, and in Megatron."""
 
     hf: str
     megatron: str
-    vllm: str | None = None
 
     def of(self, engine: Engine) -> str:
-        return self.megatron if engine == "megatron" else self.vllm or self.hf
+        return self.megatron if engine == "megatron" else self.hf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,13 +216,11 @@ class ColumnParallel:
     transposed: bool = False
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
-        shard = coords.tp.range(dims.size(self.outputs))
-        parts = [part.within(*shard) for part in projection_ranges(self._projections(dims))]
+        width = dims.size(self.outputs)
+        shard = coords.tp.range(width)
+        parts = [part.within(*shard) for part in projection_ranges([(name, width) for name in self.hf])]
         name = self.megatron if engine == "megatron" else self.vllm
         yield from column_stacks(name, parts, dims, self.bias, self.transposed)
-
-    def _projections(self, dims: Dims) -> list[tuple[str, int]]:
-        return [(name, dims.size(self.outputs)) for name in self.hf]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,12 +314,9 @@ class FusedQKV:
     transposed: bool = False
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
-        if engine == "megatron":
-            name = self.megatron
-            parts = self._megatron_parts(dims, coords)
-        else:
-            name = self.vllm
-            parts = self._vllm_parts(dims, coords)
+        megatron = engine == "megatron"
+        parts = self._megatron_parts(dims, coords) if megatron else self._vllm_parts(dims, coords)
+        name = self.megatron if megatron else self.vllm
         yield from column_stacks(name, parts, dims, self.bias, self.transposed)
 
     def _projections(self, dims: Dims) -> list[tuple[str, int]]:

@@ -37,7 +37,6 @@ _QUIET = {  # unless they are set already
 _SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM leaves its files there
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # torch leaves its files there; on CUDA the next start need not compile
 _SHORT_PATH = 45
-_CONTRADICTING = ("VLLM_CPU_KVCACHE_SPACE",)  # would override the configured KV cache
 
 
 def set_vllm_environment(device: str, scratch_dir: str, threads: int = 1) -> None:
@@ -65,8 +64,7 @@ def set_vllm_environment(device: str, scratch_dir: str, threads: int = 1) -> Non
         os.environ.update(_CUDA)
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    for name in _CONTRADICTING:
-        os.environ.pop(name, None)
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the configured KV cache
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.triton_utils")
     # Megatron-core needs Triton; vLLM for a CPU says before it sets up its logging (0.32) that it does not use it.
     logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)

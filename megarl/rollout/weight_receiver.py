@@ -104,9 +104,6 @@ class EngineWeights:
         for name, tensor in params.items():
             parameter = self._parameters[name]
             part = Box.whole(parameter.info.shape) if box is None else box
-            if tuple(tensor.shape) != part.shape or tensor.dtype is not getattr(torch, parameter.info.dtype):
-                found = f"{tuple(tensor.shape)} {tensor.dtype}"
-                raise ValueError(f"{name}: got {found}, the model has {part.shape} {parameter.info.dtype}")
             arrived = None
             if parameter.live is not None:
                 parameter.live.data[part.slices].copy_(tensor)

@@ -84,7 +84,9 @@ def test_mixed_dtypes_within_a_model_are_kept(tmp_path: Path) -> None:
 def test_mixed_dtypes_within_a_parameter_need_an_explicit_dtype(tmp_path: Path) -> None:
     config = models.qwen3_config()
     make_directory(tmp_path / "hf", config, tensors=random_tensors(model_spec(config), up_proj_weight="bfloat16"))
-    with pytest.raises(UsageError, match=r"--dtype:\n  decoder.layers.mlp.linear_fc1.weight: bfloat16 and float32"):
+    with pytest.raises(
+        UsageError, match=r"bfloat16 and float32 together in decoder.layers.mlp.linear_fc1.weight; choose one"
+    ):
         import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
 
 

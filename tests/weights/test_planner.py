@@ -140,17 +140,10 @@ def test_every_element_is_written_once_on_random_maps(
             assert sizes == sorted(sizes, reverse=True), "copies are aligned to their items"
 
 
-def trainer(spec, layout: Layout, head: str, first: int = 0) -> list[Holder]:
-    return [
-        Holder(rank=first + rank, map=spec.megatron_map(layout, rank, head), node=rank // 4)
-        for rank in range(layout.world_size)
-    ]
-
-
 def test_elements_without_a_source_are_refused_by_name() -> None:
     spec = model_spec(qwen2_config())
     layout = Layout(tp=2, pp=2)
-    ranks = trainer(spec, layout, "lm")
+    ranks = [Holder(rank=rank, map=spec.megatron_map(layout, rank)) for rank in range(layout.world_size)]
     destinations = [Holder(rank=9, map=spec.vllm_map(1, 0))]
     with pytest.raises(
         PlanError, match=r"no source holds model\.embed_tokens\.weight\[0:128, 0:24\], which model\.embed"
