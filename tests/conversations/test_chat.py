@@ -238,44 +238,41 @@ def test_a_plain_text_follows_a_turn_as_it_is() -> None:
     assert renderer.follow([], action, "and ", prompt=prompt, tools=()) == tokens.continuation("and ")
 
 
-def test_other_tools_begin_a_branch() -> None:
-    tokens = tokenizer("qwen2.5")
-    said = (*tokens.continuation("ok"), tokens.end_token_id)
-
-    async def sample(request: SampleRequest) -> SampledTurn:
-        return SampledTurn(token_ids=said, logprobs=np.zeros(len(said), np.float32), finished=True, versions=())
-
-    conversation = Conversation(
-        request=SampleRequest(sample_id="a", prompt=Prompt(prompt_id="a", token_ids=()), seed=1)
-    )
-    limits = TurnLimits(context=1 << 20, turn=1 << 20, turns=10)
-    session = ChatSession(conversation, renderer_of("qwen2.5"), sample, limits)
-    chat = [ASKED]
-    for tools in ([TOOL], [TOOL], [TOOL, TOOL], []):
-        turn = asyncio.run(session.turn(chat, tools))
-        assert turn is not None
-        chat += [turn.action.message, ASKED]
-    assert [len(branch.turns) for branch in conversation.branches] == [2, 1, 1]
-    for branch, (length, tools) in zip(conversation.branches, ((1, [TOOL]), (5, [TOOL, TOOL]), (7, [])), strict=True):
-        assert tokens.decode(branch.prompt, special=True) == rendered("qwen2.5", chat[:length], tools)
+def session_of(renderer: ChatRenderer, sample: Any, turns: int = 100) -> ChatSession:
+    request = SampleRequest(sample_id="a", prompt=Prompt(prompt_id="a", token_ids=()), seed=1)
+    limits = TurnLimits(context=1 << 20, turn=1 << 20, turns=turns)
+    return ChatSession(Conversation(request=request), renderer, sample, limits)
 
 
-def session_of(name: str, said: str, renderer: Any = None) -> ChatSession:
-    """A session whose model always says the same."""
+def says(name: str, said: str) -> Any:
+    """A model that always says the same."""
     ids = (*tokenizer(name).continuation(said), tokenizer(name).end_token_id)
 
     async def sample(request: SampleRequest) -> SampledTurn:
         return SampledTurn(token_ids=ids, logprobs=np.zeros(len(ids), np.float32), finished=True, versions=())
 
-    request = SampleRequest(sample_id="a", prompt=Prompt(prompt_id="a", token_ids=()), seed=1)
-    limits = TurnLimits(context=1 << 20, turn=1 << 20, turns=100)
-    return ChatSession(Conversation(request=request), renderer or renderer_of(name), sample, limits)
+    return sample
+
+
+def test_other_tools_begin_a_branch() -> None:
+    tokens = tokenizer("qwen2.5")
+    session = session_of(renderer_of("qwen2.5"), says("qwen2.5", "ok"))
+    chat = [ASKED]
+    for tools in ([TOOL], [TOOL], [TOOL, TOOL], []):
+        turn = asyncio.run(session.turn(chat, tools))
+        assert turn is not None
+        chat += [turn.action.message, ASKED]
+    assert [len(branch.turns) for branch in session.conversation.branches] == [2, 1, 1]
+    for branch, (length, tools) in zip(
+        session.conversation.branches, ((1, [TOOL]), (5, [TOOL, TOOL]), (7, [])), strict=True
+    ):
+        assert tokens.decode(branch.prompt, special=True) == rendered("qwen2.5", chat[:length], tools)
 
 
 def test_a_turn_that_cannot_be_read_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session may ask again: what was given before the turn is there once."""
     renderer, tokens = renderer_of("qwen2.5"), tokenizer("qwen2.5")
-    session = session_of("qwen2.5", "ok", renderer)
+    session = session_of(renderer, says("qwen2.5", "ok"))
     turn = asyncio.run(session.turn([ASKED]))
     assert turn is not None
     chat = [ASKED, turn.action.message, ASKED]
@@ -292,7 +289,7 @@ def test_a_turn_that_cannot_be_read_leaves_nothing_behind(monkeypatch: pytest.Mo
 def test_turns_after_many_branches_cost_what_they_do_after_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a template that drops thoughts: only the branch with the longest chat is compared with the new one."""
     renderer, chat, followed = renderer_of("deepseek-r1"), [ASKED], list[int]()
-    session, follow = session_of("deepseek-r1", "hm\n</think>\n\nok", renderer), renderer.follow
+    session, follow = session_of(renderer, says("deepseek-r1", "hm\n</think>\n\nok")), renderer.follow
     monkeypatch.setattr(renderer, "follow", lambda *args, **more: (followed.append(1), follow(*args, **more))[1])
     for _ in range(10):
         turn = asyncio.run(session.turn(chat))
@@ -303,7 +300,7 @@ def test_turns_after_many_branches_cost_what_they_do_after_one(monkeypatch: pyte
 
 
 def test_messages_cannot_follow_a_text() -> None:
-    session = session_of("qwen2.5", "ok")
+    session = session_of(renderer_of("qwen2.5"), says("qwen2.5", "ok"))
     replies = iter(Reply(observation=Observation(messages=given), tools=()) for given in ("b", [ASKED]))
 
     async def call(method: str, action: Action) -> Reply:
@@ -362,10 +359,8 @@ def converse(name: str, history: History, turns: list[dict[str, Any]]) -> None:
         logprobs = np.full(len(ids), -float(len(prompts)), np.float32)
         return SampledTurn(token_ids=ids, logprobs=logprobs, finished=not turn["cut"], versions=())
 
-    request = SampleRequest(sample_id="a", prompt=Prompt(prompt_id="a", token_ids=()), seed=1)
-    conversation = Conversation(request=request)
-    renderer = ChatRenderer(tokens, {}, ends=end_ids(name), history=history)
-    session = ChatSession(conversation, renderer, sample, TurnLimits(context=1 << 20, turn=1 << 20, turns=10))
+    session = session_of(ChatRenderer(tokens, {}, ends=end_ids(name), history=history), sample, turns=10)
+    conversation = session.conversation
     for turn in turns:
         taken = asyncio.run(session.turn(chat, tools))
         assert taken is not None

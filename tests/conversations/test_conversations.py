@@ -74,7 +74,7 @@ class Engine:
         self._cut = cut
         self.record: dict[str, tuple[SampleRequest, Response]] = {}
 
-    def answer(self, request: SampleRequest) -> RolloutChunk:
+    def answer(self, request: SampleRequest) -> SampledTurn:
         chance = random.Random(request.seed)
         assert request.max_new_tokens is not None
         finished = chance.random() >= self._cut and request.max_new_tokens > 1
@@ -89,11 +89,11 @@ class Engine:
         )
         assert request.sample_id not in self.record, "a turn is sampled once"
         self.record[request.sample_id] = request, response
-        return pack_chunk(0, [response])[1]
+        return SampledTurn.of(pack_chunk(0, [response])[1])
 
 
 def held(
-    tokenizer: Path, engine: Engine, settings: Mapping[str, Any], prompts: Sequence[Prompt], limits: TurnLimits
+    tokenizer: Path, engine: Any, settings: Mapping[str, Any], prompts: Sequence[Prompt], limits: TurnLimits
 ) -> tuple[RolloutChunk, list[SampleInfo]]:
     """Holds a conversation about each prompt, in one item; turns are answered in an order by chance."""
     process = EnvironmentProcess(EnvironmentSettings(**settings), str(tokenizer), {}, limits)
@@ -110,8 +110,8 @@ def held(
             waiting += process.next_turns().result(timeout=30)
             if waiting:
                 turn = waiting.pop(chance.randrange(len(waiting)))
-                sampled = SampledTurn.of(engine.answer(turn.request.value()))
-                process.answer([TurnAnswer(number=turn.number, tokens=0, turn=Pickled.of(sampled))])
+                sampled = Pickled.of(engine.answer(turn.request.value()))
+                process.answer([TurnAnswer(number=turn.number, tokens=0, turn=sampled)])
         chunks, infos = done.result(timeout=0)
     finally:
         process.close()

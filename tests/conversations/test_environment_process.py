@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,16 +31,14 @@ from megarl.rewards.child_process import ChildProcess
 from megarl.texts import escape_output
 from megarl.types import (
     ConversationOutcome,
-    Pickled,
     Prompt,
     RolloutChunk,
     SampledTurn,
     SampleInfo,
     SampleRequest,
-    TurnAnswer,
-    WorkItem,
 )
 from tests.conversations.gateways import gateway_tokenizer
+from tests.conversations.test_conversations import held
 from tests.data.encoded_texts import encoded_lengths
 
 LIMITS = TurnLimits(context=64, turn=8, turns=4)
@@ -97,28 +95,18 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[ChildProcess]:
     return started
 
 
+class Says:
+    """Says `ANSWER` in every turn."""
+
+    def answer(self, _: SampleRequest) -> SampledTurn:
+        ids = (*map(ord, ANSWER), 0)
+        return SampledTurn(token_ids=ids, logprobs=np.zeros(len(ids), np.float32), finished=True, versions=())
+
+
 def converse(ways: Sequence[str | None], **settings: Any) -> tuple[RolloutChunk, list[SampleInfo]]:
-    """Holds a conversation per way to fail, in which every turn is `ANSWER` and the end token."""
-    turn = [*map(ord, ANSWER), 0]
-    named = EnvironmentSettings(name="tests.conversations.worlds:Faulty", **settings)
-    process = EnvironmentProcess(named, "", {}, LIMITS)
-    process.start()
-    fields: list[Mapping[str, Any]] = [{"way": way} for way in ways]
-    requests = tuple(
-        SampleRequest(sample_id=f"1/{row}/0", prompt=Prompt(prompt_id=str(row), token_ids=(), fields=own), seed=row)
-        for row, own in enumerate(fields)
-    )
-    try:
-        held = process.generate(WorkItem(chunk=0, requests=requests))
-        while not held.done():
-            for asked in process.next_turns().result(timeout=30):
-                zeros = np.zeros(len(turn), np.float32)
-                sampled = SampledTurn(token_ids=tuple(turn), logprobs=zeros, finished=True, versions=())
-                process.answer([TurnAnswer(number=asked.number, tokens=len(turn), turn=Pickled.of(sampled))])
-        chunks, infos = held.result()
-    finally:
-        process.close()
-    return chunks[0], infos
+    """Holds a conversation per way to fail."""
+    prompts = [Prompt(prompt_id=str(row), token_ids=(), fields={"way": way}) for row, way in enumerate(ways)]
+    return held(Path(), Says(), {"name": "tests.conversations.worlds:Faulty", **settings}, prompts, LIMITS)
 
 
 def outcomes(infos: Sequence[SampleInfo]) -> list[ConversationOutcome]:

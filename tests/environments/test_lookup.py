@@ -13,7 +13,7 @@ from megarl.data.prompts import task_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.files import read_lines
 from megarl.rollout.completions import Response, pack_chunk
-from megarl.types import RolloutChunk, SampleRequest, VersionSpan
+from megarl.types import SampledTurn, SampleRequest, VersionSpan
 from tests.conversations.test_conversations import Engine, held
 
 pytestmark = pytest.mark.process
@@ -26,14 +26,14 @@ class Player(Engine):
         super().__init__()
         self._tokenizer, self._asks = load_tokenizer(model), asks
 
-    def answer(self, request: SampleRequest) -> RolloutChunk:
+    def answer(self, request: SampleRequest) -> SampledTurn:
         text = self._tokenizer.decode(request.prompt.token_ids)
         says = f"?{text[0]}" if len(text) == 2 and self._asks else text[-3:-1]
         ids = [*self._tokenizer.encode(says)[1:], self._tokenizer.end_token_id]
         versions = (VersionSpan(start=0, stop=len(ids), version=0, engine_id=0),)
         zeros = [0.0] * len(ids)
         response = Response(request=request, token_ids=ids, logprobs=zeros, finished=True, versions=versions)
-        return pack_chunk(0, [response])[1]
+        return SampledTurn.of(pack_chunk(0, [response])[1])
 
 
 def test_the_question_is_needed_and_its_answer_has_the_form_of_the_demonstrations(tmp_path: Path) -> None:

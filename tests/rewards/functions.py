@@ -53,10 +53,6 @@ def one_score(completions: Sequence[Completion]) -> list[float]:
     return [1.0 for _ in completions[:1]]
 
 
-async def later(completion: Completion) -> float:
-    return 1.0
-
-
 def score(completion: Completion) -> float:
     """A reserved name."""
     return 1.0
