@@ -38,12 +38,7 @@ class VocabShard:
 
 
 def vocab_shard(group: dist.ProcessGroup, rows: int, vocab_size: int) -> VocabShard:
-    """Returns the shard of this rank.
-
-    Args:
-        rows: rows of the local output layer, padding included; the same on every rank.
-        vocab_size: ids without padding, over all ranks.
-    """
+    """Returns the shard of this rank, whose output layer has ``rows`` with padding, as many as on every rank."""
     start = group.rank() * rows
     return VocabShard(group=group, start=start, size=max(0, min(rows, vocab_size - start)))
 
@@ -259,12 +254,7 @@ def divergence(
     """Returns KL(p || q) = sum over the vocabulary of p * (log p - log q), [T] nats.
 
     p and q are softmax(hidden @ weight.T / temperature) of the policy and of the reference, which
-    has no gradient. The dtype is that of log-probabilities.
-
-    Args:
-        hidden, ref_hidden: [T, H], equal on all TP ranks.
-        weight, ref_weight: [rows, H], this rank's rows of the output layers.
-        chunk_tokens: tokens whose logits exist at a time.
+    has no gradient. Shapes and dtypes are those of ``logprobs_and_entropy``.
     """
     return _Divergence.apply(hidden, weight, ref_hidden, ref_weight, shard, temperature, chunk_tokens)
 
