@@ -34,8 +34,6 @@ MakeLoss = Callable[[RankSchedule], Loss]
 
 Head = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 
-_HEAD = "output_layer.weight"
-
 
 class ModelEngine:
     """A model for inference, or with ``start_training`` for training.
@@ -117,7 +115,7 @@ class ModelEngine:
     def scale_head(self, gain: float) -> None:
         assert self.optimizer is not None, f"{self.name} is not in training"
         for shard in shards(self.model, self.optimizer):
-            if shard.name.endswith(_HEAD):
+            if shard.name.endswith("output_layer.weight"):
                 shard.main.mul_(gain)
         self.optimizer.publish()
 
