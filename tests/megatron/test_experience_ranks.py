@@ -70,7 +70,6 @@ CASES |= {
 
 SPREADS = {
     "two ranks": [[0, 3, 4], [1, 2, 5]],
-    "a rank without samples": [[], [5, 4, 3, 2, 1, 0]],
     "four ranks, two without": [[1, 2], [], [0, 3, 4, 5], []],
 }
 

@@ -163,7 +163,7 @@ def _compare(got: Found, want: Found, of: Callable[[torch.Tensor, torch.Tensor],
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [4, 20, 64, 256])
 def test_every_head_size_equals_hugging_face(pool: RankPool, tmp_path: Path, size: int) -> None:
     directory = model_of(tmp_path / "model", size)
     want = expected(directory, random_chunks()[0], torch.float64)
