@@ -11,11 +11,12 @@ the largest of each entry; every rank calls them equally often, with samples or 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
+from megarl.algos.advantages import broadcast_advantages
 from megarl.algos.kl import k1
 from megarl.algos.metrics import (
     averaged,
@@ -26,21 +27,15 @@ from megarl.algos.metrics import (
     policy_drift,
     value_metrics,
 )
-from megarl.algos.normalization import Reduce, masked_moments, reduced_sums
-from megarl.algos.rollout_correction import proximal_weights
+from megarl.algos.normalization import Reduce, masked_moments, on_mask, reduced_sums, whiten_rewards
+from megarl.algos.registry import KL_ESTIMATORS, NORMALISERS, ROLLOUT_WEIGHTS, TOKEN_ADVANTAGES, bound
+from megarl.algos.reward_shaping import dense_rewards, keep_finished, kl_penalties, token_rewards
+from megarl.algos.rollout_correction import m2po, proximal_weights, rejection
 from megarl.algos.value_loss import ValueMoments
-from megarl.config.schema import Algo, ValueNorm
+from megarl.config.schema import Algo, Correction, ValueNorm
 from megarl.data.packing import Chunks
 from megarl.experience.padded_batch import Columns, PaddedBatch, by_chunk, pad_batch
-from megarl.experience.records import ExperienceChunk, ExperienceReport, StepContext
-from megarl.experience.token_advantages import (
-    Advantages,
-    actor_mask,
-    compute_advantages,
-    correction_weights,
-    scored_mask,
-    trust_region_mask,
-)
+from megarl.experience.records import ExperienceChunk, ExperienceReport, StepContext, TokenRewardScale
 from megarl.types import Ragged, RolloutChunk
 
 
@@ -54,11 +49,7 @@ def build_experience(
     reduce: Reduce,
     largest: Reduce,
 ) -> tuple[dict[int, ExperienceChunk], ExperienceReport]:
-    """Builds the experience of a rank's chunks, and the report, which is equal on all ranks.
-
-    Args:
-        value_norm: settings of the critic's value normalizer; None without one.
-    """
+    """Builds the experience of a rank's chunks, and the report, which is equal on all ranks."""
     chunks = {index: rollouts[index] for index in chunk_ids}
     batch = pad_batch(chunks, columns, context)
     moments = None
@@ -90,12 +81,12 @@ def build_experience(
         "weights": weights,
         "actor_mask": actor_mask(batch, trust_region, reduce),
     }
-    if returns is not None or not recomputed:
-        tensors["scored_mask"] = scored_mask(batch, reduce)
+    if (returns is not None or not recomputed) and _any(~batch.scored, reduce):
+        tensors["scored_mask"] = batch.scored_mask
     if from_update and context.max_staleness:
-        tensors["ages"] = context.version - batch.versions
+        tensors["ages"] = batch.ages
     if algo.correction.interpolates:
-        tensors["proximal_weights"] = proximal_weights(batch.versions, context.version + 1)
+        tensors["proximal_weights"] = proximal_weights(context.version - batch.ages, context.version + 1)
     made: dict[str, dict[int, Ragged]] = {}
     for name, tensor in tensors.items():
         if tensor is not None:
@@ -146,9 +137,7 @@ def experience_metrics(
 ) -> dict[str, float]:
     """The metrics of all ranks' samples, equal on all ranks, but those of ``old_logprob_metrics``.
 
-    Args:
-        values: values by the critic, in units of reward, [B, R].
-        corrected: weights of the rollouts, 0 outside the trust region, [B, R]; None without corrections.
+    The values, [B, R], are in units of reward; ``corrected`` are the weights, [B, R], 0 outside the trust region.
     """
     scored = batch.scored
     mask = batch.scored_mask
@@ -164,8 +153,7 @@ def experience_metrics(
         metrics |= correction_metrics(corrected, batch.old, batch.rollout, batch.mask, reduce=reduce)
     metrics |= spread("rewards", advantages.rewards.sum(-1), scored, reduce, largest)
     metrics |= spread("advantages", advantages.unnormalized, mask, reduce, largest)
-    ages = context.version - batch.versions
-    for name, value in spread("staleness", ages, batch.mask, reduce, largest).items():
+    for name, value in spread("staleness", batch.ages, batch.mask, reduce, largest).items():
         if not name.endswith("/min"):
             metrics[name] = value
     if context.max_staleness:
@@ -174,13 +162,10 @@ def experience_metrics(
 
 
 def age_metrics(batch: PaddedBatch, context: StepContext, reduce: Reduce) -> dict[str, float]:
-    """Returns the fraction of tokens of each age, and the versions per response.
-
-    The age of a token is the number of versions between the weights that sampled it and the actor's.
-    """
-    ages = context.version - batch.versions
+    """Returns the fraction of tokens of each age, and the versions per response."""
+    ages = batch.ages
     counts = [((ages == age) & batch.mask).sum() for age in range(context.max_staleness + 1)]
-    changes = (batch.versions[:, 1:] != batch.versions[:, :-1]) & batch.mask[:, 1:] & batch.mask[:, :-1]
+    changes = (ages[:, 1:] != ages[:, :-1]) & batch.mask[:, 1:] & batch.mask[:, :-1]
     rows = batch.mask.any(-1).sum()
     responses, spans, *tokens = reduced_sums(reduce, rows, rows + changes.sum(), *counts)
     metrics = {"rollout/version_spans": spans / max(responses, 1)}
@@ -202,8 +187,7 @@ def old_logprob_metrics(
         return averaged({name.replace("objective/", "rollout/"): mean for name, mean in means.items()}, reduce)
     means |= mismatch(batch.old, batch.rollout, batch.mask)
     if context.max_staleness:
-        ages = context.version - batch.versions
-        means |= gaps_by_age(batch.old, batch.rollout, batch.mask, ages, oldest=context.max_staleness)
+        means |= gaps_by_age(batch.old, batch.rollout, batch.mask, batch.ages, oldest=context.max_staleness)
     return averaged(means, reduce)
 
 
@@ -218,3 +202,105 @@ def spread(name: str, values: Tensor, mask: Tensor, reduce: Reduce, largest: Red
     if not moments.count:
         return {}
     return {f"{name}/mean": float(moments.mean), f"{name}/min": -low, f"{name}/max": high}
+
+
+def correction_weights(batch: PaddedBatch, correction: Correction, reduce: Reduce) -> Tensor | None:
+    """[B, R], 0 off the mask: importance weights of the rollouts; None without any before the update."""
+    if correction.weights is None or correction.old_logprobs != "recompute":
+        return None
+    weigh = bound(ROLLOUT_WEIGHTS, correction.weights.name, correction.weights.options)
+    return weigh(batch.old, batch.rollout, batch.mask, reduce)
+
+
+def trust_region_mask(batch: PaddedBatch, correction: Correction, reduce: Reduce) -> Tensor | None:
+    """[B, R] bool, False off the mask: the tokens inside every trust region; None without any."""
+    if not correction.reject and correction.m2po is None:
+        return None
+    columns = (batch.old, batch.rollout, batch.mask)
+    mask = batch.mask
+    for bounds in correction.reject:
+        mask = mask & rejection(*columns, statistic=bounds.statistic, upper=bounds.upper, lower=bounds.lower)
+    if correction.m2po is not None:
+        mask = mask & m2po(*columns, reduce, threshold=correction.m2po.threshold)
+    return mask
+
+
+def actor_mask(batch: PaddedBatch, trust_region: Tensor | None, reduce: Reduce) -> Tensor | None:
+    """[B, R] bool: the tokens that the actor learns from; None for all tokens of all ranks."""
+    if not _any(~batch.actor_rows, reduce) and trust_region is None:
+        return None
+    mask = keep_finished(batch.mask, batch.actor_rows)
+    if trust_region is not None:
+        mask = mask & trust_region
+    return mask
+
+
+def _any(rows: Tensor, reduce: Reduce) -> bool:
+    return bool(reduce(rows.sum().double().reshape(1)) > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantages:
+    """[B, R] each, 0 off the mask; the rewards are those before whitening, and contain the KL penalties.
+
+    The returns are the critic's targets, in units of reward; None without one.
+    """
+
+    penalties: Tensor
+    rewards: Tensor
+    unnormalized: Tensor
+    normalized: Tensor
+    returns: Tensor | None
+
+
+def compute_advantages(
+    batch: PaddedBatch,
+    values: Tensor | None,
+    algo: Algo,
+    dense: TokenRewardScale | None,
+    reduce: Reduce,
+    *,
+    kl_coef: float,
+) -> Advantages:
+    """Computes KL penalties (``kl_coef`` per nat), token rewards, advantages, and what whitens and normalizes them."""
+    mask = batch.scored_mask
+    penalties = torch.zeros_like(batch.old)
+    if batch.ref is not None and algo.kl.placement != "loss":
+        estimate = bound(KL_ESTIMATORS, algo.kl.estimator.name, algo.kl.estimator.options)
+        penalties = kl_penalties(estimate(batch.old, batch.ref), mask, kl_coef=kl_coef)
+    rewards = on_mask(_rewards(batch, penalties, algo, dense), mask)
+    if batch.sequence_advantages is not None:
+        unnormalized = broadcast_advantages(batch.sequence_advantages, penalties, mask, cumulative=algo.kl.cumulative)
+        returns = None
+    else:
+        whitened = rewards
+        if algo.normalise.rewards:
+            whitened = whiten_rewards(rewards, mask, reduce)
+        estimate = bound(TOKEN_ADVANTAGES, algo.advantage.name, algo.advantage.options)
+        unnormalized, returns = estimate(whitened, values, mask)
+    normalized = unnormalized
+    normaliser = algo.normaliser
+    if normaliser is not None:
+        normalise = bound(NORMALISERS, normaliser.name, normaliser.options)
+        normalized = on_mask(normalise(unnormalized, mask, batch.groups, reduce), mask)
+    return Advantages(
+        penalties=penalties,
+        rewards=rewards,
+        unnormalized=unnormalized,
+        normalized=normalized,
+        returns=None if values is None else returns,
+    )
+
+
+def _rewards(batch: PaddedBatch, penalties: Tensor, algo: Algo, dense: TokenRewardScale | None) -> Tensor:
+    """[B, R]: penalties, token scores of the reward model, and scores of response and turns."""
+    mask = batch.scored_mask
+    if batch.dense is not None:
+        assert dense is not None
+        before, after = (dense.gain * side + dense.bias for side in batch.dense)
+        clip = algo.scores.clip
+        penalties = dense_rewards(before, after, penalties, mask, differences=dense.differences, clip=clip)
+    rewards = token_rewards(batch.scores, penalties, mask, placement=algo.scores.placement)
+    if batch.turn_rewards is not None:
+        rewards = rewards + on_mask(batch.turn_rewards, mask)
+    return rewards

@@ -35,7 +35,7 @@ def align(flat: Tensor, mask: Tensor) -> Tensor:
 
 
 def flatten(aligned: Tensor, mask: Tensor) -> Tensor:
-    """[T] values on the mask, row after row: the inverse of ``align``."""
+    """[T] values on the mask, row after row."""
     return aligned[mask]
 
 
@@ -63,7 +63,6 @@ class Columns:
     dense: Selectable[Ragged] | None
 
     def only(self, chunks: Iterable[int]) -> Columns:
-        """The columns of these chunks."""
         selected = tuple(chunks)
         columns: dict[str, Any] = {}
         for field in fields(self):
@@ -83,7 +82,6 @@ class PaddedBatch:
         lengths: number of response tokens of all branches of a row's conversation, [B] int64.
         scored: rows with a score, [B] bool.
         actor_rows: scored rows that the actor learns from, [B] bool.
-        groups: prompt of each row.
         scores: scores, [B] float32; 0 without one.
         sequence_advantages: advantages, [B] float32; None where they are estimated per token.
         rollout: log-probabilities by the engines, [B, R] nats.
@@ -92,7 +90,7 @@ class PaddedBatch:
         values: raw output of the critic, [B, R].
         dense: raw scores by the reward model before and after each token, [B, R] each.
         turn_rewards: reward of each turn at its last token, [B, R]; None where the score has them.
-        versions: version of the weights that sampled each token, [B, R] int64; 0 off the mask.
+        ages: versions between the weights that sampled a token and the actor's, [B, R] int64.
     """
 
     mask: Tensor
@@ -109,7 +107,7 @@ class PaddedBatch:
     values: Tensor | None
     dense: tuple[Tensor, Tensor] | None
     turn_rewards: Tensor | None
-    versions: Tensor
+    ages: Tensor
 
     @property
     def scored_mask(self) -> Tensor:
@@ -161,7 +159,7 @@ def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, context: Ste
         values=padded(columns.values),
         dense=dense,
         turn_rewards=_turn_rewards(chunks, mask, context.turn_rewards),
-        versions=align(_concatenate(versions, np.int64), mask),
+        ages=context.version - align(_concatenate(versions, np.int64), mask),
     )
 
 
@@ -212,13 +210,10 @@ def _versions(chunk: RolloutChunk) -> np.typing.NDArray[np.int64]:
 
 
 def _padded_dense(columns: Sequence[Ragged], lengths: Sequence[int], mask: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, R] each, the scores before and after each token, from rows one longer."""
-    before: list[np.typing.NDArray[Any]] = []
-    after: list[np.typing.NDArray[Any]] = []
-    for row, length in zip(itertools.chain.from_iterable(columns), lengths, strict=True):
-        before.append(row[:length])
-        after.append(row[len(row) - length :])
-    return _padded(before, mask), _padded(after, mask)
+    """[B, R] each, the scores before and after each token."""
+    rows = list(zip(itertools.chain.from_iterable(columns), lengths, strict=True))
+    before = _padded([row[:length] for row, length in rows], mask)
+    return before, _padded([row[length:] for row, length in rows], mask)
 
 
 def _padded(parts: Sequence[np.typing.NDArray[Any]], mask: Tensor) -> Tensor:

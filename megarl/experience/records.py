@@ -91,19 +91,17 @@ class ExperienceReport:
 class ExperienceChunk:
     """The samples of one chunk for an update; every float32 column has one value per sampled token.
 
+    Columns that the loss does not read are None.
+
     Args:
-        prompt_ids, response_ids, loss_mask: columns of the ``RolloutChunk``.
         old_logprobs: nats, by the actor before the update, or by the engines; None where the update has its own.
-        ref_logprobs: nats, by the reference; None where the loss reads them neither for a penalty nor for metrics.
-        rollout_logprobs: nats, by the engines; None where the loss does not read them.
         proximal_weights: position of the old policy between the engines' (0) and the one in training (1); None where
             ``old_logprobs`` are the old policy's.
-        old_values: values by the critic before the update; None without one.
-        returns: returns, in the units of the critic's values; None without one.
-        weights: factors of the policy loss's terms; None without any.
+        returns: returns, in the units of the critic's values.
+        weights: factors of the policy loss's terms.
         actor_mask: 1 where the actor learns, else 0; None where it learns from all tokens.
         scored_mask: 1 where the critic learns, on the tokens of scored responses, else 0; None where all are scored.
-        ages: versions between the weights that sampled a token and the actor's; None where the loss does not read them.
+        ages: versions between the weights that sampled a token and the actor's.
     """
 
     sample_ids: tuple[str, ...]

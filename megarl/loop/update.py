@@ -22,7 +22,7 @@ from megarl.experience.records import ExperienceChunk
 from megarl.groups.trainers import RemoteRole
 from megarl.loop.pass_meter import PassMeter
 from megarl.megatron.worker import MegatronWorker
-from megarl.megatron.worker_requests import PretrainBatch, UpdateRequest
+from megarl.megatron.worker_requests import UpdateRequest
 from megarl.types import RoleName, SampleInfo, Schedule, TextChunk, TokenValues
 
 
@@ -87,7 +87,7 @@ class PretrainMix:
         self._budget = config.role("actor").tokens_per_micro_batch
         self._rows = Stream(rows, config.run.seed)
 
-    def next(self, steps: Sequence[Schedule]) -> tuple[tuple[Schedule, ...], PretrainBatch[Schedule]]:
+    def next(self, steps: Sequence[Schedule]) -> tuple[tuple[Schedule, ...], UpdateRequest[Schedule]]:
         """Takes the next texts for some optimizer steps; returns both with packs of the same length in each step."""
         per_step = self._settings.sequences_per_mini_batch
         samples, chunks = text_batch(self._rows.next(per_step * len(steps)), self._layout.dp * len(steps))
@@ -98,7 +98,7 @@ class PretrainMix:
             own = step_schedule(trained[index * per_step : (index + 1) * per_step], self._layout, self._budget)
             for schedules, schedule in zip((lengthened, texts), under_one_length(step, own), strict=True):
                 schedules.append(schedule)
-        return tuple(lengthened), PretrainBatch(schedules=texts, chunks=ChunkRefs[TextChunk].put(chunks))
+        return tuple(lengthened), UpdateRequest(schedules=texts, chunks=ChunkRefs[TextChunk].put(chunks))
 
     def state(self) -> dict[str, Any]:
         """Returns the position in the texts."""

@@ -106,7 +106,7 @@ class PackParams(PackedSeqParams):
 
     @cached_property
     def sequences(self) -> PackedSeqParams:
-        """The ends of the sequences without rope's, which Transformer Engine would take for padding."""
+        """The sequences without rope's ends, which Transformer Engine would take for padding."""
         return PackedSeqParams(
             qkv_format=self.qkv_format,
             cu_seqlens_q=self.cu_seqlens_q,
@@ -186,23 +186,18 @@ class PackedAttention(torch.nn.Module):
 
 
 class FusedPackedAttention(torch.nn.Module):
-    """The same attention by Transformer Engine.
-
-    Args:
-        kernel: makes Megatron's wrapper of its ``DotProductAttention``.
-    """
+    """The same attention by Transformer Engine; ``kernel`` makes Megatron's wrapper of its ``DotProductAttention``."""
 
     def __init__(self, kernel: Callable[..., torch.nn.Module], **arguments: Any) -> None:
         super().__init__()
         self.kernel = kernel(**arguments)
 
     def forward(self, *tensors: Tensor | None, packed_seq_params: PackParams, **options: Any) -> Tensor:
-        """As ``PackedAttention``'s."""
         return self.kernel(*tensors, packed_seq_params=packed_seq_params.sequences, **options)
 
 
 def kernel_takes(query: Tensor) -> bool:
-    """Returns whether torch's variable-length kernel takes heads of this kind, if need be padded."""
+    """Whether torch's variable-length kernel takes heads of this kind, if need be padded."""
     if not query.is_cuda or query.shape[-1] > LARGEST_HEAD:
         return False
     return query.dtype in (torch.float16, torch.bfloat16)

@@ -21,13 +21,11 @@ def response_logprobs(
     model: RoleModel,
     batch: MicroBatch,
     hidden: torch.Tensor,
-    *,
-    vocab_size: int,
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns each response token's log-probability and the entropy of its distribution, [T] float32 nats."""
     weight = model.chunks[-1].output_weight()
-    shard = vocab_shard(model.groups.tp, len(weight), vocab_size)
+    shard = vocab_shard(model.groups.tp, len(weight), model.vocab_size)
     states = response_states(model, batch, hidden)
     labels = torch.from_numpy(batch.tokens.labels).to(hidden.device)
     return logprobs_and_entropy(states, weight, labels, shard, temperature=temperature)

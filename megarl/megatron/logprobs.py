@@ -38,12 +38,7 @@ class VocabShard:
 
 
 def vocab_shard(group: dist.ProcessGroup, rows: int, vocab_size: int) -> VocabShard:
-    """Returns the shard of this rank.
-
-    Args:
-        rows: rows of the local output layer, padding included; the same on every rank.
-        vocab_size: ids without padding, over all ranks.
-    """
+    """Returns the shard of this rank, whose output layer has ``rows`` with padding, as many as on every rank."""
     start = group.rank() * rows
     return VocabShard(group=group, start=start, size=max(0, min(rows, vocab_size - start)))
 
@@ -71,7 +66,8 @@ def logprobs_and_entropy(
     """
     if fused is None:
         fused = is_compiled("logprobs", hidden.device.type)
-    return _VocabParallelLogprobs.apply(hidden, weight, labels, shard, temperature, chunk_tokens, fused)
+    options = (shard, temperature, chunk_tokens, fused and shard.size > 0)
+    return _VocabParallelLogprobs.apply(hidden, weight, labels, options)
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -81,15 +77,12 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        shard: VocabShard,
-        temperature: float,
-        chunk_tokens: int,
-        fused: bool,
+        options: tuple[VocabShard, float, int, bool],
     ) -> tuple[Tensor, Tensor]:
+        shard, temperature, chunk_tokens, fused = options
         logprobs = torch.empty(len(hidden), dtype=wide(hidden), device=hidden.device)
         entropy = torch.empty_like(logprobs)
         log_z = torch.empty_like(logprobs)
-        fused = fused and shard.size > 0
         sums_of_chunk = _fused_sums if fused else _sums
         for begin in range(0, len(hidden), chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
@@ -99,26 +92,23 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             logprobs[part] = target - log_z[part]
             entropy[part] = log_z[part] - weighted_total / total
         ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
-        ctx.shard = shard
-        ctx.temperature = temperature
-        ctx.chunk_tokens = chunk_tokens
-        ctx.fused = fused
+        ctx.options = options
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
-        shard: VocabShard = ctx.shard
+        shard, temperature, chunk_tokens, fused = ctx.options
 
         def logits_gradient(part: slice) -> Tensor:
             local, here = _local_labels(labels[part], shard)
             columns = log_z[part], entropy[part], grad_logprobs[part], grad_entropy[part]
-            if ctx.fused:
+            if fused:
                 products = hidden[part] @ weight[: shard.size].T
                 gradient = compiled(gradient_of_products)
-                return gradient(products, local, here, *columns, temperature=ctx.temperature)
+                return gradient(products, local, here, *columns, temperature=temperature)
             log_z_of, entropy_of, logprob_slope, entropy_slope = (x.unsqueeze(-1) for x in columns)
-            logits = shard_logits(hidden[part], weight, shard, ctx.temperature)
+            logits = shard_logits(hidden[part], weight, shard, temperature)
             log_p = logits.sub_(log_z_of)
             p = log_p.exp()
             # d logprob / d logits = onehot - p;   d entropy / d logits = -p (log p + entropy)
@@ -126,10 +116,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             grad = p.neg_().mul_(logprob_slope).sub_(entropy_part)
             if shard.size:
                 grad.scatter_add_(-1, local.unsqueeze(-1), logprob_slope * here.unsqueeze(-1))
-            return grad.div_(ctx.temperature)
+            return grad.div_(temperature)
 
-        gradients = linear_gradients(hidden, weight, shard, ctx.chunk_tokens, logits_gradient)
-        return *gradients, None, None, None, None, None
+        gradients = linear_gradients(hidden, weight, shard, chunk_tokens, logits_gradient)
+        return *gradients, None, None
 
 
 def _sums(
@@ -259,14 +249,9 @@ def divergence(
     """Returns KL(p || q) = sum over the vocabulary of p * (log p - log q), [T] nats.
 
     p and q are softmax(hidden @ weight.T / temperature) of the policy and of the reference, which
-    has no gradient. The dtype is that of log-probabilities.
-
-    Args:
-        hidden, ref_hidden: [T, H], equal on all TP ranks.
-        weight, ref_weight: [rows, H], this rank's rows of the output layers.
-        chunk_tokens: tokens whose logits exist at a time.
+    has no gradient. Shapes and dtypes are those of ``logprobs_and_entropy``.
     """
-    return _Divergence.apply(hidden, weight, ref_hidden, ref_weight, shard, temperature, chunk_tokens)
+    return _Divergence.apply(hidden, weight, ref_hidden, ref_weight, (shard, temperature, chunk_tokens))
 
 
 class _Divergence(torch.autograd.Function):
@@ -277,10 +262,9 @@ class _Divergence(torch.autograd.Function):
         weight: Tensor,
         ref_hidden: Tensor,
         ref_weight: Tensor,
-        shard: VocabShard,
-        temperature: float,
-        chunk_tokens: int,
+        options: tuple[VocabShard, float, int],
     ) -> Tensor:
+        shard, temperature, chunk_tokens = options
         result = torch.empty(len(hidden), dtype=wide(hidden), device=hidden.device)
         for begin in range(0, len(hidden), chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
@@ -289,25 +273,23 @@ class _Divergence(torch.autograd.Function):
             result[part] = (log_p.exp() * (log_p - log_q)).sum(-1)
         over_shards(result, shard)
         ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, result)
-        ctx.shard = shard
-        ctx.temperature = temperature
-        ctx.chunk_tokens = chunk_tokens
+        ctx.options = options
         return result
 
     @staticmethod
     def backward(ctx: Any, grad_result: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, ref_hidden, ref_weight, result = ctx.saved_tensors
-        shard: VocabShard = ctx.shard
+        shard, temperature, chunk_tokens = ctx.options
 
         def logits_gradient(part: slice) -> Tensor:
-            log_p = _log_softmax(hidden[part], weight, shard, ctx.temperature)
-            log_q = _log_softmax(ref_hidden[part], ref_weight, shard, ctx.temperature)
+            log_p = _log_softmax(hidden[part], weight, shard, temperature)
+            log_q = _log_softmax(ref_hidden[part], ref_weight, shard, temperature)
             # d KL / d logits = p (log p - log q - KL)
             slope = log_p.exp() * (log_p - log_q - result[part].unsqueeze(-1))
-            return slope * grad_result[part].unsqueeze(-1) / ctx.temperature
+            return slope * grad_result[part].unsqueeze(-1) / temperature
 
-        gradients = linear_gradients(hidden, weight, shard, ctx.chunk_tokens, logits_gradient)
-        return *gradients, None, None, None, None, None
+        gradients = linear_gradients(hidden, weight, shard, chunk_tokens, logits_gradient)
+        return *gradients, None, None, None
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float) -> Tensor:

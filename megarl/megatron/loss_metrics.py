@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,49 +29,41 @@ class LossMetrics:
         sums: terms of the step's sums.
         means: weighted sums and sums of weights; a name without weight in the step is left out.
         squares: weighted sums of squares, which give variances with the means ``name_mean``.
-        maxima, minima: extremes, infinite where the mask is empty.
+        maxima: ``name_max``, and ``name_min`` with the other sign; -infinite where the mask is empty.
     """
 
     sums: Named = field(default_factory=dict[str, Tensor])
     means: Means = field(default_factory=dict[str, tuple[Tensor, Tensor]])
     squares: Named = field(default_factory=dict[str, Tensor])
     maxima: Named = field(default_factory=dict[str, Tensor])
-    minima: Named = field(default_factory=dict[str, Tensor])
 
 
 def collect(terms: LossTerms, mask: Tensor, weights: Tensor) -> LossMetrics:
-    """Collects the metrics of a micro-batch in float64, which keeps variances of nearly equal numbers.
+    """Collects the metrics of the terms on the mask in float64, which keeps variances of nearly equal numbers.
 
-    Args:
-        mask: [B, R] bool, the terms to report.
-        weights: [B, R], the same number on all tokens of the step.
+    The weights, [B, R], are the same number on all tokens of the step.
     """
     weights = on_mask(weights.double(), mask)
     total_weight = weights.sum()
     named = dict(terms.metrics)
     squares: dict[str, Tensor] = {}
     maxima: dict[str, Tensor] = {}
-    minima: dict[str, Tensor] = {}
     for name, values in terms.spreads.items():
         named[f"{name}_mean"] = values
         squares[name] = weighted_sum(values.double().square(), weights)
-        counted = values[mask]
-        infinity = values.new_full((1,), math.inf)
-        maxima[name] = torch.cat([counted, -infinity]).max()
-        minima[name] = torch.cat([counted, infinity]).min()
+        nothing = values.new_full((1,), -math.inf)
+        maxima[f"{name}_max"] = torch.cat([values[mask], nothing]).max()
+        maxima[f"{name}_min"] = torch.cat([-values[mask], nothing]).max()
     means: dict[str, tuple[Tensor, Tensor]] = {}
     for name, values in named.items():
         means[name] = weighted_sum(values.double(), weights), total_weight
-    return LossMetrics(means=means, squares=squares, maxima=maxima, minima=minima)
+    return LossMetrics(means=means, squares=squares, maxima=maxima)
 
 
 def reduce_metrics(parts: Sequence[LossMetrics], group: dist.ProcessGroup) -> dict[str, float]:
     """Reduces to a step's sums, means, ``{name}_var``, ``{name}_max`` and ``{name}_min``; collective.
 
-    A step with empty masks has neither means nor extremes.
-
-    Args:
-        parts: metrics of this rank's micro-batches; the names are the same on every rank.
+    The names are the same on every rank. A step with empty masks has neither means nor extremes.
     """
     reduced = _over_all([part.sums for part in parts], dist.ReduceOp.SUM, group)
     named_sums: list[Named] = []
@@ -90,23 +82,14 @@ def reduce_metrics(parts: Sequence[LossMetrics], group: dist.ProcessGroup) -> di
         if weights[mean]:
             reduced[f"{name}_var"] = max(total / weights[mean] - reduced[mean] ** 2, 0.0)
     maxima = _over_all([part.maxima for part in parts], dist.ReduceOp.MAX, group)
-    minima = _over_all([part.minima for part in parts], dist.ReduceOp.MIN, group)
-    for suffix, extremes in (("max", maxima), ("min", minima)):
-        for name, value in extremes.items():
-            if math.isfinite(value):
-                reduced[f"{name}_{suffix}"] = value
+    for name, value in maxima.items():
+        if math.isfinite(value):
+            reduced[name] = -value if name.endswith("_min") else value
     return reduced
 
 
-_WITHIN: Mapping[dist.ReduceOp.RedOpType, Callable[[Tensor], Tensor]] = {
-    dist.ReduceOp.SUM: torch.sum,
-    dist.ReduceOp.MAX: torch.amax,
-    dist.ReduceOp.MIN: torch.amin,
-}
-
-
 def _over_all(parts: Sequence[Named], operation: Any, group: dist.ProcessGroup) -> dict[str, float]:
-    """Reduces to one number per name, over all micro-batches of all ranks."""
+    """Reduces to one number per name."""
     values: dict[str, list[Tensor]] = defaultdict(list)
     for part in parts:
         for name, value in part.items():
@@ -114,6 +97,7 @@ def _over_all(parts: Sequence[Named], operation: Any, group: dist.ProcessGroup) 
     if not values:
         return {}
     names = sorted(values)
-    total = torch.stack([_WITHIN[operation](torch.stack(values[name])) for name in names])
+    within = torch.amax if operation == dist.ReduceOp.MAX else torch.sum
+    total = torch.stack([within(torch.stack(values[name])) for name in names])
     dist.all_reduce(total, op=operation, group=group)
     return dict(zip(names, total.tolist(), strict=True))

@@ -1,7 +1,6 @@
 """The losses of a micro-batch: from hidden states to weighted sums with the denominators of an optimizer step.
 
-A loss object is made for one optimizer step from its schedule, and called with each micro-batch and
-its hidden states.
+A loss is made from the schedule of an optimizer step, and called with each of its micro-batches.
 
 Shape legend: B rows of the micro-batch, R response tokens of the longest of them.
 """
@@ -134,12 +133,10 @@ class _Aggregation:
         learned: Tensor,
         reported: Tensor,
     ) -> tuple[Tensor, LossMetrics]:
-        """Returns the loss and its metrics.
+        """Returns the loss over the ``learned`` tokens, and metrics, which are means over the ``reported`` ones.
 
         Args:
             parts: [B, R] by name, aggregated like the loss and reported as ``NAME_loss``.
-            learned: [B, R] bool, the tokens in the loss.
-            reported: [B, R] bool, the tokens over which metrics are means.
         """
         mask = columns.mask
         whole_weights = self._weights(columns.whole, **self._totals)
@@ -152,12 +149,8 @@ class _Aggregation:
 class PolicyLoss:
     """The actor's loss: share * (w * policy loss + kl_coef * KL - entropy_coef * entropy).
 
-    The weights w are those of ``algo.correction``.
-
-    Args:
-        kl_coef: coefficient of a penalty in the loss, per nat.
-        reference: model of the engine's layout, where the penalty compares whole distributions.
-        token_values: record of the ratio and the clip of each token; None keeps nothing.
+    The weights w are those of ``algo.correction``. The reference is there if the penalty compares
+    whole distributions; ``token_values`` records the ratio and the clip of each token.
     """
 
     def __init__(
@@ -183,21 +176,14 @@ class PolicyLoss:
         self._divergence: ReferenceDivergence | None = None
         if algo.kl.reads_distributions:
             assert reference is not None, "the penalty is of the reference's distributions"
-            self._divergence = ReferenceDivergence(
-                engine, reference, experience, schedule, temperature=spec.temperature
-            )
+            temperature = spec.temperature
+            self._divergence = ReferenceDivergence(engine, reference, experience, schedule, temperature)
 
     def __call__(self, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, LossMetrics]:
         algo = self._algo
         columns = ExperienceColumns(batch, self._experience, hidden.device)
         mask = columns.mask
-        flat, entropy = response_logprobs(
-            self._engine.model,
-            batch,
-            hidden,
-            vocab_size=self._engine.vocab_size,
-            temperature=self._spec.temperature,
-        )
+        flat, entropy = response_logprobs(self._engine.model, batch, hidden, self._spec.temperature)
         inputs = LossInputs(algo, columns, align(flat, mask), align(entropy, mask))
         new = inputs.new_logprobs
         terms = self._per_token(**{name: getattr(inputs, name) for name in algo.loss_reads})
@@ -234,7 +220,7 @@ class PolicyLoss:
                 row_values[name] = part.numpy()
 
     def _actor_metrics(self, new: Tensor, columns: ExperienceColumns) -> Means:
-        """Returns what ``experience.build`` reports if log-probabilities are known before the update."""
+        """What ``experience.build`` reports if log-probabilities are known before the update."""
         mask = columns.mask
         scored = (columns.selected("scored_mask") | ~mask).all(-1)
         kl = k1(new, columns("ref_logprobs"))[scored] if self._algo.kl.coef > 0 else None
@@ -256,34 +242,29 @@ class PolicyLoss:
             weights = mask.to(inputs.new_logprobs.dtype)
         if correction.weights is not None and correction.interpolates:
             weigh = bound(ROLLOUT_WEIGHTS, correction.weights.name, correction.weights.options)
-            old = inputs.old_logprobs
-            rollout = inputs.rollout_logprobs
             # Without a reduction over ranks: a micro-batch computes its weights by itself.
-            weights = weights * weigh(old, rollout, mask, lambda vector: vector)
+            weights = weights * weigh(inputs.old_logprobs, inputs.rollout_logprobs, mask, lambda vector: vector)
         if (sequence_mask := correction.sequence_mask) is not None:
-            new = inputs.new_logprobs
-            rollout = inputs.rollout_logprobs
-            delta = sequence_mask.delta
-            weights = weights * off_policy_sequences(new, rollout, inputs.advantages, mask, delta=delta)
+            columns_read = (inputs.new_logprobs, inputs.rollout_logprobs, inputs.advantages)
+            weights = weights * off_policy_sequences(*columns_read, mask, delta=sequence_mask.delta)
         return weights
 
     def _kl(self, inputs: LossInputs) -> Tensor:
         """Returns the estimated KL, [B, R] nats."""
         kl = self._algo.kl
         new = inputs.new_logprobs
-        ref = inputs.ref_logprobs
         estimate = bound(KL_ESTIMATORS, kl.estimator.name, kl.estimator.options)
         if not kl.importance:
-            return estimate(new, ref)
+            return estimate(new, inputs.ref_logprobs)
         ratio = ratio_of((new - inputs.old_logprobs).detach())
-        return estimate(new, ref, ratio)
+        return estimate(new, inputs.ref_logprobs, ratio)
 
 
 class ReferenceDivergence:
     """KL(policy || reference) at each response token of an optimizer step; collective.
 
-    The reference, of the same layout in the same processes, first runs all micro-batches of the
-    step and keeps a hidden state per token on its last stage; logits exist for chunks of tokens.
+    The reference first runs all micro-batches of the step and keeps a hidden state per token on its
+    last stage; logits exist for chunks of tokens.
     """
 
     def __init__(
@@ -292,7 +273,6 @@ class ReferenceDivergence:
         reference: ModelEngine,
         chunks: Chunks[TokenChunk],
         schedule: RankSchedule,
-        *,
         temperature: float,
     ) -> None:
         assert engine.layout == reference.layout, "the ranks have other parts of the vocabulary"
@@ -310,7 +290,7 @@ class ReferenceDivergence:
         model = self._engine.model
         weight = model.chunks[-1].output_weight()
         ref_weight = self._reference.model.chunks[-1].output_weight()
-        shard = vocab_shard(model.groups.tp, len(weight), self._engine.vocab_size)
+        shard = vocab_shard(model.groups.tp, len(weight), model.vocab_size)
         states = response_states(model, batch, hidden)
         ref_states = self._states[batch.rows]
         return divergence(states, weight, ref_states, ref_weight, shard, temperature=self._temperature)

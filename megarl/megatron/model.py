@@ -41,7 +41,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.config.schema import LayerChoice
 from megarl.errors import RunError
 from megarl.megatron.attention import FusedPackedAttention, PackedAttention, PackParams
-from megarl.megatron.offload import require_memory
 from megarl.megatron.platform.kernels import LayerKind, implementation, is_compiled, layer_kind
 from megarl.models import MegatronArgs, ModelSpec
 from megarl.models.transformer_engine import name_in_maps
@@ -69,8 +68,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class LayerNorm(torch.nn.Module):
-    """torch's layer norm."""
-
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.eps = eps
@@ -166,14 +163,15 @@ class PackedModel(GPTModel):
 
 @dataclass(frozen=True, kw_only=True)
 class RoleModel:
-    """The chunks of a role on one rank, one per virtual pipeline stage."""
+    """The chunks of a role on one rank, one per virtual pipeline stage; ids from ``vocab_size`` on are unused."""
 
     chunks: list[PackedModel]
     config: TransformerConfig
     groups: ProcessGroupCollection
+    vocab_size: int
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Returns the local parameters by shard-map name, ``chunk:name``; raises RuntimeError if offloaded."""
+        """Returns the local parameters by shard-map name, ``chunk:name``; RuntimeError if offloaded."""
         self.require_memory()
         named: dict[str, torch.nn.Parameter] = {}
         for index, chunk in enumerate(self.chunks):
@@ -182,9 +180,10 @@ class RoleModel:
         return named
 
     def require_memory(self) -> None:
-        """Raises RuntimeError if the parameters are offloaded."""
         for chunk in self.chunks:
-            require_memory(*chunk.parameters())
+            for parameter in chunk.parameters():
+                if parameter.numel() > 0 and parameter.untyped_storage().nbytes() == 0:
+                    raise RuntimeError("the role is offloaded: its parameters have no memory; onload it first")
 
 
 class _Stages(PipelineParallelLayerLayout):
@@ -267,14 +266,13 @@ def build_model(
     head: HeadName,
     dtype: torch.dtype,
     trainable: bool,
+    vocab_size: int | None = None,
     recompute: Recompute = "none",
     layers: LayerChoice = "auto",
 ) -> RoleModel:
     """Builds this rank's chunks; parameters are uninitialized.
 
-    Raises:
-        ValueError: Transformer Engine's layers are wanted, and cannot compute the model here.
-        RunError: the ranks would have layers of different kinds.
+    Raises ValueError if Transformer Engine's layers are wanted and cannot compute the model here.
     """
     _add_rng_states()
     arguments = spec.transformer(layout.tp, head)
@@ -301,7 +299,7 @@ def build_model(
         model.requires_grad_(trainable)
         model.train(trainable)
         chunks.append(model)
-    return RoleModel(chunks=chunks, config=config, groups=groups)
+    return RoleModel(chunks=chunks, config=config, groups=groups, vocab_size=vocab_size or spec.dims.vocab)
 
 
 def _require_agreement(kind: LayerKind, ranks: dist.ProcessGroup) -> None:

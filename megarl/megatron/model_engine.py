@@ -20,7 +20,7 @@ from megarl.megatron.offload import HostCopy, release
 from megarl.megatron.optimizer import ShardedOptimizer, WeightEMA, build_optimizer, learning_rate, shards
 from megarl.megatron.parallel import GroupCache, build_groups
 from megarl.megatron.pipeline import MicroBatch, Work, micro_batches, run_forward, run_schedule
-from megarl.megatron.worker_requests import PretrainBatch
+from megarl.megatron.worker_requests import UpdateRequest
 from megarl.models import ModelSpec, model_spec
 from megarl.role_specs import Recompute, RoleSpec
 from megarl.types import HEADS, HeadName, Layout, PackRow, Ragged, RankSchedule, RoleName
@@ -35,20 +35,12 @@ MakeLoss = Callable[[RankSchedule], Loss]
 Head = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 
 
-_HEAD = "output_layer.weight"
-
-
 class ModelEngine:
     """A model for inference, or with ``start_training`` for training.
 
     Every method is collective over the role's ranks. Schedules are those of this rank's replica.
-    The ranks that report (``Layout.reports``) return results, the others None.
-
-    Args:
-        name: role, which decides the head.
-        vocab_size: token ids in use; other ids have no probability.
-        dtype: dtype of parameters and activations.
-        trainable: whether ``start_training`` will follow.
+    The ranks that report (``Layout.reports``) return results, the others None. Token ids from
+    ``vocab_size`` on have no probability. The dtype is the model's, if none is given.
     """
 
     def __init__(
@@ -59,16 +51,15 @@ class ModelEngine:
         rank: int,
         cache: GroupCache,
         *,
-        vocab_size: int,
-        dtype: torch.dtype,
-        trainable: bool,
+        vocab_size: int | None = None,
+        dtype: torch.dtype | None = None,
+        trainable: bool = False,
         recompute: Recompute = "none",
         layers: LayerChoice = "auto",
     ) -> None:
         self.name = name
         self.spec = spec
         self.layout = layout
-        self.vocab_size = vocab_size
         self.head: HeadName = HEADS[name]
         self.coords = layout.coords(rank)
         self.reports = layout.reports(rank)
@@ -78,7 +69,8 @@ class ModelEngine:
             layout,
             build_groups(layout, rank, cache),
             head=self.head,
-            dtype=dtype,
+            vocab_size=vocab_size,
+            dtype=dtype or getattr(torch, spec.dtype),
             trainable=trainable,
             recompute=recompute,
             layers=layers,
@@ -92,17 +84,14 @@ class ModelEngine:
         self._offloaded: HostCopy | None = None
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Sets every local parameter, by the names of the shard map; raises ValueError if names or shapes differ."""
+        """Sets every local parameter, by the names of the shard map."""
         assert self.optimizer is None, "the optimizer would keep the old weights"
         parameters = self.model.parameters()
-        unmatched = sorted(parameters.keys() ^ tensors.keys())
-        if unmatched:
-            raise ValueError(f"{self.name}: parameters {unmatched} do not match")
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        unmatched = dict(found.items() ^ expected.items())
+        assert not unmatched, f"{self.name}: the shard map has other parameters than the model: {unmatched}"
         for name, parameter in parameters.items():
-            expected = tuple(parameter.shape)
-            found = tuple(tensors[name].shape)
-            if expected != found:
-                raise ValueError(f"{self.name}: {name} is {expected}, not {found}")
             parameter.data.copy_(tensors[name])
 
     def start_training(
@@ -122,23 +111,16 @@ class ModelEngine:
         for name, parameter in self.model.parameters().items():
             parameter.copy_(ema(parameter.float(), theirs[name], decay=1 - weight))
 
-    def skip_steps(self, steps: int) -> None:
-        """Advances the learning rate's schedule by optimizer steps that are not taken."""
-        self.steps_taken += steps
-
     @torch.no_grad()
     def scale_head(self, gain: float) -> None:
         assert self.optimizer is not None, f"{self.name} is not in training"
         for shard in shards(self.model, self.optimizer):
-            if shard.name.endswith(_HEAD):
+            if shard.name.endswith("output_layer.weight"):
                 shard.main.mul_(gain)
         self.optimizer.publish()
 
     def offload(self) -> int:
-        """Moves parameters, average and optimizer state to host memory; returns the bytes of device memory freed.
-
-        Until ``onload``, computation with the parameters raises RuntimeError.
-        """
+        """Moves parameters, average and optimizer state to host memory; returns the bytes of device memory freed."""
         if self._offloaded is not None:
             return 0
         tensors: list[torch.Tensor] = [*self.model.parameters().values()]
@@ -161,10 +143,7 @@ class ModelEngine:
         """Returns the log-probability of each response token, nats, by chunk."""
 
         def head(batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-            logprobs, _ = response_logprobs(
-                self.model, batch, hidden, vocab_size=self.vocab_size, temperature=temperature
-            )
-            return logprobs
+            return response_logprobs(self.model, batch, hidden, temperature)[0]
 
         return self._per_token(schedule, chunks, head)
 
@@ -180,11 +159,9 @@ class ModelEngine:
         return None if flat is None else scatter_scalars(_rows(schedule), flat)
 
     def token_scores(self, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> dict[int, Ragged] | None:
-        """Returns the reward model's scores before the first response token and after each, by chunk.
+        """Returns the reward model's scores before and after each response token, by chunk.
 
-        A row has one more value than tokens; its last is the score of ``scores``. A row with given
-        tokens, which change the score too, has two values per token instead: all scores before one,
-        then all after one.
+        A row has all scores before a token, then all after one: given tokens change the score too.
         """
 
         def head(batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
@@ -194,19 +171,11 @@ class ModelEngine:
         flat = self._infer(schedule, chunks, head)
         if flat is None:
             return None
-        rows = _rows(schedule)
-        before = scatter(rows, flat[:, 0])
-        after = scatter(rows, flat[:, 1])
-        with_given = {(row.chunk, row.row) for row in rows if row.given_tokens}
+        before, after = (scatter(_rows(schedule), flat[:, side]) for side in (0, 1))
         scores: dict[int, Ragged] = {}
         for chunk, column in after.items():
-            joined: list[np.typing.NDArray[np.float32]] = []
-            for row in range(len(column)):
-                first = before[chunk][row]
-                if (chunk, row) not in with_given:
-                    first = first[:1]
-                joined.append(np.concatenate([first, column[row]]))
-            scores[chunk] = Ragged.from_rows(joined, np.float32)
+            pairs = zip(before[chunk], column, strict=True)
+            scores[chunk] = Ragged.from_rows([np.concatenate(pair) for pair in pairs], np.float32)
         return scores
 
     def _per_token(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], head: Head) -> dict[int, Ragged] | None:
@@ -225,13 +194,11 @@ class ModelEngine:
         schedules: Sequence[RankSchedule],
         chunks: Chunks[TokenChunk],
         make_loss: MakeLoss,
-        texts: tuple[PretrainBatch[RankSchedule], MakeLoss] | None = None,
+        texts: tuple[UpdateRequest[RankSchedule], MakeLoss] | None = None,
     ) -> list[dict[str, float]]:
         """Takes one optimizer step per schedule; one without a finite loss and gradient changes nothing.
 
         Args:
-            chunks: tokens and the columns that the loss reads.
-            make_loss: maker of losses whose weights contain the global denominators of their step.
             texts: texts of the same steps, and the maker of their losses, which are added to the others.
 
         Returns:
@@ -278,7 +245,7 @@ class ModelEngine:
         return {"grad_norm": grad_norm, "lr": lr, "skipped": float(not stepped)}
 
     def _reduced(self, results: Sequence[tuple[torch.Tensor, LossMetrics]]) -> dict[str, float]:
-        """Reduces over micro-batches and replicas; empty where this rank has no results."""
+        """Reduces over micro-batches and replicas."""
         metrics: list[LossMetrics] = []
         for loss, batch_metrics in results:
             sums = {**batch_metrics.sums, "loss": loss.detach()}
@@ -297,8 +264,7 @@ def load_engine(spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str) ->
         spec.layout,
         rank,
         cache,
-        vocab_size=spec.vocab_size or model.dims.vocab,
-        dtype=getattr(torch, model.dtype),
+        vocab_size=spec.vocab_size,
         trainable=training is not None,
         recompute=spec.recompute,
         layers=spec.layers,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +30,7 @@ def release(tensors: Iterable[torch.Tensor]) -> HostCopy:
     """Copies the storages of tensors to host memory, pinned for a CUDA device, and releases them one by one.
 
     Until ``restore``, torch refuses matrix products and embeddings with these tensors and their
-    views. Not every device checks elementwise operations: code that keeps parameters keeps
-    ``ResidentWeights``.
+    views. Not every device checks elementwise operations.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
@@ -65,27 +64,3 @@ def host_sizes(nbytes: int, *, pinned: bool) -> list[int]:
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def require_memory(*tensors: torch.Tensor) -> None:
-    """Raises RuntimeError if the storage of a tensor is released."""
-    for tensor in tensors:
-        if tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
-            raise RuntimeError("the role is offloaded: its parameters have no memory; onload it first")
-
-
-class ResidentWeights(Mapping[str, torch.Tensor]):
-    """Parameters by name; reading one while it is offloaded raises RuntimeError."""
-
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self._tensors = {name: parameter.data for name, parameter in parameters.items()}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        require_memory(self._tensors[name])
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)

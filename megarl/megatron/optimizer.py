@@ -55,12 +55,9 @@ def learning_rate(settings: Optimizer, step: int, *, total: int, together: int =
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedOptimizer:
-    """The optimizer of a role's model on one rank.
+    """The optimizer of a role's model on one rank; ``chunks`` are the model's in Megatron's DDP wrapper.
 
-    Args:
-        chunks: model chunks in Megatron's DDP wrapper.
-        chained: sharded over DP, that of experts over the replicas with the same experts.
-        loss_factor: result of ``probe_loss_factor``.
+    It is sharded over DP, that of experts over the replicas with the same experts.
     """
 
     chunks: list[DistributedDataParallel]
@@ -79,7 +76,6 @@ class ShardedOptimizer:
             self.release_gradients()
 
     def release_gradients(self) -> None:
-        """Frees the memory of the gradients."""
         for buffer in self._gradient_buffers():
             buffer.untyped_storage().resize_(0)
 
@@ -110,11 +106,8 @@ class ShardedOptimizer:
     def step(self, lr: float, steps_before: int) -> tuple[float, bool]:
         """Clips and takes one optimizer step, unless the gradient is not finite; collective.
 
-        Args:
-            steps_before: optimizer steps before, without skipped ones.
-
-        Returns:
-            The global gradient norm before clipping, and whether the step was taken.
+        Returns the global gradient norm before clipping, and whether the step was taken. Skipped
+        steps are not counted in ``steps_before``.
         """
         self.chained.prepare_grads()
         norm = float(self.chained.get_grad_norm())
@@ -147,13 +140,9 @@ def build_optimizer(model: RoleModel, settings: Optimizer) -> ShardedOptimizer:
     """Makes the optimizer of a model whose weights are set; collective over the role's ranks.
 
     Gradients are reduced, and optimizer state is kept, in float32. As in Megatron, biases and norms
-    do not decay.
-
-    Raises:
-        ValueError: the model is in float16, whose range needs a loss scale.
+    do not decay. There is no loss scale, which float16 would need.
     """
-    if model.config.params_dtype == torch.float16:
-        raise ValueError("training in float16 is not supported: its gradients vanish; use bfloat16 or float32")
+    assert model.config.params_dtype != torch.float16, "the preflight refuses float16"
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     loss_factor = probe_loss_factor(model.config, ddp, model.groups)
     chunks: list[Any] = [
@@ -199,7 +188,6 @@ class OptimizerShard:
 
     @property
     def adam(self) -> dict[str, Any]:
-        """The optimizer state; empty before the first step."""
         return self.optimizer.state.get(self.main, {})
 
 
@@ -242,7 +230,6 @@ class WeightEMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Updates the average after an optimizer step."""
         for shard in shards(self._model, self._optimizer):
             average = self.values[shard.name]
             average.copy_(ema(average, shard.main, decay=self._decay))

@@ -52,9 +52,8 @@ class GroupCache:
 def partition(layout: Layout, *together: str) -> list[tuple[int, ...]]:
     """Splits the ranks into sets whose members differ only in the named coordinates.
 
-    Args:
-        together: names among "tp", "pp", "dp", and its parts "ep" (part of the experts) and
-            "expt_dp" (replica of that part); without names, every rank is alone.
+    These are "tp", "pp", "dp", and its parts "ep" (part of the experts) and "expt_dp" (replica of
+    that part); without names, every rank is alone.
     """
     sets: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in range(layout.world_size):

@@ -128,7 +128,7 @@ Work = tuple[MicroBatch, LastStage]
 
 
 def micro_batches(model: RoleModel, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> list[MicroBatch]:
-    """Returns the packs of this rank; tokens are fetched on the first and the last stage only."""
+    """The packs of this rank; tokens are fetched on the first and the last stage only."""
     pp = model.groups.pp
     needs_tokens = is_pp_first_stage(pp) or is_pp_last_stage(pp)
     batches: list[MicroBatch] = []
@@ -143,7 +143,7 @@ def micro_batches(model: RoleModel, schedule: RankSchedule, chunks: Chunks[Token
 
 
 def run_forward(model: RoleModel, batches: Sequence[MicroBatch], pack_tokens: int, last_stage: LastStage) -> list[Any]:
-    """Runs forward passes without gradients; returns the last stage's results, none on the others."""
+    """Runs forward passes without gradients; see ``run_schedule``."""
     work = [(batch, last_stage) for batch in batches]
     with torch.no_grad():
         return run_schedule(model, model.chunks, work, pack_tokens)
@@ -158,14 +158,12 @@ def run_schedule(
 ) -> list[Any]:
     """Runs micro-batches through Megatron's pipeline schedule; afterwards gradients are reduced over DP.
 
+    Returns the results of the last stage, losses detached; nothing on the other stages. In
+    training, the functions return a loss and metrics; losses are summed over micro-batches and ranks.
+
     Args:
         modules: the model's chunks, in Megatron's DDP wrapper where there is a backward pass.
-        work: micro-batches; in training their functions return a loss and metrics, and losses are
-            summed over micro-batches and ranks.
         loss_factor: result of ``probe_loss_factor``; None runs forward passes only.
-
-    Returns:
-        The results of the last stage, losses detached; empty on the other stages.
     """
     model.require_memory()
     config = model.config

@@ -42,27 +42,16 @@ _RANK_FILE = "__{}_0.distcp"
 """FileSystemWriter's name."""
 
 
-def save_role(role: ModelEngine, directory: Path) -> list[FileRecord]:
-    """Writes the state of a role, in training or not; collective over the role's ranks.
+def plan_save(
+    role: ModelEngine, directory: Path, group: dist.ProcessGroup | None = None
+) -> Callable[[], list[FileRecord]]:
+    """Returns what writes a role's state; it is collective over the role's ranks.
+
+    It returns the files that this rank has synced to disk, relative to the directory, and raises
+    RuntimeError on all ranks if some rank cannot write.
 
     Args:
         directory: new directory on a file system that all ranks share.
-
-    Returns:
-        The files that this rank wrote and synced to disk, relative to the directory.
-
-    Raises:
-        RuntimeError: some rank cannot write; on all ranks.
-    """
-    return plan_role(role, directory)()
-
-
-def plan_role(
-    role: ModelEngine, directory: Path, group: dist.ProcessGroup | None = None
-) -> Callable[[], list[FileRecord]]:
-    """Returns what writes this rank's part of a role's state, see `save_role`.
-
-    Args:
         group: process group of the same ranks, for the write alone. The state is then copied to
             host memory, so that a thread may write it while the role is trained.
     """
@@ -116,12 +105,7 @@ def _first_error(what: str) -> Iterator[None]:
 
 
 class _HeldBox(NamedTuple):
-    """A box of a stored tensor on this rank.
-
-    Args:
-        data: view of its elements.
-        written: whether this rank writes it; others may hold it as well.
-    """
+    """A view of a box of a stored tensor on this rank, and whether this rank writes it."""
 
     index: MetadataIndex
     info: TensorWriteData
@@ -134,10 +118,7 @@ class _SavePlanner(DefaultSavePlanner):
 
     torch.save leaves what it has written to the garbage collector: its pickler is a class that is
     made for the call (torch/serialization.py, 2.13), and the copies of a whole checkpoint might
-    wait there.
-
-    Args:
-        copied: whether all are copied now.
+    wait there. If they are ``copied``, all are copied now.
     """
 
     def __init__(self, boxes: Sequence[_HeldBox], *, copied: bool) -> None:
@@ -224,7 +205,7 @@ def _set_adam_steps(role: ModelEngine) -> None:
 
 
 def _shards(role: ModelEngine) -> Iterator[OptimizerShard]:
-    """Yields this rank's shards; none of a role that is not in training."""
+    """Yields this rank's shards."""
     if role.optimizer is not None:
         yield from shards(role.model, role.optimizer)
 
@@ -245,10 +226,7 @@ def _runs(role: ModelEngine) -> Iterator[tuple[str, str, torch.Tensor, range]]:
 
 
 def _writers(role: ModelEngine) -> dict[tuple[str, Box], RankCoords]:
-    """Returns the least busy of the ranks that hold each region of a tensor.
-
-    Replicas hold it, and several ranks of each where it is of tied weights, norms and the like.
-    """
+    """Returns the least busy of the ranks that hold each region of a tensor, as replicas and norms do."""
     layout = role.layout
     holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
     for pp, tp, ep in product(range(layout.pp), range(layout.tp), range(layout.ep)):

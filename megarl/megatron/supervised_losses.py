@@ -5,7 +5,6 @@ Shape legend: B rows of the micro-batch, U preferences, N responses of each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -21,21 +20,18 @@ from megarl.megatron.heads import response_logprobs, row_scores, token_scores
 from megarl.megatron.loss_metrics import LossMetrics, collect
 from megarl.megatron.model_engine import Loss, ModelEngine
 from megarl.megatron.pipeline import MicroBatch
-from megarl.types import PackRow, RankSchedule, TextChunk
+from megarl.types import RankSchedule, TextChunk
 
 
 def text_loss(engine: ModelEngine, schedule: RankSchedule, *, mix_share: float | None = None) -> Loss:
     """Returns the mean negative log-likelihood per response token of the step, nats.
 
-    Args:
-        mix_share: factor of the loss beside a policy loss, where its only metric is ``ptx_loss``.
+    Beside a policy loss, ``mix_share`` is its factor, and ``ptx_loss`` its only metric.
     """
     weight = 1 / max(schedule.total_response_tokens, 1)
 
     def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, LossMetrics]:
-        model = engine.model
-        vocab_size = engine.vocab_size
-        logprobs, entropy = response_logprobs(model, batch, hidden, vocab_size=vocab_size, temperature=1.0)
+        logprobs, entropy = response_logprobs(engine.model, batch, hidden, temperature=1.0)
         total = -logprobs.sum() * weight
         if mix_share is not None:
             return mix_share * total, LossMetrics(sums={"ptx_loss": total.detach()})
@@ -62,7 +58,6 @@ class PreferenceLoss:
 
     def __call__(self, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, LossMetrics]:
         responses = self._responses
-        assert _are_units(batch.rows, responses), "a pack holds whole preferences, the best response first"
         scores = row_scores(self._engine.model, batch, hidden)
         terms = self._per_preference(batch, hidden, scores.view(-1, responses))
         detached = scores.detach()
@@ -113,13 +108,3 @@ class PreferenceLoss:
 def _mean(terms: LossTerms, weight: float) -> LossMetrics:
     everything = torch.ones_like(terms.values, dtype=torch.bool)
     return collect(terms, everything, torch.full_like(terms.values, weight, dtype=torch.float64))
-
-
-def _are_units(rows: Sequence[PackRow], size: int) -> bool:
-    """Returns whether the rows are whole preferences of ``size`` responses, one after the other."""
-    for index, row in enumerate(rows):
-        place = index % size
-        first = rows[index - place]
-        if row.chunk != first.chunk or first.row % size != 0 or row.row != first.row + place:
-            return False
-    return len(rows) % size == 0

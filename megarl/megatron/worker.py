@@ -5,6 +5,7 @@ The driver imports this file to name its methods, so megatron-core is imported o
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -22,8 +23,6 @@ from megarl.experience.build import build_experience
 from megarl.experience.records import ExperienceChunk, ExperienceReport
 from megarl.files import FileRecord
 from megarl.garbage_collection import importing
-from megarl.megatron.offload import ResidentWeights
-from megarl.megatron.offloader import Offloader
 from megarl.megatron.platform import start_platform, start_world
 from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest, UpdateRequest
 from megarl.remote import remote
@@ -40,6 +39,30 @@ PerSample = dict[int, np.typing.NDArray[np.float32]]
 """[N] float32 by chunk."""
 
 
+class Offloader:
+    """Keeps idle roles that may be offloaded in host memory; roles may be added later."""
+
+    def __init__(self, roles: Mapping[RoleName, ModelEngine], offloadable: Collection[RoleName]) -> None:
+        self._roles = roles
+        self._offloadable = frozenset(offloadable)
+
+    def onload(self, name: RoleName, *others: RoleName) -> ModelEngine:
+        """Returns the role with its memory on the device; offloads all roles but it and ``others``."""
+        self.offload_all(but=(name, *others))
+        for present in (name, *others):
+            self._roles[present].onload()
+        return self._roles[name]
+
+    def offload_all(self, but: Collection[RoleName] = ()) -> None:
+        """Offloads every offloadable role, so that another process can use the device."""
+        freed = 0
+        for name in sorted(self._offloadable & self._roles.keys()):
+            if name not in but:
+                freed += self._roles[name].offload()
+        if freed:
+            torch.cuda.empty_cache()  # for other processes
+
+
 class MegatronWorker:
     """A rank of a group with all its roles. Every rank of the group gets every call, in the same order.
 
@@ -51,7 +74,7 @@ class MegatronWorker:
         self._config = config
         self._group = group
         self._rank = rank
-        self._started_device: torch.device | None = None
+        self._device = torch.device("cpu")  # until the start
         self._specs = role_specs(config, group)
         self._roles: dict[RoleName, ModelEngine] = {}
         offloadable: list[RoleName] = [name for name, spec in self._specs.items() if spec.offload]
@@ -69,11 +92,11 @@ class MegatronWorker:
         config = self._config
         patience = config.cluster.time_limits.patience
         with importing():
-            self._started_device = start_platform(config.cluster.device)
+            self._device = start_platform(config.cluster.device)
             import megarl.megatron.model_engine  # noqa: F401  (`load` needs it)
             from megarl.megatron.parallel import collectives
         start_world(
-            self._started_device,
+            self._device,
             rank=self._rank,
             world_size=len(config.device_list(self._group)),
             init_method=init_method,
@@ -116,7 +139,7 @@ class MegatronWorker:
     def token_scores(
         self, role: RoleName, request: ForwardRequest[RankSchedule]
     ) -> tuple[dict[int, Ragged], PerSample] | None:
-        """Returns the scores before the first response token and after each, and ``scores``, by chunk."""
+        """Returns the scores before and after each response token, and ``scores``, by chunk."""
         columns = self._offloader.onload(role).token_scores(request.schedule, request.chunks)
         if columns is None:
             return None
@@ -218,7 +241,8 @@ class MegatronWorker:
             version = self._senders[request.link][1].version
         self._disconnect(request.link)
         connection = connect(request.sync, rank, self._device)
-        weights = ResidentWeights(self._offloader.onload("actor").model.parameters())
+        parameters = self._offloader.onload("actor").model.parameters()
+        weights = {name: parameter.data for name, parameter in parameters.items()}
         self._senders[request.link] = connection, Sender(connection, weights, version=version)
 
     @remote(phase="sync")
@@ -236,15 +260,14 @@ class MegatronWorker:
 
     @remote(phase="checkpoint")
     def save(self, role: RoleName, directory: str, *, in_background: bool = False) -> list[FileRecord] | None:
-        """Writes a role's part of a checkpoint, or starts to; see ``state.save_role``."""
-        from megarl.megatron.state import plan_role, save_role
+        """Writes a role's part of a checkpoint, or starts to; see ``state.plan_save``."""
+        from megarl.megatron.state import plan_save
 
         engine = self._offloader.onload(role)
         if not in_background:
-            return save_role(engine, Path(directory))
+            return plan_save(engine, Path(directory))()
         assert self._write_group is not None, "checkpoint.async_save is false"
-        write = plan_role(engine, Path(directory), self._write_group)
-        self._writes[role] = self._writer.submit(write)
+        self._writes[role] = self._writer.submit(plan_save(engine, Path(directory), self._write_group))
         return None
 
     @remote(phase="checkpoint")
@@ -300,7 +323,7 @@ class MegatronWorker:
     @remote(phase="update")
     def skip_steps(self, role: RoleName, steps: int) -> None:
         """Advances the learning rate's schedule by optimizer steps that are not taken."""
-        self._roles[role].skip_steps(steps)
+        self._roles[role].steps_taken += steps
 
     @remote(phase="inference")
     def offload_all(self) -> None:
@@ -326,8 +349,3 @@ class MegatronWorker:
         training = self._specs[name].training
         assert training is not None, f"{name} is not in training"
         return training.loss
-
-    @property
-    def _device(self) -> torch.device:
-        assert self._started_device is not None, "start comes first"
-        return self._started_device

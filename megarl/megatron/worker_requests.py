@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megarl.data.packing import TokenChunk
 from megarl.experience.padded_batch import Columns, Selectable
 from megarl.experience.records import StepContext
-from megarl.types import RankSchedule, RolloutChunk, Schedule, TextChunk
+from megarl.types import RankSchedule, RolloutChunk, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,44 +49,28 @@ class ExperienceRequest[S: (Schedule, RankSchedule)]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainBatch[S: (Schedule, RankSchedule)]:
-    """Texts of optimizer steps, with a schedule for each, with packs as long as the step's."""
-
-    schedules: Sequence[S]
-    chunks: Selectable[TextChunk]
-
-    def part(self: PretrainBatch[Schedule], replica: int) -> PretrainBatch[RankSchedule]:
-        schedules, chunks = _part(self.schedules, self.chunks, replica)
-        return PretrainBatch(schedules=schedules, chunks=chunks)
-
-
-@dataclass(frozen=True, kw_only=True)
 class UpdateRequest[S: (Schedule, RankSchedule)]:
-    """Optimizer steps of a role.
+    """Optimizer steps of a role, one per schedule.
 
     Args:
-        schedules: one per optimizer step.
         chunks: tokens, with the columns that the loss reads.
         kl_coef: coefficient of a penalty in the loss, per nat.
-        texts: pretraining texts of the same optimizer steps, for the actor only.
+        texts: pretraining texts of the same optimizer steps, with packs as long, for the actor only.
     """
 
     schedules: Sequence[S]
     chunks: Selectable[TokenChunk]
     kl_coef: float = 0.0
-    texts: PretrainBatch[S] | None = None
+    texts: UpdateRequest[S] | None = None
 
     def part(self: UpdateRequest[Schedule], replica: int) -> UpdateRequest[RankSchedule]:
-        schedules, chunks = _part(self.schedules, self.chunks, replica)
-        texts = None if self.texts is None else self.texts.part(replica)
-        return UpdateRequest(schedules=schedules, chunks=chunks, kl_coef=self.kl_coef, texts=texts)
-
-
-def _part[C: Selectable[Any]](
-    schedules: Sequence[Schedule], chunks: C, replica: int
-) -> tuple[tuple[RankSchedule, ...], C]:
-    parts = tuple(schedule.ranks[replica] for schedule in schedules)
-    needed: set[int] = set()
-    for part in parts:
-        needed.update(part.chunks)
-    return parts, chunks.only(sorted(needed))
+        schedules = tuple(schedule.ranks[replica] for schedule in self.schedules)
+        needed: set[int] = set()
+        for schedule in schedules:
+            needed.update(schedule.chunks)
+        return UpdateRequest(
+            schedules=schedules,
+            chunks=self.chunks.only(sorted(needed)),
+            kl_coef=self.kl_coef,
+            texts=self.texts and self.texts.part(replica),
+        )

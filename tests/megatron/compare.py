@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -55,6 +56,17 @@ def everywhere(column: dict[int, Any] | None) -> dict[int, Any]:
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, column)
     return {chunk: rows for part in parts if part for chunk, rows in part.items()}
+
+
+def reductions_over(group: Any = None) -> list[Any]:
+    """The sum and the largest of vectors over the ranks, as the experience takes them."""
+    import torch.distributed as dist
+
+    def reduce(vector: torch.Tensor, operation: Any) -> torch.Tensor:
+        dist.all_reduce(vector, op=operation, group=group)
+        return vector
+
+    return [partial(reduce, operation=operation) for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)]
 
 
 def trained(role: Any, steps: list[dict[str, float]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tiny models of every dense family, with deliberately odd sizes."""
+"""Tiny models of every family, with deliberately odd sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Family:
 
     kind: str
     fields: Mapping[str, Any]
-    tp: tuple[int, ...]
+    tp: tuple[int, ...] = (2,)
 
     def save(self, directory: Path, seed: int = 0, **fields: Any) -> Path:
         """Writes it with random weights."""
@@ -110,4 +110,31 @@ FAMILIES: Mapping[str, Family] = {
         fields={"n_layer": 7, "n_head": 4, "n_inner": 52, "vocab_size": 101, "n_positions": 23},
         tp=(2, 4),
     ),
+}
+
+_ATTENTION = {"num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "vocab_size": 103}
+MIXTURES: Mapping[str, Family] = {
+    "mixtral": Family(
+        kind="mixtral",
+        fields={
+            **_ATTENTION,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 44,
+            "vocab_size": 101,
+            "sliding_window": None,
+        },
+    ),
+    "qwen3_moe": Family(
+        kind="qwen3_moe",
+        fields={**_ATTENTION, **_EXPERTS, "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
+    "qwen3_moe_renormalised": Family(kind="qwen3_moe", fields={**_ATTENTION, **_EXPERTS, "norm_topk_prob": True}),
+}
+MODELS: Mapping[str, Family] = {
+    "plain": Family(kind="qwen2", fields={}),
+    "tied": Family(kind="qwen2", fields={"tie_word_embeddings": True}),
+    **FAMILIES,
+    **MIXTURES,
 }

@@ -243,7 +243,7 @@ def two_steps(role: Any, case: Case, columns: Any, budget: int, reference: Any =
     from megarl.data.schedule import step_schedule, under_one_length
     from megarl.megatron.losses import PolicyLoss, value_loss
     from megarl.megatron.supervised_losses import text_loss
-    from megarl.megatron.worker_requests import PretrainBatch
+    from megarl.megatron.worker_requests import UpdateRequest
 
     algo, everything = Algo.model_validate({"mini_batches": len(STEPS), **case.algo}), samples()
     plans = [step_schedule([everything[i] for i in members], role.layout, budget) for members in STEPS]
@@ -253,7 +253,7 @@ def two_steps(role: Any, case: Case, columns: Any, budget: int, reference: Any =
         along = [step_schedule([texts[i] for i in members], role.layout, budget) for members in TEXTS]
         pairs = [under_one_length(*pair) for pair in zip(plans, along, strict=True)]
         plans = [own for own, _ in pairs]
-        batch = PretrainBatch(schedules=[text.ranks[role.coords.dp] for _, text in pairs], chunks=chunks())
+        batch = UpdateRequest(schedules=[text.ranks[role.coords.dp] for _, text in pairs], chunks=chunks())
         aux = batch, partial(text_loss, role, mix_share=case.texts)
     if case.critic:
         make_loss = partial(value_loss, role, algo, columns)

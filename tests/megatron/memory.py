@@ -6,10 +6,10 @@ import ctypes
 import gc
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ from megarl.config.schema import Optimizer
 from megarl.config.schema.loss_specs import TextSpec
 from megarl.preflight.role_memory import RoleMemory
 from megarl.role_specs import RoleSpec, TrainingSpec
-from megarl.types import Layout, PackRow, Ragged, RankSchedule, TextChunk
+from megarl.types import Layout, PackRow
+from tests.megatron.samples import random_chunks
 
 ROW_TOKENS, MIB = 64, 1 << 20
 _M_MMAP_THRESHOLD = -3
@@ -71,19 +72,9 @@ def make_actor(config: dict[str, Any], layout: Layout, rank: int, recompute: Any
     from megarl.models import model_spec
 
     spec = model_spec(config)
+    make = {"trainable": True, "recompute": recompute, "layers": "local"}  # whose activations the plan counts
+    actor = ModelEngine("actor", spec, layout, rank, GroupCache(), **make)
     dtype = getattr(torch, spec.dtype)
-    actor = ModelEngine(
-        "actor",
-        spec,
-        layout,
-        rank,
-        GroupCache(),
-        vocab_size=spec.dims.vocab,
-        dtype=dtype,
-        trainable=True,
-        recompute=recompute,
-        layers="local",  # whose activations the plan counts
-    )
     actor.load({name: 0.02 * torch.randn(info.shape, dtype=dtype) for name, info in actor.shard_map.params.items()})
     return actor
 
@@ -144,38 +135,28 @@ def return_freed_memory(*, at_once: bool = True) -> None:
 
 def _peaks(rank: int, config: dict[str, Any], tokens: int, recompute: Any, directory: Path) -> dict[str, int]:
     from megarl.cluster.process_usage import take_peak_memory
-    from megarl.megatron.state import plan_role, save_role
-    from tests.megatron.test_offload import _loss_of
+    from megarl.data.schedule import step_schedule
+    from megarl.megatron.state import plan_save
+    from megarl.megatron.supervised_losses import text_loss
 
     directory.mkdir()
     actor = make_actor(config, Layout(), rank, recompute)
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, config["vocab_size"], (tokens // ROW_TOKENS, ROW_TOKENS))
-    chunk = TextChunk(
-        sample_ids=tuple(map(str, range(len(ids)))),
-        prompt_ids=Ragged.from_rows(list(ids[:, :1]), np.int32),
-        response_ids=Ragged.from_rows(list(ids[:, 1:]), np.int32),
-    )
-    rows = tuple(PackRow(chunk=0, row=i, prompt_tokens=1, response_tokens=ROW_TOKENS - 1) for i in range(len(ids)))
-    schedule = RankSchedule(
-        packs=(rows,),
-        pack_tokens=tokens,
-        total_rows=len(ids),
-        total_sequences=len(ids),
-        total_response_tokens=tokens - len(ids),
-    )
+    length = ROW_TOKENS - 1
+    chunks, infos = random_chunks(1, tokens // ROW_TOKENS, config["vocab_size"], 1, length, length)
+    (schedule,) = step_schedule(infos, Layout(), tokens).ranks
+    assert schedule.pack_tokens == tokens
     actor.start_training(Optimizer(lr=1e-3), total_steps=2)
     for _ in range(2):  # the first makes the optimizer's state
         take_peak_memory()
-        actor.update([schedule], {0: chunk}, _loss_of(actor))
+        actor.update([schedule], chunks, partial(text_loss, actor))
         update = take_peak_memory()
     take_peak_memory()
-    actor.logprobs(schedule, {0: chunk}, temperature=1.0)
+    actor.logprobs(schedule, chunks, temperature=1.0)
     inference = take_peak_memory()
-    save_role(actor, directory / "at once")
+    plan_save(actor, directory / "at once")()
     checkpoint = take_peak_memory()
     group: Any = dist.new_group(backend="gloo")
-    plan_role(actor, directory / "later", group)()
+    plan_save(actor, directory / "later", group)()
     return {"update": update, "inference": inference, "checkpoint": checkpoint, "copied": take_peak_memory()}
 
 

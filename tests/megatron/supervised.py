@@ -1,83 +1,127 @@
-"""Steps of supervised fine-tuning and of the reward model: a job of the rank pool, and the naive ones."""
+"""Steps of fine-tuning and of the reward model with each of its losses: a job of the rank pool, and the naive ones."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from megarl.config.schema import Optimizer
-from megarl.types import Layout, RoleName, SampleInfo
+from megarl.config.schema import CustomFunction, Optimizer
+from megarl.config.schema.training_sections import PREFERENCE_LOSSES
+from megarl.data.batches import on_all_tokens, text_batch
+from megarl.data.preferences import Preference
+from megarl.types import Layout, SampleInfo, TextChunk
 from tests.megatron.compare import adam_of, check, samples_of, state_of, trained
-from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role, random_head
 from tests.oracle import models, ppo, supervised
 
-CENTERING = 0.05
 SETTINGS = Optimizer(lr=1e-3, eps=1e-4, weight_decay=0.1, clip_grad=1.0)
 
 Naive = tuple[list[ppo.Step], torch.nn.Module]
+Batch = tuple[tuple[SampleInfo, ...], tuple[TextChunk, ...]]
 Outcome = tuple[dict[str, float], dict[str, Any]]
 
+PREFERENCES: dict[str, tuple[int, Any, Any]] = {
+    # responses of a preference, the settings of the loss, and the naive one
+    "pairwise": (2, PREFERENCE_LOSSES("pairwise", centering=0.05), supervised.pairwise(centering=0.05)),
+    "margin": (2, PREFERENCE_LOSSES("pairwise", margin=True), supervised.pairwise()),
+    "best_of_n": (3, PREFERENCE_LOSSES("best_of_n"), supervised.best_of_n),
+    "span": (2, PREFERENCE_LOSSES("span"), supervised.span),
+    "own": (
+        2,
+        CustomFunction(name="tests.megatron.supervised:own_loss", args={"weight": 0.3}),
+        supervised.pairwise(centering=0.3),
+    ),
+}
+"""The losses of the reward model; those of the actor are ``sft`` and ``all tokens``, which trains on prompts, too."""
 
-def _batches() -> tuple[list[Any], list[list[SampleInfo]]]:
-    """Chunks of two rows, and two steps of three chunks each."""
-    chunks, infos = random_chunks(chunks=6, rows=2)
-    return chunks, [infos[:6], infos[6:]]
+
+def own_loss(chosen: torch.Tensor, rejected: torch.Tensor, *, weight: float) -> Any:
+    """A loss of the user's own."""
+    from megarl.algos.policy_loss import LossTerms
+
+    values = torch.log1p(torch.exp(rejected - chosen)) + weight * (chosen + rejected).square()
+    scores = {"chosen": chosen.detach(), "rejected": rejected.detach(), "margin": (chosen - rejected).detach()}
+    return LossTerms(values=values, metrics={"accuracy": (chosen > rejected).float(), **scores})
 
 
-def sft(role: Any) -> Any:
-    from megarl.megatron.supervised_losses import text_loss
+def batches(responses: int = 2) -> list[Batch]:
+    """Two steps of four and of three preferences of random tokens.
 
+    Responses begin with the same tokens, and one may be the other's beginning.
+    """
+    random = np.random.default_rng(0)
+
+    def ids(length: int) -> Any:
+        return random.integers(100, size=length).astype(np.int32)
+
+    rows = []
+    for index in range(7):
+        prompt, shared = ids(random.integers(1, 8)), ids(random.integers(0, 5))
+        ends = [ids(length) for length in random.permutation(9)[:responses]]
+        answers = tuple(np.concatenate([shared, end]) if len(shared) + len(end) else ids(1) for end in ends)
+        rows.append(Preference(key=str(index), prompt_ids=prompt, responses=answers, margin=float(random.normal())))
+    return [text_batch(part, 4) for part in (rows[:4], rows[4:])]
+
+
+def make_loss(role: Any, loss: str, chunks: Any) -> Any:
+    from megarl.megatron.supervised_losses import PreferenceLoss, text_loss
+
+    if loss in PREFERENCES:
+        return partial(PreferenceLoss, role, PREFERENCES[loss][1], chunks)
     return partial(text_loss, role)
 
 
-def preferences(role: Any) -> Any:
-    from megarl.config.schema.training_sections import PREFERENCE_LOSSES
-    from megarl.megatron.supervised_losses import PreferenceLoss
-
-    return partial(PreferenceLoss, role, PREFERENCE_LOSSES("pairwise", centering=CENTERING), {})
-
-
-def two_steps(
-    rank: int, directory: Path, name: RoleName, layout: Layout, budget: int, make_loss: Callable[[Any], Any]
-) -> Outcome:
+def two_steps(rank: int, directory: Path, loss: str, layout: Layout, budget: int) -> Outcome:
     """The loss before the first step, by a forward pass alone; and both steps."""
     from megarl.data.schedule import step_schedule
     from megarl.megatron.parallel import GroupCache
 
-    chunks, batches = _batches()
-    head, per_unit = (None, 1) if name == "actor" else (random_head(directory), 2)
+    if loss in PREFERENCES:
+        name, head, responses = "reward", random_head(directory), PREFERENCES[loss][0]
+    else:
+        name, head, responses = "actor", None, 1
     role = load_role(directory, name, layout, rank, GroupCache(), trainable=True, head=head)
-    role.start_training(SETTINGS, total_steps=len(batches))
-    plans = [step_schedule(batch, layout, budget, rows_per_unit=per_unit) for batch in batches]
-    own = [plan.ranks[role.coords.dp] for plan in plans]
-    before = role.evaluate(own[0], chunks, make_loss(role))
-    return before, trained(role, role.update(own, chunks, make_loss(role)))
+    role.start_training(SETTINGS, total_steps=2)
+    before, steps = None, []
+    for samples, chunks in batches(max(responses, 2)):
+        rows = on_all_tokens(samples) if loss == "all tokens" else samples
+        plan = step_schedule(rows, layout, budget, rows_per_unit=responses).ranks[role.coords.dp]
+        making = make_loss(role, loss, chunks)
+        if before is None:
+            before = role.evaluate(plan, chunks, making)
+        steps += role.update([plan], chunks, making)
+    return before, trained(role, steps)
 
 
-def fine_tuned(directory: Path) -> Naive:
-    """The naive steps of the model in a directory."""
-    chunks, batches = _batches()
-    actor = models.causal_lm(_config(directory), state_of(directory))
-    return supervised.fine_tune(actor, [samples_of(chunks, batch) for batch in batches], adam_of(SETTINGS))
-
-
-def rewarded(directory: Path) -> Naive:
-    """The naive steps of a reward model on the body of the model in a directory."""
-    chunks, batches = _batches()
-    reward = models.headed_model(_config(directory), headed_state(directory))
-    samples = [samples_of(chunks, batch) for batch in batches]
-    pairs = [
-        [supervised.Preference(responses=pair) for pair in zip(batch[0::2], batch[1::2], strict=True)]
-        for batch in samples
-    ]
-    return supervised.train_reward(reward, pairs, adam_of(SETTINGS), supervised.pairwise(centering=CENTERING))
+def naive_steps(directory: Path, loss: str) -> Naive:
+    """The same of a model in a directory by the naive program; with ``all tokens``, the first is the prompt."""
+    config = json.loads((directory / "config.json").read_text())
+    responses, _, naive_loss = PREFERENCES.get(loss, (2, None, None))
+    steps: list[Any] = []
+    for samples, chunks in batches(responses):
+        rows = samples_of(list(chunks), list(samples))
+        if loss == "all tokens":
+            texts = [[*row.prompt_ids, *row.response_ids] for row in rows]
+            rows = [models.Sample(sample_id="", prompt_ids=text[:1], response_ids=text[1:]) for text in texts]
+        if naive_loss is None:
+            steps.append(rows)
+            continue
+        margins = [float(chunks[info.chunk].margins[info.row]) for info in samples]  # pyright: ignore[reportOptionalSubscript]
+        preferences = []
+        for start in range(0, len(rows), responses):
+            margin = margins[start] if loss == "margin" else 0.0
+            preferences.append(supervised.Preference(responses=rows[start : start + responses], margin=margin))
+        steps.append(preferences)
+    if naive_loss is None:
+        return supervised.fine_tune(models.causal_lm(config, state_of(directory)), steps, adam_of(SETTINGS))
+    reward = models.headed_model(config, headed_state(directory))
+    return supervised.train_reward(reward, steps, adam_of(SETTINGS), naive_loss)
 
 
 def headed_state(directory: Path) -> dict[str, torch.Tensor]:
@@ -88,12 +132,26 @@ def headed_state(directory: Path) -> dict[str, torch.Tensor]:
 
 def check_steps(results: list[Outcome], naive: Naive, start: dict[str, torch.Tensor]) -> None:
     """All ranks against the naive steps, from the same start."""
-    check([own for _, own in results], *naive, start)
-    for before, own in results:
-        if own["reports"]:
-            first = {name: own["steps"][0][name] for name in before}
+    check([rank for _, rank in results], *naive, start)
+    for before, rank in results:
+        if rank["reports"]:
+            first = {name: rank["steps"][0][name] for name in before}
             assert before == pytest.approx(first, rel=1e-6), "a forward pass tells what the step tells"
 
 
-def _config(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "config.json").read_text())
+def scaled(rank: int, directory: Path, layout: Layout, dtype: torch.dtype) -> list[Any]:
+    """Scores before the head is scaled by 3, after it, and after an optimizer step that moves nothing."""
+    from megarl.data.schedule import inference_schedule, step_schedule
+    from megarl.megatron.parallel import GroupCache
+
+    head = random_head(directory)
+    role = load_role(directory, "reward", layout, rank, GroupCache(), trainable=True, head=head, dtype=dtype)
+    role.start_training(SETTINGS.model_copy(update={"lr": 1e-30, "weight_decay": 0.0}), total_steps=1)
+    samples, chunks = batches()[0]
+    inference = inference_schedule(samples, layout, 40).ranks[role.coords.dp]
+    found = [role.scores(inference, chunks)]
+    role.scale_head(3.0)
+    found.append(role.scores(inference, chunks))
+    step = step_schedule(samples, layout, 40, rows_per_unit=2).ranks[role.coords.dp]
+    role.update([step], chunks, make_loss(role, "span", chunks))
+    return [*found, role.scores(inference, chunks)]

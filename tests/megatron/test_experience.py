@@ -225,13 +225,18 @@ def test_advantages_are_normalised_per_prompt_or_per_step(normaliser: dict[str, 
     close(of(built, "advantages"), lambda chunk, row: expected[chunk, row])
 
 
+def sides(raw: dict[int, Ragged]) -> dict[int, Ragged]:
+    """The scores before each token, then those after it."""
+    return {i: Ragged.from_rows([[*row[:-1], *row[1:]] for row in own], np.float32) for i, own in raw.items()}
+
+
 @pytest.mark.parametrize("differences", [False, True])
 def test_dense_scores_are_token_rewards(differences: bool) -> None:
     """A reward model's score 2 * raw + 1, clipped to [-1, 1.5], beside a rule's sequence score."""
     raw = column(5, more=1)
     algo = {"advantage": "reinforce", "scores": {"clip": [-1.0, 1.5]}}
     terms = replace(TERMS, dense=TokenRewardScale(gain=2.0, bias=1.0, differences=differences))
-    built = build(algo, columns_of(SCORES, old=OLD, dense=raw), terms)
+    built = build(algo, columns_of(SCORES, old=OLD, dense=sides(raw)), terms)
 
     def earned(chunk: int, row: int) -> np.ndarray:
         worth = np.clip(2.0 * raw[chunk][row].astype(np.float64) + 1.0, -1.0, 1.5)
@@ -250,10 +255,9 @@ def test_given_tokens_change_nothing_in_the_experience(differences: bool) -> Non
     algo = {"kl": {"coef": 0.1}, "normalise": {"rewards": True}}
     terms = replace(TERMS, dense=TokenRewardScale(gain=2.0, bias=1.0, differences=differences))
     talks = conversations(CHUNKS)
-    raw = column(5, more=1)
-    sides = {i: Ragged.from_rows([[*row[:-1], *row[1:]] for row in own], np.float32) for i, own in raw.items()}
-    found, report = build(algo, columns_of(SCORES, old=OLD, ref=REF, values=VALUES, dense=sides), terms, rollouts=talks)
-    chunks, whole = build(algo, columns_of(SCORES, old=OLD, ref=REF, values=VALUES, dense=raw), terms)
+    columns = columns_of(SCORES, old=OLD, ref=REF, values=VALUES, dense=sides(column(5, more=1)))
+    found, report = build(algo, columns, terms, rollouts=talks)
+    chunks, whole = build(algo, columns, terms)
     assert report == whole
     for i, chunk in chunks.items():
         assert found[i].loss_mask is talks[i].loss_mask
@@ -349,3 +353,38 @@ def test_the_critic_predicts_and_learns_normalised_returns() -> None:
     )
     assert built[0][2].old_values is VALUES[2], "as the critic said them"
     assert built[1].metrics["returns/mean"] == pytest.approx(returns.mean(), rel=1e-5), "in units of reward"
+
+
+HERE = "tests.own_functions"
+KL = {"in": "reward", "coef": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("own", "ours"),
+    [
+        (
+            {"advantage": {"name": f"{HERE}:same_gae", "level": "token", "args": {"lam": 0.7}}},
+            {"advantage": {"name": "gae", "lam": 0.7}, "normalise": {"advantages": "none"}},
+        ),
+        (
+            {"normalise": {"advantages": f"{HERE}:same_levels"}},
+            {"normalise": {"advantages": {"name": "levels", "std": "group"}}},
+        ),
+        ({"kl": {**KL, "estimator": f"{HERE}:same_k2"}}, {"kl": {**KL, "estimator": "k2"}}),
+        (
+            {"correction": {"weights": {"name": f"{HERE}:same_truncation", "args": {"upper": 1.1}}}},
+            {"correction": {"weights": {"name": "token_truncate", "upper": 1.1}}},
+        ),
+    ],
+    ids=["advantage", "normaliser", "estimator", "weights"],
+)
+def test_custom_functions_give_the_same_experience(own: dict[str, Any], ours: dict[str, Any]) -> None:
+    one, other, plain = (build(algo)[0] for algo in (own, ours, {}))
+    for name in ("advantages", "returns", "weights"):
+        for i, chunk in one.items():
+            mine, theirs = getattr(chunk, name), getattr(other[i], name)
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                assert np.array_equal(mine.values, theirs.values)
+    told = [(chunk.advantages.values.tolist(), chunk.weights is None) for chunk in one.values()]
+    assert told != [(chunk.advantages.values.tolist(), chunk.weights is None) for chunk in plain.values()]

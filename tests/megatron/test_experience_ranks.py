@@ -14,6 +14,7 @@ from megarl.config.schema import Algo, Reject, ValueNorm
 from megarl.experience.build import build_experience
 from megarl.experience.records import ExperienceChunk, ExperienceReport, StepContext, TokenRewardScale
 from megarl.types import Ragged
+from tests.megatron.compare import reductions_over
 from tests.megatron.samples import columns_of, random_chunks
 from tests.pool import RankPool
 
@@ -69,16 +70,15 @@ CASES |= {
 
 SPREADS = {
     "two ranks": [[0, 3, 4], [1, 2, 5]],
-    "a rank without samples": [[], [5, 4, 3, 2, 1, 0]],
     "four ranks, two without": [[1, 2], [], [0, 3, 4, 5], []],
 }
 
 
-def column(seed: int, more: int = 0) -> dict[int, Ragged]:
+def column(seed: int, per_token: int = 1) -> dict[int, Ragged]:
     random = np.random.default_rng(seed)
     chunks, _ = random_chunks(CHUNKS, min_response=0)
     return {
-        i: Ragged.from_rows([random.normal(size=n + more) * 0.5 for n in chunk.response_ids.lengths], np.float32)
+        i: Ragged.from_rows([random.normal(size=n * per_token) * 0.5 for n in chunk.response_ids.lengths], np.float32)
         for i, chunk in enumerate(chunks)
     }
 
@@ -100,7 +100,7 @@ def built(
         old=column(1) if case.get("recomputed", True) else None,
         ref=column(2) if algo.kl.coef else None,
         values=column(3) if algo.advantage.name in ("gae", "vapo") else None,
-        dense=column(4, more=1) if "dense" in case else None,
+        dense=column(4, per_token=2) if "dense" in case else None,
         outcomes={i: random.normal(size=3) for i in range(CHUNKS)} if "outcomes" in case else None,
         untrained=frozenset({(4, 0)}),
     )
@@ -118,17 +118,7 @@ def alone(vector: Any) -> Any:
 
 def on_rank(rank: int, spread: list[list[int]]) -> dict[str, tuple[dict[int, ExperienceChunk], ExperienceReport]]:
     """Every case, on the rank's own chunks."""
-    import torch.distributed as dist
-
-    def over_ranks(operation: Any) -> Any:
-        def reduce(vector: Any) -> Any:
-            dist.all_reduce(vector, op=operation)
-            return vector
-
-        return reduce
-
-    sums, largest = over_ranks(dist.ReduceOp.SUM), over_ranks(dist.ReduceOp.MAX)
-    return {name: built(spread[rank], case, sums, largest) for name, case in CASES.items()}
+    return {name: built(spread[rank], case, *reductions_over()) for name, case in CASES.items()}
 
 
 @pytest.mark.dist

@@ -1,4 +1,4 @@
-"""Vocab-parallel log-probabilities and entropy against torch's own softmax on the whole vocabulary, with gradients."""
+"""Vocab-parallel log-probabilities, entropy and divergence against whole logits, with gradients."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
+from megarl.algos import kl
+from megarl.data.packing import scatter
+from megarl.types import Layout
+from tests.megatron.compare import samples_of, state_of
+from tests.megatron.samples import random_chunks
+from tests.megatron.tiny import load_role, save_model
+from tests.oracle.models import causal_lm, token_logits
 from tests.pool import RankPool
 
 VOCAB, HIDDEN, TOKENS = 37, 8, 11
@@ -23,16 +31,24 @@ def _case() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tor
     return hidden, weight, labels, torch.randn(TOKENS, generator=generator), torch.randn(TOKENS, generator=generator)
 
 
-def _sharded(rank: int, rows: int, temperature: float, chunk_tokens: int, fused: bool) -> tuple[torch.Tensor, ...]:
+def _cut(weight: torch.Tensor, rows: int) -> tuple[torch.Tensor, Any]:
+    """This rank's rows of an output layer, with padding that would dominate, were it counted, and the shard."""
     import torch.distributed as dist
 
+    from megarl.megatron.logprobs import vocab_shard
+
+    shard = vocab_shard(dist.group.WORLD, rows, VOCAB)
+    local = torch.full((rows, HIDDEN), 50.0)
+    local[: shard.size] = weight[shard.start : shard.start + shard.size]
+    return local, shard
+
+
+def _sharded(rank: int, rows: int, temperature: float, chunk_tokens: int, fused: bool) -> tuple[torch.Tensor, ...]:
     from megarl.megatron import logprobs as module
-    from megarl.megatron.logprobs import logprobs_and_entropy, vocab_shard
+    from megarl.megatron.logprobs import logprobs_and_entropy
 
     hidden, weight, labels, grad_logprobs, grad_entropy = _case()
-    shard = vocab_shard(dist.group.WORLD, rows, VOCAB)
-    local = torch.full((rows, HIDDEN), 50.0)  # padding that would dominate, were it counted
-    local[: shard.size] = weight[shard.start : shard.start + shard.size]
+    local, shard = _cut(weight, rows)
     hidden.requires_grad_()
     local.requires_grad_()
     with patch.object(module, "compiled", lambda function: function):  # test_kernels compiles
@@ -70,6 +86,45 @@ def test_logprobs_equal_softmax_over_the_whole_vocabulary(
     assert not weight_grad[VOCAB:].any(), "padding rows must not get a gradient"
 
 
+def _divergence_case() -> list[torch.Tensor]:
+    """Hidden states and output layer of the policy, those of the reference, and the gradient of the divergence."""
+    generator = torch.Generator().manual_seed(4)
+    shapes = [(TOKENS, HIDDEN), (VOCAB, HIDDEN), (TOKENS, HIDDEN), (VOCAB, HIDDEN), (TOKENS,)]
+    return [torch.randn(*shape, generator=generator) / 2 for shape in shapes]
+
+
+def _divergence(rank: int, rows: int, temperature: float, chunk_tokens: int) -> tuple[torch.Tensor, ...]:
+    from megarl.megatron.logprobs import divergence
+
+    hidden, weight, ref_hidden, ref_weight, grad = _divergence_case()
+    (local, shard), (ref_local, _) = _cut(weight, rows), _cut(ref_weight, rows)
+    hidden.requires_grad_()
+    local.requires_grad_()
+    found = divergence(hidden, local, ref_hidden, ref_local, shard, temperature=temperature, chunk_tokens=chunk_tokens)
+    found.backward(grad)
+    return found.detach(), hidden.grad, local.grad
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("world_size", "rows"), [(1, 64), (2, 19), (4, 16)])
+@pytest.mark.parametrize(("temperature", "chunk_tokens"), [(1.0, 1024), (0.7, 4)])
+def test_divergence_equals_that_of_full_logits(
+    pool: RankPool, world_size: int, rows: int, temperature: float, chunk_tokens: int
+) -> None:
+    hidden, weight, ref_hidden, ref_weight, grad = _divergence_case()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    expected = kl.full(hidden @ weight.T / temperature, ref_hidden @ ref_weight.T / temperature)
+    expected.backward(grad)
+    results = pool.run(_divergence, rows, temperature, chunk_tokens, world_size=world_size)
+    for found, hidden_grad, _ in results:
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=5e-6)
+        torch.testing.assert_close(hidden_grad, hidden.grad, rtol=1e-5, atol=5e-6)
+    weight_grad = torch.cat([result[2] for result in results])
+    torch.testing.assert_close(weight_grad[:VOCAB], weight.grad, rtol=1e-5, atol=5e-6)
+    assert not weight_grad[VOCAB:].any(), "padding rows must not get a gradient"
+
+
 def _weight_gradient(rank: int, chunk_tokens: int) -> torch.Tensor:
     import torch.distributed as dist
 
@@ -102,29 +157,35 @@ def test_chunked_bfloat16_gradients_accumulate_no_rounding(pool: RankPool) -> No
     assert errors[1] < 1.5 * errors[0], f"relative errors {errors}: more chunks, more rounding"
 
 
-def _vector(rank: int, args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch.distributed as dist
+def _of_roles(rank: int, actor: Path, reference: Path) -> torch.Tensor:
+    """[T]: the divergence at each response token of random samples, row after row, at temperature 0.7."""
+    from megarl.data.schedule import inference_schedule
+    from megarl.megatron.losses import ReferenceDivergence
+    from megarl.megatron.parallel import GroupCache
+    from megarl.megatron.pipeline import micro_batches, run_forward
 
-    from megarl.megatron.logprobs import logprobs_and_entropy, vocab_shard
-
-    logits = torch.tensor(args["logits"]).flatten(0, -2)
-    vocab = logits.shape[-1]
-    rows = -(-vocab // 2)
-    shard = vocab_shard(dist.group.WORLD, rows, vocab)
-    # Logits as they are: the hidden states are the logits, and the weight is the unit matrix.
-    weight = torch.eye(vocab)[shard.start : shard.start + shard.size]
-    padded = torch.cat([weight, torch.ones(rows - shard.size, vocab)])
-    labels = torch.tensor(args["labels"]).flatten()
-    return logprobs_and_entropy(logits, padded, labels, shard, temperature=args.get("temperature", 1.0))
+    cache = GroupCache()
+    roles = {
+        "actor": load_role(actor, "actor", Layout(), rank, cache, trainable=False, head=None),
+        "reference": load_role(reference, "reference", Layout(), rank, cache, trainable=False, head=None),
+    }
+    chunks, infos = random_chunks()
+    schedule = inference_schedule(infos, Layout(), 40).ranks[0]
+    found = ReferenceDivergence(roles["actor"], roles["reference"], chunks, schedule, 0.7)
+    model = roles["actor"].model
+    results = run_forward(model, micro_batches(model, schedule, chunks), schedule.pack_tokens, found)
+    by_chunk = scatter([row for rows in schedule.packs for row in rows], torch.cat(results).numpy())
+    return torch.from_numpy(np.concatenate([by_chunk[i].values for i in sorted(by_chunk)]))
 
 
 @pytest.mark.dist
-def test_logprobs_equal_the_vectors(pool: RankPool) -> None:
-    cases = json.loads((Path(__file__).parents[1] / "algos" / "vectors.json").read_text())["cases"]
-    cases = [case for case in cases if case["fn"] == "token_statistics"]
-    assert len(cases) == 2
-    for case in cases:
-        for logprobs, entropy in pool.run(_vector, case["args"], world_size=2):
-            for got, name in ((logprobs, "logprobs"), (entropy, "entropy")):
-                want = torch.tensor(case["expected"][name]).flatten()
-                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=lambda m, c=case: f"{c['id']}: {m}")
+def test_a_role_computes_the_divergence_from_its_reference(pool: RankPool, tmp_path: Path) -> None:
+    directories = [save_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    (found,) = pool.run(_of_roles, *directories, world_size=1)
+    config = json.loads((directories[0] / "config.json").read_text())
+    actor, reference = (causal_lm(config, state_of(directory)) for directory in directories)
+    expected = []
+    for sample in samples_of(*random_chunks()):
+        with torch.no_grad():
+            expected.append(kl.full(*(token_logits(model, sample) / 0.7 for model in (actor, reference))))
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-5)

@@ -1,7 +1,11 @@
-"""Recomputed activations: bit-exact results, and only the configured parts run twice. Updates in bfloat16."""
+"""Updates: recomputed activations are bit-exact, bfloat16 is reduced in float32, and CPU ranks use no GPU."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +13,11 @@ import pytest
 import torch
 
 from megarl.config.schema import Optimizer
-from megarl.megatron.loss_metrics import LossMetrics
 from megarl.types import Layout
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_parity import layout_id
 from tests.megatron.tiny import load_role, save_model
-from tests.pool import RankPool
+from tests.pool import RankPool, free_port
 
 
 def counted_updates(
@@ -22,8 +25,8 @@ def counted_updates(
 ) -> dict[str, Any]:
     """Two optimizer steps, how often the parts of a layer ran forwards, and in what gradients and state are kept."""
     from megarl.data.schedule import update_schedules
-    from megarl.megatron.heads import response_logprobs
     from megarl.megatron.parallel import GroupCache
+    from megarl.megatron.supervised_losses import text_loss
 
     rollouts, infos = random_chunks()
     role = load_role(
@@ -43,16 +46,9 @@ def counted_updates(
             layer.self_attention.core_attention.register_forward_hook(count("attention"))
             layer.mlp.register_forward_hook(count("mlp"))
 
-    def loss_of(schedule: Any) -> Any:
-        def loss(batch: Any, hidden: torch.Tensor) -> Any:
-            logprobs, _ = response_logprobs(role.model, batch, hidden, vocab_size=100, temperature=1.0)
-            return -logprobs.sum() / schedule.total_response_tokens, LossMetrics()
-
-        return loss
-
     plan = update_schedules(infos, layout, 40, mini_batches=2, epochs=1, seed=0, step=0)
     own = [schedule.ranks[role.coords.dp] for schedule in plan]
-    steps = role.update(own, rollouts, loss_of)
+    steps = role.update(own, rollouts, partial(text_loss, role))
     weights = {name: parameter.detach().cpu().clone() for name, parameter in role.model.parameters().items()}
     passes = (
         sum(len(schedule.packs) for schedule in own) * len(role.model.chunks) * len(role.model.chunks[0].decoder.layers)
@@ -69,7 +65,7 @@ def counted_updates(
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "layout",
-    [Layout(dp=2), Layout(tp=2, pp=2, sequence_parallel=True), Layout(pp=2, vpp=2)],
+    [Layout(tp=2, pp=2, sequence_parallel=True), Layout(pp=2, vpp=2)],
     ids=layout_id,
 )
 def test_recomputation_is_bit_exact(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
@@ -102,3 +98,50 @@ def check_half_precision(found: list[dict[str, float]], expected: list[dict[str,
     for got, want in zip(found, expected, strict=True):
         assert got["loss"] == pytest.approx(want["loss"], rel=1e-2)
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=5e-2)
+
+
+def _believing(directory: Path, init_method: str) -> tuple[dict[str, Any], list[str], str | None]:
+    """Updates where torch is built for CUDA and has counted a device, what was started, and the visible devices."""
+    started: list[str] = []
+    calls: dict[str, Any] = {
+        "_cuda_getDeviceCount": lambda: 1,
+        "_cuda_init": lambda: started.append("CUDA"),
+        "_cuda_getCurrentRawStream": lambda _: started.append("a stream"),
+        "_accelerator_getAccelerator": lambda: torch.device("cuda"),
+        "_accelerator_getStream": lambda _: started.append("a stream"),
+    }
+    for name, answer in calls.items():
+        setattr(torch._C, name, answer)
+    assert torch.cuda.is_available()
+    assert torch.accelerator.current_accelerator(check_available=True) == torch.device("cuda")
+    from megarl.megatron.platform import start_platform, start_world
+
+    platform = start_platform("cpu")
+    start_world(platform, rank=0, world_size=1, init_method=init_method)
+    return counted_updates(0, directory, Layout(), "none"), started, os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.dist
+def test_cpu_ranks_use_no_gpu(pool: RankPool, tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "model")
+    (expected,) = pool.run(counted_updates, directory, Layout(), "none", world_size=1)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        call = process.submit(_believing, directory, f"tcp://127.0.0.1:{free_port()}")
+        found, started, visible = call.result(timeout=200)
+    assert started == []
+    assert visible == ""
+    torch.testing.assert_close(found["steps"], expected["steps"], rtol=0, atol=0)
+    torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=0)
+
+
+def _left_for_cuda(rank: int, directory: Path, layout: Layout) -> int:
+    before = len(torch.cuda._queued_calls)
+    counted_updates(rank, directory, layout, "none")
+    return len(torch.cuda._queued_calls) - before
+
+
+@pytest.mark.dist
+def test_nothing_initializes_cuda(pool: RankPool, tmp_path: Path) -> None:
+    """Sequence parallelism switches the random state of the device around dropout, also at rate 0."""
+    directory, layout = save_model(tmp_path / "model"), Layout(tp=2, sequence_parallel=True)
+    assert pool.run(_left_for_cuda, directory, layout, world_size=2) == [0, 0]

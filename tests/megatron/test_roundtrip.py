@@ -10,7 +10,7 @@ import torch
 
 from megarl.types import Layout, RoleName
 from tests.megatron.compare import state_of
-from tests.megatron.families import FAMILIES
+from tests.megatron.families import FAMILIES, MIXTURES, MODELS
 from tests.megatron.test_parity import layout_id
 from tests.pool import RankPool
 
@@ -33,8 +33,7 @@ def _rewritten(rank: int, models: Mapping[str, Path], name: RoleName, layout: La
     cache, numbers = GroupCache(), {}
     for family, directory in models.items():
         spec = model_spec(read_config(directory))
-        dtype = getattr(torch, spec.dtype)
-        role = ModelEngine(name, spec, layout, rank, cache, vocab_size=spec.dims.vocab, dtype=dtype, trainable=False)
+        role = ModelEngine(name, spec, layout, rank, cache)
         role.load(load_shard(role.shard_map, directory, spec.manifest(role.head)))
         maps = [spec.megatron_map(layout, other, role.head) for other in range(layout.world_size)]
         tensors = spec.canonical(role.head)
@@ -58,14 +57,19 @@ LAYOUTS = [
     Layout(pp=2, vpp=2, dp=2),
     Layout(tp=3),
     Layout(pp=3),
+    Layout(pp=2, dp=2, ep=2),
+    Layout(tp=2, dp=2, ep=2, sequence_parallel=True),
+    Layout(dp=3, ep=3),
+    Layout(dp=4, ep=2),
 ]
+NAMES = [name for name in MODELS if name not in ("plain", "tied", "qwen3_moe_renormalised")]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
-        name: family.save(tmp_path_factory.mktemp(name), dtype="bfloat16" if name == "gpt2" else "float32")
-        for name, family in FAMILIES.items()
+        name: MODELS[name].save(tmp_path_factory.mktemp(name), dtype="bfloat16" if name == "gpt2" else "float32")
+        for name in NAMES
     }
 
 
@@ -75,16 +79,17 @@ def reward_models(models: dict[str, Path], tmp_path_factory: pytest.TempPathFact
     from transformers import AutoModelForSequenceClassification
 
     made = {}
-    for name, directory in models.items():
+    for name in FAMILIES:
         torch.manual_seed(1)
         made[name] = tmp_path_factory.mktemp(name)
-        AutoModelForSequenceClassification.from_pretrained(directory, num_labels=1).save_pretrained(made[name])
+        AutoModelForSequenceClassification.from_pretrained(models[name], num_labels=1).save_pretrained(made[name])
     return made
 
 
 def _fit(models: dict[str, Path], layout: Layout) -> dict[str, Path]:
-    """Those that TP can split."""
-    return {name: path for name, path in models.items() if layout.tp in (1, *FAMILIES[name].tp)}
+    """Those that the layout can split."""
+    fitting = {name: path for name, path in models.items() if layout.tp in (1, *MODELS[name].tp)}
+    return {name: path for name, path in fitting.items() if layout.ep == 1 or name in MIXTURES}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)

@@ -45,7 +45,7 @@ def _updates(rank: int, directory: Path, layout: Layout, dtype: torch.dtype) -> 
     for fault in FAULTS:
 
         def loss(batch: Any, hidden: torch.Tensor, fault: Fault | None = fault) -> Any:
-            logprobs, _ = response_logprobs(role.model, batch, hidden, vocab_size=100, temperature=1.0)
+            logprobs, _ = response_logprobs(role.model, batch, hidden, temperature=1.0)
             added = _SUMMANDS.get(fault, 0.0) if role.coords.dp == 0 else 0.0
             return -logprobs.sum() / 100 + added, LossMetrics()
 

@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from megarl.files import FileRecord
 from megarl.types import Layout, RoleName
 from tests.disk import SmallDisk
-from tests.leftovers import Trace, open_shared_memory
-from tests.megatron.families import FAMILIES
+from tests.megatron.families import MIXTURES, MODELS
 from tests.megatron.tiny import save_model
 from tests.megatron.training import Snapshot, canonical, make_roles, plan, restore, save, snapshot, train
 from tests.pool import RankPool
@@ -62,6 +61,7 @@ def _interrupted(
 TIED: Model = "qwen2", {"tie_word_embeddings": True}
 UNTIED: Model = "qwen2", {}
 GPT2: Model = "gpt2", {"n_layer": 5}  # transposed, and in stages of unequal lengths
+EXPERTS: Model = MIXTURES["mixtral"].kind, dict(MIXTURES["mixtral"].fields)
 CASES: dict[str, tuple[Roles, Model, torch.dtype]] = {
     "PP2 x TP2 and DP4": ({"actor": Layout(tp=2, pp=2), "critic": Layout(dp=4)}, TIED, torch.float32),
     "DP2 x TP2 with SP and PP4": (
@@ -70,6 +70,7 @@ CASES: dict[str, tuple[Roles, Model, torch.dtype]] = {
         torch.bfloat16,
     ),
     "PP2 x DP2 and TP2 x DP2": ({"actor": Layout(pp=2, dp=2), "critic": Layout(tp=2, dp=2)}, TIED, torch.bfloat16),
+    "PP2 x EP2": ({"actor": Layout(pp=2, dp=2, ep=2)}, EXPERTS, torch.bfloat16),
     "PP2 interleaved and PP2": ({"actor": Layout(pp=2, vpp=2), "reward": Layout(pp=2)}, GPT2, torch.float32),
 }
 
@@ -120,38 +121,51 @@ def _restored(rank: int, model: Path, name: RoleName, layout: Layout, dtype: tor
     return snapshot(role)
 
 
-ELSEWHERE = [Layout(), Layout(tp=4), Layout(pp=4), Layout(dp=3), Layout(tp=2, dp=2), Layout(pp=2, vpp=2)]
+SP2, EP2 = Layout(tp=2, sequence_parallel=True), Layout(dp=2, ep=2)
+ONE, TP4, PP4, INTERLEAVED = Layout(), Layout(tp=4), Layout(pp=4), Layout(pp=2, vpp=2)
+MIXTURE = "qwen3_moe_renormalised"
 
 
-@pytest.mark.parametrize("name", ["actor", "critic"])
 @pytest.mark.parametrize(
-    ("family", "layout", "dtype"),
-    [("gpt2", Layout(tp=2, pp=2), torch.bfloat16), ("qwen3", Layout(tp=2, dp=2), torch.float32)],
-    ids=["gpt2", "qwen3"],
+    ("name", "family", "layout", "dtype", "elsewhere"),
+    [
+        ("actor", "gpt2", Layout(tp=2, pp=2), torch.bfloat16, [TP4, Layout(dp=3), INTERLEAVED]),
+        ("critic", "gpt2", Layout(tp=2, pp=2), torch.bfloat16, [ONE, PP4, replace(SP2, dp=2)]),
+        ("actor", "qwen3", Layout(tp=2, dp=2), torch.float32, [ONE, PP4, replace(SP2, dp=2)]),
+        ("critic", "qwen3", Layout(tp=2, dp=2), torch.float32, [TP4, Layout(dp=3), INTERLEAVED]),
+        ("actor", MIXTURE, replace(EP2, pp=2), torch.bfloat16, [ONE, replace(SP2, dp=2, ep=2), INTERLEAVED]),
+        ("actor", MIXTURE, replace(SP2, dp=2, ep=2), torch.float32, [Layout(dp=3, ep=3), Layout(dp=4, ep=2)]),
+    ],
+    ids=str,
 )
 def test_any_layout_loads_any_others_checkpoint(
-    pool: RankPool, tmp_path: Path, name: RoleName, family: str, layout: Layout, dtype: torch.dtype
+    pool: RankPool,
+    tmp_path: Path,
+    name: RoleName,
+    family: str,
+    layout: Layout,
+    dtype: torch.dtype,
+    elsewhere: list[Layout],
 ) -> None:
     """Weights and moments are exact: transposed, tied, of heads that ranks share, and however vocabularies are padded.
 
-    The layers are seven, which no number of stages divides.
+    The dense models have seven layers, which no number of stages divides. Every expert is written once.
     """
-    model = FAMILIES[family].save(tmp_path / "model")
-    other = FAMILIES[family].save(tmp_path / "other", seed=1)
+    model = MODELS[family].save(tmp_path / "model")
+    other = MODELS[family].save(tmp_path / "other", seed=1)
     saved = pool.run(_saved, model, name, layout, dtype, 2, tmp_path / name, world_size=4)
     expected = canonical([held for held, _ in saved])
     assert all(values.isfinite().all() for values in expected.values())
     average = {"average"} if name == "actor" else set()
     assert {key.split(" ")[0] for key in expected} == {"weight", "param", "exp_avg", "exp_avg_sq"} | average
-    chain = tmp_path / name
-    for elsewhere in ELSEWHERE[(name == "actor") == (family == "gpt2") :: 2]:  # either half for each family
-        got = pool.run(_restored, other, name, elsewhere, dtype, chain, world_size=elsewhere.world_size)
+    for reader in elsewhere:
+        got = pool.run(_restored, other, name, reader, dtype, tmp_path / name, world_size=reader.world_size)
         assert {held.counters for held in got} == {(2, 2)}
         assert {steps for held in got for steps in held.adam_steps} == {2.0}
         found = canonical(got)
         assert found.keys() == expected.keys()
         for key, values in expected.items():
-            assert torch.equal(found[key], values), f"{key} in {elsewhere}"
+            assert torch.equal(found[key], values), f"{key} in {reader}"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -237,12 +251,11 @@ def test_what_is_written_during_later_steps_is_what_a_save_writes_at_once(
     assert found[0].storage_data == found[1].storage_data
 
 
-@pytest.mark.parametrize("elsewhere", [Layout(tp=2), Layout(dp=2)])
-def test_a_role_that_has_not_stepped_is_saved_too(pool: RankPool, tmp_path: Path, elsewhere: Layout) -> None:
+def test_a_role_that_has_not_stepped_is_saved_too(pool: RankPool, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     other = save_model(tmp_path / "other", seed=1)
     saved = pool.run(_saved, model, "actor", Layout(tp=2), torch.float32, 0, tmp_path / "actor", world_size=2)
-    got = pool.run(_restored, other, "actor", elsewhere, torch.float32, tmp_path / "actor", world_size=2)
+    got = pool.run(_restored, other, "actor", Layout(dp=2), torch.float32, tmp_path / "actor", world_size=2)
     expected, found = canonical([held for held, _ in saved]), canonical(got)
     assert {key.split(" ")[0] for key in found} == {"weight", "param", "average"}
     for key, values in expected.items():
@@ -334,33 +347,3 @@ def test_a_write_error_of_one_rank_is_raised_on_all(pool: RankPool, tmp_path: Pa
         said = pool.run(_full, model, Layout(tp=2), disk.path / "actor", later, world_size=2)
     assert said[0] == said[1]
     assert re.search(r"rank (\d): .*No space left on device \(.* KiB needed, 0 B free\): '.*/__\1_0.distcp'", said[0])
-
-
-def _traces(rank: int, model: Path, out: Path) -> tuple[set[str], set[str], bool]:
-    """Processes and shared memory that a save leaves, and whether it made Megatron's global groups."""
-    import os
-
-    from megatron.core import parallel_state
-
-    role = make_roles(rank, {"actor": model}, {"actor": Layout(dp=2)}, torch.float32)["actor"]
-    train(role, 0, 1)
-    save(role, out.with_suffix(".first"))  # torch's own threads start with the first work that they are for
-    restore(role, out.with_suffix(".first"))
-    trace, shared, threads = Trace(), open_shared_memory(os.getpid()), len(os.listdir("/proc/self/task"))
-    before = _children()
-    save(role, out)
-    restore(role, out)
-    assert len(os.listdir("/proc/self/task")) <= threads
-    kept = open_shared_memory(os.getpid()) - shared
-    return _children() - before, kept | trace.shared_memory(), parallel_state.is_initialized()
-
-
-def _children() -> set[str]:
-    tasks = Path("/proc/self/task").glob("*/children")
-    return {pid for children in tasks for pid in children.read_text().split()}
-
-
-def test_a_save_leaves_nothing_but_its_files(pool: RankPool, tmp_path: Path) -> None:
-    """No process, no shared memory, and no global parallel state, without which its readers raise."""
-    model = save_model(tmp_path / "model")
-    assert pool.run(_traces, model, tmp_path / "actor", world_size=2) == [(set(), set(), False)] * 2

@@ -1,8 +1,9 @@
-"""The worker without Ray: weights in and out of every layout, what each stage fetches, and an iteration end to end."""
+"""The worker without Ray: an iteration end to end, in economical ways too, and what each stage fetches."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,16 +12,13 @@ import pytest
 import torch
 
 from megarl.experience.records import StepContext
+from megarl.types import Layout
+from tests.megatron.compare import everywhere
 from tests.megatron.samples import columns_of, random_chunks
 from tests.megatron.tiny import save_model
 from tests.pool import RankPool, free_port
 
 ALL_IDS = "model.vocab_size=null"
-LAYOUTS = {
-    "default": [],
-    "pp4": ["groups.train.roles.actor.tp=1", "groups.train.roles.actor.pp=4"],
-    "dp": ["groups.train.roles.actor.tp=1", "groups.train.roles.actor.pp=1", "groups.train.roles.critic.pp=1"],
-}
 
 
 class Recorded:
@@ -34,73 +32,39 @@ class Recorded:
         return self._chunks[chunk]
 
 
-def _worker(rank: int, overrides: list[str], port: int) -> Any:
+def worker_of(rank: int, overrides: list[str], port: int, model: Path) -> Any:
+    """A worker of the debug run, with its roles; the model's whole vocabulary is in use."""
     from megarl.config import load
     from megarl.megatron.worker import MegatronWorker
 
-    worker = MegatronWorker(load("configs/debug/ppo.yaml", overrides), "train", rank)
+    worker = MegatronWorker(load("configs/debug/ppo.yaml", [ALL_IDS, *overrides]), "train", rank)
     worker.start(f"tcp://127.0.0.1:{port}")
+    worker.load(str(model))
     return worker
 
 
-def _round_trip(rank: int, overrides: list[str], port: int, model: Path, out: Path) -> None:
-    worker = _worker(rank, overrides, port)
-    worker.load(str(model))
-    for role in ("actor", "reference", "critic"):
-        worker.export(role, str(out / role), str(model))
-    worker.close()
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(("layout", "tied"), [("default", True), ("dp", False)])
-def test_weights_round_trip_bit_for_bit(pool: RankPool, tmp_path: Path, layout: str, tied: bool) -> None:
-    from safetensors.torch import load_file
-
-    model = save_model(tmp_path / "model", "qwen2", tie_word_embeddings=tied)
-    pool.run(_round_trip, [ALL_IDS, *LAYOUTS[layout]], free_port(), model, tmp_path, world_size=4, connected=False)
-    source = load_file(model / "model.safetensors")
-    for role in ("actor", "reference"):
-        found = load_file(tmp_path / role / "model.safetensors")
-        assert found.keys() == source.keys()
-        for name, tensor in source.items():
-            assert torch.equal(found[name], tensor), f"{role}: {name}"
-    critic = load_file(tmp_path / "critic" / "model.safetensors")
-    assert critic.keys() == source.keys() - {"lm_head.weight"} | {"score.weight"}
-    assert all(torch.equal(critic[name], source[name]) for name in critic.keys() - {"score.weight"})
-
-
 def _iteration(rank: int, overrides: list[str], port: int, model: Path, out: Path) -> dict[str, Any]:
-    import torch.distributed as dist
-
     from megarl.config import load
     from megarl.data.schedule import inference_schedule, update_schedules
     from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest, UpdateRequest
 
-    worker = _worker(rank, overrides, port)
-    worker.load(str(model))
-    config = load("configs/debug/ppo.yaml", overrides)
+    worker = worker_of(rank, overrides, port, model)
+    config = load("configs/debug/ppo.yaml", [ALL_IDS, *overrides])
     chunks, infos = random_chunks()
-    rollouts = Recorded(chunks)
-
-    def everywhere(result: dict[int, Any] | None) -> dict[int, Any]:
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, result)
-        return {chunk: value for part in parts if part for chunk, value in part.items()}
 
     def passes(role: Any) -> Any:
         layout = config.layout(role)
         schedule = inference_schedule(infos, layout, 40).ranks[layout.coords(rank).dp]
-        return ForwardRequest(schedule=schedule, chunks=rollouts)
+        return ForwardRequest(schedule=schedule, chunks=chunks)
 
     old = everywhere(worker.logprobs("actor", passes("actor")))
-    asked = set(rollouts.asked)
     ref = everywhere(worker.logprobs("reference", passes("reference")))
     values = everywhere(worker.values("critic", passes("critic")))
     scores = everywhere(worker.scores("reward", passes("reward")))
     columns = columns_of(scores, old=old, ref=ref, values=values)
     context = StepContext(kl_coef=0.05, version=0, groups=len(chunks))
     schedule = passes("actor").schedule
-    request = ExperienceRequest(schedule=schedule, rollouts=rollouts, columns=columns, context=context)
+    request = ExperienceRequest(schedule=schedule, rollouts=chunks, columns=columns, context=context)
     built = worker.build_experience("actor", request)
     experience = everywhere(built and built[0])
     updates = {}
@@ -113,7 +77,6 @@ def _iteration(rank: int, overrides: list[str], port: int, model: Path, out: Pat
     worker.export("actor", str(out), str(model))
     worker.close()
     return {
-        "asked": asked,
         "metrics": built and built[1].metrics,
         "updates": updates,
         "old": old,
@@ -127,7 +90,7 @@ def plain(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     """An iteration in the default layout: its directory, with the model and the export, and its results."""
     directory = tmp_path_factory.mktemp("plain")
     model = save_model(directory / "model", "qwen2")
-    results = pool.run(_iteration, [ALL_IDS], free_port(), model, directory / "out", world_size=4, connected=False)
+    results = pool.run(_iteration, [], free_port(), model, directory / "out", world_size=4, connected=False)
     return directory, results
 
 
@@ -169,7 +132,7 @@ def test_offloading_and_recomputation_are_bit_exact(
     directory, results = plain
     economic = pool.run(
         _iteration,
-        [ALL_IDS, *economical],
+        economical,
         free_port(),
         directory / "model",
         tmp_path / "out",
@@ -183,29 +146,22 @@ def test_offloading_and_recomputation_are_bit_exact(
             assert all(np.array_equal(one[column][c].values, other[column][c].values) for c in range(4)), column
 
 
+def _fetched(rank: int) -> set[int]:
+    from megarl.data.schedule import inference_schedule
+    from megarl.megatron.parallel import GroupCache, build_groups
+    from megarl.megatron.pipeline import micro_batches
+
+    chunks, infos = random_chunks()
+    recorded = Recorded(chunks)
+    (schedule,) = inference_schedule(infos, Layout(pp=4), 40).ranks
+    model: Any = SimpleNamespace(groups=build_groups(Layout(pp=4), rank, GroupCache()))
+    micro_batches(model, schedule, recorded)
+    return recorded.asked
+
+
 @pytest.mark.dist
-def test_middle_stages_fetch_no_columns(pool: RankPool, tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", "qwen2")
-    results = pool.run(
-        _iteration, [ALL_IDS, *LAYOUTS["pp4"]], free_port(), model, tmp_path / "out", world_size=4, connected=False
-    )
-    assert [result["asked"] for result in results] == [{0, 1, 2, 3}, set(), set(), {0, 1, 2, 3}]
-
-
-class _Role:
-    """A role in training that notes what it does."""
-
-    reports = False
-
-    def __init__(self, done: list[str]) -> None:
-        self._done = done
-
-    def onload(self) -> None:
-        self._done.append("onload")
-
-    def update(self, *_: Any) -> list[Any]:
-        self._done.append("update")
-        return []
+def test_middle_stages_fetch_no_columns(pool: RankPool) -> None:
+    assert pool.run(_fetched, world_size=4) == [{0, 1, 2, 3}, set(), set(), {0, 1, 2, 3}]
 
 
 def _given_to_engines(rank: int, overrides: list[str]) -> list[str]:
@@ -214,8 +170,13 @@ def _given_to_engines(rank: int, overrides: list[str]) -> list[str]:
     from megarl.megatron.worker_requests import UpdateRequest
 
     done: list[str] = []
+
+    def update(*_: Any) -> list[Any]:
+        done.append("update")
+        return []
+
     worker: Any = MegatronWorker(load("configs/debug/grpo.yaml", overrides), "train", rank)
-    worker._roles["actor"] = _Role(done)
+    worker._roles["actor"] = SimpleNamespace(reports=False, onload=lambda: done.append("onload"), update=update)
     with patch.object(torch.cuda, "empty_cache", lambda: done.append("empty")):
         worker.update("actor", UpdateRequest(schedules=[], chunks={}, kl_coef=0.0))
         worker.offload_all()

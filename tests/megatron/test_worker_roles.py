@@ -10,13 +10,13 @@ import torch
 
 from tests.megatron.compare import everywhere, state_of
 from tests.megatron.layouts import STEPS, TEXTS, chunks, experience, samples
+from tests.megatron.test_worker import worker_of
 from tests.megatron.tiny import save_model
 from tests.pool import RankPool, free_port
 
 ROLES = "groups.train.roles"
 LAYOUT = [f"{ROLES}.{role}={{tp: 2, pp: 2, offload: true}}" for role in ("actor", "reference")]
 OVERRIDES = [
-    "model.vocab_size=null",
     *LAYOUT,
     "actor.ema.decay=0.75",
     "algo.kl.reference_sync={every: 1, weight: 0.6}",
@@ -25,22 +25,12 @@ OVERRIDES = [
 ]
 
 
-def worker_of(rank: int, overrides: list[str], port: int, model: Path) -> Any:
-    from megarl.config import load
-    from megarl.megatron.worker import MegatronWorker
-
-    worker = MegatronWorker(load("configs/debug/ppo.yaml", overrides), "train", rank)
-    worker.start(f"tcp://127.0.0.1:{port}")
-    worker.load(str(model))
-    return worker
-
-
 def _one_step(rank: int, port: int, model: Path, out: Path) -> Any:
     """An optimizer step that takes texts along; then the reference follows, and everything is exported."""
     from megarl.config import load
     from megarl.data.batches import on_all_tokens
     from megarl.data.schedule import inference_schedule, step_schedule, under_one_length
-    from megarl.megatron.worker_requests import ForwardRequest, PretrainBatch, UpdateRequest
+    from megarl.megatron.worker_requests import ForwardRequest, UpdateRequest
 
     worker = worker_of(rank, OVERRIDES, port, model)
     layout = load("configs/debug/ppo.yaml", OVERRIDES).layout("actor")
@@ -52,7 +42,7 @@ def _one_step(rank: int, port: int, model: Path, out: Path) -> Any:
         step_schedule([everything[i] for i in STEPS[0]], layout, 40),
         step_schedule([texts[i] for i in TEXTS[0]], layout, 40),
     )
-    batch = PretrainBatch(schedules=[along.ranks[0]], chunks=chunks())
+    batch = UpdateRequest(schedules=[along.ranks[0]], chunks=chunks())
     request = UpdateRequest(schedules=[own.ranks[0]], chunks=columns, kl_coef=0.1, texts=batch)
     told = worker.update("actor", request)
     worker.soft_update_reference("actor")
@@ -84,7 +74,7 @@ def test_a_step_with_pretraining_texts_ema_and_reference_sync(pool: RankPool, tm
 
 
 def _exported(rank: int, port: int, model: Path, overrides: list[str], role: str, out: Path) -> None:
-    worker = worker_of(rank, ["model.vocab_size=null", *overrides], port, model)
+    worker = worker_of(rank, overrides, port, model)
     worker.export(role, str(out), str(model))
     worker.close()
 

@@ -99,7 +99,7 @@ def load_role(
         layout,
         rank,
         cache,
-        vocab_size=spec.dims.vocab if vocab_size is None else vocab_size,
+        vocab_size=vocab_size,
         dtype=dtype,
         trainable=trainable,
         recompute=recompute,

@@ -141,7 +141,7 @@ def train(role: Any, first: int, steps: int, broken: Sequence[int] = ()) -> list
 
         def loss(batch: Any, hidden: torch.Tensor, factor: float = factor) -> Any:
             if role.head == "lm":
-                outcome = response_logprobs(role.model, batch, hidden, vocab_size=100, temperature=1.0)[0]
+                outcome = response_logprobs(role.model, batch, hidden, temperature=1.0)[0]
             else:
                 outcome = (response_values if role.head == "value" else row_scores)(role.model, batch, hidden)
             return factor * (outcome - 1).square().sum() / 100, LossMetrics(sums={"sum": outcome.detach().sum()})
@@ -153,18 +153,18 @@ def train(role: Any, first: int, steps: int, broken: Sequence[int] = ()) -> list
 
 
 def save(role: Any, directory: Path) -> Any:
-    from megarl.megatron.state import save_role
+    from megarl.megatron.state import plan_save
 
-    return save_role(role, directory)
+    return plan_save(role, directory)()
 
 
 def plan(role: Any, directory: Path) -> Any:
     """What writes a copy of the role as it is now; needs a group of its own."""
     import torch.distributed as dist
 
-    from megarl.megatron.state import plan_role
+    from megarl.megatron.state import plan_save
 
-    return plan_role(role, directory, dist.new_group(backend="gloo"))
+    return plan_save(role, directory, dist.new_group(backend="gloo"))
 
 
 def restore(role: Any, directory: Path) -> None:

@@ -43,28 +43,19 @@ def start_world(
 ) -> None:
     """Joins the torch.distributed world of the group; its collectives fail after ``timeout_seconds``.
 
-    Args:
-        init_method: ``tcp://host:port``, the only address at which rank 0 listens; or ``file://path``.
+    The address ``tcp://host:port`` is the only one at which rank 0 listens.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     url = urlsplit(init_method)
-    store = None
-    if url.scheme == "tcp":
-        host = url.hostname or ""
-        port = url.port or 0
-        if rank == 0:
-            store = serve_store(host, port)
-        else:
-            store = TCPStore(host, port, is_master=False, timeout=timeout)
-        store.set_timeout(timeout)
-    dist.init_process_group(
-        "gloo" if device.type == "cpu" else "nccl",
-        init_method=init_method if store is None else None,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
+    host = url.hostname or ""
+    port = url.port or 0
+    if rank == 0:
+        store = serve_store(host, port)
+    else:
+        store = TCPStore(host, port, is_master=False, timeout=timeout)
+    store.set_timeout(timeout)
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     from megatron.core import parallel_state
 
     # Scratch memory of sequence parallelism: the only global state of Megatron that is set.

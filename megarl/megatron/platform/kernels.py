@@ -7,9 +7,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -22,31 +20,23 @@ Kernel = Literal["norms", "activation", "rope", "logprobs"]
 Device = Literal["cpu", "cuda"]
 LayerKind = Literal["local", "transformer_engine"]
 
-
-_SAME_BITS = "a run on a CPU keeps its numbers, bit for bit"
-
-TABLE: dict[tuple[Kernel, str], tuple[Literal["eager", "compiled"], str]] = {
-    ("norms", "cpu"): ("eager", _SAME_BITS),
-    ("activation", "cpu"): ("eager", _SAME_BITS),
-    ("rope", "cpu"): ("eager", _SAME_BITS),
-    ("logprobs", "cpu"): ("eager", _SAME_BITS),
-    ("norms", "cuda"): ("eager", "0.75 ms, compiled 0.97"),
-    ("activation", "cuda"): ("compiled", "0.63 ms, op by op 1.16"),
-    ("rope", "cuda"): ("compiled", "0.49 ms, op by op 0.64"),
-    ("logprobs", "cuda"): ("compiled", "34 ms, op by op 83"),
+TABLE: dict[Kernel, tuple[Literal["eager", "compiled"], str]] = {
+    "norms": ("eager", "0.75 ms, compiled 0.97"),
+    "activation": ("compiled", "0.63 ms, op by op 1.16"),
+    "rope": ("compiled", "0.49 ms, op by op 0.64"),
+    "logprobs": ("compiled", "34 ms, op by op 83"),
 }
-"""The implementation of each kernel on each device, and why.
+"""The implementation of each kernel on CUDA, and why; on a CPU all are eager.
 
 Only measurements change it: the part ``kernels`` of ``benchmarks.gpu`` prints the faster one. The
-times on CUDA are an H200's (2026-11-27), forward and backward, for 8,192 tokens of a 1.5B model
+times are an H200's (2026-11-27), forward and backward, for 8,192 tokens of a 1.5B model
 (``benchmarks/results/gpu.txt``).
 """
 
 
 def is_compiled(kernel: Kernel, device: str) -> bool:
     """Returns whether a kernel is compiled for a type of device."""
-    choice, _ = TABLE[kernel, device]
-    return choice == "compiled"
+    return device == "cuda" and TABLE[kernel][0] == "compiled"
 
 
 def implementation[F: Callable[..., Any]](kernel: Kernel, eager: F, device: str) -> F:
@@ -100,36 +90,15 @@ def device_refusals(device: str) -> Iterator[str]:
 
 def report(device: Device) -> list[tuple[str, str, str]]:
     """Returns (part, what computes it, why) for a process on a device, as ``megarl doctor`` prints it."""
-    reasons = list(device_refusals(device))
-    found: dict[str, tuple[str, str]] = {
-        "layers": ("Megatron's own", "; ".join(reasons)),
-        "attention": ("torch's varlen_attn", "in 16 bits, heads up to 256; else scaled_dot_product_attention"),
-    }
-    for (kernel, place), row in TABLE.items():
-        if place == device:
-            found[kernel] = row
-    found["adam"] = _adam(device)
-    if device == "cpu":
-        why = "of a few padded rectangles: torch's packed kernel is CUDA's"
-        found["attention"] = "scaled_dot_product_attention", why
-    elif not reasons:
+    reasons = "; ".join(device_refusals(device))
+    if reasons:
+        rows = [("layers", "Megatron's own", reasons)]
+    else:
         limits = "16 bits, no experts, heads of multiples of 8 up to 128; others Megatron's own"
-        local_norms = ": ".join(found["norms"])
-        found["layers"] = "Transformer Engine's", limits
-        found["attention"] = "Transformer Engine's", "in its layers; in Megatron's own, torch's varlen_attn"
-        found["norms"] = "Transformer Engine's", f"in its layers; in Megatron's own, {local_norms}"
-    return [(part, what, why) for part, (what, why) in found.items()]
-
-
-def _adam(device: Device) -> tuple[str, str]:
-    if device == "cpu":
-        return "torch", "fused kernels need CUDA"
-    modules = {
-        "transformer_engine.pytorch.optimizers": "Transformer Engine's",
-        "apex.optimizers": "apex's",
-    }
-    for module, name in modules.items():
-        with suppress(ImportError):
-            importlib.import_module(module)
-            return name, "fused; Megatron takes the first of Transformer Engine, apex and torch"
-    return "torch", "neither Transformer Engine nor apex"
+        rows = [("layers", "Transformer Engine's", limits)]
+    for kernel, (choice, why) in TABLE.items():
+        if device == "cpu":
+            rows.append((kernel, "eager", "a run on a CPU keeps its numbers, bit for bit"))
+        else:
+            rows.append((kernel, choice, why))
+    return rows
