@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
@@ -15,10 +14,8 @@ from megarl.config import SamplingConfig
 from megarl.config.schema import Evaluation
 from megarl.data.branches import Branches
 from megarl.data.prompts import sample_requests
-from megarl.groups.trainers import RemoteRole
 from megarl.loop.sampler import RolloutParts, conversation_metrics
 from megarl.loop.scoring import REWARD_MODEL, ScoresByReward, Values, group_numbers, unscored_metrics
-from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.datasets import PromptSets
 from megarl.run.results import EvaluationResult, no_columns, prompt_scores, shown_samples
 from megarl.types import SampleInfo
@@ -32,17 +29,9 @@ class Evaluator:
 
     Args:
         chunks: maximum number of chunks of the samples.
-        ema_of: role whose EMA weights are evaluated, too.
     """
 
-    def __init__(
-        self,
-        config: SamplingConfig,
-        data: PromptSets,
-        parts: RolloutParts,
-        chunks: int,
-        ema_of: RemoteRole | None = None,
-    ) -> None:
+    def __init__(self, config: SamplingConfig, data: PromptSets, parts: RolloutParts, chunks: int) -> None:
         assert config.evaluation is not None
         self._evaluation = evaluation = config.evaluation
         self._engines = parts.engines
@@ -50,7 +39,6 @@ class Evaluator:
         self._scorer = parts.scorer
         self._colocation = parts.colocation
         self._chunks = chunks
-        self._ema_of = ema_of
         self._tokenizer = data.tokenizer
         self._tracking = config.tracking
         self._prompts = {prompt.prompt_id: prompt for prompt in data.held_out}
@@ -59,25 +47,12 @@ class Evaluator:
             data.held_out, evaluation.samples_per_prompt, seed=config.run.seed, step=0, temperature=temperature
         )
 
-    @property
-    def replaces_weights(self) -> bool:
-        """Returns whether an evaluation puts other weights into the engines for a while."""
-        return self._ema_of is not None
-
     async def evaluate(self, step: int) -> EvaluationResult:
-        """Returns the metrics of the weights after a step, `eval/*`, and of their EMA, `eval_ema/*`."""
+        """Evaluates the weights after a step, which the engines have."""
         await self._colocation.to_rollout()
-        result = await self._engines.require(self.measure(step))
-        if self._ema_of is None:
-            return result
-        await self._ema_of.call(MegatronWorker.swap_weights, True)
-        await self._colocation.sync()
-        ema = await self._engines.require(self.measure(step, "eval_ema"))
-        await self._ema_of.call(MegatronWorker.swap_weights, False)
-        await self._colocation.sync()
-        return dataclasses.replace(result, metrics={**result.metrics, **ema.metrics})
+        return await self._engines.require(self.measure(step))
 
-    async def measure(self, step: int, prefix: str = "eval") -> EvaluationResult:
+    async def measure(self, step: int) -> EvaluationResult:
         """Evaluates the engines' weights; afterwards the trainers have the devices."""
         rollouts = await self._generator.generate(self._requests, self._chunks).result()
         await self._colocation.to_training()
@@ -91,7 +66,7 @@ class Evaluator:
         columns = no_columns if self._tracking.tokens else None
         return EvaluationResult(
             step=step,
-            metrics={f"{prefix}/{name}": value for name, value in metrics.items()},
+            metrics={f"eval/{name}": value for name, value in metrics.items()},
             samples=shown_samples(rollouts, self._prompts, total, scores, tokenizer, count, columns=columns),
             prompts=prompt_scores(whole, scores),
         )

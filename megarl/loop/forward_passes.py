@@ -52,10 +52,13 @@ class ForwardPasses:
     def complete(self, rollouts: Rollouts, begun: Sequence[Forwards]) -> Mapping[str, Sequence[Forward]]:
         """Starts the passes over a step that have not begun, and returns the calls of all; `begun` are of its parts."""
         begun = begun or [self.begin(part) for part in rollouts.parts(self._parts)]
-        return {
-            name: [part[name] for part in begun] if name in self._early else [self._call(name, rollouts)]
-            for name in self._names
-        }
+        calls: dict[str, Sequence[Forward]] = {}
+        for name in self._names:
+            if name in self._early:
+                calls[name] = [part[name] for part in begun]
+            else:
+                calls[name] = [self._call(name, rollouts)]
+        return calls
 
     def actor_logprobs(self, rollouts: Rollouts) -> Forward:
         """Starts a pass of the actor over a step."""

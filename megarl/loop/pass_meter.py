@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from megarl.cluster.process_usage import ProcessUsage, memory_metrics
@@ -16,7 +16,7 @@ from megarl.types import HEADS, RoleName, Schedule
 from megarl.weights.hf_files import read_config
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Pass:
     """Passes of a role on some devices; the seconds are those of the slowest rank."""
 
@@ -51,10 +51,10 @@ class PassMeter:
         counted = list(sequences)
         flops = forward_flops(self._spec(role), HEADS[role], counted) * (3 if backward else 1)
         tokens = sum(sequence.tokens for sequence in counted)
-        before = self._passes.get(name, _Pass(devices=self._config.layout(role).world_size))
-        self._passes[name] = replace(
-            before, tokens=before.tokens + tokens, flops=before.flops + flops, seconds=before.seconds + seconds
-        )
+        total = self._passes.setdefault(name, _Pass(devices=self._config.layout(role).world_size))
+        total.tokens += tokens
+        total.flops += flops
+        total.seconds += seconds
 
     def add_update(self, role: RoleName, schedules: Iterable[Schedule], seconds: float) -> None:
         """Counts optimizer steps of a role."""

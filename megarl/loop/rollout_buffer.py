@@ -16,8 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -67,7 +66,6 @@ class RolloutBuffer:
         self._steps: dict[int, asyncio.Task[Sampled]] = {}
         self._loaded: dict[int, Callable[[], Coroutine[Any, Any, Sampled]]] = {}  # to be scored
         self._background: list[asyncio.Task[Any]] = []
-        self._paused = False
 
     def begin(self, step: int) -> None:
         """Starts after a step, whose weights the engines have."""
@@ -127,16 +125,6 @@ class RolloutBuffer:
             done.append(self._background.pop(0).result())
         return done
 
-    @asynccontextmanager
-    async def paused(self) -> AsyncGenerator[None]:
-        """First waits for the steps that are being sampled; in the block no others are started."""
-        self._paused = True
-        if self._in_progress:
-            await self._engines.require(asyncio.wait(self._in_progress))
-        yield
-        self._paused = False
-        self._admit()
-
     async def _restore(self) -> None:
         """Gives the engines the actor's weights, as all were lost; raises WorkerError if they had older ones."""
         if self._mode == "exact" and self.version != self._taken:
@@ -169,7 +157,7 @@ class RolloutBuffer:
 
     def _admit(self) -> None:
         """Starts to sample further steps within the staleness bound, where they overlap."""
-        if not self._overlaps or self._paused:
+        if not self._overlaps:
             return
         while self._admitted and not (self._mode == "exact" and self._in_progress):
             self._start(self._admitted[0])

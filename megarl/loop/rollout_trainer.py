@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from megarl.cluster.process_usage import memory_metrics
 from megarl.cluster.session import Session
 from megarl.config import RolloutTrainingConfig
 from megarl.config.schema import TruncateAt
 from megarl.config.schema.cluster_sections import shared_devices
-from megarl.data.branches import Branches
 from megarl.groups.colocation import Colocation
 from megarl.groups.conversations import conversation_failures
 from megarl.groups.engines import launch_engines
@@ -27,15 +22,14 @@ from megarl.loop.evaluate import Evaluator
 from megarl.loop.logprob_check import LogprobCheck
 from megarl.loop.pass_meter import PassMeter
 from megarl.loop.rollout_buffer import RolloutBuffer
-from megarl.loop.sampler import RolloutParts, Sampled, Sampler, sample_metrics
-from megarl.loop.scoring import ScoresByReward, Values, reward_weights, shuffled_order
+from megarl.loop.sampler import RolloutParts, Sampled, sample_metrics
+from megarl.loop.scoring import ScoredBatch, reward_weights
 from megarl.loop.skipped_steps import SkippedBatches, write_rollouts
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.datasets import PromptSets
 from megarl.run.paths import ema_export
-from megarl.run.results import EvaluationResult, StepResult, TokenColumns, no_columns, shown_samples
+from megarl.run.results import EvaluationResult, StepResult, TokenColumns, shown_samples
 from megarl.run.sinks import Metrics
-from megarl.types import SampleInfo
 
 
 class RolloutTrainer[C: RolloutTrainingConfig]:
@@ -78,12 +72,8 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         self._evaluator: Evaluator | None = None
         self.evaluate_every: int | None = None
         if config.evaluation is not None:
-            ema_of = self.roles["actor"] if config.evaluation.ema else None
-            self._evaluator = Evaluator(config, data, self._parts, self._trainers.chunks(), ema_of)
+            self._evaluator = Evaluator(config, data, self._parts, self._trainers.chunks())
             self.evaluate_every = config.evaluation.every
-
-    def _make_buffer(self, sampler: Sampler) -> RolloutBuffer:
-        return RolloutBuffer(self._config, sampler, self._engines, self._colocation)
 
     async def start(self) -> None:
         """Starts every process, loads every model, and connects the actor with the engines."""
@@ -119,31 +109,17 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         usage = await self._engines.take_usage()
         return {**report.metrics(), **memory_metrics(self._engines.name, usage)}
 
-    def _score_order(self, samples: Sequence[SampleInfo], step: int) -> npt.NDArray[np.int64] | None:
-        """Returns the permutation of the scores of a step's conversations; None unless they are shuffled."""
-        if not self._config.reward.shuffle:
-            return None
-        return shuffled_order(len(Branches.of(samples).last), self._config.run.seed, step)
-
     async def _result(
         self,
         step: int,
         sampled: Sampled,
-        scores: Values,
-        scores_by_reward: ScoresByReward,
+        batch: ScoredBatch,
         updates: Sequence[Metrics],
         metrics: Metrics,
         timings: Metrics,
-        advantages: Values | None = None,
-        columns: TokenColumns = no_columns,
+        columns: TokenColumns,
     ) -> StepResult:
-        """Returns the result of a step; `timings` include the sync's metrics.
-
-        Args:
-            scores: the totals, [C].
-            advantages: of whole responses, [N].
-            columns: values of tokens.
-        """
+        """Returns the result of a step; `timings` include the sync's metrics."""
         rollouts = sampled.rollouts
         if self._config.rollout.replay is None:
             self._skipped.add(step, updates, partial(write_rollouts, sampled, self._config.rollout))
@@ -162,9 +138,15 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         }
         prompts = {prompt.prompt_id: prompt for prompt in sampled.prompts}
         tracking = self._config.tracking
-        kept = columns if tracking.tokens else None
         shown = shown_samples(
-            rollouts, prompts, scores, scores_by_reward, self._tokenizer, tracking.samples, advantages, kept
+            rollouts,
+            prompts,
+            batch.totals,
+            batch.scores_by_reward,
+            self._tokenizer,
+            tracking.samples,
+            batch.samples.sequence_advantages,
+            columns if tracking.tokens else None,
         )
         rules = self._scorer.rules
         failures = (*conversation_failures(rollouts.samples).values(), *(rules.failures if rules else ()))
@@ -187,10 +169,7 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
             self._buffer.run_beside(self._noting_versions(self._evaluator.measure(step)))
             return None
         self._phase("evaluation")
-        async with AsyncExitStack() as during:
-            if self._evaluator.replaces_weights:  # those of the moving average are in the engines for a while
-                await during.enter_async_context(self._buffer.paused())
-            return await self._evaluator.evaluate(step)
+        return await self._evaluator.evaluate(step)
 
     async def evaluations(self, *, wait: bool) -> Sequence[EvaluationResult]:
         """Returns the results of finished evaluations that ran during the training; with `wait`, of all of them."""

@@ -107,15 +107,6 @@ class DynamicSampling:
     rounds: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Round:
-    """The draws of a round of dynamic sampling, and their scores."""
-
-    prompts: Sequence[Prompt]
-    rollouts: Rollouts
-    scored: ScoredSamples
-
-
 class Sampler:
     """Samples and scores the rollouts of a step.
 
@@ -273,11 +264,10 @@ class Sampler:
         """Returns prompts, rollouts, scores and metrics of the first draws that pass the filter."""
         wanted = self._prompts_per_step
         size = self._samples_per_prompt
-        rounds, kept = await self._rounds(dynamic, step)
-        prompts = [prompt for each in rounds for prompt in each.prompts]
+        prompts, rounds, scorings, kept = await self._rounds(dynamic, step)
         others = sorted(set(range(len(prompts))) - set(kept))
         chosen = sorted([*kept, *others][:wanted])
-        rollouts = Rollouts.joined([each.rollouts for each in rounds])
+        rollouts = Rollouts.joined(rounds)
         conversations = [draw * size + index for draw in chosen for index in range(size)]
         branches = Branches.of(rollouts.samples)
         rows: list[int] = []
@@ -285,7 +275,7 @@ class Sampler:
             rows += branches.rows(conversation)
         if len(rows) < len(rollouts.samples):
             rollouts = await self._engines.pick(rollouts, [rollouts.samples[row] for row in rows], self._chunks)
-        scored = ScoredSamples.joined([each.scored for each in rounds])
+        scored = ScoredSamples.joined(scorings)
         selected = ScoredSamples(
             samples=[scored.samples[row] for row in rows],
             scores={name: values[conversations] for name, values in scored.scores.items()},
@@ -299,10 +289,13 @@ class Sampler:
         }
         return [prompts[draw] for draw in chosen], rollouts, known_scores(selected), metrics
 
-    async def _rounds(self, dynamic: DynamicSampling, step: int) -> tuple[list[_Round], list[int]]:
-        """Samples rounds until enough draws pass; returns the rounds, and the indices of these draws in all rounds."""
-        rounds: list[_Round] = []
+    async def _rounds(
+        self, dynamic: DynamicSampling, step: int
+    ) -> tuple[list[Prompt], list[Rollouts], list[ScoredSamples], list[int]]:
+        """Samples rounds until enough draws pass; returns all draws, each round's samples, and which draws passed."""
         drawn: list[Prompt] = []
+        rounds: list[Rollouts] = []
+        scorings: list[ScoredSamples] = []
         kept: list[int] = []
         while len(rounds) < dynamic.rounds and len(kept) < self._prompts_per_step:
             await self._colocation.to_rollout()
@@ -313,12 +306,13 @@ class Sampler:
                     await self._colocation.to_training()
                 scoring = self._score(rollouts, prompts)
             scored = await scoring
-            rounds.append(_Round(prompts=prompts, rollouts=rollouts, scored=scored))
+            rounds.append(rollouts)
+            scorings.append(scored)
             whole = Branches.of(scored.samples).whole(scored.samples)
             keeps = dynamic.keep(scored.scores, whole)[:: self._samples_per_prompt]
             kept += (len(drawn) + np.flatnonzero(keeps)).tolist()
             drawn += prompts
-        return rounds, kept
+        return drawn, rounds, scorings, kept
 
 
 def known_scores(scored: ScoredSamples) -> Scoring:
@@ -332,25 +326,17 @@ def sample_metrics(samples: Sequence[SampleInfo], max_new_tokens: int) -> dict[s
     """Returns metrics of the lengths and the ends of a step's rollouts; branches count as one."""
     samples = Branches.of(samples).whole(samples)
     finished = float(np.mean([sample.finished for sample in samples]))
-    lengths = {
-        "response_length": np.array([sample.response_tokens for sample in samples]),
-        "prompt_length": np.array([sample.prompt_tokens for sample in samples]),
-    }
-    spreads = {
-        f"{name}/{kind}": float(getattr(tokens, kind)())
-        for name, tokens in lengths.items()
-        for kind in ("mean", "min", "max")
-    }
-    talks = conversation_metrics(samples)
-    if not talks:  # of a conversation, each turn has this limit
-        spreads["response_length/clip_ratio"] = float(np.mean(lengths["response_length"] >= max_new_tokens))
-    return {
-        "rollout/samples": len(samples),
-        **spreads,
-        "truncated_fraction": 1 - finished,
-        "stop_token_fraction": finished,
-        **talks,
-    }
+    metrics: dict[str, float] = {"rollout/samples": len(samples)}
+    for name in ("response", "prompt"):
+        lengths = np.array([getattr(sample, f"{name}_tokens") for sample in samples])
+        metrics[f"{name}_length/mean"] = float(lengths.mean())
+        metrics[f"{name}_length/min"] = float(lengths.min())
+        metrics[f"{name}_length/max"] = float(lengths.max())
+    conversations = conversation_metrics(samples)
+    if not conversations:  # of a conversation, each turn has this limit
+        clipped = [sample.response_tokens >= max_new_tokens for sample in samples]
+        metrics["response_length/clip_ratio"] = float(np.mean(clipped))
+    return {**metrics, "truncated_fraction": 1 - finished, "stop_token_fraction": finished, **conversations}
 
 
 def conversation_metrics(samples: Sequence[SampleInfo]) -> dict[str, float]:

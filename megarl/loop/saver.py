@@ -110,9 +110,7 @@ class Saver:
         if saved is None:
             return
         if saved.commit is None:
-            calls = {role.name: role.call(MegatronWorker.saved, wait=True) for role in self._roles}
-            files = {name: await call for name, call in calls.items()}
-            self._commit(saved, files)
+            await self._commit_written(saved, wait=True)
         assert saved.commit is not None
         limit = self._config.cluster.time_limits.checkpoint
         commit = asyncio.wrap_future(saved.commit)
@@ -137,15 +135,15 @@ class Saver:
 
     async def _watch(self, saved: _Writing) -> None:
         """Asks the ranks, from time to time, whether they have written, until the commit has begun."""
-        while True:
-            calls = {role.name: role.call(MegatronWorker.saved, wait=False) for role in self._roles}
-            self._commit(saved, {name: await call for name, call in calls.items()})
-            if saved.commit is not None:
-                return
+        await self._commit_written(saved, wait=False)
+        while saved.commit is None:
             await asyncio.sleep(_INTERVAL_S)
+            await self._commit_written(saved, wait=False)
 
-    def _commit(self, saved: _Writing, files: Mapping[str, Sequence[list[FileRecord] | None]]) -> None:
+    async def _commit_written(self, saved: _Writing, *, wait: bool) -> None:
         """Begins to commit a checkpoint, if all ranks have written, and it has not begun."""
+        calls = {role.name: role.call(MegatronWorker.saved, wait=wait) for role in self._roles}
+        files = {name: await call for name, call in calls.items()}
         if saved.commit is None and all(records is not None for ranks in files.values() for records in ranks):
             saved.commit = commit = Future[None]()
 
@@ -159,9 +157,8 @@ class Saver:
             Thread(target=run, name="checkpoint", daemon=True).start()
 
     def _finish(self, saved: _Writing, files: Mapping[str, Sequence[list[FileRecord] | None]]) -> None:
-        self._directory.commit(saved.step, _complete(files), saved.state)
+        complete: dict[str, list[list[FileRecord]]] = {}
+        for role, ranks in files.items():
+            complete[role] = [records for records in ranks if records is not None]
+        self._directory.commit(saved.step, complete, saved.state)
         self._longest_s = max(self._longest_s, time.monotonic() - saved.began)
-
-
-def _complete(files: Mapping[str, Sequence[list[FileRecord] | None]]) -> dict[str, list[list[FileRecord]]]:
-    return {role: [records for records in ranks if records is not None] for role, ranks in files.items()}

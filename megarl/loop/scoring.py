@@ -203,13 +203,16 @@ def total_scores(
 
 def reward_weights(reward: Reward, environment: EnvironmentSettings | None = None) -> dict[str, float]:
     """Returns the weight of each reward by name; 0 for a reward model that scores tokens, which is not in the sum."""
-    functions = zip(labels(reward.functions), reward.functions, strict=True)
-    weights = {REWARD_MODEL: 0.0 if reward.dense else reward.weight}
+    weights = {REWARD_MODEL: reward.weight}
+    if reward.dense:
+        weights[REWARD_MODEL] = 0.0
     if environment is not None:
         weights[ENVIRONMENT] = environment.weight
     if reward.judge_model is not None:
         weights[JUDGE_MODEL] = reward.judge_model.weight
-    return {**weights, **{name: function.weight for name, function in functions}}
+    for name, function in zip(labels(reward.functions), reward.functions, strict=True):
+        weights[name] = function.weight
+    return weights
 
 
 def score_metrics(scores: ScoresByReward) -> dict[str, float]:
@@ -219,9 +222,11 @@ def score_metrics(scores: ScoresByReward) -> dict[str, float]:
 
 def unscored_metrics(scores: ScoresByReward) -> dict[str, int]:
     """Returns the number of samples without a score: `rewards/unscored`, and by reward `rewards/unscored/NAME`."""
-    missing = {name: ~np.isfinite(values) for name, values in scores.items()}
-    metrics = {f"rewards/unscored/{name}": int(of_reward.sum()) for name, of_reward in missing.items()}
-    return {"rewards/unscored": int(np.any(list(missing.values()), axis=0).sum()), **metrics}
+    missing = ~np.isfinite(np.stack(list(scores.values())))
+    metrics = {"rewards/unscored": int(missing.any(axis=0).sum())}
+    for name, is_missing in zip(scores, missing, strict=True):
+        metrics[f"rewards/unscored/{name}"] = int(is_missing.sum())
+    return metrics
 
 
 def known_means(named: Mapping[str, Values]) -> dict[str, float]:
@@ -385,8 +390,9 @@ def sample_filter(weights: Mapping[str, float], algo: Algo) -> SampleFilter:
 
 def group_numbers(samples: Sequence[SampleInfo]) -> npt.NDArray[np.int64]:
     """Returns the index of each sample's prompt, [N], in the order of first appearance."""
-    numbers = {prompt_id: index for index, prompt_id in enumerate(dict.fromkeys(s.prompt_id for s in samples))}
-    return np.array([numbers[sample.prompt_id] for sample in samples], dtype=np.int64)
+    numbers: dict[str, int] = {}
+    groups = [numbers.setdefault(sample.prompt_id, len(numbers)) for sample in samples]
+    return np.array(groups, dtype=np.int64)
 
 
 def _group_metrics(scores: Values, groups: npt.NDArray[np.int64]) -> dict[str, float]:

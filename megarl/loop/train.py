@@ -15,7 +15,7 @@ from megarl.cluster.cpu_threads import kept_message, with_threads
 from megarl.cluster.driver_environment import interrupts_raise, no_interrupt_is_lost, noted_signals
 from megarl.cluster.session import Session
 from megarl.cluster.step_profiler import StepProfiler
-from megarl.config import ConfigError, Problem, RolloutTrainingConfig, TrainingConfig
+from megarl.config import ConfigError, Problem, RolloutTrainingConfig, RunConfig, TrainingConfig
 from megarl.errors import RunError
 from megarl.groups.trainers import RemoteRole, check_gpus
 from megarl.loop.saver import Saver
@@ -98,7 +98,7 @@ def train_with_restarts(config: TrainingConfig) -> Summary:
         RunError: The run failed, and is not restarted; see `Restarts`.
         PreemptedError: The run had to leave, and has saved.
     """
-    config, data = _checked(config)
+    config, data = checked(config)
     restarts = Restarts(config)
     clock = process_age
     with interrupts_raise():  # also between two attempts
@@ -178,7 +178,7 @@ def profile(config: TrainingConfig) -> None:
     Raises:
         ConfigError, RunError: See `train_with_restarts`.
     """
-    config, data = _checked(config)
+    config, data = checked(config)
     assert config.profile is not None, "no steps are profiled"
     last = max(config.profile.profiled_steps(config.steps))
     directory = RunDirectory(config)
@@ -196,7 +196,7 @@ def profile(config: TrainingConfig) -> None:
         session.run(take_steps())
 
 
-def _checked(config: TrainingConfig) -> tuple[TrainingConfig, Any]:
+def checked[C: RunConfig](config: C) -> tuple[C, Any]:
     """Returns the final configuration and the data of a run that can start here; raises ConfigError if it cannot."""
     print(phase_line("checking models, data and functions", process_age()), flush=True)
     data = check(config)
@@ -271,19 +271,14 @@ def _due(step: int, every: int | None, last: int) -> bool:
     return step == last or (every is not None and step % every == 0)
 
 
-def _load(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Loads the driver's part of a checkpoint; raises ConfigError if the data has changed."""
-    try:
-        trainer.load(checkpoint.state, checkpoint.path / ROLLOUTS)
-    except ValueError as error:
-        fix = "restore the files that the run began with, or choose another run.dir"
-        raise ConfigError([Problem(field="data", value="changed", rule=str(error), fix=fix)]) from error
-
-
 async def _start(trainer: Trainer, config: TrainingConfig, checkpoint: Checkpoint | None, reporter: Reporter) -> None:
-    """Starts the processes, and loads a checkpoint."""
+    """Starts the processes, and loads a checkpoint; raises ConfigError if its data has changed."""
     if checkpoint is not None:
-        _load(trainer, checkpoint)
+        try:
+            trainer.load(checkpoint.state, checkpoint.path / ROLLOUTS)
+        except ValueError as error:
+            fix = "restore the files that the run began with, or choose another run.dir"
+            raise ConfigError([Problem(field="data", value="changed", rule=str(error), fix=fix)]) from error
     await trainer.start()
     if checkpoint is not None:
         reporter.phase("the checkpoint")

@@ -16,7 +16,7 @@ from megarl.config import RolloutTrainingConfig
 from megarl.config.schema import PTX, Algo
 from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.demonstrations import Demonstration
-from megarl.data.schedule import inference_schedule, step_schedule, under_one_length, update_schedules
+from megarl.data.schedule import step_schedule, under_one_length, update_schedules
 from megarl.data.stream import Stream, StreamState
 from megarl.experience.records import ExperienceChunk
 from megarl.groups.trainers import RemoteRole
@@ -44,7 +44,6 @@ class StepPlan:
     ) -> None:
         self._config = config
         self._algo = algo
-        self._samples = samples
         self.step = step
         self._trained = samples
         self._mini_batches = algo.mini_batches
@@ -54,11 +53,6 @@ class StepPlan:
             self._mini_batches = min(self._mini_batches, len(conversations))
         self.total_steps = algo.ppo_epochs * algo.mini_batches
         """Optimizer steps in the schedule of the learning rate; a selection of few samples leaves some of them out."""
-
-    def inference(self, role: RoleName) -> Schedule:
-        """Returns the schedule of a role's forward pass over all samples."""
-        budget = self._config.role(role).tokens_per_micro_batch
-        return inference_schedule(self._samples, self._config.layout(role), budget)
 
     def passes(self, role: RoleName) -> list[tuple[Schedule, ...]]:
         """Returns the schedules of a role's optimizer steps: all together, or by epoch if training may stop early.

@@ -249,11 +249,6 @@ ALGORITHMS: Cases = {
             "evaluation.blocking",
             "true where a group has devices of the engines",
         ),
-        (
-            [*OWN_DEVICE, EVALUATION, "evaluation={blocking: false, ema: true}", "rollout.max_staleness=1"],
-            "evaluation.blocking",
-            "true with evaluation.ema",
-        ),
     ],
     algorithm_rules.stale_samples_are_clipped: [
         (["rollout.max_staleness=1", "algo.policy_loss=reinforce"], "algo.policy_loss", "a loss with a clip"),
@@ -393,7 +388,6 @@ ALGORITHMS: Cases = {
         (["health.stop=[sft/grad_norm]"], "health.stop", "a metric of stage ppo"),
         (["health.stop=[skipped, objective/kl, sft/grad_norm]"], "health.stop", "a metric of stage ppo"),
     ],
-    training_rules.averages_are_kept: [([EVALUATION, "evaluation.ema=true"], "evaluation.ema", "needs actor.ema")],
     training_rules.texts_are_mixed_in: [
         ([PTX, "ptx.coef=0"], "ptx.coef", "above 0"),
         ([PTX, "ptx={mode: convex, coef: 1.0}"], "ptx.coef", "below 1 with ptx.mode = convex"),

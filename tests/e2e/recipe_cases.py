@@ -380,4 +380,4 @@ RUNS: dict[str, Case] = {
         settings=Settings(actor=replace(TORCH, schedule=lambda update: 1 - update / 8)),  # over the whole run
     ),
 }
-"""The recipes, and one with other options, which `make matrix` runs; tests/loop/test_selection.py selects with them."""
+"""The recipes, and one with other options, which `make matrix` runs; tests/loop/test_scoring.py has the selections."""

@@ -208,8 +208,3 @@ def test_overlapping_scoring_with_generation_gives_the_numbers_of_roles_that_tak
     assert len(parts) == len(whole) == 2
     for one, other in zip(parts, whole, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.matrix
-def test_the_division_of_a_step_into_parts_does_not_depend_on_the_engines(tmp_path: Path) -> None:
-    assert run_ppo(tmp_path / "one", *APART, PARTS[0]) == run_ppo(tmp_path / "two", *APART, *PARTS)

@@ -14,7 +14,7 @@ import pytest
 from megarl.config import load
 from megarl.dashboard.status.reading import read_status
 from tests.e2e.conftest import DebugRun
-from tests.e2e.runs import DEBUG, PARTS, SECRETS, lines, train
+from tests.e2e.runs import DEBUG, PARTS, SECRETS, lines
 
 STAGES = ("offload", "agree", "pack", "transfer", "verify", "load", "commit", "reset")
 SYNC = {f"sync/{stage}_seconds" for stage in STAGES} | {
@@ -153,19 +153,3 @@ def test_its_status_is_finished(debug_run: DebugRun) -> None:
     assert found.progress.pace.seconds_per_step == pytest.approx((written[2] - written[0]) / 2)
     assert ([saved.step for saved in found.checkpoints][-1], found.unfinished) == (3, None)
     assert not found.troubles
-
-
-def test_a_run_is_not_resumed_with_another_configuration(debug_run: DebugRun) -> None:
-    refused = train(debug_run.directory, "run.seed=2", *PARTS)
-    assert refused.status == 2
-    assert "run.seed = 2" in refused.errors
-    assert "Traceback" not in refused.errors
-
-
-def test_a_broken_configuration_is_refused_immediately(tmp_path: Path) -> None:
-    mistakes = ("groups.train.roles.actor.tp=3", "algo.policy_loss.clip=-1")
-    refused = train(tmp_path / "run", *mistakes, writes_model=True)
-    assert refused.status == 2
-    assert "algo.policy_loss.clip" in refused.errors
-    assert "groups.train.roles.actor = tp 3, pp 2" in refused.errors
-    assert not (tmp_path / "run").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -95,20 +94,8 @@ def test_an_export_answers_greedily_and_failing_functions_lose_only_their_sample
     assert metrics["eval/score"] == pytest.approx(sum(sample["score"] for sample in samples) / 12, rel=1e-5)
     assert metrics["eval/unscored/quotient"] == lengths.count(NEW_TOKENS) > 0
     assert metrics["eval/unscored/hangs_once_in_a_while"] == 2
-    _shown_once(done, run_dir, metrics)
-
-
-def _shown_once(done: Finished, run_dir: Path, metrics: dict[str, Any]) -> None:
-    """The table, each function's first failure, and the summary."""
     assert done.errors.count("gave prompt") == 2
     assert "return 1.0 / (len(completion.response_ids) - size)" in done.errors
     assert "it took longer than 3 s, and was ended" in done.errors
-    rows = [line.split() for line in done.output.splitlines()]
-    assert ["prompts", "12"] in rows
-    assert [row[0] for row in rows if row and row[0].endswith("_pass_at_1")] == [
-        "soft_overlong_pass_at_1",
-        "quotient_pass_at_1",
-        "hangs_once_in_a_while_pass_at_1",
-    ]
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["evaluation"]["eval/score"] == metrics["eval/score"]

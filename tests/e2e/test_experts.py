@@ -1,4 +1,7 @@
-"""PPO on an MoE model: the actor's replicas divide the experts, and the engine holds all of them."""
+"""PPO on an MoE model: the actor's replicas divide the experts, and the engine holds all of them.
+
+In `make test`, tests/megatron/test_experts.py has the training, and test_sync.py the transfer.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 
 from tests.e2e.runs import lines, train
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
 ROLES = "groups.train.roles"
 MIXTURE = (

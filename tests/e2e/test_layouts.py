@@ -1,6 +1,6 @@
 """Other layouts and placements: the first update on one recorded batch is the same, and the run continues.
 
-In `make test`, test_asynchronous.py has the first update of roles in groups of their own.
+tests/megatron/test_oracle.py has the layouts of trainers, and test_asynchronous.py every role in a group of its own.
 """
 
 from __future__ import annotations
@@ -17,24 +17,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
 ROLES = "groups.train.roles"
 LAYOUTS = {
-    "actor TP1 x PP1": [f"{ROLES}.actor={{tp: 1, pp: 1}}"],
-    "actor TP4": [f"{ROLES}.actor={{tp: 4, pp: 1}}"],
-    "actor PP4": [f"{ROLES}.actor={{tp: 1, pp: 4}}"],
-    "actor TP2 x DP2": [f"{ROLES}.actor={{tp: 2, pp: 1}}"],
     "rollout TP2": ["rollout.devices=0-1", "rollout.tp=2"],
     "critic in its own group": [
         f"{ROLES}.critic=null",
         "groups.critic={devices: 4-5, roles: {critic: {pp: 2, tokens_per_micro_batch: 128}}}",
         "cluster.devices_per_node=6",
-    ],
-    "every role in its own group": [
-        f"{ROLES}={{actor: {{tp: 2, pp: 1}}, critic: null, reference: null, reward: null}}",
-        "groups.train.devices=0-1",
-        "groups.critic={devices: 2-3, roles: {critic: {pp: 2, tokens_per_micro_batch: 128}}}",
-        "groups.reference={devices: 4, roles: {reference: {tp: 1, tokens_per_micro_batch: 128}}}",
-        "groups.reward={devices: 5, roles: {reward: {tp: 1, tokens_per_micro_batch: 128}}}",
-        "rollout.devices=6",
-        "cluster.devices_per_node=7",
     ],
 }
 COMPARED = ("policy/loss", "policy/grad_norm", "value/loss", "value/grad_norm")

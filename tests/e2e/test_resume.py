@@ -14,7 +14,7 @@ import pytest
 
 from megarl.run.attempts import read_attempts
 from tests.e2e.conftest import DebugRun
-from tests.e2e.runs import DEBUG, PARTS, finish, lines, started, train
+from tests.e2e.runs import DEBUG, PARTS, finish, lines, started
 
 pytestmark = pytest.mark.e2e
 TERMINATED = """\
@@ -103,11 +103,3 @@ def test_every_start_is_a_new_attempt(resumed: DebugRun) -> None:
 def test_a_restart_names_the_killed_rank(resumed: DebugRun) -> None:
     (announced,) = [line for line in resumed.finished.output.splitlines() if "; restart 1 of 1 from step 2" in line]
     assert announced.startswith("train rank 1 died in ")
-
-
-def test_resuming_a_finished_run_reports_that_it_is_finished(debug_run: DebugRun) -> None:
-    before = {path: path.stat().st_mtime_ns for path in debug_run.directory.rglob("*")}
-    finished = train(debug_run.directory, "checkpoint.every=2", *PARTS)
-    assert finished.status == 0, finished.errors
-    assert "is finished: it has taken its 3 steps" in finished.output
-    assert {path: path.stat().st_mtime_ns for path in debug_run.directory.rglob("*")} == before

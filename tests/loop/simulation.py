@@ -63,11 +63,11 @@ def differ(sources: ScoresByReward, samples: Sequence[SampleInfo]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
+    mode: str = "exact"
     staleness: int
-    mode: str
-    engines: int
-    steps: int
-    filtered: bool
+    engines: int = 2
+    steps: int = 6
+    filtered: bool = False
     losses: int = 0
     evaluates: bool = False
     blocking: bool = True
@@ -197,7 +197,15 @@ class Simulation:
     def begin(self, step: int = 0) -> None:
         self.monitor.drive(self._begin(step))
 
+    def train(self, after: int = 0, last: int | None = None) -> Simulation:
+        """Begins after a step, and takes the steps up to the last one, or all of them."""
+        self.begin(after)
+        for step in range(after + 1, (last or self.setup.steps) + 1):
+            self.step(step)
+        return self
+
     async def _begin(self, step: int) -> None:
+        self.roles["actor"].version = self.roles["critic"].version = step
         await self.devices.sync(step)
         self.buffer.begin(step)
 
@@ -247,6 +255,45 @@ class Simulation:
         self.buffer.run_beside(RolloutTrainer._noting_versions(trainer, measure()))
         results = await self.buffer.take_results(wait=step == self.setup.steps)
         self.evaluated += [(step, result) for result in results]
+
+
+def run(setup: Setup, seed: int) -> Simulation:
+    return Simulation(setup, random.Random(seed)).train()
+
+
+def saved(setup: Setup, seed: int, step: int, directory: Path) -> tuple[Simulation, dict[str, Any]]:
+    """A run up to a step, and the state that it saves some time later."""
+    simulation = Simulation(setup, random.Random(seed)).train(last=step)
+    simulation.monitor.work(simulation.chance.random())
+    return simulation, simulation.buffer.state(directory)
+
+
+def resumed(setup: Setup, seed: int, step: int, state: Mapping[str, Any], directory: Path) -> Simulation:
+    """A run from the state after a step to its end."""
+    simulation = Simulation(setup, random.Random(seed))
+    simulation.load(state, directory)
+    return simulation.train(after=step)
+
+
+def trained(*simulations: Simulation) -> list[list[tuple[str, list[int], list[int]]]]:
+    """The content of all steps."""
+    return [content(each.trained[step]) for each in simulations for step in sorted(each.trained)]
+
+
+def assert_trained_once(*simulations: Simulation) -> None:
+    """Every sample of a run is trained on, once."""
+    ids = [sample_id for samples in trained(*simulations) for sample_id, _, _ in samples]
+    assert len(ids) == len(set(ids)) == simulations[-1].setup.steps * PROMPTS_PER_STEP * SAMPLES_PER_PROMPT
+
+
+def oldest(simulation: Simulation) -> int:
+    """How many versions older than the actor a token is at most when it is trained on."""
+    return max(max(ages(step, sampled)) for step, sampled in simulation.trained.items())
+
+
+def ages(step: int, sampled: Sampled) -> list[int]:
+    """How many versions older than the actor each token is when it is trained on."""
+    return [step - 1 - version for _, _, versions in content(sampled) for version in versions]
 
 
 def content(sampled: Sampled) -> list[tuple[str, list[int], list[int]]]:

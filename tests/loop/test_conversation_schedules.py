@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster import ray_api
 from megarl.cluster.calls import Call
 from megarl.errors import RunError
 from megarl.groups.engines import Turn
@@ -17,25 +16,18 @@ from megarl.types import Pickled, Prompt, SampleRequest
 from tests.loop.simulated_conversations import Conversations
 from tests.loop.simulated_engines import Engines
 from tests.loop.simulated_time import SimulatedMonitor, SimulatedTime
-from tests.loop.simulation import Setup, Simulation, content
-from tests.loop.test_rollout_buffer import ages, run, trained
+from tests.loop.simulation import Setup, Simulation, assert_trained_once, content, oldest, resumed, run, saved, trained
 
 STEPS, SCHEDULES = 5, 8
 MODES = [("exact", 0), ("exact", 1), ("exact", 2), ("bounded", 1), ("bounded", 3), ("inflight", 1), ("inflight", 3)]
 
 
-@pytest.fixture(autouse=True)
-def references_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no object store."""
-    monkeypatch.setattr(ray_api, "get", lambda ref: ref)
-    monkeypatch.setattr(ray_api, "put", lambda value: value)
+pytestmark = pytest.mark.usefixtures("references_are_values")
 
 
 def of(mode: str, staleness: int, seed: int, **settings: bool | int) -> Setup:
     engines = 1 + seed % 3
-    return Setup(
-        staleness=staleness, mode=mode, engines=engines, steps=STEPS, filtered=False, conversations=True, **settings
-    )
+    return Setup(staleness=staleness, mode=mode, engines=engines, steps=STEPS, conversations=True, **settings)
 
 
 def assert_as_sampled(simulation: Simulation) -> Counter[str]:
@@ -73,18 +65,17 @@ def assert_over(simulation: Simulation) -> None:
 
 @pytest.mark.parametrize(("mode", "staleness"), MODES)
 def test_conversations_keep_the_bound_and_are_trained_as_sampled(mode: str, staleness: int) -> None:
-    counts, oldest, expected = Counter[str](), 0, None
+    counts, age, expected = Counter[str](), 0, None
     for seed in range(SCHEDULES):
         blocking = staleness == 0 or seed % 4 == 0
         simulation = run(of(mode, staleness, seed, evaluates=seed % 2 == 0, blocking=blocking), seed)
         counts += assert_as_sampled(simulation)
-        oldest = max(oldest, *(max(ages(step, each)) for step, each in simulation.trained.items()))
-        ids = [sample_id for samples in trained(simulation) for sample_id, _, _ in samples]
-        assert len(ids) == len(set(ids)) == STEPS * 6
+        age = max(age, oldest(simulation))
+        assert_trained_once(simulation)
         expected = expected or trained(simulation)
         assert mode != "exact" or trained(simulation) == expected, f"schedule {seed} differs"
         assert_over(simulation)
-    assert oldest == staleness
+    assert age == staleness
     assert counts["turns"] > 2 * SCHEDULES * STEPS * 6
     assert (counts["of several versions"] > 0) == (mode != "exact")
     assert (counts["turns of several versions"] > 0) == (mode == "inflight")
@@ -96,15 +87,13 @@ def test_turns_of_engines_that_die_are_asked_again(mode: str, staleness: int) ->
     for seed in range(SCHEDULES):
         setup = of(mode, staleness, seed + 1, losses=3, rolling=mode != "exact" and seed % 2 == 0)
         simulation = Simulation(setup, random.Random(seed))
-        simulation.begin()
         try:
-            for step in range(1, STEPS + 1):
-                simulation.step(step)
+            simulation.train()
         except RunError as error:
             messages.append(str(error))
             continue
         assert_as_sampled(simulation)
-        assert all(max(ages(step, each)) <= staleness for step, each in simulation.trained.items())
+        assert oldest(simulation) <= staleness
         expected = expected or trained(simulation)
         assert mode != "exact" or trained(simulation) == expected
         replaced += len(simulation.engines.replaced)
@@ -118,24 +107,13 @@ def test_a_run_resumes_with_conversations_in_progress(tmp_path: Path, mode: str,
     """Those of the checkpoint are not held again; others begin anew, and keep the bound."""
     straight, begun = trained(run(of(mode, staleness, 1), 0)), 0
     for seed in range(SCHEDULES):
-        saved = 1 + seed % (STEPS - 1)
-        first = Simulation(of(mode, staleness, 1), random.Random(seed))
-        first.begin()
-        for step in range(1, saved + 1):
-            first.step(step)
-        first.monitor.work(first.chance.random())
+        step, directory = 1 + seed % (STEPS - 1), tmp_path / str(seed)
+        first, state = saved(of(mode, staleness, 1), seed, step, directory)
         begun += len(first.buffer._in_progress)
-        state = first.buffer.state(tmp_path / str(seed))
-        resumed = Simulation(of(mode, staleness, seed), random.Random(seed + 1000))
-        resumed.load(state, tmp_path / str(seed))
-        resumed.begin(saved)
-        for step in range(saved + 1, STEPS + 1):
-            resumed.step(step)
-            assert max(ages(step, resumed.trained[step])) <= staleness
-        both = [*trained(first), *trained(resumed)]
-        ids = [sample_id for samples in both for sample_id, _, _ in samples]
-        assert len(ids) == len(set(ids)) == STEPS * 6
-        assert mode != "exact" or both == straight
+        again = resumed(of(mode, staleness, seed), seed + 1000, step, state, directory)
+        assert oldest(again) <= staleness
+        assert_trained_once(first, again)
+        assert mode != "exact" or trained(first, again) == straight
     assert begun > 0
 
 

@@ -1,4 +1,4 @@
-"""Metrics of evaluations, by hand; and which weights are evaluated."""
+"""Metrics of evaluations, by hand."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import pytest
 from megarl.config.schema import Evaluation, SourceFields
 from megarl.loop.evaluate import Evaluator, held_out_metrics
 from megarl.loop.scoring import ScoredSamples
-from megarl.megatron.worker import MegatronWorker
 from megarl.types import Prompt, SampleInfo
-from tests.loop.answers import Answered, answer, run
+from tests.loop.answers import answer, run
 
 Z = 1.959963984540054
 NAN = math.nan
@@ -93,62 +92,30 @@ def test_lengths() -> None:
     assert found["truncated_fraction"] == pytest.approx(1 / 3)
 
 
-class Actor:
-    """An actor with its weights or their EMA swapped in."""
-
-    weights = "actor"
-
-    def call(self, method: Any, wanted: bool) -> Any:
-        assert method is MegatronWorker.swap_weights
-        self.weights = "average" if wanted else "actor"
-        return Answered()
-
-
-def evaluator(*, average: bool) -> tuple[Evaluator, list[str]]:
-    """An evaluator within a run whose samples score the number of earlier calls, and its calls in order."""
+def test_an_evaluation_takes_the_devices_and_gives_them_back() -> None:
     calls: list[str] = []
-    actor, answered = Actor(), samples("ab")
-
-    async def scored(*_: Any) -> ScoredSamples:
-        return ScoredSamples(samples=answered, scores={"f": np.float32([len(calls)] * 2)})
+    answered = samples("ab")
 
     async def note(call: str) -> None:
         calls.append(call)
 
+    async def scored(*_: Any) -> ScoredSamples:
+        return ScoredSamples(samples=answered, scores={"f": np.float32([1, 3])})
+
     async def require(work: Any) -> Any:
         return await work
 
+    config: Any = SimpleNamespace(
+        evaluation=evaluation(), run=SimpleNamespace(seed=0), tracking=SimpleNamespace(samples=0, tokens=False)
+    )
+    data: Any = SimpleNamespace(tokenizer=None, held_out=[Prompt(prompt_id=id, token_ids=(1,)) for id in "ab"])
     pending = SimpleNamespace(result=lambda: answer(SimpleNamespace(samples=answered)))
-    parts: dict[str, Any] = {
-        "config": SimpleNamespace(
-            evaluation=evaluation(), run=SimpleNamespace(seed=0), tracking=SimpleNamespace(samples=0, tokens=False)
-        ),
-        "data": SimpleNamespace(tokenizer=None, held_out=[Prompt(prompt_id=id, token_ids=(1,)) for id in "ab"]),
-        "parts": SimpleNamespace(
-            engines=SimpleNamespace(require=require),
-            generator=SimpleNamespace(generate=lambda *_: pending),
-            scorer=SimpleNamespace(score=scored),
-            colocation=SimpleNamespace(
-                to_rollout=lambda: note("to rollout"),
-                sync=lambda: note(f"sync {actor.weights}"),
-                to_training=lambda: note("to training"),
-            ),
-        ),
-        "ema_of": actor if average else None,
-    }
-    return Evaluator(**parts, chunks=1), calls
-
-
-def test_the_ema_is_evaluated_after_the_actor_whose_weights_are_restored() -> None:
-    evaluating, calls = evaluator(average=True)
-    result = run(evaluating.evaluate(4))
-    assert calls == ["to rollout", "to training", "sync average", "to training", "sync actor"]
-    assert (result.step, result.metrics["eval/f"], result.metrics["eval_ema/f"]) == (4, 2.0, 4.0)
-
-
-def test_without_an_ema_the_engines_keep_their_weights() -> None:
-    evaluating, calls = evaluator(average=False)
-    metrics = run(evaluating.evaluate(1)).metrics
-    assert calls == ["to rollout", "to training"]
-    assert metrics["eval/f"] == 2.0
-    assert not [name for name in metrics if name.startswith("eval_ema/")]
+    parts: Any = SimpleNamespace(
+        engines=SimpleNamespace(require=require),
+        generator=SimpleNamespace(generate=lambda *_: pending),
+        scorer=SimpleNamespace(score=scored),
+        colocation=SimpleNamespace(to_rollout=lambda: note("rollout"), to_training=lambda: note("training")),
+    )
+    result = run(Evaluator(config, data, parts, 1).evaluate(4))
+    assert calls == ["rollout", "training"]
+    assert (result.step, result.metrics["eval/f"]) == (4, 2.0)

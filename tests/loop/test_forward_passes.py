@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster import ray_api
 from megarl.loop.forward_passes import ForwardPasses
-from tests.loop.simulation import Setup, Simulation, content
+from tests.loop.simulation import Setup, Simulation, content, resumed, saved
+from tests.loop.simulation import run as run_setup
 from tests.unit_profile import fewer
 
 STEPS, SCHEDULES = 5, fewer(40)
@@ -25,26 +24,15 @@ KINDS: Sequence[Any] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def references_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no object store."""
-    monkeypatch.setattr(ray_api, "get", lambda ref: ref)
-    monkeypatch.setattr(ray_api, "put", lambda value: value)
+pytestmark = pytest.mark.usefixtures("references_are_values")
 
 
-def simulated(seed: int, kind: Mapping[str, bool], *, staleness: int, parts: int, **options: Any) -> Simulation:
-    setup = Setup(
-        staleness=staleness, mode="exact", engines=1 + seed % 3, steps=STEPS, parts=parts, **{**kind, **options}
-    )
-    return Simulation(setup, random.Random(seed))
+def setup(seed: int, kind: Mapping[str, bool], **options: Any) -> Setup:
+    return Setup(mode="exact", engines=1 + seed % 3, steps=STEPS, **{**kind, **options})
 
 
 def run(seed: int, kind: Mapping[str, bool], **options: Any) -> Simulation:
-    simulation = simulated(seed, kind, **options)
-    simulation.begin()
-    for step in range(1, STEPS + 1):
-        simulation.step(step)
-    return simulation
+    return run_setup(setup(seed, kind, **options), seed)
 
 
 def numbers(simulation: Simulation) -> list[Any]:
@@ -112,20 +100,11 @@ def test_only_the_reference_runs_ahead_of_the_actor() -> None:
 def test_a_resumed_run_has_the_same_numbers(tmp_path: Path, staleness: int, kind: Mapping[str, bool]) -> None:
     straight = numbers(run(0, kind, staleness=staleness, parts=3))
     for seed in range(SCHEDULES // 2):
-        first = simulated(seed, kind, staleness=staleness, parts=3)
-        first.begin()
-        saved = 1 + seed % (STEPS - 1)
-        for step in range(1, saved + 1):
-            first.step(step)
-        first.monitor.work(first.chance.random())
-        state = first.buffer.state(tmp_path / str(seed))
-        resumed = simulated(seed + 1000, kind, staleness=staleness, parts=3)
-        resumed.load(state, tmp_path / str(seed))
-        resumed.roles["actor"].version = resumed.roles["critic"].version = saved
-        resumed.begin(saved)
-        for step in range(saved + 1, STEPS + 1):
-            resumed.step(step)
-        assert numbers(resumed) == straight[saved:], f"schedule {seed} differs after step {saved}"
+        step, directory = 1 + seed % (STEPS - 1), tmp_path / str(seed)
+        options = {"staleness": staleness, "parts": 3}
+        _, state = saved(setup(seed, kind, **options), seed, step, directory)
+        again = resumed(setup(seed + 1000, kind, **options), seed + 1000, step, state, directory)
+        assert numbers(again) == straight[step:], f"schedule {seed} differs after step {step}"
 
 
 def test_an_engine_that_dies_changes_no_number() -> None:

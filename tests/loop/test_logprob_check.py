@@ -21,26 +21,13 @@ def test_mean_and_maximum_cover_all_tokens_and_engines() -> None:
     assert metrics == {"sync/logprob_mean_abs_diff": 1.0 / 8, "sync/logprob_max_abs_diff": 0.5}
 
 
-def test_a_mismatch_error_names_engine_numbers_and_remedies() -> None:
-    agreeing, off = engine([-1.0, -2.0], [-3.0, -0.5]), engine([-1.0, -2.0], [-3.0, -4.5])
-    with pytest.raises(DisagreementError) as caught:
-        compare_logprobs(TRAINER, [agreeing, off], 0.9)
-    message = str(caught.value)
-    assert "Engine 1: mean absolute difference 1 nats per token, allowed are 0.9" in message
-    assert "maximum 4, where the trainer has -0.5000 and the engine -4.5000" in message
-    assert "The first token of each sequence alone: 0." in message
-    assert "Engine 0" not in message
-    for remedy in ("shard maps", "rope_theta", "dtypes"):
-        assert remedy in message
-
-
-def test_one_mismatching_engine_fails_the_check() -> None:
-    same = engine([-1.0, -2.0], [-3.0, -0.5])
-    with pytest.raises(DisagreementError, match="Engine 2"):
-        compare_logprobs(TRAINER, [same, same, engine([-1.4, -2.0], [-3.0, -0.5]), same], 0.05)
-
-
-def test_nan_fails_the_check() -> None:
+def test_an_error_names_the_engines_that_disagree() -> None:
+    agreeing = engine([-1.0, -2.0], [-3.0, -0.5])
+    off = engine([-1.0, -2.0], [-3.0, -4.5])
+    with pytest.raises(DisagreementError, match=r"Engine 1: mean absolute difference 1 .*, allowed are 0\.9") as caught:
+        compare_logprobs(TRAINER, [agreeing, off, agreeing], 0.9)
+    assert "maximum 4, where the trainer has -0.5000 and the engine -4.5000" in str(caught.value)
+    assert "Engine 0" not in str(caught.value)
     with pytest.raises(DisagreementError, match="mean absolute difference nan"):
         compare_logprobs(TRAINER, [engine([-1.0, float("nan")], [-3.0, -0.5])], 10.0)
 
@@ -58,10 +45,5 @@ def test_the_sequences_are_random_and_determined_by_the_seed() -> None:
 
 
 def test_the_shortest_sequence_has_one_log_probability() -> None:
-    assert [
-        len(ids) for ids in random_sequences(LogprobAgreement(sequences=3, tokens=2), vocab=9, longest=2, seed=0)
-    ] == [
-        2,
-        2,
-        2,
-    ]
+    sequences = random_sequences(LogprobAgreement(sequences=3, tokens=2), vocab=9, longest=2, seed=0)
+    assert [len(ids) for ids in sequences] == [2, 2, 2]

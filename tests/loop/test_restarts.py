@@ -5,38 +5,27 @@ from __future__ import annotations
 import json
 import os
 import signal
-import weakref
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, ObjectLostError, RayError, RayTaskError
 
 from megarl.cluster import ray_api
 from megarl.cluster.calls import WorkerError
-from megarl.cluster.driver_environment import ignore_interrupts
 from megarl.cluster.placement import MissingNodesError
-from megarl.cluster.session import Session
 from megarl.config import ConfigError, TrainingConfig, load
 from megarl.errors import RunError
-from megarl.loop import train
 from megarl.preflight.check import check
 from megarl.preflight.device_memory import check_memory
 from megarl.preflight.epochs import with_steps
 from megarl.run.attempts import read_attempts
 from megarl.run.directory import RunDirectory
 from megarl.run.restarts import IN_JOBS, Restarts
-from megarl.run.results import StepResult
 from tests.e2e.runs import lines
-from tests.loop.answers import Answered
-from tests.loop.answers import run as run_in_loop
-from tests.run.staging import write_role
+from tests.loop.training import SFT, Run, Strike
 
-SFT = Path(__file__).parents[2] / "configs" / "debug" / "sft.yaml"
 DIED = "train rank 1 died in actor.update.\n\nThe end of its log: ..."
-Strike = Callable[[], None]
 
 
 def raising(error: BaseException) -> Strike:
@@ -50,105 +39,6 @@ def died() -> None:
     raise WorkerError(DIED)
 
 
-class Role:
-    """A role with checkpoints of random bytes."""
-
-    name = "actor"
-
-    def call(self, method: Any, directory: str, **_: Any) -> Answered:
-        return Answered(*(write_role(Path(directory), ranks=2) if method.name == "save" else ()))
-
-
-class Interrupted(Session):
-    """A session without processes; `ending` comes while it ends."""
-
-    monitor: Any
-    ending: list[Strike]
-
-    def __init__(self, *_: Any) -> None:
-        self.monitor = self
-        self._ending = ExitStack()
-
-    def run[T](self, work: Coroutine[Any, Any, T]) -> T:
-        return run_in_loop(work)
-
-    def __enter__(self) -> Interrupted:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        ignore_interrupts()
-        for strike in self.ending:
-            strike()
-        super().__exit__(*exception)
-
-
-class Trainer:
-    """A trainer whose steps fail as planned: `strikes` are the next ones, by step; at 0 its start fails."""
-
-    strikes: list[tuple[int, Strike]]
-    evaluate_every = None
-    living: weakref.WeakSet[Trainer]
-
-    def __init__(self, *_: Any) -> None:
-        assert not self.living, "an earlier attempt is still in memory"
-        self.living.add(self)
-        self.roles = {"actor": Role()}
-        self._itself = self  # as parts of a trainer refer to each other
-
-    async def start(self) -> None:
-        if self.strikes and not self.strikes[0][0]:
-            self.strikes.pop(0)[1]()
-
-    async def begin(self, step: int) -> dict[str, float]:
-        return {}
-
-    async def step(self, step: int) -> StepResult:
-        if self.strikes and self.strikes[0][0] == step:
-            self.strikes.pop(0)[1]()
-        return StepResult(step=step, metrics={"sft/loss": 1.0 / step}, updates=[{}])
-
-    async def evaluate(self, step: int) -> None: ...
-
-    async def evaluations(self, *, wait: bool) -> Sequence[Any]:
-        return ()
-
-    async def to_training(self) -> None: ...
-
-    def state(self, directory: Path) -> dict[str, Any]:
-        return {}
-
-    def load(self, state: Any, directory: Path) -> None: ...
-
-    async def finish(self, export: Path) -> dict[str, float]:
-        return {}
-
-    async def close(self) -> None: ...
-
-
-Run = Callable[..., Path]
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Trains four steps with a checkpoint of the second one and given failures, and returns the run's directory."""
-
-    def train_with(*strikes: tuple[int, Strike], restarts: int = 3, ending: Sequence[Strike] = ()) -> Path:
-        directory = tmp_path / "run"
-        config = load(
-            SFT, [f"run.dir={directory}", "checkpoint={every: 2, async_save: false}", f"run.max_restarts={restarts}"]
-        )
-        assert isinstance(config, TrainingConfig)
-        monkeypatch.setattr(Trainer, "strikes", list(strikes), raising=False)
-        monkeypatch.setattr(Trainer, "living", weakref.WeakSet(), raising=False)
-        monkeypatch.setattr(Interrupted, "ending", list(ending), raising=False)
-        monkeypatch.setattr(train, "Session", Interrupted)
-        monkeypatch.setattr(train, "trainer_class", lambda _config: Trainer)
-        train.train_with_restarts(config)
-        return directory
-
-    return train_with
-
-
 def ends(directory: Path) -> list[tuple[int, int, str]]:
     """Of each attempt the step that it began after, the last one and the reason of its end."""
     found = read_attempts(directory / "attempts.jsonl")
@@ -156,7 +46,7 @@ def ends(directory: Path) -> list[tuple[int, int, str]]:
 
 
 def test_a_lost_process_restarts_the_run_from_its_last_checkpoint(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = run((2, died), (4, died))
+    directory = run(("step 2", died), ("step 4", died))
     assert ends(directory) == [(0, 1, "run error"), (0, 3, "run error"), (2, 4, "finished")]
     assert [line["step"] for line in lines(directory / "metrics.jsonl")] == [1, 2, 3, 4]
     printed = capsys.readouterr().out.splitlines()
@@ -172,11 +62,19 @@ def test_a_lost_process_restarts_the_run_from_its_last_checkpoint(run: Run, caps
     assert json.loads((directory / "summary.json").read_text())["steps"] == 4
 
 
+def test_a_finished_run_changes_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = run()
+    before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+    run()
+    assert "is finished: it has taken its 4 steps" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
+
+
 def test_an_object_that_the_driver_lost_with_a_node_restarts_the_run(run: Run) -> None:
     def lost() -> None:
         raise ObjectLostError("0" * 56, None, "")
 
-    directory = run((3, lost))
+    directory = run(("step 3", lost))
     assert ends(directory) == [(0, 2, "run error"), (2, 4, "finished")]
     first, _ = read_attempts(directory / "attempts.jsonl")
     assert first.end is not None
@@ -185,7 +83,7 @@ def test_an_object_that_the_driver_lost_with_a_node_restarts_the_run(run: Run) -
 
 def test_the_limit_ends_the_run_with_the_last_failure(run: Run, tmp_path: Path) -> None:
     with pytest.raises(WorkerError) as raised:
-        run((1, died), (2, died), restarts=1)
+        run(("step 1", died), ("step 2", died), overrides=["run.max_restarts=1"])
     assert str(raised.value) == DIED
     assert ends(tmp_path / "run") == [(0, 0, "run error"), (0, 1, "run error")]
 
@@ -193,7 +91,7 @@ def test_the_limit_ends_the_run_with_the_last_failure(run: Run, tmp_path: Path) 
 def test_a_second_failure_at_the_same_step_ends_the_run_with_both_causes(run: Run, tmp_path: Path) -> None:
     late = WorkerError("No answer within 60 s from train rank 0 in actor.update.\nRaise it.")
     with pytest.raises(RunError) as raised:
-        run((4, died), (4, raising(late)))
+        run(("step 4", died), ("step 4", raising(late)))
     first, *_, last = str(raised.value).splitlines()
     assert first == str(late).splitlines()[0]
     assert last.endswith("It had failed after step 3: train rank 1 died in actor.update.")
@@ -203,7 +101,7 @@ def test_a_second_failure_at_the_same_step_ends_the_run_with_both_causes(run: Ru
 def test_a_restart_that_finishes_no_step_ends_the_run_with_both_causes(run: Run) -> None:
     start = RunError("Ray did not start on this machine")
     with pytest.raises(RunError, match=r"(?s)^Ray did not start.* It had failed after step 3: train rank 1 died"):
-        run((4, died), (3, raising(start)))
+        run(("step 4", died), ("step 3", raising(start)))
 
 
 def lost_signal() -> None:
@@ -219,7 +117,7 @@ def lost_signal() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_that_python_drops_while_a_run_starts_ends_it(run: Run, tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
-        run((0, lost_signal))
+        run(("start", lost_signal))
     assert ends(tmp_path / "run") == [(0, 0, "interrupted")]
 
 
@@ -230,7 +128,7 @@ def test_a_run_whose_start_fails_after_a_signal_is_not_restarted(run: Run, tmp_p
         died()
 
     with pytest.raises(WorkerError):
-        run((0, both))
+        run(("start", both))
     assert len(read_attempts(tmp_path / "run" / "attempts.jsonl")) == 1
 
 
@@ -247,7 +145,7 @@ def repeating() -> WorkerError:
 )
 def test_other_ends_are_final(run: Run, tmp_path: Path, error: BaseException) -> None:
     with pytest.raises(type(error)) as raised:
-        run((2, raising(error)))
+        run(("step 2", raising(error)))
     assert raised.value is error or isinstance(error, SystemExit)
     assert len(read_attempts(tmp_path / "run" / "attempts.jsonl")) == 1
 
@@ -255,7 +153,7 @@ def test_other_ends_are_final(run: Run, tmp_path: Path, error: BaseException) ->
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_told_to_end_while_it_ends_is_not_restarted(run: Run, tmp_path: Path, number: int) -> None:
     with pytest.raises(WorkerError):
-        run((2, died), ending=[lambda: os.kill(os.getpid(), number)])
+        run(("step 2", died), ending=[lambda: os.kill(os.getpid(), number)])
     assert len(read_attempts(tmp_path / "run" / "attempts.jsonl")) == 1
 
 

@@ -5,45 +5,33 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megarl.cluster import ray_api
 from megarl.errors import RunError
 from megarl.groups.rollouts import Rollouts
-from megarl.loop.sampler import Sampled
 from megarl.loop.scoring import ScoredSamples
-from tests.loop.simulation import Scorer, Setup, Simulation, content
+from tests.loop.simulation import (
+    Scorer,
+    Setup,
+    Simulation,
+    ages,
+    assert_trained_once,
+    oldest,
+    resumed,
+    run,
+    saved,
+    trained,
+)
 from tests.unit_profile import fewer
 
+pytestmark = pytest.mark.usefixtures("references_are_values")
+
 STEPS, SCHEDULES = 6, fewer(60)
-
-
-@pytest.fixture(autouse=True)
-def references_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no object store."""
-    monkeypatch.setattr(ray_api, "get", lambda ref: ref)
-    monkeypatch.setattr(ray_api, "put", lambda value: value)
-
-
-def run(setup: Setup, seed: int) -> Simulation:
-    simulation = Simulation(setup, random.Random(seed))
-    simulation.begin()
-    for step in range(1, setup.steps + 1):
-        simulation.step(step)
-    return simulation
-
-
-def trained(simulation: Simulation) -> list[list[tuple[str, list[int], list[int]]]]:
-    return [content(simulation.trained[step]) for step in sorted(simulation.trained)]
-
-
-def ages(step: int, sampled: Sampled) -> list[int]:
-    """How many versions older than the actor each token is when it is trained on."""
-    return [step - 1 - version for _, _, versions in content(sampled) for version in versions]
 
 
 @pytest.mark.parametrize("filtered", [False, True], ids=["whole", "filtered"])
@@ -51,7 +39,7 @@ def ages(step: int, sampled: Sampled) -> list[int]:
 def test_an_exact_run_does_not_depend_on_timing_or_engines(staleness: int, *, filtered: bool) -> None:
     expected = None
     for seed in range(SCHEDULES):
-        setup = Setup(staleness=staleness, mode="exact", engines=1 + seed % 3, steps=STEPS, filtered=filtered)
+        setup = Setup(staleness=staleness, engines=1 + seed % 3, filtered=filtered)
         found = trained(run(setup, seed))
         expected = expected or found
         assert found == expected, f"schedule {seed} differs"
@@ -64,18 +52,16 @@ def test_an_exact_run_does_not_depend_on_timing_or_engines(staleness: int, *, fi
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 @pytest.mark.parametrize("mode", ["bounded", "inflight"])
 def test_no_token_exceeds_the_staleness_bound(mode: str, staleness: int, *, filtered: bool) -> None:
-    oldest, spanning = 0, 0
+    age, spanning = 0, 0
     for seed in range(SCHEDULES):
-        setup = Setup(staleness=staleness, mode=mode, engines=1 + seed % 3, steps=STEPS, filtered=filtered)
+        setup = Setup(staleness=staleness, mode=mode, engines=1 + seed % 3, filtered=filtered)
         simulation = run(setup, seed)
-        for step, sampled in simulation.trained.items():
-            oldest = max(oldest, *ages(step, sampled))
-            spanning += sum(len(set(versions)) > 1 for _, _, versions in content(sampled))
-        ids = [sample_id for samples in trained(simulation) for sample_id, _, _ in samples]
-        assert len(ids) == len(set(ids)) == STEPS * len(simulation.trained[1].rollouts.samples)
+        age = max(age, oldest(simulation))
+        spanning += sum(len(set(versions)) > 1 for samples in trained(simulation) for _, _, versions in samples)
+        assert_trained_once(simulation)
         assert simulation.buffer.depth == 0
         assert not simulation.engines.running, "every response is trained on"
-    assert oldest == staleness, "no schedule comes up to the bound"
+    assert age == staleness, "no schedule comes up to the bound"
     assert (spanning > 0) == (mode == "inflight")
 
 
@@ -84,24 +70,14 @@ def test_no_token_exceeds_the_staleness_bound(mode: str, staleness: int, *, filt
 def test_an_exact_run_resumed_from_any_checkpoint_equals_the_uninterrupted_run(
     tmp_path: Path, staleness: int, *, filtered: bool
 ) -> None:
-    setup = Setup(staleness=staleness, mode="exact", engines=2, steps=STEPS, filtered=filtered)
+    setup = Setup(staleness=staleness, filtered=filtered)
     straight = trained(run(setup, 0))
     for seed in range(SCHEDULES // 3):
-        saved = 1 + seed % (STEPS - 1)
-        first = Simulation(setup, random.Random(seed))
-        first.begin()
-        for step in range(1, saved + 1):
-            first.step(step)
-        first.monitor.work(first.chance.random())
-        directory = tmp_path / str(seed)
-        state = first.buffer.state(directory)
+        step, directory = 1 + seed % (STEPS - 1), tmp_path / str(seed)
+        _, state = saved(setup, seed, step, directory)
         assert bool(state.get("sampled")) == directory.exists()
-        resumed = Simulation(setup, random.Random(seed + 1000))
-        resumed.load(state, directory)
-        resumed.begin(saved)
-        for step in range(saved + 1, STEPS + 1):
-            resumed.step(step)
-        assert trained(resumed) == straight[saved:], f"schedule {seed} differs after step {saved}"
+        again = resumed(setup, seed + 1000, step, state, directory)
+        assert trained(again) == straight[step:], f"schedule {seed} differs after step {step}"
 
 
 def test_scores_that_are_not_finite_are_saved_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,56 +88,32 @@ def test_scores_that_are_not_finite_are_saved_as_missing(tmp_path: Path, monkeyp
         return ScoredSamples(samples=rollouts.samples, scores=scores)
 
     monkeypatch.setattr(Scorer, "score", score)
-    first = Simulation(Setup(staleness=1, mode="exact", engines=1, steps=2, filtered=False), random.Random(0))
-    first.begin()
-    first.step(1)
+    setup = Setup(staleness=1, engines=1, steps=2)
+    first = Simulation(setup, random.Random(0)).train(last=1)
     state = json.loads(json.dumps(first.buffer.state(tmp_path), allow_nan=False))
-    resumed = Simulation(first.setup, random.Random(1))
-    resumed.load(state, tmp_path)
-    resumed.begin(1)
-    resumed.step(2)
+    again = resumed(setup, 1, 1, state, tmp_path)
     expected = np.array([np.nan, np.nan, 0.1, np.nan, 2.0, 3.0], np.float32)
-    np.testing.assert_array_equal(resumed.trained[2].scoring.result().scores["rule"], expected)
+    np.testing.assert_array_equal(again.trained[2].scoring.result().scores["rule"], expected)
 
 
 @pytest.mark.parametrize("mode", ["bounded", "inflight"])
 def test_a_resumed_run_keeps_the_staleness_bound(tmp_path: Path, mode: str) -> None:
     for seed in range(SCHEDULES):
-        setup = Setup(staleness=2, mode=mode, engines=2, steps=STEPS, filtered=seed % 2 == 0)
-        saved = 1 + seed % (STEPS - 1)
-        first = Simulation(setup, random.Random(seed))
-        first.begin()
-        for step in range(1, saved + 1):
-            first.step(step)
-        state = first.buffer.state(tmp_path / str(seed))
-        resumed = Simulation(setup, random.Random(seed + 1000))
-        resumed.load(state, tmp_path / str(seed))
-        resumed.begin(saved)
-        for step in range(saved + 1, STEPS + 1):
-            resumed.step(step)
-            assert max(ages(step, resumed.trained[step])) <= 2
-        ids = [sample_id for each in (first, resumed) for samples in trained(each) for sample_id, _, _ in samples]
-        assert len(ids) == len(set(ids)) == STEPS * 6
+        setup = Setup(staleness=2, mode=mode, filtered=seed % 2 == 0)
+        step = 1 + seed % (STEPS - 1)
+        first, state = saved(setup, seed, step, tmp_path / str(seed))
+        again = resumed(setup, seed + 1000, step, state, tmp_path / str(seed))
+        assert oldest(again) <= 2
+        assert_trained_once(first, again)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_engines_do_not_generate_while_trainers_use_shared_devices(tmp_path: Path, staleness: int) -> None:
-    setups = [
-        Setup(staleness=staleness, mode="exact", engines=1, steps=STEPS, filtered=True, shared=shared)
-        for shared in (True, False)
-    ]
+    setups = [Setup(staleness=staleness, engines=1, filtered=True, shared=shared) for shared in (True, False)]
     shared, own = (run(setup, 3) for setup in setups)
     assert trained(shared) == trained(own)
-    first = Simulation(setups[0], random.Random(1))
-    first.begin()
-    for step in (1, 2, 3):
-        first.step(step)
-    resumed = Simulation(setups[0], random.Random(2))
-    resumed.load(first.buffer.state(tmp_path / "saved"), tmp_path / "saved")
-    resumed.begin(3)
-    for step in range(4, STEPS + 1):
-        resumed.step(step)
-    assert trained(resumed) == trained(own)[3:]
+    _, state = saved(setups[0], 1, 3, tmp_path / "saved")
+    assert trained(resumed(setups[0], 2, 3, state, tmp_path / "saved")) == trained(own)[3:]
 
 
 MODES = [("exact", 0), ("exact", 1), ("exact", 3), ("bounded", 1), ("bounded", 3), ("inflight", 1), ("inflight", 3)]
@@ -174,25 +126,16 @@ def test_engines_that_die_or_hang_are_replaced(mode: str, staleness: int) -> Non
     for seed in range(2 * SCHEDULES):
         engines, filtered, losses = 1 + seed % 3, seed % 4 > 1, 3 if seed not in (0, 2) else 0
         setup = Setup(
-            staleness=staleness,
-            mode=mode,
-            engines=engines,
-            steps=STEPS,
-            filtered=filtered,
-            losses=losses,
-            evaluates=seed % 2 == 0,
+            staleness=staleness, mode=mode, engines=engines, filtered=filtered, losses=losses, evaluates=seed % 2 == 0
         )
         simulation = Simulation(setup, random.Random(seed))
-        simulation.begin()
         try:
-            for step in range(1, STEPS + 1):
-                simulation.step(step)
+            simulation.train()
         except RunError as error:
             messages.append(str(error))
         else:
-            ids = [sample_id for samples in trained(simulation) for sample_id, _, _ in samples]
-            assert len(ids) == len(set(ids)) == STEPS * 6
-            assert all(max(ages(step, each)) <= staleness for step, each in simulation.trained.items())
+            assert_trained_once(simulation)
+            assert oldest(simulation) <= staleness
             found = trained(simulation)
             assert mode != "exact" or found == expected.setdefault(filtered, found)
         ills.update(cause.partition(":")[0].split()[0] for cause in simulation.engines.replaced)
@@ -209,22 +152,13 @@ def test_an_evaluation_in_the_background_does_not_stop_the_training(mode: str, s
     late, spanning, expected = 0, 0, None
     for seed in range(SCHEDULES // 2):
         setups = [
-            Setup(
-                staleness=staleness,
-                mode=mode,
-                engines=3,
-                steps=STEPS,
-                filtered=False,
-                losses=seed % 2,
-                evaluates=evaluates,
-                blocking=False,
-            )
+            Setup(staleness=staleness, mode=mode, engines=3, losses=seed % 2, evaluates=evaluates, blocking=False)
             for evaluates in ((True, False) if expected is None else (True,))
         ]
         simulation, *alone = (run(setup, seed) for setup in setups)
         expected = expected or trained(alone[0])
         assert mode != "exact" or trained(simulation) == expected
-        assert all(max(ages(step, each)) <= staleness for step, each in simulation.trained.items())
+        assert oldest(simulation) <= staleness
         results = [result for _, result in simulation.evaluated]
         assert [result.step for result in results] == sorted({*simulation.synced})
         assert results[-1].step == STEPS
@@ -244,24 +178,22 @@ def test_an_evaluation_in_the_background_does_not_stop_the_training(mode: str, s
 def test_half_of_the_engines_generate_while_the_other_half_is_updated(
     mode: str, staleness: int, *, rolling: bool
 ) -> None:
-    oldest, begun = 0, 0
+    age, begun = 0, 0
     for seed in range(SCHEDULES):
         setup = Setup(
             staleness=staleness,
             mode=mode,
             engines=2 + seed % 3,
-            steps=STEPS,
             filtered=seed % 4 < 2,
             losses=2 * (seed % 2),
             evaluates=seed % 8 < 4,
             rolling=rolling,
         )
         simulation = run(setup, seed)
-        ids = [sample_id for samples in trained(simulation) for sample_id, _, _ in samples]
-        assert len(ids) == len(set(ids)) == STEPS * 6
-        oldest = max(oldest, *(max(ages(step, each)) for step, each in simulation.trained.items()))
+        assert_trained_once(simulation)
+        age = max(age, oldest(simulation))
         begun += simulation.engines.begun_in_syncs
-    assert oldest == staleness
+    assert age == staleness
     assert (begun > 0) == rolling
 
 
@@ -269,16 +201,7 @@ def test_half_of_the_engines_generate_while_the_other_half_is_updated(
 def test_no_step_waits_for_a_new_engine_while_another_works(mode: str, staleness: int) -> None:
     replaced = 0
     for seed in range(SCHEDULES):
-        setup = Setup(
-            staleness=staleness,
-            mode=mode,
-            engines=3,
-            steps=STEPS,
-            filtered=False,
-            losses=2,
-            start_s=1e5,
-            evaluates=True,
-        )
+        setup = Setup(staleness=staleness, mode=mode, engines=3, losses=2, start_s=1e5, evaluates=True)
         simulation = run(setup, seed)
         replaced += len(simulation.engines.replaced)
         assert simulation.clock.now < 1e4
@@ -288,56 +211,35 @@ def test_no_step_waits_for_a_new_engine_while_another_works(mode: str, staleness
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (4, 0), (1, 4)])
 def test_a_changed_staleness_applies_from_the_resume_on(tmp_path: Path, before: int, after: int) -> None:
     for seed in range(SCHEDULES // 3):
-        first = Simulation(
-            Setup(staleness=before, mode="inflight" if seed % 2 else "exact", engines=2, steps=STEPS, filtered=True),
-            random.Random(seed),
-        )
-        first.begin()
-        first.step(1)
-        state = first.buffer.state(tmp_path / str(seed))
-        resumed = Simulation(
-            Setup(staleness=after, mode="exact", engines=2, steps=STEPS, filtered=True), random.Random(seed)
-        )
-        resumed.load(state, tmp_path / str(seed))
-        again = resumed.buffer.state(tmp_path / f"again {seed}")
+        mode = "inflight" if seed % 2 else "exact"
+        setup = Setup(staleness=before, mode=mode, filtered=True)
+        _, state = saved(setup, seed, 1, tmp_path / str(seed))
+        changed = Simulation(Setup(staleness=after, filtered=True), random.Random(seed))
+        changed.load(state, tmp_path / str(seed))
+        again = changed.buffer.state(tmp_path / f"again {seed}")
         assert again["drawn"] == state["drawn"], "prompts that were drawn are not lost with a second checkpoint"
-        resumed.begin(1)
-        for step in range(2, STEPS + 1):
-            resumed.step(step)
-            assert max(ages(step, resumed.trained[step])) <= after
+        assert oldest(changed.train(after=1)) <= after
 
 
 @pytest.mark.parametrize("changed", ["sampling", "format"])
 def test_samples_of_another_distribution_or_format_are_generated_again(tmp_path: Path, changed: str) -> None:
     """Log-probabilities of another temperature are not the trainers'; older checkpoints have scores by branch."""
-    setup = Setup(staleness=2, mode="exact", engines=2, steps=STEPS, filtered=False)
-    first = Simulation(setup, random.Random(0))
-    first.begin()
-    first.step(1)
-    state = first.buffer.state(tmp_path)
+    setup = Setup(staleness=2)
+    _, state = saved(setup, 0, 1, tmp_path)
     assert state["sampled"]
     temperature, *others = state["sampling"]
     another = {"sampling": [temperature / 2, *others], "format": None}
     kept = Simulation(setup, random.Random(0))
     kept.load(state, tmp_path)
     assert {str(step) for step in kept.buffer._loaded} == state["sampled"].keys()
-    resumed = Simulation(setup, random.Random(0))
-    resumed.load({**state, changed: another[changed]}, tmp_path)
-    assert not resumed.buffer._loaded
-    resumed.begin(1)
-    for step in range(2, STEPS + 1):
-        resumed.step(step)
-        assert max(ages(step, resumed.trained[step])) <= 2
+    other = Simulation(setup, random.Random(0))
+    other.load({**state, changed: another[changed]}, tmp_path)
+    assert not other.buffer._loaded
+    assert oldest(other.train(after=1)) <= 2
 
 
 def test_a_run_that_goes_on_beyond_its_end_samples_with_the_newest_weights(tmp_path: Path) -> None:
-    ended = Simulation(Setup(staleness=2, mode="exact", engines=2, steps=3, filtered=False), random.Random(0))
-    ended.begin()
-    for step in (1, 2, 3):
-        ended.step(step)
-    longer = Simulation(Setup(staleness=2, mode="exact", engines=2, steps=STEPS, filtered=False), random.Random(1))
-    longer.load(ended.buffer.state(tmp_path), tmp_path)
-    longer.begin(3)
-    for step in (4, 5, 6):
-        longer.step(step)
+    setup = Setup(staleness=2, steps=3)
+    _, state = saved(setup, 0, 3, tmp_path)
+    longer = resumed(replace(setup, steps=STEPS), 1, 3, state, tmp_path)
     assert [set(ages(step, longer.trained[step])) for step in (4, 5, 6)] == [{0}, {1}, {2}]

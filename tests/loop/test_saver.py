@@ -18,25 +18,9 @@ from megarl.loop import saver as saving
 from megarl.loop.saver import Saver
 from megarl.run.checkpoints import BrokenCheckpointError
 from megarl.run.directory import RunDirectory
-from tests.loop.answers import Answered, run
-from tests.run.staging import write_role
+from tests.loop.answers import run
+from tests.loop.training import Ranks
 from tests.run.test_directory import debug
-
-
-class Ranks:
-    """Two ranks of a role; the second one has written what it saves in the background when it is told."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.written = name, False
-
-    def call(self, method: Any, *args: Any, **options: Any) -> Answered:
-        if method.name == "save":
-            self._records = write_role(Path(args[0]), 2)
-            self.written = not options["in_background"]
-        else:
-            self.written |= options["wait"]
-        last = [None] if not self.written else self._records[1:]
-        return Answered(*self._records[:1], *last)
 
 
 class Training:

@@ -13,7 +13,7 @@ import pytest
 
 from megarl.algos.reward_shaping import ScoreScale
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.config.schema import Algo, Reward, RewardFunction, Scores
+from megarl.config.schema import Algo, Reward, RewardFunction, Scores, Selection
 from megarl.experience.records import TokenRewardScale
 from megarl.groups.rollouts import Rollouts
 from megarl.loop.sampler import conversation_metrics, sample_metrics
@@ -25,6 +25,7 @@ from megarl.loop.scoring import (
     reward_weights,
     sample_filter,
     score_batch,
+    select_samples,
     shuffled_order,
     total_scores,
     unscored_metrics,
@@ -85,6 +86,11 @@ def scored_batch(
         Algo.model_validate(algo),
         order=order,
     )
+
+
+def advantages(batch: ScoredBatch) -> list[float]:
+    assert batch.samples.sequence_advantages is not None
+    return batch.samples.sequence_advantages.tolist()
 
 
 def test_columns_are_joined_in_chunk_order() -> None:
@@ -190,10 +196,7 @@ def test_a_sample_with_one_failed_source_has_no_score() -> None:
 def test_baselines_are_per_prompt() -> None:
     batch = scored_batch([0, 5, 2, 5, 9], advantage="grpo")
     deviation = math.sqrt(2)  # of 0 and 2, with Bessel's correction
-    assert batch.samples.sequence_advantages is not None
-    assert batch.samples.sequence_advantages.tolist() == pytest.approx(
-        [-1 / deviation, 0, 1 / deviation, 0, 0], rel=1e-5
-    )
+    assert advantages(batch) == pytest.approx([-1 / deviation, 0, 1 / deviation, 0, 0], rel=1e-5)
     assert batch.samples.groups.tolist() == [0, 1, 0, 1, 2]
     assert batch.metrics["group/zero_std_fraction"] == pytest.approx(2 / 3)
     assert batch.metrics["group/single"] == 1
@@ -203,22 +206,19 @@ def test_baselines_are_per_prompt() -> None:
 
 def test_a_sample_without_a_score_is_in_no_baseline() -> None:
     batch = scored_batch([0, 5, NONE, 1, 9], advantage="rloo")
-    assert batch.samples.sequence_advantages is not None
-    assert batch.samples.sequence_advantages.tolist() == [0, 4, 0, -4, 0]
+    assert advantages(batch) == [0, 4, 0, -4, 0]
     assert batch.metrics["rewards/unscored"] == 1
     assert batch.metrics["group/single"] == 2
     assert batch.metrics["group/std_mean"] == pytest.approx(2 / 3)
     nothing = scored_batch([NONE] * 5, advantage="rloo")
-    assert nothing.samples.sequence_advantages is not None
-    assert nothing.samples.sequence_advantages.tolist() == [0] * 5
+    assert advantages(nothing) == [0] * 5
     assert "scores/reward_model" not in nothing.metrics
     assert (batch.trained_roles, nothing.trained_roles) == ({"actor", "critic"}, set())
 
 
 def test_unfinished_samples_may_count_in_the_baseline_without_being_trained_on() -> None:
     batch = scored_batch([0, 5, 2, 5, 9], advantage="rloo", scores={"missing_end": "mask"})
-    assert batch.samples.sequence_advantages is not None
-    assert batch.samples.sequence_advantages.tolist() == [-2, 0, 2, 0, 0]
+    assert advantages(batch) == [-2, 0, 2, 0, 0]
     assert batch.samples.actor_mask.tolist() == [True, True, False, True, True]
     assert batch.trained_roles == {"actor", "critic"}
     of_the_unfinished = scored_batch([NONE, NONE, 2, NONE, NONE], advantage="rloo", scores={"missing_end": "mask"})
@@ -227,11 +227,9 @@ def test_unfinished_samples_may_count_in_the_baseline_without_being_trained_on()
 
 def test_remax_subtracts_the_greedy_responses_score_shaped_the_same_way() -> None:
     batch = scored_batch([0, 5, 2, 5, 9], advantage="remax", greedy={"a": 4, "b": 1, "c": 100}, scores={"clip": 6})
-    assert batch.samples.sequence_advantages is not None
-    assert batch.samples.sequence_advantages.tolist() == [-1, 1, 1, 1, 0]
+    assert advantages(batch) == [-1, 1, 1, 1, 0]
     unknown = scored_batch([0, 5, 2, 5, 9], advantage="remax", greedy={"a": 4, "b": NONE, "c": 0})
-    assert unknown.samples.sequence_advantages is not None
-    assert unknown.samples.sequence_advantages.tolist() == [0, 1, 0, 1, 9]
+    assert advantages(unknown) == [0, 1, 0, 1, 9]
 
 
 def test_gdpo_normalises_each_source() -> None:
@@ -240,9 +238,8 @@ def test_gdpo_normalises_each_source() -> None:
     scores = {"reward_model": [0.0, 1, 1, 0, 7], "f": [0.0, 300, 100, 900, 7]}
     batch = scored_batch(scores, reward=reward, advantage="gdpo")
     unit = math.sqrt(0.5)
-    assert batch.samples.sequence_advantages is not None
     expected = [-2.5 * unit, (2 - 0.5) * unit, 2.5 * unit, (-2 + 0.5) * unit, 0]
-    assert batch.samples.sequence_advantages.tolist() == pytest.approx(expected, rel=1e-5)
+    assert advantages(batch) == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_shuffled_control_permutes_scores_over_samples() -> None:
@@ -315,20 +312,11 @@ def test_branches_count_as_one_sample() -> None:
     def scored(samples: Sequence[SampleInfo], values: np.ndarray, algo: dict[str, Any]) -> ScoredBatch:
         found = ScoredSamples(samples=samples, scores={"reward_model": values})
         order = np.array([1, 0, 3, 2])
-        return score_batch(
-            samples,
-            found,
-            None,
-            reward_weights(Reward()),
-            Algo.model_validate(algo),
-            order=order,
-        )
+        return score_batch(samples, found, None, reward_weights(Reward()), Algo.model_validate(algo), order=order)
 
     for algo in ({"advantage": "grpo"}, {"advantage": "opo"}, {"advantage": "rloo", "scores": {"missing_end": "mask"}}):
         expected, found = scored(whole, scores, algo), scored(branched, scores, algo)
-        assert expected.samples.sequence_advantages is not None
-        assert found.samples.sequence_advantages is not None
-        assert found.samples.sequence_advantages.tolist() == expected.samples.sequence_advantages[of].tolist()
+        assert advantages(found) == [advantages(expected)[index] for index in of]
         assert found.samples.actor_mask.tolist() == expected.samples.actor_mask[of].tolist()
         assert found.totals.tolist() == expected.totals.tolist()
         assert found.metrics == expected.metrics
@@ -357,3 +345,43 @@ def test_conversations_report_their_turns_failures_and_the_metrics_of_their_envi
     }
     assert conversation_metrics(samples) == pytest.approx(expected)
     assert "response_length/clip_ratio" not in sample_metrics(samples, 8)
+
+
+SCORES = [0.1, 0.9, NONE, 0.2, 0.5, 0.4, 0.9, 0.7]
+FINISHED = [True, False, True, True, True, True, True, True]
+
+
+def chosen(selection: Selection, scores: Sequence[float] = SCORES, prompts: str = "aaaabbbb") -> list[int]:
+    pairs = enumerate(zip(prompts, FINISHED, strict=True))
+    samples = [sample(prompt, row, 0, row, finished=finished) for row, (prompt, finished) in pairs]
+    return select_samples(np.float32(scores), samples, selection, 4).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1, 6]),
+        ({"discard_unfinished": True}, [3, 6]),
+        ({"min_score": 0.3, "discard_unfinished": True}, [6]),
+        ({"min_score": 2.0}, []),
+    ],
+)
+def test_the_best_of_each_prompt_is_selected(options: dict[str, Any], expected: list[int]) -> None:
+    assert chosen(Selection(**options)) == expected
+
+
+def test_the_best_of_the_step_are_selected() -> None:
+    def top(fraction: float, **options: Any) -> Selection:
+        return Selection.model_validate({"by": {"name": "top", "fraction": fraction}, **options})
+
+    assert chosen(top(0.5)) == [6, 1, 7, 4], "of equals the later first"
+    assert chosen(top(0.3, discard_unfinished=True)) == [6, 7]
+    assert chosen(top(0.9)) == [6, 1, 7, 4, 5, 3, 0], "samples without a score are never selected"
+
+
+def test_a_repeated_prompt_in_a_step_counts_twice() -> None:
+    assert chosen(Selection(), prompts="aaaaaaaa") == [1, 6]
+
+
+def test_without_any_score_nothing_is_selected() -> None:
+    assert chosen(Selection(), scores=[NONE] * 8) == []

@@ -1,4 +1,4 @@
-"""Skipped optimizer steps are counted, end a run, and leave a batch that can be replayed."""
+"""Skipped optimizer steps and steps without scores end a run; the former leave a batch that can be replayed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megarl.errors import RunError
 from megarl.groups.rollouts import Rollouts
 from megarl.loop.sampler import Sampled
 from megarl.loop.skipped_steps import SkippedBatches, SkippedSteps, write_rollouts, write_rows
+from megarl.loop.train import UnscoredSteps
 from megarl.rollout.completions import Response, pack_chunk
 from megarl.rollout.replay import ReplayingEngine, recorded_steps
 from megarl.run.paths import RunPaths
@@ -149,3 +150,37 @@ def test_a_batch_that_cannot_be_written_ends_nothing(tmp_path: Path, capsys: pyt
     batches = SkippedBatches(config_of(tmp_path / "missing"))
     batches.add(1, [SKIPPED], lambda _directory: None)
     assert "the batch of step 1 is not in" in capsys.readouterr().err
+
+
+FAILURE = "reward function 'f' on prompt '3': Traceback\nKeyError: 'answer'"
+
+
+def unscored_result(step: int, unscored: int) -> StepResult:
+    metrics = {"rewards/unscored": unscored, "rollout/samples": 16}
+    return StepResult(step=step, metrics=metrics, updates=[], failures=(FAILURE,) if unscored else ())
+
+
+def limited(*overrides: str, stage: str = "grpo") -> UnscoredSteps:
+    return UnscoredSteps(config_of(Path("nowhere"), *overrides, stage=stage))
+
+
+def test_three_consecutive_steps_without_scores_end_a_run_with_the_traceback() -> None:
+    steps = limited("run.steps=9")
+    for step, unscored in enumerate([16, 16, 15, 16, 16], start=1):
+        steps.add(unscored_result(step, unscored))
+    with pytest.raises(RunError, match="no response of the last 3 steps has a score") as caught:
+        steps.add(unscored_result(6, 16))
+    assert str(caught.value).endswith(FAILURE)
+
+
+def test_a_shorter_run_without_scores_ends_at_its_last_step() -> None:
+    steps = limited("run.steps=1")
+    with pytest.raises(RunError, match="the last 1 step has"):
+        steps.add(unscored_result(1, 16))
+
+
+def test_null_allows_steps_without_scores_and_other_stages_have_none() -> None:
+    steps = limited("run.steps=9", "reward.max_unscored_steps=null")
+    for step in range(1, 10):
+        steps.add(unscored_result(step, 16))
+    limited(stage="sft").add(StepResult(step=1, metrics={"sft/loss": 1.0}, updates=[]))

@@ -117,13 +117,13 @@ def test_intervals_are_beside_their_metrics_and_prefixes_are_columns() -> None:
         "eval/samples": 64,
         "eval/exact": 1.0,
         "eval/exact_ci95": math.nan,
-        "eval_ema/score": -2.0,
-        "eval_ema/score_ci95": 0.5,
+        "other/score": -2.0,
+        "other/score_ci95": 0.5,
     }
     output = io.StringIO()
     Console(file=output, width=80).print(metrics_table(metrics))
     rows = [line.split() for line in output.getvalue().splitlines() if line.strip()]
-    assert rows[0] == ["metric", "eval", "±", "95%", "eval_ema", "±", "95%"]
+    assert rows[0] == ["metric", "eval", "±", "95%", "other", "±", "95%"]
     assert rows[2:] == [
         ["score", "0.1235", "0.01", "-2", "0.5"],
         ["samples", "64", "-"],

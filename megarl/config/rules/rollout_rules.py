@@ -270,7 +270,7 @@ def parts_have_samples(rollout: Rollout, data: PromptData, reward: Reward) -> It
 def evaluations_in_the_background(
     groups: Groups, rollout: Rollout, evaluation: PeriodicEvaluation | None
 ) -> Iterator[Problem]:
-    """An evaluation during the training needs engines that work meanwhile, and replaces no weights."""
+    """An evaluation during the training needs engines that work meanwhile."""
     if evaluation is None or evaluation.blocking:
         return
     if shared_devices(groups, rollout):
@@ -280,9 +280,6 @@ def evaluations_in_the_background(
     if rollout.max_staleness == 0:
         fix = "set it to true, or raise rollout.max_staleness"
         yield Problem("evaluation.blocking", "False", "true with rollout.max_staleness = 0", fix)
-    if evaluation.ema:
-        rule = "true with evaluation.ema, whose weights replace those of the rollouts for a while"
-        yield Problem("evaluation.blocking", "False", rule, "set it to true, or evaluation.ema to false")
 
 
 def syncs_meet(

@@ -16,7 +16,6 @@ from megarl.config.schema import (
     Optimizer,
     PairData,
     PeriodicEvaluation,
-    Policy,
     Profiling,
     PromptData,
     Reward,
@@ -227,10 +226,3 @@ def texts_are_mixed_in(ptx: PTX | None) -> Iterator[Problem]:
     if ptx.mode == "convex" and ptx.coef >= 1:
         rule = "below 1 with ptx.mode = convex, which weighs the rollouts with the rest"
         yield Problem("ptx.coef", f"{ptx.coef:g}", rule, "lower it, or set ptx.mode to add")
-
-
-def averages_are_kept(actor: Policy, evaluation: PeriodicEvaluation | None) -> Iterator[Problem]:
-    """An evaluation of the moving average needs one."""
-    if evaluation is not None and evaluation.ema and actor.ema is None:
-        fix = "add actor.ema, or set evaluation.ema to false"
-        yield Problem("evaluation.ema", "True", "needs actor.ema", fix)

@@ -168,8 +168,6 @@ class PeriodicEvaluation(Evaluation):
 
     every: Count | None = None
     """Steps between evaluations; null: before the first step and after the last."""
-    ema: bool = False
-    """Evaluate the actor's moving average, too."""
     blocking: bool = True
     """Evaluate between two steps; false evaluates during them, and needs rollout.max_staleness."""
 

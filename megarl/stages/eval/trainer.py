@@ -5,20 +5,16 @@ from __future__ import annotations
 from contextlib import closing
 from typing import Final
 
-from megarl.cluster.cpu_threads import with_threads
 from megarl.cluster.session import Session
 from megarl.config import RunConfig
 from megarl.groups.colocation import Colocation
 from megarl.groups.engines import launch_engines
-from megarl.groups.trainers import check_gpus, close_all, launch_trainers, start_all
+from megarl.groups.trainers import close_all, launch_trainers, start_all
 from megarl.loop.evaluate import Evaluator
 from megarl.loop.sampler import RolloutParts
-from megarl.preflight.check import check, check_login
+from megarl.loop.train import checked
 from megarl.preflight.datasets import PromptSets
-from megarl.preflight.device_memory import check_memory
-from megarl.preflight.trial_calls import call_functions
 from megarl.run.directory import EvaluationDirectory, attempt, model_directory
-from megarl.run.display import phase_line
 from megarl.run.report import EvaluationReporter, Summary
 from megarl.run.results import EvaluationResult
 from megarl.run.timers import process_age
@@ -37,14 +33,7 @@ def evaluate(config: RunConfig) -> Summary:
         RunError: The evaluation failed.
     """
     assert isinstance(config, EvalConfig)
-    print(phase_line("checking models, data and functions", process_age()), flush=True)
-    data = check(config)
-    check_login(config.tracking)
-    call_functions(config, data)
-    assert isinstance(data, PromptSets)
-    check_gpus(config)
-    check_memory(config)
-    config = with_threads(config, {})
+    config, data = checked(config)
     directory = EvaluationDirectory(config)
     session = Session(config.cluster, directory.logs, config.cluster.address)
     if data.left_out.rows:

@@ -173,17 +173,6 @@ def _sources(config: PPOConfig) -> Iterator[str]:
         yield f"{function.weight:g} x {function.name}"
 
 
-_READERS = {
-    "algo.ppo_epochs": "later epochs compare with them",
-    "algo.mini_batches": "later mini-batches compare with them",
-    "algo.kl": "the penalty is in the reward",
-    "algo.correction.weights": "the weights of the step",
-    "algo.correction.reject": "the tokens that are dropped",
-    "algo.correction.m2po": "the tokens that are dropped",
-}
-"""What reads the trainer's log-probabilities before the update, by setting."""
-
-
 def _update(config: PPOConfig) -> str:
     algo = config.algo
     mini_batches = counted(algo.mini_batches, "mini-batch")
@@ -196,7 +185,7 @@ def _update(config: PPOConfig) -> str:
 
 
 def _old_logprobs(config: PPOConfig) -> str:
-    readers = [f"{setting} ({_READERS[setting]})" for setting in config.algo.reads_old_logprobs]
+    readers = config.algo.reads_old_logprobs
     if readers:
         return f"by a forward pass before the update, for {', '.join(readers)}"
     steps = 0 if config.critic is None else config.critic.warmup_steps

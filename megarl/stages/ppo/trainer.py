@@ -17,12 +17,15 @@ from megarl.algos.value_loss import ValueMoments
 from megarl.cluster.calls import rank0_result
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
+from megarl.data.branches import Branches
+from megarl.data.schedule import inference_schedule
 from megarl.experience.padded_batch import Columns
 from megarl.experience.records import ExperienceChunk, StepContext
 from megarl.loop.forward_passes import ROLES, Forward, ForwardPasses
+from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.rollout_trainer import RolloutTrainer
 from megarl.loop.sampler import DynamicSampling, Sampled, Sampler
-from megarl.loop.scoring import ENVIRONMENT, ScoredBatch, sample_filter, score_batch, with_selection
+from megarl.loop.scoring import ENVIRONMENT, ScoredBatch, sample_filter, score_batch, shuffled_order, with_selection
 from megarl.loop.update import PretrainMix, StepPlan, Updater
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ExperienceRequest
@@ -55,7 +58,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             greedy=algo.advantage.name == "remax",
             begin_forwards=self._forward_passes.begin if dynamic is None else None,
         )
-        self._buffer = self._make_buffer(sampler)
+        self._buffer = RolloutBuffer(config, sampler, self._engines, self._colocation)
         pretrain_mix = None if config.ptx is None else PretrainMix(config, config.ptx, data.texts)
         self._updater = Updater(
             algo,
@@ -84,7 +87,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
                 if algo.old_logprobs_from_update and not self._updater.trains_actor(step, batch.trained_roles):
                     passes = [self._forward_passes.actor_logprobs(sampled.rollouts)]  # for the metrics alone
                     forwards = {**forwards, "logprobs": passes}
-                experience, metrics = await self._build_experience(sampled, plan, forwards, batch)
+                experience, metrics = await self._build_experience(sampled, step, forwards, batch)
             with timers("update"):
                 updates = await self._updater.update(
                     experience, plan, kl_coef=self._kl.coef, trained_roles=batch.trained_roles
@@ -93,21 +96,18 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             with timers("sync"):
                 transfer = await self._sync(step)
         self._adapt_kl_coef([metrics, *updates], len(sampled.rollouts.samples))
-        scores = batch.totals
-        advantages = batch.samples.sequence_advantages
-        timings = timers.take()
-        timings = {**transfer, **timings}
+        timings = {**transfer, **timers.take()}
         columns = token_columns(experience, forwards, in_update)
-        return await self._result(
-            step, sampled, scores, batch.scores_by_reward, updates, metrics, timings, advantages, columns
-        )
+        return await self._result(step, sampled, batch, updates, metrics, timings, columns)
 
     async def _score(self, sampled: Sampled, step: int) -> ScoredBatch:
         """Waits for the scores, computes group advantages, and selects the samples to train on."""
         samples = sampled.rollouts.samples
         algo = self._config.algo
-        order = self._score_order(samples, step)
         scored = await sampled.scoring
+        order = None
+        if self._config.reward.shuffle:
+            order = shuffled_order(len(Branches.of(samples).last), self._config.run.seed, step)
         greedy = None if sampled.greedy is None else await sampled.greedy
         batch = score_batch(samples, scored, greedy, self._weights, algo, order=order)
         if algo.select is None:
@@ -115,11 +115,13 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         return with_selection(batch, scored.samples, algo.select, self._config.data.samples_per_prompt)
 
     async def _build_experience(
-        self, sampled: Sampled, plan: StepPlan, forwards: Mapping[str, Sequence[Forward]], batch: ScoredBatch
+        self, sampled: Sampled, step: int, forwards: Mapping[str, Sequence[Forward]], batch: ScoredBatch
     ) -> tuple[ChunkRefs[ExperienceChunk], Metrics]:
         """Builds the experience on the actor's ranks; returns it with the metrics of the whole phase."""
         scored = await sampled.scoring
         by_role = _by_role(forwards)
+        samples = sampled.rollouts.samples
+        actor = self.roles["actor"]
         columns = Columns(
             samples=batch.samples,
             old_logprobs=by_role.get("logprobs"),
@@ -129,24 +131,25 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         )
         context = StepContext(
             kl_coef=self._kl.coef,
-            version=plan.step - 1,
+            version=step - 1,
             max_staleness=self._config.rollout.max_staleness,
             groups=int(batch.samples.groups.max()) + 1,
             value_norm=self._value_norm,
             turn_rewards=self._weights.get(ENVIRONMENT) if self._config.algo.from_token_rewards else None,
             dense=self._scorer.token_scale,
         )
+        schedule = inference_schedule(samples, actor.layout, self._config.role("actor").tokens_per_micro_batch)
         request = ExperienceRequest(
-            schedule=plan.inference("actor"), rollouts=sampled.rollouts.chunks, columns=columns, context=context
+            schedule=schedule, rollouts=sampled.rollouts.chunks, columns=columns, context=context
         )
-        call = self.roles["actor"].dispatch_by_chunk(MegatronWorker.build_experience, request)
+        call = actor.dispatch_by_chunk(MegatronWorker.build_experience, request)
         call.after = tuple(part for parts in forwards.values() for part in parts)
         report = await rank0_result(call)
         self._value_norm = report.value_norm
         timings = {"time/reward": scored.seconds}
         for name, parts in forwards.items():
             seconds = sum([await part.longest() for part in parts])
-            self._meter.add(name, ROLES[name], sampled.rollouts.samples, seconds)
+            self._meter.add(name, ROLES[name], samples, seconds)
             timings[f"time/{name}"] = seconds
         return call.chunks, {**report.metrics, **batch.metrics, **timings}
 
@@ -186,13 +189,15 @@ def token_columns(
 
     def columns(chunk: int) -> Mapping[str, Ragged]:
         own = experience[chunk]
-        learned = {"advantages": own.advantages, "weights": own.weights, "actor_mask": own.actor_mask}
         forward = {passes[name]: column[chunk] for name, column in by_role.items()}
+        learned = {"advantages": own.advantages, "weights": own.weights, "actor_mask": own.actor_mask}
         values = [in_update.get((chunk, row), {}) for row in range(len(own.response_ids))]
-        updated = {
-            name: Ragged.from_rows([of_row.get(name, ()) for of_row in values], np.float32)
-            for name in {name: None for of_row in values for name in of_row}
-        }
+        names: dict[str, None] = {}
+        for row_values in values:
+            names.update(dict.fromkeys(row_values))
+        updated: dict[str, Ragged] = {}
+        for name in names:
+            updated[name] = Ragged.from_rows([row.get(name, ()) for row in values], np.float32)
         return forward | {name: column for name, column in learned.items() if column is not None} | updated
 
     return columns
