@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "megarl"
 
 # A part may import the parts of the lines above it, and itself.
 LAYERS = (
-    {"bounds", "errors", "files", "garbage_collection", "lazy_compiling"},
+    {"bounds", "errors", "files", "garbage_collection"},
     {"plugins", "remote", "stacks", "texts", "types"},
     {"algos"},
     {"config"},
