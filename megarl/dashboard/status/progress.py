@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from megarl.run.health import Limits, Lines, metric_values, shortened
-from megarl.run.health_monitor import HealthFinding, watch
+from megarl.run.health import HealthFinding, Limits, Lines, metric_values, shortened, watch
 from megarl.run.sinks import WRITTEN
 
 

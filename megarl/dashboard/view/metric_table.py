@@ -7,8 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from megarl.files import LineFollower
-from megarl.run.health import health_limits
-from megarl.run.health_monitor import HealthMonitor, watch
+from megarl.run.health import HealthMonitor, health_limits, watch
 from megarl.run.paths import RunPaths, read_config
 from megarl.run.sinks import WRITTEN
 
