@@ -144,22 +144,6 @@ def _score_fell(lines: Lines) -> bool | None:
     return max(averages) - averages[-1] > 4 * _noise(scores)
 
 
-_GROWTH_OVER = 20
-_GROWTH = 1.25
-
-
-def _longer_for_nothing(lines: Lines) -> bool | None:
-    """Whether responses grew by a quarter in 20 steps, and the score by less than its noise."""
-    last = [line for line in lines if None not in (line.get("response_length/mean"), line.get("objective/score"))]
-    last = last[-_GROWTH_OVER:]
-    if len(last) < _GROWTH_OVER:
-        return None
-    lengths = _averages(metric_values(last, "response_length/mean"))
-    scores = _averages(metric_values(last, "objective/score"))
-    rose = scores[-1] - scores[0] > _noise(metric_values(last, "objective/score"))
-    return lengths[-1] > _GROWTH * lengths[0] and not rose
-
-
 def _some_unscored(lines: Lines) -> bool | None:
     count = lines[-1].get(_UNSCORED)
     return None if count is None else count > 0
@@ -295,13 +279,6 @@ CHECKS: Final[Sequence[Check]] = (
         advice=f"the policy gets worse; {_LEARNING_RATE}, and read samples.jsonl",
         steps=2,
         harmful=True,
-    ),
-    Check(
-        metric="response_length/mean",
-        unhealthy=_longer_for_nothing,
-        rule=f"a quarter longer than {_GROWTH_OVER} steps ago, and the score has not risen",
-        advice="a reward or a loss may favor length; read samples.jsonl, and see algo.aggregation",
-        steps=2,
     ),
 )
 """All checks. Rows of one metric are next to the lines of its table in docs/metrics.md."""

@@ -99,14 +99,6 @@ BROKEN: Mapping[str, tuple[Lines, list[tuple[str, int]]]] = {
         [("rollout/logprob_gap", 20)],
     ),
     "clipping": (changed(8, policy__clipfrac=lambda step, value: 0.45), [("policy/clipfrac", 10)]),
-    "length without score": (
-        changed(
-            11,
-            objective__score=lambda step, value: 0.4 + 0.02 * (-1) ** step,
-            response_length__mean=lambda step, value: 700 + 30.0 * (step - 11),
-        ),
-        [("response_length/mean", 24)],
-    ),
     "a score that falls": (
         changed(25, objective__score=lambda step, value: 0.05),
         [("objective/score", 27)],

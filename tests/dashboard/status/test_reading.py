@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.dashboard.status.progress import Pace, measure_pace
+from megarl.dashboard.status.progress import Pace, Progress, measure_pace
 from megarl.dashboard.status.reading import RunStatus, find_runs, read_status
 from megarl.errors import UsageError
 from tests.dashboard.status.directories import NOW, MadeRun
@@ -119,14 +119,8 @@ def test_an_empty_run_has_empty_fields(run: MadeRun) -> None:
     for name in ("metrics.jsonl", "evaluations.jsonl", "attempts.jsonl"):
         (run.path / name).touch()
     found = read(run)
-    assert (
-        found.state.name,
-        found.progress.step,
-        found.progress.steps,
-        found.progress.pace,
-        found.progress.stepped,
-    ) == ("running", 0, 100, None, None)
-    assert (found.metrics, found.attempts) == ({}, [])
+    assert found.progress == Progress(step=0, steps=100, stepped=None, pace=None)
+    assert (found.state.name, found.metrics, found.attempts) == ("running", {}, [])
 
 
 def test_the_logs_of_the_job_are_named(run: MadeRun) -> None:
