@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.dashboard.status.progress import Pace, Progress, measure_pace
-from megarl.dashboard.status.reading import RunStatus, find_runs, read_status
+from megarl.dashboard.status.reading import Pace, Progress, RunStatus, find_runs, measure_pace, read_status
 from megarl.errors import UsageError
 from tests.dashboard.status.directories import NOW, MadeRun
 
