@@ -36,7 +36,6 @@ class Check:
 
     Args:
         metric: metric of the rule, or a name of the rule.
-        advice: what it means, and what to do.
         limit: bound of healthy values, in place of `unhealthy`.
         is_lower: whether the limit is the lowest healthy value, not the highest.
         unless: whether the limit is not meant for a line.

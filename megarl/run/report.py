@@ -151,7 +151,6 @@ class Reporter:
 
     Args:
         taken: steps that earlier attempts have taken.
-        clock: seconds of the run.
     """
 
     def __init__(

@@ -29,11 +29,7 @@ _MAX_COLUMNS = 20000
 
 
 class RunView:
-    """A run, followed while it trains. Its methods are called by several threads.
-
-    Args:
-        name: name of the run on the page.
-    """
+    """A run, followed while it trains. Its methods are called by several threads."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._run = RunPaths(path)
