@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "megarl"
 
 # A part may import the parts of the lines above it, and itself.
 LAYERS = (
-    {"bounds", "errors", "files", "garbage_collection"},
+    {"bounds", "errors", "files", "garbage_collection", "lazy_compiling"},
     {"plugins", "remote", "stacks", "texts", "types"},
     {"algos"},
     {"config"},

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from megarl.garbage_collection import importing
+from megarl.garbage_collection import collections_skipped
 from megarl.models import model_spec
 from megarl.remote import remote
 from megarl.rollout.completions import (
@@ -30,7 +30,7 @@ from megarl.rollout.engine_memory import cache_bytes
 from megarl.rollout.engine_state import EngineState
 from megarl.rollout.requests import Requests, generation_params, scoring_params, stop_token_ids
 from megarl.rollout.turns import Turns
-from megarl.rollout.vllm_environment import scratch_directory, set_vllm_environment, temporary_files_in
+from megarl.rollout.vllm_environment import importing_vllm, scratch_directory, set_vllm_environment, temporary_files_in
 from megarl.types import Pickled, Ragged, RolloutChunk, SampleInfo, SampleRequest, TurnAnswer, VersionSpan, WorkItem
 from megarl.weights.hf_files import read_config
 from megarl.weights.shard_map import ShardMap
@@ -134,7 +134,7 @@ class RolloutEngine:
         options = self._options
         self._scratch = scratch_directory()
         set_vllm_environment(options.device, self._scratch.name, options.threads)
-        with importing():
+        with importing_vllm(options.device):
             from vllm import EngineArgs, LLMEngine
             from vllm.config import WeightTransferConfig
             from vllm.usage.usage_lib import UsageContext
@@ -169,7 +169,7 @@ class RolloutEngine:
             use_tqdm_on_load=False,
         )
         # Its worker and the model's modules are imported.
-        with importing(), temporary_files_in(self._scratch.name):
+        with importing_vllm(options.device), temporary_files_in(self._scratch.name):
             self._llm = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)  # allows the largest batches
         self._requests = Requests(self._llm)
         self._call("prepare", self.shard_maps(), options.vocab_size)
@@ -332,8 +332,9 @@ class RolloutEngine:
     def close(self) -> None:
         """Ends the worker processes and removes the engine's files; the collector frees the memory of this one."""
         if self._llm is not None:
-            self._llm.engine_core.shutdown()
-            self._llm.renderer.shutdown()
+            with collections_skipped():
+                self._llm.engine_core.shutdown()
+                self._llm.renderer.shutdown()
             self._llm = None
             self._requests = None
         if self._scratch is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -93,12 +94,29 @@ def install() -> None:
     torch.cuda.random.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     torch.cuda.nvtx.range_push = _ignore()
     torch.cuda.nvtx.range_pop = _ignore()
+    _optimize_without_compiler()
     from megatron.core.tensor_parallel import random
 
     # Megatron leaves changes of the random state to the start of CUDA (random.py, 0.19).
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # The tracker reports changes of the CPU's random state as faults; here it is the device's.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.CRITICAL)
+
+
+def _optimize_without_compiler() -> None:
+    """Keeps Adam from importing torch's compiler (2.13), from which its methods exempt themselves."""
+    optimizer = torch.optim.Optimizer
+    adam = torch.optim.Adam
+    methods = (
+        optimizer.add_param_group,
+        optimizer.zero_grad,
+        optimizer.state_dict,
+        optimizer.load_state_dict,
+    )
+    for method in methods:
+        plain: Any = inspect.unwrap(method)
+        plain.__dynamo_disable = plain
+    adam.step = torch.no_grad()(inspect.unwrap(adam.step))
 
 
 def _is_cuda(device: object) -> bool:
