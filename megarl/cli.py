@@ -48,13 +48,6 @@ def init(
     *,
     model: Annotated[str, typer.Option(help="Hugging Face directory of the model.", prompt=True)],
     prompts: Annotated[str, typer.Option(help="JSONL file of the prompts.", prompt=True)],
-    reward: Annotated[
-        str,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="Existing reward function in place of a new one: yours, TRL's, verl's, or one such as math_verify.",
-        ),
-    ] = "",
     recipe: Annotated[
         str, typer.Option("--from", help="Recipe, such as grpo, rloo or dapo: docs/recipes.md.")
     ] = "grpo",
@@ -68,20 +61,16 @@ def init(
         from megarl.config import ConfigError
         from megarl.init import NewRun
 
-    run = NewRun(name=name, recipe=recipe, model=model, prompts=prompts, steps=steps, reward=reward)
+    run = NewRun(name=name, recipe=recipe, model=model, prompts=prompts, steps=steps)
     try:
         run.write()
     except ConfigError as error:
         _stop(error, code=2)
-    config, *reward_files = run.files
+    config, function, test = run.files
     typer.echo(f"{config}    the configuration")
-    commands = [f"megarl plan {config}", f"megarl train {config}"]
-    if reward_files:
-        function, test = reward_files
-        typer.echo(f"{function}    the reward of a response: make it yours")
-        typer.echo(f"{test}    its test")
-        commands.insert(0, f"python -m pytest {test}")
-    typer.echo("\n  ".join(["Next:", *commands]))
+    typer.echo(f"{function}    the reward of a response: make it yours")
+    typer.echo(f"{test}    its test")
+    typer.echo(f"Next:\n  python -m pytest {test}\n  megarl plan {config}\n  megarl train {config}")
 
 
 @app.command(cls=ConfigCommand)

@@ -1,11 +1,10 @@
-"""Checks of the environment: versions, imports, devices, accelerations, and fixes.
+"""Checks of the environment: versions, imports, devices, kernels, and fixes.
 
 Each package is imported in its own process: a broken one must not end the report, nor Megatron and vLLM share one.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
@@ -24,11 +23,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-Status = Literal["ok", "missing", "slow", "broken"]
+Status = Literal["ok", "missing", "broken"]
 
 DISTRIBUTION = "megarl-trainer"
 """The package's name on an index."""
 _IMPORT_SECONDS = 300
+_ENGINE = f"pip install --no-build-isolation '{DISTRIBUTION}[te]'"
 
 _KERNEL_PROBE = """
 import json, torch
@@ -45,7 +45,7 @@ print(json.dumps({"cuda": torch.version.cuda, "devices": devices}))
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A line of the report. `missing` is optional, `slow` did not end in time, `broken` must be repaired."""
+    """A line of the report. `missing` is optional, `broken` must be repaired."""
 
     name: str
     status: Status
@@ -81,22 +81,20 @@ def examine() -> list[Finding]:
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         imports = list(pool.map(examine_package, PACKAGES))
         companions = list(filter(None, pool.map(examine_companion, ("torchvision", "torchaudio", "torchcodec"))))
-    devices = list(_devices())
-    cuda = any(device.name == "cuda" and device.status == "ok" for device in devices)
     return [
         Finding(name="python", status="ok", found=platform.python_version()),
         _optional(DISTRIBUTION, "not installed, runs from its source", "make setup, or pip install --no-deps -e ."),
         *imports,
         *companions,
         _optional("nemo-run", "not installed", "make nemo-run, to launch with NeMo-Run"),
-        *devices,
-        *accelerations(cuda=cuda),
+        _optional("transformer-engine", "not installed", f"on CUDA, with nvcc: {_ENGINE}"),
+        *_devices(),
         *kernels(),
     ]
 
 
 def print_report(findings: list[Finding], console: Console | None = None) -> None:
-    colors: dict[Status, str] = {"ok": "green", "missing": "yellow", "slow": "yellow", "broken": "red"}
+    colors: dict[Status, str] = {"ok": "green", "missing": "yellow", "broken": "red"}
     table = Table("", "status", "found", "fix", box=None)
     for finding in findings:
         status = Text(finding.status, style=colors[finding.status])
@@ -137,7 +135,7 @@ def _import_failure(module: str, version: str, fix: str) -> Finding | None:
     try:
         _probe(f"import {module}")
     except ProbeError as error:
-        return error.finding(module, f"{version}: ", fix)
+        return Finding(name=module, status="broken", found=f"{version}: {error}", fix=fix)
     return None
 
 
@@ -148,9 +146,7 @@ def _devices() -> Iterator[Finding]:
         yield Finding(name="shared memory", status="ok", found=f"{shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB")
     try:
         torch = json.loads(_probe(_TORCH_PROBE))
-    except ProbeError as error:
-        if error.is_slow:  # another error is that of importing torch, which is reported
-            yield error.finding("cuda", "torch: ", "")
+    except ProbeError:  # that of importing torch, which is reported
         return
     if torch["devices"]:
         yield Finding(name="cuda", status="ok", found=f"{torch['cuda']}: {', '.join(torch['devices'])}")
@@ -160,42 +156,15 @@ def _devices() -> Iterator[Finding]:
     yield Finding(name="cuda", status="missing", found=f"no device; torch is built for {build}", fix=fix)
 
 
-def accelerations(*, cuda: bool) -> Iterator[Finding]:
-    """Yields the optional CUDA kernels, which are active if they are installed and there is a CUDA device.
-
-    Megatron takes its fused Adam and its multi-tensor kernels from Transformer Engine or apex; see ``kernels``, too.
-    """
-    engine_fix = f"pip install --no-build-isolation '{DISTRIBUTION}[te]', with nvcc"
-    apex_fix = "build NVIDIA/apex from source (apex on the package index is another project)"
-    for name, version, fix in (
-        ("transformer engine", _version("transformer-engine"), engine_fix),
-        ("apex", _apex_version(), apex_fix),
-    ):
-        if version is None:
-            yield Finding(name=name, status="missing", found="not installed", fix=f"on CUDA: {fix}")
-        elif not cuda:
-            yield Finding(name=name, status="missing", found=f"{version}, inactive without a CUDA device")
-        else:
-            yield Finding(name=name, status="ok", found=f"{version}, active")
-
-
 def kernels() -> Iterator[Finding]:
     """Yields what computes each part of a pass in this environment, and why."""
     try:
         parts = json.loads(_probe(_KERNEL_PROBE))
     except ProbeError as error:
-        yield error.finding("kernels", "", "make setup")
+        yield Finding(name="kernels", status="broken", found=str(error), fix="make setup")
         return
     for part, what, why in parts:
         yield Finding(name=part, status="ok", found=f"{what}: {why}")
-
-
-def _apex_version() -> str | None:
-    """Returns the version of NVIDIA's apex, which has multi_tensor_apply; another project has the same name."""
-    spec = importlib.util.find_spec("apex")
-    places = spec.submodule_search_locations or [] if spec else []
-    genuine = any((Path(place) / "multi_tensor_apply").is_dir() for place in places)
-    return (_version("apex") or "source build") if genuine else None
 
 
 def _version(*distributions: str) -> str | None:
@@ -219,22 +188,13 @@ def _supported(name: str) -> str:
 class ProbeError(Exception):
     """A program failed, with the last line of its error, or did not end in time."""
 
-    def __init__(self, reason: str, *, is_slow: bool = False) -> None:
-        super().__init__(reason)
-        self.is_slow = is_slow
-
-    def finding(self, name: str, prefix: str, fix: str) -> Finding:
-        if self.is_slow:
-            fix = "look what keeps the machine or its disk busy"
-        return Finding(name=name, status="slow" if self.is_slow else "broken", found=f"{prefix}{self}", fix=fix)
-
 
 def _probe(code: str) -> str:
     """Runs a program and returns its last line, if any."""
     try:
         done = _run(code)
     except subprocess.TimeoutExpired:
-        raise ProbeError(f"no answer in {_IMPORT_SECONDS} s", is_slow=True) from None
+        raise ProbeError(f"no answer in {_IMPORT_SECONDS} s; look what keeps the machine or its disk busy") from None
     if done.returncode:
         errors = done.stderr.strip().splitlines()
         raise ProbeError(errors[-1] if errors else f"exit code {done.returncode}")

@@ -212,17 +212,12 @@ def read_lines(path: Path, last: int | None = None) -> list[dict[str, Any]]:
 
 
 class LineFollower:
-    """Reads the JSON objects of a growing file, one a line, each once.
-
-    Args:
-        separators: bytes that may precede an object in its line.
-    """
+    """Reads the JSON objects of a growing file, one a line, each once; they may be those of an array, as in a trace."""
 
     _TAIL = 4096
 
-    def __init__(self, path: Path, separators: bytes = b"") -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._separators = separators
         self.rewind()
 
     def was_cut(self) -> bool:
@@ -258,9 +253,7 @@ class LineFollower:
                 start = self._end
                 self._end = self._end + len(line)
                 self._tail = line[-self._TAIL :]
-                if self._separators:
-                    line = line.lstrip(self._separators)
-                entry = _parse(line)
+                entry = _parse(line.lstrip(b"[,"))
                 if entry is not None:
                     yield start, entry
 

@@ -6,17 +6,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import signature
 from pathlib import Path
 from typing import Any, Final
 
 from megarl.config import ConfigError, Problem
 from megarl.config.inheritance import recipe_fix, recipes
 from megarl.config.problems import correct_model_path, correct_path
-from megarl.config.schema import RewardFunction, read_hf_config
-from megarl.preflight.user_functions import check_functions
-from megarl.rewards.adapters import likely_adapter
-from megarl.rewards.functions import RULES, resolve
+from megarl.config.schema import read_hf_config
 
 PROMPT_COLUMNS: Final = ("prompt", "messages", "prompt_ids", "token_ids")
 _OTHER_PROMPT_COLUMNS: Final = ("question", "problem", "instruction", "query", "input", "text")
@@ -35,7 +31,6 @@ class NewRun:
         recipe: name in `recipes()`.
         model: Hugging Face directory.
         prompts: JSONL file.
-        reward: built-in function, or package.module:function; empty: a new one, in a file with a test.
     """
 
     name: str
@@ -43,16 +38,12 @@ class NewRun:
     model: str
     prompts: str
     steps: int
-    reward: str = ""
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The configuration; with a new reward function also its file and its test."""
-        config = Path(f"{self.name}.yaml")
-        if self.reward:
-            return (config,)
+        """The configuration, the reward function and its test."""
         module = f"{self.name}_reward.py"
-        return config, Path(module), Path(f"test_{module}")
+        return Path(f"{self.name}.yaml"), Path(module), Path(f"test_{module}")
 
     def write(self) -> None:
         """Writes the files; raises ConfigError if something that they name cannot be used, or one of them exists."""
@@ -61,8 +52,8 @@ class NewRun:
             raise ConfigError(problems, "megarl init")
         row = _first_row(self.prompts)
         answer = _answer(row)
-        texts = (self._config(row, answer), _reward(answer), self._test(row))
-        for file, text in zip(self.files, texts, strict=False):
+        texts = (self._config(row), _reward(answer), self._test(row))
+        for file, text in zip(self.files, texts, strict=True):
             file.write_text(text, encoding="utf-8")
 
     def _problems(self) -> Iterator[Problem]:
@@ -81,39 +72,12 @@ class NewRun:
             rule = f"a directory with a readable config.json ({getattr(error, 'strerror', None) or error})"
             yield Problem("--model", self.model, rule, correct_model_path(self.model))
         try:
-            row = _first_row(self.prompts)
+            _first_row(self.prompts)
         except (OSError, ValueError) as error:
-            row = {}
             rule = f"a JSONL file of prompts ({getattr(error, 'strerror', None) or error})"
             yield Problem("--prompts", self.prompts, rule, correct_path(self.prompts))
-        if self.reward:
-            for problem in check_functions([self._function(_answer(row))]):
-                yield Problem("--reward", self.reward, problem.rule, problem.fix)
 
-    def _function(self, answer: str | None) -> RewardFunction:
-        """Returns the reward function with the adapter, or the column, that it needs."""
-        if self.reward in RULES:
-            args: dict[str, Any] = {}
-            if "field" in signature(RULES[self.reward]).parameters and answer not in (None, "answer"):
-                args["field"] = answer
-            return RewardFunction(name=self.reward, args=args)
-        try:
-            return RewardFunction(name=self.reward, adapter=likely_adapter(resolve(self.reward)))
-        except ValueError:  # check_functions says why
-            return RewardFunction(name=self.reward)
-
-    def _reward_line(self, answer: str | None) -> str:
-        if not self.reward:
-            return f'functions: [{{name: "{self.name}_reward:reward"}}]    # in {self.name}_reward.py'
-        function = self._function(answer)
-        fields = [f"name: {json.dumps(function.name)}"]
-        if function.adapter is not None:
-            fields.append(f"adapter: {function.adapter}")
-        for name, value in function.args.items():
-            fields.append(f"args: {{{name}: {json.dumps(value)}}}")
-        return f"functions: [{{{', '.join(fields)}}}]"
-
-    def _config(self, row: Mapping[str, Any], answer: str | None) -> str:
+    def _config(self, row: Mapping[str, Any]) -> str:
         positions = read_hf_config(self.model).get("max_position_embeddings", _TOKENS)
         tokens = min(positions, _TOKENS)
         source = json.dumps(self.prompts)
@@ -138,7 +102,7 @@ rollout:
   max_model_len: {tokens}    # of prompt and response together
   # devices: 6-7
 reward:
-  {self._reward_line(answer)}
+  functions: [{{name: "{self.name}_reward:reward"}}]    # in {self.name}_reward.py
 checkpoint: {{every: 20}}
 cluster:
   threads_per_device: auto    # without a GPU: from the machine's cores

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import os
-import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -46,22 +44,13 @@ def resolve_class[T](name: str, base: type[T]) -> type[T]:
 
 
 def suggestion(name: str) -> str | None:
-    """Returns a fix for a name that `resolve` refuses; None when no name is similar."""
+    """Returns how a path, or a name without a colon, is written; None for other names."""
     path, colon, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     module_name = path.removesuffix(".py").strip("./").replace("/", ".")
     if not module_name or not attribute:
         return None
     if colon != ":" or module_name != path:
         return f"write {module_name}:{'NAME' if attribute == 'py' else attribute}"
-    if module_name in sys.modules:
-        functions = [key for key, value in vars(sys.modules[module_name]).items() if inspect.isfunction(value)]
-        for near in difflib.get_close_matches(attribute, functions, n=1):
-            return f"did you mean {module_name}:{near}?" if near != attribute else None
-        return None
-    package, dot, rest = module_name.partition(".")
-    modules = [found.name for found in pkgutil.iter_modules([os.getcwd()])]
-    for near in difflib.get_close_matches(package, modules, n=1):
-        return f"did you mean {near}{dot}{rest}:{attribute}?" if near != package else None
     return None
 
 

@@ -245,21 +245,10 @@ def test_doctor_flags_a_package_built_for_another_torch(site: Path) -> None:
 
 
 @pytest.mark.process
-def test_doctor_reports_a_slow_import_as_slow_not_broken(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_does_not_wait_for_ever(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(site, "slowpkg", "import time; time.sleep(60)", "1.0")
     monkeypatch.setattr(doctor, "_IMPORT_SECONDS", 0.5)
-    finding = doctor.examine_package(package("slowpkg"))
-    assert finding.status == "slow"
-
-
-def test_doctor_distinguishes_nvidia_apex_from_the_other_apex(site: Path) -> None:
-    (site / "apex").mkdir()
-    (site / "apex" / "__init__.py").touch()
-    found = {finding.name: finding for finding in doctor.accelerations(cuda=True)}
-    assert found["apex"].status == "missing"
-    (site / "apex" / "multi_tensor_apply").mkdir()
-    found = {finding.name: finding for finding in doctor.accelerations(cuda=True)}
-    assert found["apex"].status == "ok"
+    assert "no answer in 0.5 s" in doctor.examine_package(package("slowpkg")).found
 
 
 def test_doctor_names_what_computes_each_part(monkeypatch: pytest.MonkeyPatch) -> None:

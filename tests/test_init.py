@@ -60,38 +60,6 @@ def test_it_prompts_for_missing_values() -> None:
     assert "defaults: [dapo]" in Path("mine.yaml").read_text()
 
 
-@pytest.mark.parametrize(
-    ("reward", "written"),
-    [
-        ("rewards:of_trl", {"name": "rewards:of_trl", "adapter": "trl"}),
-        ("rewards:of_verl", {"name": "rewards:of_verl", "adapter": "verl"}),
-        ("rewards:own", {"name": "rewards:own"}),
-        ("last_number", {"name": "last_number", "args": {"field": "solution"}}),
-    ],
-)
-def test_a_reward_that_exists_is_named_with_its_adapter(reward: str, written: dict[str, Any]) -> None:
-    Path("rewards.py").write_text(
-        "def of_trl(completions, solution, **kwargs): ...\n"
-        "def of_verl(data_source, solution_str, ground_truth, extra_info=None): ...\n"
-        "def own(completion): ...\n"
-    )
-    row = {"prompt": "1+1", "solution": "2", "data_source": "sums", "reward_model": {"ground_truth": "2"}}
-    assert init("mine", "--model", "model", "--prompts", "prompts.jsonl", "--reward", reward, row=row) == 0
-    assert [file.name for file in Path.cwd().glob("*mine*")] == ["mine.yaml"]
-    config = load("mine.yaml", ["data.prompts_per_step=1"], check)
-    assert isinstance(config, PPOConfig)
-    (function,) = config.reward.functions
-    assert function.model_dump(exclude_defaults=True) == written
-
-
-@pytest.mark.parametrize("reward", ["rewards:none", "rewards", "regex"])
-def test_a_reward_that_cannot_be_used_is_refused(reward: str) -> None:
-    Path("rewards.py").write_text("")
-    arguments = ("--model", "model", "--prompts", "prompts.jsonl", "--reward", reward)
-    assert init("mine", *arguments, row={"prompt": "a"}) == 2
-    assert not Path("mine.yaml").exists()
-
-
 def test_paths_and_names_that_are_wrong_are_corrected() -> None:
     Path("prompts.jsonl").write_text('{"prompt": "a"}')
     wrong = ["mine", "--model", "Qwen/Qwen3-0.6B", "--prompts", "prompt.jsonl", "--from", "gropo"]

@@ -226,7 +226,7 @@ def _started(
     with (
         closing(directory),
         attempt(directory, taken, "profiled" if profiles else "finished", clock),
-        Reporter(config, directory, taken, data.left_out, clock, saves=not profiles) as reporter,
+        Reporter(config, directory, taken, data.left_out, clock) as reporter,
         ExitStack() as opened,
     ):
         with no_interrupt_is_lost():

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Final
 
 from rich import box
@@ -14,16 +13,13 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
-    Task,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
-from rich.text import Text
 
 from megarl.run.sinks import Metrics
-from megarl.run.timers import process_age
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +69,6 @@ def phase_line(name: str, seconds: float) -> str:
     return f"{seconds:6.0f} s  {name}"
 
 
-class _Clock(ProgressColumn):
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._seconds = clock
-        super().__init__()
-
-    def render(self, task: Task) -> Text:
-        return Text(str(timedelta(seconds=int(self._seconds()))), style="progress.elapsed")
-
-
 class Display:
     """Prints a row per step below a heading; a missing metric is a dash.
 
@@ -91,7 +78,6 @@ class Display:
     Args:
         columns: columns by metric, in order.
         done: steps that earlier attempts have taken.
-        clock: seconds of the run, shown in a terminal.
     """
 
     def __init__(
@@ -102,7 +88,6 @@ class Display:
         steps: int,
         console: Console,
         done: int = 0,
-        clock: Callable[[], float] = process_age,
     ) -> None:
         self._all = columns
         self._columns = columns
@@ -113,7 +98,7 @@ class Display:
             TextColumn("[bold]{task.description}"),
             BarColumn(_BAR_WIDTH),
             MofNCompleteColumn(),
-            _Clock(clock),
+            TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[phase]}", style="dim"),

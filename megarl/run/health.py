@@ -6,8 +6,9 @@ after one far beyond the limit, and ends after as many steps that are healthy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Final
@@ -27,14 +28,6 @@ _SAMPLED = "rollout/samples"
 _UNSCORED = "rewards/unscored"
 _SKIPPED = "/skipped"
 _SHOWN = 4
-_TRUNCATED = "environment/truncated"
-_CONVERSATION_LIMITS: Final[Mapping[str, str]] = {
-    "max_new_tokens": "rollout.max_new_tokens, a turn's limit",
-    "max_model_len": "rollout.max_model_len, the limit of a whole conversation",
-    "max_turns": "environment.max_turns",
-    "request": "the limit of tokens in a harness's request",
-    "environment": "a limit of the environment",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +36,6 @@ class Check:
 
     Args:
         metric: metric of the rule, or a name of the rule.
-        advice: what it means, and what to do.
         limit: bound of healthy values, in place of `unhealthy`.
         is_lower: whether the limit is the lowest healthy value, not the highest.
         unless: whether the limit is not meant for a line.
@@ -151,22 +143,6 @@ def _score_fell(lines: Lines) -> bool | None:
     return max(averages) - averages[-1] > 4 * _noise(scores)
 
 
-_GROWTH_OVER = 20
-_GROWTH = 1.25
-
-
-def _longer_for_nothing(lines: Lines) -> bool | None:
-    """Whether responses grew by a quarter in 20 steps, and the score by less than its noise."""
-    last = [line for line in lines if None not in (line.get("response_length/mean"), line.get("objective/score"))]
-    last = last[-_GROWTH_OVER:]
-    if len(last) < _GROWTH_OVER:
-        return None
-    lengths = _averages(metric_values(last, "response_length/mean"))
-    scores = _averages(metric_values(last, "objective/score"))
-    rose = scores[-1] - scores[0] > _noise(metric_values(last, "objective/score"))
-    return lengths[-1] > _GROWTH * lengths[0] and not rose
-
-
 def _some_unscored(lines: Lines) -> bool | None:
     count = lines[-1].get(_UNSCORED)
     return None if count is None else count > 0
@@ -206,17 +182,6 @@ def _against_engines(line: Line) -> bool:
 def _clips_by_design(line: Line) -> bool:
     """Whether ratios are of sequences: their clip range is so narrow that many tokens are clipped."""
     return "policy/sequence_ratio" in line or _against_engines(line)
-
-
-def _has_conversations(line: Line) -> bool:
-    return _TRUNCATED in line
-
-
-def _conversation_limit(line: Line) -> str:
-    parts = [name for name in line if name.startswith(f"{_TRUNCATED}/")]
-    most = max(parts, key=lambda name: line[name], default="")
-    limit = _CONVERSATION_LIMITS.get(most.rpartition("/")[2], "a limit of the conversation")
-    return f"truncated_fraction is {short(line.get('truncated_fraction'))}, mostly by {limit}"
 
 
 _LEARNING_RATE = "lower actor.optimizer.lr"
@@ -277,16 +242,8 @@ CHECKS: Final[Sequence[Check]] = (
     Check(
         metric="truncated_fraction",
         limit=0.2,
-        unless=_has_conversations,
-        advice="rollout.max_new_tokens is too short, or the model does not end its responses; read samples.jsonl",
-        steps=3,
-    ),
-    Check(
-        metric="truncated_fraction",
-        limit=0.2,
-        unless=lambda line: not _has_conversations(line),
-        describe=_conversation_limit,
-        advice="it is too short, or the model does not end its turns or the task; read samples.jsonl",
+        advice="a limit, such as rollout.max_new_tokens, is too short, or the model does not end its responses; "
+        "read samples.jsonl, and of conversations environment/truncated/LIMIT",
         steps=3,
     ),
     Check(
@@ -322,35 +279,8 @@ CHECKS: Final[Sequence[Check]] = (
         steps=2,
         harmful=True,
     ),
-    Check(
-        metric="response_length/mean",
-        unhealthy=_longer_for_nothing,
-        rule=f"a quarter longer than {_GROWTH_OVER} steps ago, and the score has not risen",
-        advice="a reward or a loss may favor length; read samples.jsonl, and see algo.aggregation",
-        steps=2,
-    ),
 )
 """All checks. Rows of one metric are next to the lines of its table in docs/metrics.md."""
-
-_UNSAVED: Final = 3600.0  # seconds
-
-
-def unsaved_run(steps: int) -> Check:
-    """Returns a check for runs that take over an hour and save a checkpoint after their last step alone."""
-
-    def condition(lines: Lines) -> bool | None:
-        seconds = metric_values(lines, "time/step")
-        if not seconds:
-            return None
-        return steps * median(seconds) > _UNSAVED
-
-    return Check(
-        metric="checkpoint.every",
-        unhealthy=condition,
-        describe=lambda _: f"the run's {steps} steps take over an hour, and only the last one has a checkpoint",
-        advice="an interrupted run starts again; set checkpoint.every",
-        steps=3,
-    )
 
 
 def limited_checks(limits: Limits) -> list[Check]:
@@ -387,3 +317,98 @@ def shown_limits(limits: Limits) -> dict[str, str]:
         if check.limit is not None:
             shown[check.metric] = f"{'>' if check.is_lower else '<'} {check.limit:g}"
     return shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthFinding:
+    """A time in which a run was unhealthy.
+
+    Args:
+        first, last: first and last step; `last` is None while it lasts.
+        problem: what was wrong in the first step.
+    """
+
+    check: Check
+    first: int
+    last: int | None = None
+    problem: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.problem}: {self.check.advice}"
+
+
+@dataclass(kw_only=True)
+class _Watch:
+    """A check in the course of a run: unhealthy or healthy steps in a row, and the current finding."""
+
+    check: Check
+    bad: int = 0
+    good: int = 0
+    finding: HealthFinding | None = None
+
+
+@dataclass(kw_only=True)
+class HealthMonitor:
+    """Applies checks to a run's lines, in order; `findings` are those that began, the last ones may last."""
+
+    checks: Sequence[Check] = CHECKS
+    findings: list[HealthFinding] = field(default_factory=list)
+    _lines: deque[Line] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _watches: Sequence[_Watch] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._watches = [_Watch(check=check) for check in self.checks]
+
+    def finding_at(self, step: int, metrics: Collection[str]) -> HealthFinding | None:
+        """Returns the first finding about one of some metrics that began with a step; None without one."""
+        for finding in self.findings:
+            if finding.first == step and finding.check.metric in metrics:
+                return finding
+        return None
+
+    def add(self, line: Line) -> list[str]:
+        """Takes the line of the next step; returns a sentence for each finding that begins or ends with it."""
+        self._lines.append(line)
+        lines = tuple(self._lines)
+        messages: list[str] = []
+        for watch in self._watches:
+            text = self._apply(watch, lines)
+            if text is not None:
+                messages.append(f"step {line['step']}: {text}")
+        return messages
+
+    def _apply(self, watch: _Watch, lines: Lines) -> str | None:
+        check = watch.check
+        line = lines[-1]
+        unhealthy = check.is_unhealthy(lines)
+        if unhealthy is None:
+            return None
+        if unhealthy:
+            watch.bad += 1
+            watch.good = 0
+        else:
+            watch.bad = 0
+            watch.good += 1
+        if watch.finding is None and (watch.bad >= check.steps or check.is_far_beyond(line)):
+            watch.finding = HealthFinding(check=check, first=line["step"], problem=check.problem(line))
+            self.findings.append(watch.finding)
+            return watch.finding.text
+        if watch.finding is not None and watch.good >= max(check.steps, _QUIET):
+            last = line["step"] - watch.good
+            self.findings[self.findings.index(watch.finding)] = replace(watch.finding, last=last)
+            watch.finding = None
+            return f"healthy again: {check.metric}, since step {last + 1}"
+        return None
+
+
+_QUIET = 5
+"""The fewest healthy steps that end a finding: one that comes and goes is reported once."""
+
+
+def watch(lines: Lines, limits: Limits | None = None) -> HealthMonitor:
+    """Returns the monitor of all checks after some lines."""
+    monitor = HealthMonitor(checks=limited_checks(limits or {}))
+    for line in lines:
+        monitor.add(line)
+    return monitor

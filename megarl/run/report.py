@@ -20,8 +20,7 @@ from megarl.files import read_lines, write_durably
 from megarl.run.attempts import read_attempts
 from megarl.run.directory import RunDirectory
 from megarl.run.display import COLUMNS, Column, Display, metrics_table, phase_line
-from megarl.run.health import Check, shown_limits, unsaved_run
-from megarl.run.health_monitor import HealthFinding, watch
+from megarl.run.health import HealthFinding, shown_limits, watch
 from megarl.run.paths import RunPaths
 from megarl.run.results import EvaluationResult, ShownSample, StepResult
 from megarl.run.sinks import (
@@ -152,8 +151,6 @@ class Reporter:
 
     Args:
         taken: steps that earlier attempts have taken.
-        clock: seconds of the run.
-        saves: whether the run makes checkpoints.
     """
 
     def __init__(
@@ -163,8 +160,6 @@ class Reporter:
         taken: int,
         left_out: LeftOutRows | None = None,
         clock: Callable[[], float] = process_age,
-        *,
-        saves: bool = True,
     ) -> None:
         self._config = config
         self._directory = directory
@@ -175,10 +170,7 @@ class Reporter:
         self._start: Metrics = {}
         self._last_step: Metrics = {}
         self._evaluation: Metrics = {}
-        checks: list[Check] = []
-        if saves and config.checkpoint.every is None:
-            checks.append(unsaved_run(config.steps))
-        self._health = watch(read_lines(directory.metrics), *checks, limits=config.health.limits)
+        self._health = watch(read_lines(directory.metrics), config.health.limits)
 
     def __enter__(self) -> Self:
         config = self._config
@@ -194,7 +186,6 @@ class Reporter:
                 steps=config.steps,
                 console=self._evaluations.console,
                 done=self._taken,
-                clock=self._clock,
             )
             self._display = opened.enter_context(closing(display))
             self._opened = opened.pop_all()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megarl.cluster.spans import WAIT, Span
-from megarl.files import LineFollower, write_errors
+from megarl.files import write_errors
 from megarl.run.attempts import Attempt
 
 _DRIVER = "driver"
@@ -122,11 +122,6 @@ class Trace:
         text = f"{',' if self._bytes else '['}{line}\n"
         self._file.write(text)
         self._bytes += len(text)
-
-
-def follow_trace(path: Path) -> LineFollower:
-    """Returns the follower of a trace's events."""
-    return LineFollower(path, separators=b"[,")
 
 
 def _reopen(path: Path) -> None:

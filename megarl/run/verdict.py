@@ -9,8 +9,7 @@ from statistics import NormalDist, fmean, stdev
 from typing import Final
 
 from megarl.run.display import short
-from megarl.run.health import Line
-from megarl.run.health_monitor import HealthFinding
+from megarl.run.health import HealthFinding, Line
 
 _INTERVAL: Final = "_ci95"
 _SCORE = "eval/score"

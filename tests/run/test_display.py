@@ -73,12 +73,6 @@ def test_another_width_has_other_columns_below_a_heading() -> None:
     assert [len(row) - 1 for row in rows if row[0].endswith("/9")] == [3, 3, 2, 1]
 
 
-def test_a_terminal_shows_the_elapsed_time_of_the_run() -> None:
-    console, out = terminal()
-    Display("SFT", COLUMNS, steps=20, clock=lambda: 3725.0, console=console).close()
-    assert "1:02:05" in out.getvalue()
-
-
 def test_a_file_gets_plain_rows() -> None:
     out = io.StringIO()
     display = Display("PPO", COLUMNS, steps=12, console=Console(file=out, width=80))

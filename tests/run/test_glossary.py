@@ -13,8 +13,9 @@ from torch import Tensor
 from megarl.algos.policy_loss import ppo, with_term
 from megarl.algos.preference_loss import pairwise
 from megarl.algos.value_loss import mse
-from tests.run.glossary import undescribed
 
+_PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+_PLACEHOLDER = re.compile(r"[A-Z]+")
 PACKAGE = Path(__file__).parents[2] / "megarl"
 FAMILIES = (
     "objective|rewards|scores|advantages|group|filter|policy|loss|update|value|returns|sft|reward_model|select|data|"
@@ -23,6 +24,18 @@ FAMILIES = (
 METRIC = re.compile(rf"({FAMILIES})/[a-z0-9_]*[a-z0-9]")
 PARTS = ("algos", "cluster", "experience", "loop", "megatron", "rollout", "run")
 SOURCES = [file for part in PARTS for file in PACKAGE.glob(f"{part}/*.py")]
+
+
+def undescribed(names: set[str]) -> set[str]:
+    """Those of these metrics that the page does not describe; ``FUNCTION`` on the page stands for any name."""
+    patterns = [re.compile(_PLACEHOLDER.sub(r"\\w+", name)) for name in _described()]
+    return {name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)}
+
+
+def _described() -> set[str]:
+    """The names in the first column of the page's tables."""
+    rows = re.findall(r"^\| (`.*?`) \|", _PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
 
 def literals(source: str) -> Iterator[str]:

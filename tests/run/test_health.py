@@ -13,8 +13,7 @@ import pytest
 
 from benchmarks.learning import CONTROLS, ROWS
 from megarl.config.schema.training_sections import CheckedMetric, LimitedMetric
-from megarl.run.health import CHECKS, limited_checks, shown_limits, unsaved_run
-from megarl.run.health_monitor import HealthMonitor, watch
+from megarl.run.health import CHECKS, HealthMonitor, limited_checks, shown_limits, watch
 from megarl.run.verdict import judge
 
 HEALTHY = (
@@ -100,14 +99,6 @@ BROKEN: Mapping[str, tuple[Lines, list[tuple[str, int]]]] = {
         [("rollout/logprob_gap", 20)],
     ),
     "clipping": (changed(8, policy__clipfrac=lambda step, value: 0.45), [("policy/clipfrac", 10)]),
-    "length without score": (
-        changed(
-            11,
-            objective__score=lambda step, value: 0.4 + 0.02 * (-1) ** step,
-            response_length__mean=lambda step, value: 700 + 30.0 * (step - 11),
-        ),
-        [("response_length/mean", 24)],
-    ),
     "a score that falls": (
         changed(25, objective__score=lambda step, value: 0.05),
         [("objective/score", 27)],
@@ -127,22 +118,6 @@ BROKEN: Mapping[str, tuple[Lines, list[tuple[str, int]]]] = {
 def test_a_broken_run_is_found_at_its_step(name: str) -> None:
     lines, expected = BROKEN[name]
     assert begun(lines) == expected
-
-
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        ({"max_turns": 0.6, "max_new_tokens": 0.2}, "truncated_fraction is 0.8, mostly by environment.max_turns: "),
-        ({"max_model_len": 0.8}, "truncated_fraction is 0.8, mostly by rollout.max_model_len, "),
-        ({"environment": 0.8}, "truncated_fraction is 0.8, mostly by a limit of the environment: "),
-    ],
-)
-def test_the_limit_that_ends_conversations_is_named(limits: Mapping[str, float], message: str) -> None:
-    ends = {f"environment/truncated/{limit}": part for limit, part in limits.items()}
-    lines = [{**line, "truncated_fraction": 0.8, "environment/truncated": 0.8, **ends} for line in healthy()]
-    (finding,) = watch(lines).findings
-    assert finding.text.startswith(message)
-    assert begun([{**line, "environment/truncated": 0.1} for line in healthy()]) == []
 
 
 def test_gradients_of_rounding_are_no_finding() -> None:
@@ -221,18 +196,6 @@ def test_limits_that_do_not_hold_for_an_algorithm_are_not_applied() -> None:
         line["staleness/max"] = 4.0
         del line["rollout/logprob_gap"]
     assert begun(stale) == []
-
-
-@pytest.mark.parametrize(("steps", "first"), [(360, None), (361, 3), (5000, 3)])
-def test_a_long_run_without_checkpoints_is_warned_once(steps: int, first: int | None) -> None:
-    """10 s a step; the first one takes longer, the tenth is one with an evaluation."""
-    seconds = [90.0, *[10.0] * 8, 90.0, *[10.0] * 10]
-    lines = [{"step": step, "time/step": taken} for step, taken in enumerate(seconds, start=1)]
-    monitor = watch([], unsaved_run(steps))
-    messages = [text for line in lines for text in monitor.add(line)]
-    assert [finding.first for finding in monitor.findings] == ([] if first is None else [first])
-    assert len(messages) == len(monitor.findings)
-    assert all("set checkpoint.every" in text for text in messages)
 
 
 def test_every_limit_is_documented() -> None:

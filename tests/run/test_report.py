@@ -16,25 +16,11 @@ from megarl.config.schema import Correction
 from megarl.errors import RunError
 from megarl.run.directory import RunDirectory
 from megarl.run.report import Reporter, run_columns
-from megarl.run.results import EvaluationResult, PromptScores, ShownSample, StepResult
+from megarl.run.results import EvaluationResult, PromptScores, StepResult
 from megarl.stages.ppo.config import PPOConfig
 from tests.loop.test_model_directory import DEBUG
+from tests.run.test_samples import SAMPLE
 
-SAMPLE = ShownSample(
-    sample_id="1/p/0",
-    prompt_id="p",
-    prompt="2+2",
-    response="4",
-    text="2+24<eos>",
-    fields={},
-    prompt_tokens=3,
-    response_tokens=2,
-    versions=(0,),
-    finished=True,
-    score=1.0,
-    scores={"exact": 1.0},
-    advantage=0.5,
-)
 RESULT = StepResult(
     step=1,
     metrics={"objective/score": 0.5},
@@ -92,8 +78,8 @@ def test_every_file_has_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[
     ]
     assert lines(directory.evaluations) == [{"step": 1, "eval/exact": 0.25, "eval/exact_ci95": 0.1}]
     assert [(line["kind"], line["response"]) for line in lines(directory.samples)] == [
-        ("train", "4"),
-        ("evaluation", "4"),
+        ("train", "ab"),
+        ("evaluation", "ab"),
     ]
     assert lines(directory.prompt_scores) == [{"step": 1, "prompt_id": "p", "scores": {"exact": [0.0, None]}}]
     assert json.loads(directory.summary.read_text()) == {
@@ -138,21 +124,6 @@ def test_in_a_terminal_everything_is_above_the_bar_until_the_end(
         assert drawn.partition(line)[0].endswith(erased), f"{line} is behind the bar"
     *_, end = drawn.split("\x1b[?25h")  # the cursor is back: the bar stays as it is
     assert end.splitlines()[-1].startswith(f"megarl view '{tmp_path}/a run'")
-
-
-@pytest.mark.parametrize(("every", "saves", "count"), [("null", True, 1), ("100", True, 0), ("null", False, 0)])
-def test_a_long_run_is_advised_to_write_checkpoints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], every: str, saves: bool, count: int
-) -> None:
-    config = load(DEBUG, [f"run.dir={tmp_path}", "run.steps=1000", f"checkpoint.every={every}"])
-    directory = RunDirectory(config)
-    with Reporter(config, directory, taken=0, saves=saves) as reporter:
-        for step in range(1, 9):
-            reporter.write(StepResult(step=step, metrics={"time/step": 4.0}, updates=[]))
-        reporter.finished({})
-    assert capsys.readouterr().out.count("set checkpoint.every") == count
-    findings = json.loads(directory.summary.read_text()).get("findings", [])
-    assert [(entry["metric"], entry["first"]) for entry in findings] == [("checkpoint.every", 3)] * count
 
 
 def unscored(step: int, **counts: int) -> StepResult:

@@ -26,11 +26,7 @@ _HEADERS: Final = {
 
 
 class PageServer(ThreadingHTTPServer):
-    """Answers requests whose path begins with the token.
-
-    Args:
-        port: 0 is a free one.
-    """
+    """Answers requests whose path begins with the token; port 0 is a free one."""
 
     daemon_threads = True
 

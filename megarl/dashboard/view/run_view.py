@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from megarl.dashboard.status.format import duration
 from megarl.dashboard.status.reading import read_status
-from megarl.dashboard.view.metric_table import MetricTable
+from megarl.dashboard.status.show import duration
 from megarl.dashboard.view.sample_index import HeldOutPrompts, SampleIndex
 from megarl.dashboard.view.timeline import Timeline
-from megarl.files import read_lines
+from megarl.files import LineFollower, read_lines
 from megarl.run.display import COLUMNS
-from megarl.run.health import health_limits, shown_limits
+from megarl.run.health import HealthMonitor, health_limits, shown_limits, watch
 from megarl.run.paths import RunPaths, read_config
-from megarl.run.sinks import flat
+from megarl.run.sinks import WRITTEN, flat
 
 Query = Mapping[str, str]
 
@@ -29,11 +29,7 @@ _MAX_COLUMNS = 20000
 
 
 class RunView:
-    """A run, followed while it trains. Its methods are called by several threads.
-
-    Args:
-        name: name of the run on the page.
-    """
+    """A run, followed while it trains. Its methods are called by several threads."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._run = RunPaths(path)
@@ -125,3 +121,55 @@ def open_runs(paths: Sequence[Path]) -> list[RunView]:
     for path, name in zip(paths, names, strict=True):
         views.append(RunView(path, name if names.count(name) == 1 else str(path)))
     return views
+
+
+class MetricTable:
+    """The metrics of a run's steps and evaluations: pairs of step and value, which is None if it is not finite.
+
+    `generation` grows when a resumed run takes steps again, so that what was read before is void.
+    """
+
+    def __init__(self, run: RunPaths) -> None:
+        self.generation = 0
+        self._config = run.config
+        self._steps = LineFollower(run.metrics)
+        self._evaluations = LineFollower(run.evaluations)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.series: dict[str, list[tuple[int, float | None]]] = {}
+        self.health: HealthMonitor = watch([], limits=health_limits(read_config(self._config)))
+
+    def update(self) -> None:
+        """Reads what has been written since the last call."""
+        steps_cut = self._steps.was_cut()
+        if self._evaluations.was_cut() or steps_cut:
+            self.generation += 1
+            self._steps.rewind()
+            self._evaluations.rewind()
+            self._clear()
+        for _, line in self._steps.read():
+            if self._add(line):
+                self.health.add(line)
+        for _, line in self._evaluations.read():
+            self._add(line)
+
+    def _add(self, line: dict[str, Any]) -> bool:
+        """Adds the numbers of a line; False for a line without a step."""
+        step = line.get("step")
+        if not isinstance(step, int):
+            return False
+        for name, value in line.items():
+            if name not in ("step", WRITTEN) and (value is None or isinstance(value, int | float)):
+                self.series.setdefault(name, []).append((step, value))
+        return True
+
+    def after(self, step: int, names: Collection[str] | None = None) -> dict[str, dict[str, list[Any]]]:
+        """Returns the points after a step of the named series, or of all, with seven digits."""
+        found: dict[str, dict[str, list[Any]]] = {}
+        for name, series in self.series.items():
+            if names is None or name in names:
+                points = series[bisect_right(series, step, key=lambda point: point[0]) :]
+                values = [None if value is None else float(f"{value:.7g}") for _, value in points]
+                found[name] = {"steps": [point[0] for point in points], "values": values}
+        return found

@@ -108,11 +108,7 @@ class SampleIndex:
         return read_lines_at(self._path, group.starts)
 
     def search(self, kind: str, text: str, max_hits: int, step: int | None = None) -> list[dict[str, Any]]:
-        """Returns the numbers of the groups that have a text, in any case, in the prompt or a response.
-
-        Args:
-            step: step to search; None searches all.
-        """
+        """Returns the numbers of the groups that have a text, in any case, in the prompt or a response."""
         steps = [step] if step is not None else [found for found, _ in self.steps(kind)]
         hits: list[dict[str, Any]] = []
         for found in steps:

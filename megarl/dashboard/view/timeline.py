@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from megarl.files import LineFollower
 from megarl.run.paths import RunPaths
-from megarl.run.trace import follow_trace
 
 _STEP = re.compile(r"step \d+")
 _NUMBER = re.compile(r"(\d+)")
@@ -32,7 +32,7 @@ class Timeline:
     """Follows the trace of a run."""
 
     def __init__(self, run: RunPaths) -> None:
-        self._parts = [follow_trace(path) for path in (run.earlier_trace, run.trace)]
+        self._parts = [LineFollower(path) for path in (run.earlier_trace, run.trace)]
         self._clear()
 
     def _clear(self) -> None:

@@ -14,12 +14,7 @@ MINUTE = 60.0
 
 
 class MadeRun:
-    """A PPO run of 100 steps in a directory; all of its records are from before NOW.
-
-    Args:
-        path: of the directory; it is made.
-        stage: of the run.
-    """
+    """A PPO run of 100 steps in a directory, which is made; all of its records are from before NOW."""
 
     def __init__(self, path: Path, stage: str = "ppo") -> None:
         self.path = path
@@ -30,21 +25,12 @@ class MadeRun:
     def start(self, number: int, ago: float, step: int = 0, **fields: Any) -> None:
         """An attempt that began so many seconds ago."""
         given = {"host": "n1", "pid": 77, "job": None, "restart": 0, **fields}
-        self._line(
-            "attempts.jsonl", {"event": "start", "number": number, "time": NOW - ago, "step": step, **given}, ago
-        )
+        started = {"number": number, "time": NOW - ago, "step": step, **given}
+        self._line("attempts.jsonl", {"event": "start", **started}, ago)
 
     def end(self, number: int, ago: float, step: int, reason: str, message: str = "") -> None:
-        """Its end."""
-        entry = {
-            "event": "end",
-            "number": number,
-            "time": NOW - ago,
-            "step": step,
-            "reason": reason,
-            "message": message,
-        }
-        self._line("attempts.jsonl", entry, ago)
+        ended = {"number": number, "time": NOW - ago, "step": step, "reason": reason, "message": message}
+        self._line("attempts.jsonl", {"event": "end", **ended}, ago)
 
     def step(self, step: int, ago: float, **metrics: float | None) -> None:
         """A step that was written so many seconds ago; ``__`` in a metric's name is the slash."""
@@ -57,12 +43,10 @@ class MadeRun:
             self.step(step, ago + (last - step) * apart, objective__score=step / 100, objective__kl=0.5)
 
     def evaluation(self, step: int, ago: float, **metrics: float) -> None:
-        """An evaluation."""
         named = {f"eval/{name}": value for name, value in metrics.items()}
         self._line("evaluations.jsonl", {"step": step, **named, "time/written": NOW - ago}, ago)
 
     def checkpoint(self, step: int) -> None:
-        """A checkpoint that was committed."""
         (self.path / "checkpoints" / f"step-{step}").mkdir(parents=True)
         os.utime(self.path / "checkpoints", (NOW - 3600, NOW - 3600))
 

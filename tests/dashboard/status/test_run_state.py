@@ -45,13 +45,6 @@ def test_a_process_that_holds_the_lock_is_running(run: MadeRun, host: str) -> No
         assert state(run, host).name == "running"
 
 
-def test_a_summary_means_finished(run: MadeRun) -> None:
-    run.start(1, ago=900)
-    run.end(1, ago=60, step=100, reason="finished")
-    (run.path / "summary.json").write_text("{}")
-    assert state(run) == RunState(name="finished", since=NOW - 60)
-
-
 @pytest.mark.parametrize(
     ("reason", "name"),
     [

@@ -174,10 +174,6 @@ def test_the_timeline_includes_the_part_before_a_rotation(run: MadeRun, view: Ru
     assert ask(fresh, "timeline")["rows"] == after["rows"]
 
 
-def test_settings_have_their_paths(view: RunView) -> None:
-    assert ask(view, "settings").items() >= {"stage": "ppo", "run.steps": 100}.items()
-
-
 def test_an_empty_run_has_empty_answers(tmp_path: Path) -> None:
     view = RunView(MadeRun(tmp_path / "run").path, "run")
     overview = ask(view, "overview")
@@ -192,11 +188,12 @@ def test_runs_with_the_same_name_are_distinguished(tmp_path: Path) -> None:
     assert [view.name for view in open_runs(paths)] == [str(paths[0]), str(paths[1]), "c"]
 
 
-def test_the_overview_has_state_and_skipped_rows(run: MadeRun, view: RunView) -> None:
+def test_the_overview_has_state_skipped_rows_and_settings(run: MadeRun, view: RunView) -> None:
     overview = ask(view, "overview")
     assert (overview["stage"], overview["progress"]["steps"], overview["attempts"][0]["host"]) == ("ppo", 100, "n1")
     assert overview["limits"]["policy/approxkl"] == "< 0.05"
     assert overview["now"] > NOW
     assert ask(view, "left_out")["rows"][0]["reason"] == SCRIPT
+    assert ask(view, "settings").items() >= {"stage": "ppo", "run.steps": 100}.items()
     with pytest.raises(KeyError):
         ask(view, "secrets")

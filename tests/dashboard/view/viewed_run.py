@@ -20,18 +20,15 @@ def viewed_run(path: Path, steps: int = 20) -> MadeRun:
     run.steps(steps, ago=10, apart=20)
     for step, score in ((0, 0.25), (steps, 0.75)):
         run.evaluation(step, ago=5, score=score, score_ci95=0.05)
-        add_lines(
-            path / "samples.jsonl", [sample(step, "held", 0, score, kind="evaluation", response=f"answer {step}")]
-        )
-        add_lines(
-            path / "prompt_scores.jsonl", [{"step": step, "prompt_id": "held", "scores": {"match": [score, None]}}]
-        )
+        held_out = sample(step, "held", 0, score, kind="evaluation", response=f"answer {step}")
+        add_lines(path / "samples.jsonl", [held_out])
+        scores = {"step": step, "prompt_id": "held", "scores": {"match": [score, None]}}
+        add_lines(path / "prompt_scores.jsonl", [scores])
     for step in range(1, steps + 1):
         add_lines(path / "samples.jsonl", step_samples(step))
     (path / "trace.json").write_text("".join(trace_lines(steps)))
-    add_lines(
-        path / "left_out.jsonl", [{"field": "data.prompts", "where": "a.jsonl:3", "fault": "empty", "reason": SCRIPT}]
-    )
+    left_out = {"field": "data.prompts", "where": "a.jsonl:3", "fault": "empty", "reason": SCRIPT}
+    add_lines(path / "left_out.jsonl", [left_out])
     return run
 
 
