@@ -13,13 +13,13 @@ from pathlib import Path
 
 ROOTS = ("megarl", "launchers", "tools")
 LIMITS = {
-    "lines": 49_500,
+    "lines": 46_500,
     "parallel assignments": 0.1,
-    "conditional expressions": 9.5,
-    "comprehensions": 20.6,
-    "classes": 11.0,
-    "long": 5.7,
-    "nodes": 6.78,
+    "conditional expressions": 9.3,
+    "comprehensions": 20.5,
+    "classes": 11.3,
+    "long": 5.4,
+    "nodes": 6.8,
 }
 
 
