@@ -21,6 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from megarl.config.schema import EnvironmentSettings
 from megarl.conversations.chat_session import ChatSession
+from megarl.conversations.gateway.connections import LOG, Connections
 from megarl.conversations.gateway.gateway_anthropic import read_messages, stream_message, write_message
 from megarl.conversations.gateway.gateway_openai import (
     read_chat,
@@ -107,6 +108,8 @@ class Gateway:
         self._waiting: deque[GatewaySession] = deque()
         self._active = time.monotonic()  # of harnesses elsewhere
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+        self._connections: Connections
         self.url = ""
 
     async def start(self, host: str) -> None:
@@ -121,15 +124,17 @@ class Gateway:
         self._runner = runner = web.AppRunner(
             application,
             access_log=None,
+            logger=LOG,
             shutdown_timeout=1.0,
             auto_decompress=False,
             keepalive_timeout=_HEADER_S,
             lingering_time=0,
         )
         await runner.setup()
-        site = web.TCPSite(runner, host, self._args.port)
-        await site.start()
-        self.url = f"http://{host}:{runner.addresses[0][1]}"
+        assert runner.server is not None
+        self._connections = Connections(runner.server)
+        self._listener = await self._connections.listen(host, self._args.port)
+        self.url = f"http://{host}:{self._listener.sockets[0].getsockname()[1]}"
         if self._args.command is None:
             access = json.dumps({"url": self.url, "key": self._key})
             write_durably(Path(self._config.file), access, mode=0o600)
@@ -140,7 +145,8 @@ class Gateway:
         for conversation in running:
             conversation.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        if self._runner is not None:
+        if self._listener is not None and self._runner is not None:
+            self._listener.close()
             await self._runner.cleanup()
 
     async def converse(self, chat: ChatSession, task: EnvironmentTask) -> None:
@@ -206,6 +212,7 @@ class Gateway:
         """Refuses whoever lacks the key, and reports errors in the client's own format."""
         try:
             self._check_key(request)
+            self._connections.authenticated(request)
             return await handler(request)
         except GatewayError as error:
             return _error(request, error.status, str(error))
