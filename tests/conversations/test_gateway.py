@@ -270,10 +270,12 @@ async def test_requests_at_the_same_time_share_the_turns_that_are_left(tokenizer
 
 async def test_a_turn_that_is_sampled_when_the_session_is_done_is_left_out(tokenizer: Path, tmp_path: Path) -> None:
     """Also while the harness has time to end."""
+    asked = asyncio.Event()
     ready = asyncio.Event()
 
     async def answer(prompt: str) -> str:
         if prompt == "slow":
+            asked.set()
             await ready.wait()
         return "yes"
 
@@ -282,13 +284,14 @@ async def test_a_turn_that_is_sampled_when_the_session_is_done_is_left_out(token
             session = gateway_session(world, name := f"failed {failed}")
             await session.answered(GatewayRequest(prompt="quick"))
             slow = asyncio.create_task(session.answered(GatewayRequest(prompt="slow")))
-            await asyncio.sleep(0.01)
+            await asked.wait()
             session.fail("broken") if failed else session.reward(1.0, done=True)
             ready.set()
             with pytest.raises(GatewayError, match="the session has ended"):
                 await slow
             assert f"{name}/turn-1" in world.record
             assert session._chat.conversation.turns == 1
+            asked.clear()
             ready.clear()
 
 
