@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from megarl.data.batches import on_all_tokens, text_batch
-from megarl.data.preferences import Preference
 from megarl.data.schedule import step_schedule
+from megarl.data.training_texts import TrainingText
 from megarl.types import Layout, SampleInfo, TextChunk
 from tests.megatron.compare import adam_of, samples_of, state_of, trained
 from tests.megatron.supervised import SETTINGS, Naive, headed_state, sft
@@ -39,7 +39,7 @@ def own_loss(chosen: torch.Tensor, rejected: torch.Tensor, *, weight: float) -> 
     return LossTerms(values=values, metrics={"accuracy": (chosen > rejected).float(), **scores})
 
 
-def preferences(responses: int, count: int = 7) -> list[Preference]:
+def preferences(responses: int, count: int = 7) -> list[TrainingText]:
     """Of random tokens; responses begin with the same tokens, and one may be the other's beginning."""
     random = np.random.default_rng(0)
 
@@ -51,7 +51,7 @@ def preferences(responses: int, count: int = 7) -> list[Preference]:
         prompt, shared = ids(random.integers(1, 8)), ids(random.integers(0, 5))
         ends = [ids(length) for length in random.permutation(9)[:responses]]
         answers = tuple(np.concatenate([shared, end]) if len(shared) + len(end) else ids(1) for end in ends)
-        made.append(Preference(key=str(index), prompt_ids=prompt, responses=answers, margin=float(random.normal())))
+        made.append(TrainingText(key=str(index), prompt_ids=prompt, responses=answers, margin=float(random.normal())))
     return made
 
 
