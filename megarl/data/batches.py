@@ -9,15 +9,12 @@ from dataclasses import replace
 import numpy as np
 
 from megarl.algos.optimization import divided
-from megarl.data.demonstrations import Demonstration
 from megarl.data.encoding import Ids
-from megarl.data.preferences import Preference
+from megarl.data.training_texts import TrainingText
 from megarl.types import Ragged, SampleInfo, TextChunk
 
 
-def text_batch(
-    items: Sequence[Demonstration | Preference], chunks: int
-) -> tuple[tuple[SampleInfo, ...], tuple[TextChunk, ...]]:
+def text_batch(items: Sequence[TrainingText], chunks: int) -> tuple[tuple[SampleInfo, ...], tuple[TextChunk, ...]]:
     """Divides demonstrations or preferences into at most `chunks` chunks of about equal sizes.
 
     The responses of a preference are neighboring rows of a chunk, the best first. A row's id is `key/n`, or `key/n/i`
@@ -38,7 +35,7 @@ def text_batch(
             name = f"{item.key}/{seen[item.key]}"
             seen[item.key] += 1
             for index, response in enumerate(item.responses):
-                sample_id = name if isinstance(item, Demonstration) else f"{name}/{index}"
+                sample_id = name if len(item.responses) == 1 else f"{name}/{index}"
                 sample = SampleInfo(
                     sample_id=sample_id,
                     prompt_id=item.key,

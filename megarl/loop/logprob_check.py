@@ -13,8 +13,8 @@ from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config import RolloutTrainingConfig
 from megarl.config.schema import LogprobAgreement
 from megarl.data.batches import text_batch
-from megarl.data.demonstrations import Demonstration
 from megarl.data.schedule import inference_schedule
+from megarl.data.training_texts import TrainingText
 from megarl.errors import RunError
 from megarl.groups.engines import RolloutGroup
 from megarl.groups.trainers import RemoteRole
@@ -59,7 +59,7 @@ class LogprobCheck:
         limit = agreement.max_mean_abs_diff or TOLERANCES[spec.dtype]
         vocab = config.model.vocab_size or spec.dims.vocab
         sequences = random_sequences(agreement, vocab=vocab, longest=longest, seed=config.run.seed)
-        rows = [Demonstration(key=str(i), prompt_ids=ids[:1], response_ids=ids[1:]) for i, ids in enumerate(sequences)]
+        rows = [TrainingText(key=str(i), prompt_ids=ids[:1], responses=(ids[1:],)) for i, ids in enumerate(sequences)]
         samples, chunks = text_batch(rows, actor.layout.dp)
         budget = config.role("actor").tokens_per_micro_batch
         request = ForwardRequest(

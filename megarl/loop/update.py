@@ -15,9 +15,9 @@ from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config import RolloutTrainingConfig
 from megarl.config.schema import PTX, Algo
 from megarl.data.batches import on_all_tokens, text_batch
-from megarl.data.demonstrations import Demonstration
 from megarl.data.schedule import step_schedule, under_one_length, update_schedules
 from megarl.data.stream import Stream, StreamState
+from megarl.data.training_texts import TrainingText
 from megarl.experience.records import ExperienceChunk
 from megarl.groups.trainers import RemoteRole
 from megarl.loop.pass_meter import PassMeter
@@ -75,7 +75,7 @@ class StepPlan:
 class PretrainMix:
     """Mixes pretraining texts into every optimizer step of the actor."""
 
-    def __init__(self, config: RolloutTrainingConfig, settings: PTX, rows: Sequence[Demonstration]) -> None:
+    def __init__(self, config: RolloutTrainingConfig, settings: PTX, rows: Sequence[TrainingText]) -> None:
         self._settings = settings
         self._layout = config.layout("actor")
         self._budget = config.role("actor").tokens_per_micro_batch

@@ -9,12 +9,11 @@ from typing import Any, TypeVar
 
 from megarl.config import Problem, SamplingConfig
 from megarl.config.schema import Choice, Fault, HeldOut, Normalisation, PairData, Rollout, SourceFields, TextData
-from megarl.data.demonstrations import Demonstration, load_demonstrations
 from megarl.data.encoding import Encoder
-from megarl.data.preferences import Preference, load_candidates, load_pairs
 from megarl.data.prompts import load_prompts, random_prompts, task_prompts
 from megarl.data.sources import LeftOut, LeftOutRows, Rows
 from megarl.data.tokenizer import Tokenizer
+from megarl.data.training_texts import TrainingText, load_candidates, load_demonstrations, load_pairs
 from megarl.types import Prompt
 
 T = TypeVar("T")
@@ -34,7 +33,7 @@ class PromptSets:
     held_out: Sequence[Prompt]
     tokenizer: Tokenizer | None
     left_out: LeftOutRows
-    texts: Sequence[Demonstration]
+    texts: Sequence[TrainingText]
 
     @property
     def rows(self) -> Mapping[str, Sequence[object]]:
@@ -46,8 +45,8 @@ class PromptSets:
 class TextSets:
     """The data of supervised fine-tuning; `held_out` is None without evaluations."""
 
-    train: Sequence[Demonstration]
-    held_out: Sequence[Demonstration] | None
+    train: Sequence[TrainingText]
+    held_out: Sequence[TrainingText] | None
     tokenizer: Tokenizer | None
     left_out: LeftOutRows
 
@@ -60,8 +59,8 @@ class TextSets:
 class PairSets:
     """The data of a reward model; `held_out` is None without evaluations, `reference` sets its scale."""
 
-    train: Sequence[Preference]
-    held_out: Sequence[Preference] | None
+    train: Sequence[TrainingText]
+    held_out: Sequence[TrainingText] | None
     reference: Sequence[Prompt]
     tokenizer: Tokenizer | None
     left_out: LeftOutRows
@@ -185,7 +184,7 @@ def prompt_sets(config: SamplingConfig, reader: DataReader) -> PromptSets:
         if isinstance(evaluation, HeldOut):
             first = evaluation.first_task
         held_out = task_prompts(evaluation.tasks, first=first or 0)
-    texts: list[Demonstration] = []
+    texts: list[TrainingText] = []
     ptx = config.mixed_texts
     if ptx is not None:
         texts = reader.read(load_demonstrations, "ptx.data", ptx.data, ptx.max_tokens, chat_template=ptx.chat_template)

@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.batches import on_all_tokens, text_batch
-from megarl.data.demonstrations import Demonstration
 from megarl.data.packing import pack
-from megarl.data.preferences import Preference
 from megarl.data.schedule import step_schedule
+from megarl.data.training_texts import TrainingText
 from megarl.types import Layout, SampleInfo, TextChunk
 
 
@@ -33,7 +32,7 @@ def contents(samples: tuple[SampleInfo, ...], chunks: tuple[TextChunk, ...]) -> 
 
 def test_demonstrations_by_hand() -> None:
     rows = [("a", ids(1, 2), ids(3)), ("b", ids(4), ids(5, 6)), ("a", ids(1, 2), ids(3))]
-    items = [Demonstration(key=key, prompt_ids=prompt, response_ids=response) for key, prompt, response in rows]
+    items = [TrainingText(key=key, prompt_ids=prompt, responses=(response,)) for key, prompt, response in rows]
     samples, chunks = text_batch(items, 2)
     assert contents(samples, chunks) == [("a/0", [1, 2], [3]), ("b/0", [4], [5, 6]), ("a/1", [1, 2], [3])]
     assert [len(chunk.sample_ids) for chunk in chunks] == [1, 2]
@@ -42,8 +41,8 @@ def test_demonstrations_by_hand() -> None:
 
 def test_the_responses_of_a_pair_are_adjacent() -> None:
     items = [
-        Preference(key="x", prompt_ids=ids(1), responses=(ids(2, 3), ids(4)), margin=0.5),
-        Preference(key="y", prompt_ids=ids(5, 6), responses=(ids(7), ids(8, 9)), margin=-2.0),
+        TrainingText(key="x", prompt_ids=ids(1), responses=(ids(2, 3), ids(4)), margin=0.5),
+        TrainingText(key="y", prompt_ids=ids(5, 6), responses=(ids(7), ids(8, 9)), margin=-2.0),
     ]
     samples, chunks = text_batch(items, 8)
     assert contents(samples, chunks) == [
@@ -58,7 +57,7 @@ def test_the_responses_of_a_pair_are_adjacent() -> None:
 
 def test_the_loss_may_cover_every_token_but_the_first() -> None:
     rows = [("a", ids(1, 2), ids(3)), ("b", ids(4), ids(5, 6))]
-    items = [Demonstration(key=key, prompt_ids=prompt, response_ids=response) for key, prompt, response in rows]
+    items = [TrainingText(key=key, prompt_ids=prompt, responses=(response,)) for key, prompt, response in rows]
     samples, chunks = text_batch(items, 1)
     (rank,) = step_schedule(on_all_tokens(samples), Layout(), 100).ranks
     batch = pack(rank.packs[0], chunks, rank.pack_tokens)
@@ -74,7 +73,7 @@ def test_the_loss_may_cover_every_token_but_the_first() -> None:
 )
 def test_preferences_of_any_size_stay_together(lengths: list[tuple[str, int, int, int]], chunks: int) -> None:
     items = [
-        Preference(key=key, prompt_ids=ids(*range(p)), responses=(ids(*[7] * c), ids(*[8] * r)))
+        TrainingText(key=key, prompt_ids=ids(*range(p)), responses=(ids(*[7] * c), ids(*[8] * r)))
         for key, p, c, r in lengths
     ]
     samples, made = text_batch(items, chunks)

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.config.schema import SourceFields
-from megarl.data.demonstrations import load_demonstrations
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.data.training_texts import load_demonstrations
 from tests.data.rows import encoder, jsonl, transformers_own
 
 ASKED = {"role": "user", "content": "1+1?"}
@@ -24,8 +24,8 @@ def load(
     """Key, prompt and response of each demonstration, and the lines that were left out, with their faults."""
     drop = changes.pop("drop", ())
     found = load_demonstrations(source, encoder(tokenizer, **changes), drop=drop)
-    assert {(d.prompt_ids.dtype.name, d.response_ids.dtype.name) for d in found.items} == {("int32", "int32")}
-    kept = [(d.key, d.prompt_ids.tolist(), d.response_ids.tolist()) for d in found.items]
+    assert {(d.prompt_ids.dtype.name, d.responses[0].dtype.name) for d in found.items} == {("int32", "int32")}
+    kept = [(d.key, d.prompt_ids.tolist(), d.responses[0].tolist()) for d in found.items]
     return kept, [(int(row.where.rsplit(" ", 1)[1]), row.fault) for row in found.left_out]
 
 

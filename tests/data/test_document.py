@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from megarl.data.demonstrations import load_demonstrations
-from megarl.data.preferences import load_candidates, load_pairs
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
+from megarl.data.training_texts import load_candidates, load_demonstrations, load_pairs
 from tests.data.rows import encoder, jsonl
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")

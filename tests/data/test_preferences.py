@@ -9,8 +9,8 @@ import datasets
 import pytest
 
 from megarl.config.schema import SourceFields
-from megarl.data.preferences import Preference, load_candidates, load_pairs
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.data.training_texts import TrainingText, load_candidates, load_pairs
 from tests.data.rows import encoder, jsonl, transformers_own
 
 ASKED = {"role": "user", "content": "1+1?"}
@@ -125,7 +125,7 @@ def test_margins(tmp_path: Path) -> None:
             margins_of(jsonl(tmp_path, [{**pair, "margin": broken}], "broken.jsonl"), margins=True)
 
 
-def candidates(source: SourceFields, tokenizer: Tokenizer | None = None, **changes: Any) -> list[Preference]:
+def candidates(source: SourceFields, tokenizer: Tokenizer | None = None, **changes: Any) -> list[TrainingText]:
     drop = changes.pop("drop", ())
     return list(load_candidates(source, encoder(tokenizer, **changes), drop=drop).items)
 

@@ -193,6 +193,12 @@ def test_token_counts_per_rank_differ_by_less_than_the_longest_sample(samples: l
     assert max(loads) - min(loads) <= max(s.tokens for s in samples)
 
 
+def test_the_longest_sample_of_a_round_goes_to_the_rank_with_the_fewest_tokens() -> None:
+    samples = make_samples([(1, 7), (1, 3), (1, 3), (1, 1)], 4)
+    (schedule,) = update_schedules(samples, Layout(dp=2), 64, mini_batches=1, epochs=1, seed=0, step=0)
+    assert [sorted(r.tokens for pack in rank.packs for r in pack) for rank in schedule.ranks] == [[2, 8], [4, 4]]
+
+
 def test_balancing_packs_reduces_padding() -> None:
     # 1,100 tokens under a budget of 1,000: first fit would make packs of 1,000 and 100, both padded to 1,000.
     schedule = inference_schedule(make_samples([(50, 50)] * 11, 11), Layout(), 1000)

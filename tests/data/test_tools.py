@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megarl.data.demonstrations import load_demonstrations
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.data.training_texts import load_demonstrations
 from tests.data.rows import encoder, jsonl, tools_tokenizer, transformers_own
 
 ADD: dict[str, Any] = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}

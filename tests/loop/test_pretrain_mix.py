@@ -9,14 +9,14 @@ import pytest
 
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config import load
-from megarl.data.demonstrations import Demonstration
 from megarl.data.schedule import step_schedule
+from megarl.data.training_texts import TrainingText
 from megarl.loop.update import PretrainMix
 from megarl.stages.ppo.config import PPOConfig
 from megarl.types import SampleInfo, Schedule
 
 TEXTS = [
-    Demonstration(key=str(i), prompt_ids=np.arange(2, dtype=np.int32), response_ids=np.arange(i + 1, dtype=np.int32))
+    TrainingText(key=str(i), prompt_ids=np.arange(2, dtype=np.int32), responses=(np.arange(i + 1, dtype=np.int32),))
     for i in range(5)
 ]
 

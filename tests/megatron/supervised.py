@@ -14,7 +14,7 @@ import torch
 from megarl.config.schema import CustomFunction, Optimizer
 from megarl.config.schema.training_sections import PREFERENCE_LOSSES
 from megarl.data.batches import on_all_tokens, text_batch
-from megarl.data.preferences import Preference
+from megarl.data.training_texts import TrainingText
 from megarl.types import Layout, SampleInfo, TextChunk
 from tests.megatron.compare import adam_of, check, samples_of, state_of, trained
 from tests.megatron.tiny import load_role, random_head
@@ -65,7 +65,7 @@ def batches(responses: int = 2) -> list[Batch]:
         prompt, shared = ids(random.integers(1, 8)), ids(random.integers(0, 5))
         ends = [ids(length) for length in random.permutation(9)[:responses]]
         answers = tuple(np.concatenate([shared, end]) if len(shared) + len(end) else ids(1) for end in ends)
-        rows.append(Preference(key=str(index), prompt_ids=prompt, responses=answers, margin=float(random.normal())))
+        rows.append(TrainingText(key=str(index), prompt_ids=prompt, responses=answers, margin=float(random.normal())))
     return [text_batch(part, 4) for part in (rows[:4], rows[4:])]
 
 

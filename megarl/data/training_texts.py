@@ -1,4 +1,4 @@
-"""Preferences: a prompt and responses to it, one of which is the best."""
+"""Texts to train on: demonstrations, preferences and candidates."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from megarl.data.encoding import PROMPTS, Encoder, Ids, first_column, messages
 from megarl.data.sources import Row, Rows, UnusableRowError, parse_rows
 from megarl.data.tokenizer import Message
 
+_RESPONSES = ("response_ids", "response", "completion")
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Preference:
-    """A tokenized prompt and its responses, the best one or the chosen one of a pair first.
+class TrainingText:
+    """A tokenized prompt with the response to learn, or with several, the best or chosen one first.
 
     Args:
         key: key, unique in its data set and the same in every run.
@@ -31,27 +33,40 @@ class Preference:
 
     @property
     def content(self) -> bytes:
-        parts = [b"", self.prompt_ids.tobytes()]
-        if self.margin is not None:
-            parts[0] = np.float32(self.margin).tobytes()
-        parts += [ids.tobytes() for ids in self.responses]
+        parts = [self.prompt_ids.tobytes(), *(ids.tobytes() for ids in self.responses)]
+        if len(self.responses) > 1:
+            parts.insert(0, b"" if self.margin is None else np.float32(self.margin).tobytes())
         return b"|".join(parts)
 
 
-_Fields = tuple[Ids, tuple[Ids, ...], float | None]
-"""Prompt, responses with the best one first, and margin."""
+def load_demonstrations(source: SourceFields, encoder: Encoder, *, drop: Collection[Fault] = ()) -> Rows[TrainingText]:
+    """Reads demonstrations (columns: docs/data.md), keyed by row number; see `parse_rows`."""
+
+    def read(key: str, columns: dict[str, Any]) -> TrainingText:
+        if "messages" in columns and not any(name in columns for name in _RESPONSES):
+            chat = messages("messages", columns["messages"])
+            if len(chat) < 2 or chat[-1]["role"] != "assistant":
+                raise ValueError("messages must be a prompt and, as its last message, the assistant's response")
+            prompt = encoder.chat(chat[:-1], columns.get("tools"))
+            response = encoder.answer_message(chat[-1])
+        else:
+            prompt = encoder.prompt(columns, *PROMPTS)
+            response = encoder.response(columns, *_RESPONSES)
+        return TrainingText(key=key, prompt_ids=prompt, responses=(response,))
+
+    return _load(source, encoder, read, drop)
 
 
 def load_pairs(
     source: SourceFields, encoder: Encoder, *, margins: bool = False, drop: Collection[Fault] = ()
-) -> Rows[Preference]:
+) -> Rows[TrainingText]:
     """Reads pairs (columns: docs/data.md), keyed by row number; see `parse_rows`.
 
     Args:
         margins: whether every row must have the column `margin`, a number.
     """
 
-    def read(columns: dict[str, Any]) -> _Fields:
+    def read(key: str, columns: dict[str, Any]) -> TrainingText:
         margin = _margin(columns) if margins else None
         if _is_chat(columns.get("chosen")) or _is_chat(columns.get("rejected")):
             prompt, chosen, rejected = _whole_chats(encoder, columns)
@@ -59,19 +74,19 @@ def load_pairs(
             prompt = encoder.prompt(columns, *PROMPTS)
             chosen = encoder.response(columns, "chosen_ids", "chosen")
             rejected = encoder.response(columns, "rejected_ids", "rejected")
-        return prompt, (chosen, rejected), margin
+        return TrainingText(key=key, prompt_ids=prompt, responses=(chosen, rejected), margin=margin)
 
     return _load(source, encoder, read, drop)
 
 
-def load_candidates(source: SourceFields, encoder: Encoder, *, drop: Collection[Fault] = ()) -> Rows[Preference]:
+def load_candidates(source: SourceFields, encoder: Encoder, *, drop: Collection[Fault] = ()) -> Rows[TrainingText]:
     """Reads prompts with candidates, equally many in all rows; see `load_pairs`.
 
     The column `best` is the index of the best candidate, which becomes the first response; the others keep their order.
     """
     sizes: list[int] = []
 
-    def read(columns: dict[str, Any]) -> _Fields:
+    def read(key: str, columns: dict[str, Any]) -> TrainingText:
         prompt = encoder.prompt(columns, *PROMPTS)
         name = first_column(columns, "candidates_ids", "candidates")
         given = columns[name]
@@ -85,21 +100,24 @@ def load_candidates(source: SourceFields, encoder: Encoder, *, drop: Collection[
         sizes.append(count)
         if count != sizes[0]:
             raise ValueError(f"it has {count} candidates: all rows must have as many, and others have {sizes[0]}")
-        return prompt, (candidates.pop(best), *candidates), None
+        return TrainingText(key=key, prompt_ids=prompt, responses=(candidates.pop(best), *candidates))
 
     return _load(source, encoder, read, drop)
 
 
 def _load(
-    source: SourceFields, encoder: Encoder, read: Callable[[dict[str, Any]], _Fields], drop: Collection[Fault]
-) -> Rows[Preference]:
-    def parse(row: Row, columns: dict[str, Any]) -> Preference:
-        prompt, responses, margin = read(columns)
-        for other in responses[1:]:
-            if np.array_equal(responses[0], other):
+    source: SourceFields,
+    encoder: Encoder,
+    read: Callable[[str, dict[str, Any]], TrainingText],
+    drop: Collection[Fault],
+) -> Rows[TrainingText]:
+    def parse(row: Row, columns: dict[str, Any]) -> TrainingText:
+        text = read(str(row.number), columns)
+        for other in text.responses[1:]:
+            if np.array_equal(text.responses[0], other):
                 raise UnusableRowError("equal", "the better response is the same as another: one must be better")
-        encoder.check_length(prompt, max(responses, key=len))
-        return Preference(key=str(row.number), prompt_ids=prompt, responses=responses, margin=margin)
+        encoder.check_length(text.prompt_ids, max(text.responses, key=len))
+        return text
 
     return parse_rows(source, parse, drop)
 
