@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOTS = ("megarl", "launchers", "tools")
 LIMITS = {
-    "lines": 46_500,
+    "lines": 46_400,
     "parallel assignments": 0.1,
     "conditional expressions": 9.3,
     "comprehensions": 20.5,
