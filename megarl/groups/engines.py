@@ -491,7 +491,7 @@ def launch_engines(
         engine = RecordingEngine
     elif rollout.replay is not None:
         engine = ReplayingEngine
-    vocab = config.model.vocab_size or model_spec(config.model.hf_config()).dims.vocab
+    vocab = model_spec(config.model.hf_config()).ids_in_use(config.model.vocab_size)
     tokenizer = None
     if rollout.stop:
         tokenizer = config.model.tokenizer_directory(model_dir)

@@ -57,7 +57,7 @@ class LogprobCheck:
         spec = model_spec(config.model.hf_config())
         longest = min(agreement.tokens, config.rollout.max_model_len)
         limit = agreement.max_mean_abs_diff or TOLERANCES[spec.dtype]
-        vocab = config.model.vocab_size or spec.dims.vocab
+        vocab = spec.ids_in_use(config.model.vocab_size)
         sequences = random_sequences(agreement, vocab=vocab, longest=longest, seed=config.run.seed)
         rows = [TrainingText(key=str(i), prompt_ids=ids[:1], responses=(ids[1:],)) for i, ids in enumerate(sequences)]
         samples, chunks = text_batch(rows, actor.layout.dp)

@@ -299,7 +299,7 @@ def build_model(
         model.requires_grad_(trainable)
         model.train(trainable)
         chunks.append(model)
-    return RoleModel(chunks=chunks, config=config, groups=groups, vocab_size=vocab_size or spec.dims.vocab)
+    return RoleModel(chunks=chunks, config=config, groups=groups, vocab_size=spec.ids_in_use(vocab_size))
 
 
 def _require_agreement(kind: LayerKind, ranks: dist.ProcessGroup) -> None:

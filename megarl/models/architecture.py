@@ -119,6 +119,10 @@ class ModelSpec:
     tied: bool
     head: HeadName
 
+    def ids_in_use(self, configured: int | None) -> int:
+        """Returns the number of token ids that may be sampled: ``model.vocab_size``, if it is set, or all."""
+        return configured or self.dims.vocab
+
     def canonical(self, head: HeadName = "lm") -> dict[str, TensorInfo]:
         """Returns the HF tensors of the model with a head; a tied output layer is not among them."""
         shapes = canonical_shapes(self._first(), self.dims)

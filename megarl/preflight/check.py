@@ -40,7 +40,7 @@ def check(config: RunConfig, *, bare: bool = False) -> Sets:
     spec, problems = check_models(config, bare=bare)
     vocab = stated_vocab_size(config)
     if spec is not None:
-        vocab = config.model.vocab_size or spec.dims.vocab
+        vocab = spec.ids_in_use(config.model.vocab_size)
     sets = None
     if vocab is not None:
         sets, found = _read_data(config, vocab)
