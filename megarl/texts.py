@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 _REASON: Final = 2000
 _LINE: Final = 500
@@ -47,6 +50,15 @@ def short_reason(reason: str) -> str:
 def printable_name(name: object) -> str:
     """Returns at most 200 characters of a name, in one line, with escapes for those that cannot be encoded."""
     return printable(" ".join(str(name)[:_NAME].split()))
+
+
+def argument_problems(error: ValidationError) -> str:
+    """Returns what is wrong with arguments, by name, in one line."""
+    problems: list[str] = []
+    for entry in error.errors():
+        name = ".".join(map(str, entry["loc"]))
+        problems.append(f"{name}: {entry['msg']}")
+    return "; ".join(problems)
 
 
 def counted(count: int, noun: str) -> str:

@@ -16,6 +16,7 @@ from megarl import plugins
 from megarl.data.tokenizer import Message
 from megarl.environments.environment import Action, Environment, Observation, ToolCall
 from megarl.environments.python_program import FIX, Sandbox, bubblewrap, python, python_without_sandbox
+from megarl.texts import argument_problems
 
 _ARGUMENT = re.compile(r"^ *(\w+)(?: \(.*?\))?: *(.*(?:\n(?!\s*\w+(?: \(.*?\))?:).*)*)", re.MULTILINE)
 """An entry in the section Args of a docstring: a name, perhaps its type in brackets, and the description."""
@@ -120,8 +121,7 @@ class ToolEnvironment(Environment):
                 raise ValueError(f"there is no tool {call.name!r}; there are {known}")
             return await self._tools[call.name].call(call.arguments)
         except ValidationError as error:
-            wrong = [f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors()]
-            problem = f"arguments of {call.name}: {'; '.join(wrong)}"
+            problem = f"arguments of {call.name}: {argument_problems(error)}"
         except (Exception, SystemExit) as error:  # the tool's own code; the model should learn from it
             problem = f"{type(error).__name__}: {error}"
         self._failed += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +56,26 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-async def test_a_run_of_the_command_is_a_rollout(command: Any, tmp_path: Path) -> None:
-    """Of an environment with a tool, which the model asks."""
-    answers = iter([call_text("prices_price", item="apple"), "50"])
-    args = {"command": command("shop-v1"), "time_limit": 200.0, "rewarded": False}
-    tokenizer = gateway_tokenizer(tmp_path / "tokenizer")
-    async with gateway_world(tokenizer, lambda _: next(answers), tmp_path, **args) as world:
+async def played(answers: Iterator[str], args: dict[str, Any], directory: Path) -> tuple[str, int]:
+    """Plays an environment with these turns of the model, to the reward 1; its text, and the number of turns."""
+    tokenizer = gateway_tokenizer(directory / "tokenizer")
+    async with gateway_world(tokenizer, lambda _: next(answers), directory, **args) as world:
         conversation, running = world.converse(index=0)
         await running
         assert conversation.reward == 1.0
         GatewayTest(world, conversation, running, "", "", {}).check_exact()
         (branch,) = conversation.branches
-        text = world.tokenizer.decode(branch.ids, special=True)
-        assert "Tells the price of an item." in text.partition("<s>user")[0]
-        assert "<s>system\nBe brief.</s>\n<s>user\nWhat is an apple?</s>" in text
-        assert text.endswith("<s>tool\n50</s>\n<s>assistant\n50</s>")
+        return world.tokenizer.decode(branch.ids, special=True), len(branch.turns)
+
+
+async def test_a_run_of_the_command_is_a_rollout(command: Any, tmp_path: Path) -> None:
+    """Of an environment with a tool, which the model asks."""
+    answers = iter([call_text("prices_price", item="apple"), "50"])
+    args = {"command": command("shop-v1"), "time_limit": 200.0, "rewarded": False}
+    text, _ = await played(answers, args, tmp_path)
+    assert "Tells the price of an item." in text.partition("<s>user")[0]
+    assert "<s>system\nBe brief.</s>\n<s>user\nWhat is an apple?</s>" in text
+    assert text.endswith("<s>tool\n50</s>\n<s>assistant\n50</s>")
 
 
 HANGMAN = """
@@ -92,18 +98,11 @@ async def test_a_game_of_textarena_is_played(command: Any, tmp_path: Path) -> No
     variables = ["/usr/bin/env", f"NLTK_DATA={tmp_path / 'nltk'}", "https_proxy=http://127.0.0.1:9"]
     answers = iter(["I guess [o].", "[x]", "[moon]"])
     args = {"command": [*variables, *command("textarena", HANGMAN)], "time_limit": 200.0, "rewarded": False}
-    tokenizer = gateway_tokenizer(tmp_path / "tokenizer")
-    async with gateway_world(tokenizer, lambda _: next(answers), tmp_path, **args) as world:
-        conversation, running = world.converse(index=0)
-        await running
-        assert conversation.reward == 1.0
-        GatewayTest(world, conversation, running, "", "", {}).check_exact()
-        (branch,) = conversation.branches
-        assert len(branch.turns) == 3
-        text = world.tokenizer.decode(branch.ids, special=True)
-        assert "You are playing Hangman." in text.partition("I guess")[0]
-        assert "_   O   O   _" in text.partition("I guess")[2].partition("[x]")[0]
-        assert "_   O   O   _" in text.partition("[x]")[2]
+    text, turns = await played(answers, args, tmp_path)
+    assert turns == 3
+    assert "You are playing Hangman." in text.partition("I guess")[0]
+    assert "_   O   O   _" in text.partition("I guess")[2].partition("[x]")[0]
+    assert "_   O   O   _" in text.partition("[x]")[2]
 
 
 async def test_a_program_plays_the_tasks_of_a_run(command: Any, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from aiohttp import web
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, PlainValidator, ValidationError
 
 from megarl.config.schema import EnvironmentSettings
 from megarl.conversations.chat_session import ChatSession
@@ -46,6 +46,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.environments.environment import EnvironmentTask
 from megarl.errors import RunError
 from megarl.files import write_durably
+from megarl.texts import argument_problems
 
 _NO_SESSION = "the key is not that of a session that is in progress under this address"
 _LARGEST_BODY = 8 << 20
@@ -54,6 +55,14 @@ _HEADER_S = 60.0
 
 
 _Text = Annotated[str, Field(min_length=1)]
+
+
+def _check_command(value: object) -> object:
+    words = (value,) if isinstance(value, str) else value
+    is_list = isinstance(words, list | tuple) and len(words) > 0
+    if value is None or (is_list and all(isinstance(word, str) and word for word in words)):
+        return value
+    raise ValueError("should be a text, a list of texts, or null")
 
 
 class _Protocol(NamedTuple):
@@ -85,7 +94,7 @@ class GatewayArgs(BaseModel, extra="forbid", strict=True):
             progress.
     """
 
-    command: _Text | Annotated[Sequence[_Text], Field(min_length=1)] | None
+    command: Annotated[str | Sequence[str] | None, PlainValidator(_check_command)]
     model: _Text = "policy"
     variables: Sequence[_Text] = ()
     override_sampling: bool = False
@@ -360,5 +369,5 @@ def make_gateway(settings: EnvironmentSettings, config: GatewayConfig, tokenizer
     try:
         args = GatewayArgs.model_validate(settings.args)
     except ValidationError as error:
-        raise RunError(f"environment.args of the gateway: {error}") from error
+        raise RunError(f"environment.args of the gateway: {argument_problems(error)}") from error
     return Gateway(config, tokenizer, settings.time_limit, args)
