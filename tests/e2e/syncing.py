@@ -172,8 +172,9 @@ def _nothing(worker: MegatronWorker) -> None:
 def lose_a_tensor(worker: MegatronWorker) -> None:
     """The last parameter of the rank is missing."""
     _, sender = worker._senders[0]
-    tensors = sender._params._tensors
-    tensors.pop(list(tensors)[-1])
+    tensors = dict(sender._params)
+    tensors.popitem()
+    sender._params = tensors
 
 
 def corrupt(worker: MegatronWorker) -> None:
