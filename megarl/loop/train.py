@@ -123,7 +123,9 @@ def _attempt(config: TrainingConfig, data: Any, directory: RunDirectory, clock: 
     """Takes the steps that are left, with processes of its own; `clock` gives the seconds of this attempt."""
     with (
         _started(config, data, directory, clock) as (session, trainer, reporter, saver),
-        Preemption(config.run.grace_period, end_of_time(config.run, os.environ)) as preemption,
+        Preemption(
+            config.run.grace_period, end_of_time(config.run, os.environ), in_job="SLURM_JOB_ID" in os.environ
+        ) as preemption,
     ):
         return session.run(train(config, directory, session, trainer, reporter, saver, preemption))
 
@@ -225,13 +227,14 @@ def _started(
     session = Session(config.cluster, directory.logs, config.cluster.address)
     with (
         closing(directory),
-        attempt(directory, taken, "profiled" if profiles else "finished", clock),
+        attempt(directory, taken, "profiled" if profiles else "finished", clock) as interrupts_are_recorded,
         Reporter(config, directory, taken, data.left_out, clock) as reporter,
         ExitStack() as opened,
     ):
         with no_interrupt_is_lost():
             reporter.phase("Ray")
             opened.enter_context(session)
+            opened.enter_context(interrupts_are_recorded())
             session.monitor.observer = reporter.trace.ran
             reporter.phase(f"{processes(config)} with their models")
             model_dir = model_directory(config, directory.path)

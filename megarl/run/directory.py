@@ -6,7 +6,7 @@ import shutil
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -142,10 +142,12 @@ def _locked(paths: RunPaths, config: RunConfig) -> Iterator[IO[str]]:
 @contextmanager
 def attempt(
     paths: RunPaths, taken: int = 0, reason: EndReason = "finished", clock: Callable[[], float] = process_age
-) -> Iterator[None]:
+) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """Records an attempt at the run in attempts.jsonl.
 
     Inside the block, SIGTERM raises SystemExit; a full disk, and an error of the run's own files, become a RunError.
+    Yields a function that returns a context: an interrupt that leaves it is recorded at once. It stands inside the
+    session, as a second SIGTERM kills a driver whose Ray shuts down (see `ray_api.shutdown`).
 
     Args:
         taken: steps that earlier attempts have taken.
@@ -153,17 +155,32 @@ def attempt(
         clock: seconds of the attempt.
     """
     log = AttemptLog(paths.attempts)
+    recorded = False
+
+    def record_end(reason: EndReason, message: str = "") -> None:
+        nonlocal recorded
+        ignore_interrupts()
+        if not recorded:
+            recorded = True
+            log.end(last_step(paths, taken), reason, message)
+
+    @contextmanager
+    def interrupts_are_recorded() -> Iterator[None]:
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit, PreemptedError) as error:
+            record_end(*_end_reason(error))
+            raise
+
     with interrupts_raise():
         log.start(taken, clock())
         try:
             with _file_errors(paths):
-                yield
+                yield interrupts_are_recorded
         except BaseException as error:
-            ignore_interrupts()
-            log.end(last_step(paths, taken), *_end_reason(error))
+            record_end(*_end_reason(error))
             raise
-        ignore_interrupts()
-        log.end(last_step(paths, taken), reason)
+        record_end(reason)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final, Self
 
+from megarl.cluster.calls import WorkerError
 from megarl.cluster.driver_environment import ignore_interrupts
 from megarl.config.schema import TrainingRun
 from megarl.errors import PreemptedError
@@ -18,6 +19,8 @@ from megarl.run.timers import process_age
 _NOTICES: Final = (signal.SIGTERM, signal.SIGUSR1)
 _END_S: Final = 30.0
 """Time for the processes to end, before the time is over."""
+_LATE_S: Final = 3.0
+"""Slurm signals the processes of all nodes of a job: a rank may end before this process gets the signal."""
 
 
 class Preemption:
@@ -25,19 +28,25 @@ class Preemption:
 
     SIGUSR1 and a first SIGTERM request it. A later SIGTERM has the effect that it had before the block, and so has the
     end of the grace. The run ends by itself when another step, as long as the longest one, and its checkpoint might
-    not end in time; the first checkpoint is taken to be as long as the longest step.
+    not end in time; the first checkpoint is taken to be as long as the longest step. A process that is lost after
+    SIGTERM, or shortly before it in a job of Slurm, was ended by it: the block then raises SystemExit.
 
     Args:
         grace_s: seconds after SIGTERM.
         end: end of the run's time, see `end_of_time`; None if it has no end.
         clock: seconds since 1970.
+        in_job: whether the run is a job of Slurm.
     """
 
-    def __init__(self, grace_s: float, end: float | None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, grace_s: float, end: float | None, clock: Callable[[], float] = time.time, *, in_job: bool = False
+    ) -> None:
         self._grace_s = grace_s
         self._end = end
         self._clock = clock
+        self._in_job = in_job
         self._signaled = False
+        self._terminated = False
         self._reason = ""
         self._longest_step = 0.0
         self._mark = clock()
@@ -51,7 +60,21 @@ class Preemption:
         self._mark = self._clock()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            if isinstance(error, WorkerError) and not error.repeats and self._gets_sigterm():
+                raise SystemExit(128 + signal.SIGTERM) from error
+        finally:
+            self._restore()
+
+    def _gets_sigterm(self) -> bool:
+        """Returns whether SIGTERM has come; in a job of Slurm, waits for it."""
+        deadline = time.monotonic() + _LATE_S * self._in_job
+        while not self._terminated and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self._terminated
+
+    def _restore(self) -> None:
         if self._signaled:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
@@ -93,6 +116,7 @@ class Preemption:
             self._reason = self._reason or f"it got {signal.Signals(number).name}"
             limits: list[float] = []
             if number == signal.SIGTERM:
+                self._terminated = True
                 limits.append(self._grace_s)
             if self._end is not None:
                 limits.append(max(1.0, self._end - _END_S - self._clock()))

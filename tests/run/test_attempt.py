@@ -7,13 +7,14 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from megarl.config import ConfigError, Problem
 from megarl.errors import PreemptedError, RunError
-from megarl.run.attempts import read_attempts
+from megarl.run.attempts import Attempt, read_attempts
 from megarl.run.directory import attempt
 from megarl.run.paths import RunPaths
 from megarl.run.sinks import JsonlSink
@@ -78,6 +79,24 @@ def test_a_recorded_end_is_final(tmp_path: Path, name: str) -> None:
     assert noted.end is not None
     assert (noted.end.step, noted.end.reason, noted.end.message) == (6, *end)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("error", [SystemExit(143), PreemptedError("preempted after step 6")])
+def test_an_interrupt_is_recorded_before_the_session_ends(tmp_path: Path, error: BaseException) -> None:
+    directory = RunPaths(tmp_path)
+    at_the_end: list[Attempt] = []
+
+    def end_within_a_session() -> None:
+        with attempt(directory) as interrupts_are_recorded, ExitStack() as session:
+            session.callback(lambda: at_the_end.extend(read_attempts(directory.attempts)))
+            session.enter_context(interrupts_are_recorded())
+            raise error
+
+    with pytest.raises(type(error)):
+        end_within_a_session()
+    assert at_the_end[0].end is not None
+    assert at_the_end == read_attempts(directory.attempts)
+    assert len(directory.attempts.read_text().splitlines()) == 2
 
 
 def test_a_run_without_a_step_ends_at_its_initial_step(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from megarl.cluster.calls import WorkerError
 from megarl.cluster.driver_environment import interrupts_raise
 from megarl.config import TrainingConfig, load
 from megarl.errors import PreemptedError
@@ -72,6 +74,33 @@ def test_sigterm_after_a_signal_ends_a_run_at_once(first: signal.Signals) -> Non
         send(signal.SIGUSR1)
         with pytest.raises(SystemExit, match="143"):
             send(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("first", ["the loss", "the signal"])
+def test_a_process_that_the_signal_of_a_job_ended_is_an_interrupt(first: str) -> None:
+    """Slurm signals the ranks, too, some before the driver."""
+    late = threading.Timer(0.2, send, [signal.SIGTERM])
+
+    def lose_a_process() -> None:
+        with Preemption(SECOND_S, None, in_job=True):
+            if first == "the signal":
+                send(signal.SIGTERM)
+            else:
+                late.start()
+            raise WorkerError("train rank 1 died")
+
+    with pytest.raises(SystemExit):
+        lose_a_process()
+
+
+def test_a_lost_process_is_an_error_without_sigterm() -> None:
+    def lose_a_process() -> None:
+        with Preemption(SECOND_S, None):
+            send(signal.SIGUSR1)
+            raise WorkerError("train rank 1 died")
+
+    with pytest.raises(WorkerError):
+        lose_a_process()
 
 
 def test_the_end_of_the_grace_ends_a_run() -> None:

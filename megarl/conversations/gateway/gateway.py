@@ -57,10 +57,11 @@ _HEADER_S = 60.0
 _Text = Annotated[str, Field(min_length=1)]
 
 
-def _check_command(value: object) -> object:
+def _check_command(value: Any) -> Any:
     words = (value,) if isinstance(value, str) else value
-    is_list = isinstance(words, list | tuple) and len(words) > 0
-    if value is None or (is_list and all(isinstance(word, str) and word for word in words)):
+    if value is None:
+        return value
+    if isinstance(words, list | tuple) and words and all(isinstance(word, str) and word for word in words):
         return value
     raise ValueError("should be a text, a list of texts, or null")
 

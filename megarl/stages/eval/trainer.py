@@ -39,8 +39,8 @@ def evaluate(config: RunConfig) -> Summary:
     if data.left_out.rows:
         data.left_out.write(directory.left_out)
         print(data.left_out.message(directory.left_out), flush=True)
-    with closing(directory), attempt(directory):
-        with EvaluationReporter(config, directory) as reporter, session:
+    with closing(directory), attempt(directory) as interrupts_are_recorded:
+        with EvaluationReporter(config, directory) as reporter, session, interrupts_are_recorded():
             result = session.run(_evaluate_model(config, session, directory, data))
             reporter.write(result, f"{config.model.path or 'a random model'} on {config.evaluation.source}")
         seconds = process_age()
