@@ -144,6 +144,8 @@ def parts(checkout: Path) -> dict[str, Callable[..., Any]]:
             for name in LAYOUTS[stage]
         },
         "demo": demo,
+        "conversations/sync": partial(conversations, []),
+        "conversations/exact": partial(conversations, ["rollout.mode=exact", "rollout.max_staleness=1"]),
         **{f"recipe/{name}": partial(recipe, name) for name in recipes(checkout)},
     }
 
@@ -250,6 +252,16 @@ def demo(checkout: Path, directory: Path) -> Any:
     assert command is not None, "the Makefile has no demo"
     called(checkout, directory, "python", *command[1].split(), "--seed", "0", "run.steps=2")
     return described(directory / "runs/demo")
+
+
+def conversations(overrides: Sequence[str], checkout: Path, directory: Path) -> Any:
+    """Three steps of conversations with a table, after enough demonstrations to ask it now and then."""
+    called(checkout, directory, "python", "-m", "examples.lookup.prepare", ".")
+    sft = ["examples/lookup/sft.yaml", "run.dir=sft", "run.steps=30", "model.path=model"]
+    called(checkout, directory, "megarl", "train", *sft, "data.train=demonstrations.jsonl")
+    given = ["run.dir=run", "run.steps=3", "model.path=sft/export", "rollout.record=run/rollouts", *overrides]
+    called(checkout, directory, "megarl", "train", "examples/lookup/grpo.yaml", *given)
+    return described(directory / "run")
 
 
 def recipes(checkout: Path) -> Sequence[str]:
