@@ -58,7 +58,7 @@ _Text = Annotated[str, Field(min_length=1)]
 
 
 def _check_command(value: object) -> object:
-    words = (value,) if isinstance(value, str) else value
+    words: Any = (value,) if isinstance(value, str) else value
     is_list = isinstance(words, list | tuple) and len(words) > 0
     if value is None or (is_list and all(isinstance(word, str) and word for word in words)):
         return value
