@@ -1,7 +1,7 @@
 """Size and density of the package: python tools/density.py; `make lint` fails where a limit is exceeded.
 
 Counts are per 1,000 lines, but for `long`, lines over 100 columns in per cent, and `nodes`, AST nodes per line. Who
-lowers a number lowers its limit.
+lowers a number lowers its limit; a feature may raise that of `lines`, and its commit says by how many and why.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def main() -> int:
         above = found[name] > limit
         exceeded += above
         print(f"{name:32} {found[name]:9g}   limit {limit:9g}{'   exceeded' if above else ''}")
+    if found["lines"] > LIMITS["lines"]:
+        print("A feature may raise the limit of lines in tools/density.py; its commit says by how many, and why.")
     return int(exceeded > 0)
 
 

@@ -49,9 +49,11 @@ def signature_of(module: str, function: str, given: tuple[str, ...] = ()) -> Sig
         given: keyword-only parameters that are not options.
 
     Raises:
-        KeyError: the module has no such function, an option has no meaning, or a name is unknown without torch.
+        TypeError: the module has no such function, or an option has no meaning, or a type that is not known here.
     """
     source = _source(module)
+    if function not in source.functions:
+        raise TypeError(f"megarl/algos/registry.py names {function}, which megarl/algos/{module}.py does not define")
     definition = source.functions[function]
     docstring = ast.get_docstring(definition) or ""
     meanings = {**_entries(source.docstring), **_entries(docstring)}
@@ -60,7 +62,9 @@ def signature_of(module: str, function: str, given: tuple[str, ...] = ()) -> Sig
         name = parameter.arg
         if name in given:
             continue
-        assert parameter.annotation is not None, "every option is annotated"
+        if parameter.annotation is None or name not in meanings:
+            missing = "an annotation" if parameter.annotation is None else "an entry in the Args of its docstring"
+            raise TypeError(f"megarl/algos/{module}.py: the option {name} of {function} needs {missing}")
         meaning = meanings[name]
         options[name] = Option(
             type=source.value(parameter.annotation),
@@ -78,6 +82,7 @@ class _Source:
     """The functions of a module, and the values of its annotations and defaults."""
 
     def __init__(self, module: str) -> None:
+        self._module = module
         tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
         self.docstring = ast.get_docstring(tree) or ""
         self.functions: dict[str, ast.FunctionDef] = {}
@@ -94,7 +99,7 @@ class _Source:
                 return value
             case ast.Name(id=name) if name in self._assigned:
                 return self.value(self._assigned[name])
-            case ast.Name(id=name):
+            case ast.Name(id=name) if name in _NAMES:
                 return _NAMES[name]
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self.value(operand)
@@ -105,7 +110,9 @@ class _Source:
             case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
                 return Literal[self.value(choices)]
             case _:
-                raise TypeError(f"{ast.unparse(node)} is neither a type nor a default of an option")
+                place = f"megarl/algos/{self._module}.py, line {node.lineno}: {ast.unparse(node)}"
+                known = "bool, int, float, Literal, and the names of megarl.bounds and of the module"
+                raise TypeError(f"{place} is neither a type nor a default of an option; types are {known}")
 
 
 _source = functools.cache(_Source)

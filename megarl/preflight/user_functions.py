@@ -13,11 +13,11 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from megarl.algos.registry import KINDS
-from megarl.config import RunConfig
+from megarl.config import RolloutTrainingConfig, RunConfig
 from megarl.config.problems import Problem, shown
 from megarl.config.schema import CustomFunction, RewardFunction, Section
 from megarl.config.schema.questions import template_columns
-from megarl.plugins import Function, check_options, resolve, suggestion
+from megarl.plugins import Function, check_options, resolve, resolve_class, suggestion
 from megarl.rewards.adapters import check_signature, likely_adapter, required_columns
 from megarl.rewards.functions import RULES, TOKEN_RULES, labels
 from megarl.rewards.functions import resolve as resolve_reward
@@ -174,7 +174,7 @@ def _overlong(function: RewardFunction, where: str, longest: int | None) -> Iter
 
 
 def check_own_functions(config: RunConfig) -> list[Problem]:
-    """Imports the user's algorithms and checks their arguments, without calling them.
+    """Imports the user's algorithms and way to move weights, and checks arguments, without calling them.
 
     Checks nothing without torch, as on a machine that only launches runs.
     """
@@ -183,6 +183,14 @@ def check_own_functions(config: RunConfig) -> list[Problem]:
     problems: list[Problem] = []
     for field, function in _user_functions(config, ""):
         problems += _user_function_problems(config, field, function)
+    if isinstance(config, RolloutTrainingConfig) and ":" in (name := config.resharding.transport):
+        from megarl.resharding import WeightTransfer
+
+        try:
+            resolve_class(name, WeightTransfer)
+        except ValueError as error:
+            usual = "name one that can be imported from the working directory; see docs/extending.md"
+            problems.append(Problem("resharding.transport", name, str(error), suggestion(name) or usual))
     return problems
 
 

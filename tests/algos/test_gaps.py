@@ -53,7 +53,8 @@ def totals(mask: Tensor) -> dict[str, int]:
 
 def policy_terms(name: str, new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """The terms of a policy loss, with the arguments that it names."""
-    inputs = {"new_logprobs": new, "old_logprobs": old, "advantages": advantages, "response_mask": mask}
+    inputs = {**dict.fromkeys(POLICY_LOSSES.arguments, old), "new_logprobs": new, "advantages": advantages}
+    inputs["response_mask"] = mask
     return bound(POLICY_LOSSES, name, {})(**{key: inputs[key] for key in POLICY_LOSSES.reads(name)}).values
 
 

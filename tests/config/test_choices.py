@@ -10,6 +10,7 @@ from typing import Any, get_origin
 import pytest
 from pydantic import BaseModel
 
+from megarl.algos import signatures
 from megarl.algos.registry import KINDS, Kind
 from megarl.algos.signatures import REQUIRED, signature_of
 from megarl.config import ConfigError, Problem, load, save
@@ -206,6 +207,28 @@ def test_options_without_a_docstring_take_the_modules() -> None:
     assert meaning("ppo", "clip_high") == meaning("cispo", "clip_high")
     assert meaning("ppo", "clip_high").endswith("its upper bound is 1 + clip_high (DAPO: 0.28); null takes clip.")
     assert meaning("gmpo", "clip") == "The log-ratio is clipped from below at -clip."
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("a: NotThere = 1", "line 1: NotThere is neither a type"),
+        ("a: str = 'b'", "line 1: str is neither a type"),
+        ("a=1", "the option a of loss needs an annotation"),
+        ("b: float = 1", "the option b of loss needs an entry in the Args"),
+    ],
+)
+def test_an_option_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, text: str
+) -> None:
+    monkeypatch.setattr(signatures, "__file__", str(tmp_path / "signatures.py"))
+    module = tmp_path.name  # another one in each case, as a source is read once
+    function = f'def loss(*, {option}):\n    """A loss.\n\n    Args:\n        a: a number.\n    """\n'
+    (tmp_path / f"{module}.py").write_text(function)
+    with pytest.raises(TypeError, match=text):
+        signature_of(module, "loss")
+    with pytest.raises(TypeError, match=f"names nothing, which megarl/algos/{module}.py does not define"):
+        signature_of(module, "nothing")
 
 
 # ---- fields

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megarl.config import ConfigError, Problem, load, save
 from megarl.config.inheritance import merged
+from megarl.config.schema import STAGES
 from megarl.stages.ppo.config import PPOConfig
 from megarl.types import Layout
 from tests.config.debug import DEBUG, GRPO, REPOSITORY, by_field, debug, refused, without
@@ -323,7 +324,7 @@ def test_required_sections_are_named(tmp_path: Path, stage: str, sections: list[
 def test_the_stage_is_checked_first(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path / "own.yaml", text))
-    assert by_field(caught.value) == {"stage": "one of sft, reward_model, ppo, eval"}
+    assert by_field(caught.value) == {"stage": f"one of {', '.join(STAGES)}"}
 
 
 def test_nothing_is_coerced() -> None:

@@ -42,6 +42,6 @@ def test_every_table_row_is_one_line() -> None:
 def test_every_section_of_every_stage_appears_once() -> None:
     page = markdown()
     assert [page.count(f"## Stage `{stage}`") for stage in STAGES] == [1] * len(STAGES)
-    assert "## `actor.optimizer`, `reward.optimizer`, `critic.optimizer` (sft, reward_model, ppo)\n" in page
+    assert "## `actor.optimizer`, `reward.optimizer`, `critic.optimizer` (sft, reward_model, ppo" in page
     assert "## `data` (reward_model)" in page
     assert [page.count(field) for field in ("| `weight_decay` |", "| `tokens_per_micro_batch` |")] == [1, 1]

@@ -23,7 +23,7 @@ from megarl.conversations.environment_calls import EnvironmentChild, Environment
 from megarl.conversations.environment_child import EnvironmentHost
 from megarl.conversations.environment_process import EnvironmentProcess
 from megarl.data.tokenizer import load_tokenizer
-from megarl.environments.builtin import load_environment
+from megarl.environments.builtin import ENVIRONMENTS, load_environment
 from megarl.environments.environment import EnvironmentTask, FailedEnvironmentError
 from megarl.errors import RunError
 from megarl.rewards import child_process
@@ -262,7 +262,7 @@ def test_a_class_that_cannot_be_made_is_an_error_at_the_start(
     ("name", "rule"),
     [
         ("tests.conversations.worlds:Nothing", "a class of the module that is derived from"),
-        ("tool", "one of openenv, reasoning_gym, tools, user_turns"),
+        ("tool", f"one of {', '.join(ENVIRONMENTS)}, gateway"),
     ],
 )
 def test_a_name_that_is_no_class_is_refused(name: str, rule: str) -> None:

@@ -38,6 +38,12 @@ def test_missing_functions_are_reported_together() -> None:
     assert "has no 'cubic'" in found["algo.value_loss.name"]
 
 
+def test_a_way_to_move_weights_is_loaded() -> None:
+    assert wrong("resharding.transport=examples.directory_transfer:DirectoryTransfer") == {}
+    for name in ("nowhere_at_all:Way", "examples.directory_transfer:Nothing", "examples.directory_transfer:Path"):
+        assert list(wrong(f"resharding.transport={name}")) == ["resharding.transport"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "field", "text"),
     [

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from megarl.algos.policy_loss import ppo, with_term
 from megarl.algos.preference_loss import pairwise
-from megarl.algos.value_loss import mse
+from megarl.algos.registry import POLICY_LOSSES, VALUE_LOSSES
 
 _PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 _PLACEHOLDER = re.compile(r"[A-Z]+")
@@ -55,16 +53,18 @@ def test_every_metric_named_in_the_code_is_documented() -> None:
 
 def test_every_metric_of_a_loss_is_documented() -> None:
     x = torch.zeros(1, 1)
-    policy = with_term(with_term(ppo(x, x, x, x.bool()), "kl", x, coef=0.1), "entropy", x, coef=-0.1)
-    losses: Mapping[str, Mapping[str, Tensor]] = {
-        "policy": {
-            **policy.metrics,
-            **{f"{name}_{kind}": x for name in policy.spreads for kind in ("mean", "var", "min", "max")},
-        },
-        "value": mse(x, x, x).metrics,
-        "reward_model": pairwise(x[0], x[0]).metrics,
-        "sft": {"entropy": x},
-    }
+    inputs = {**dict.fromkeys(POLICY_LOSSES.arguments, x), "response_mask": x.bool()}
+    policy = {"kl", "entropy"}  # of the terms that a run adds
+    for name in POLICY_LOSSES.functions:
+        loss = POLICY_LOSSES.function(name)(**{key: inputs[key] for key in POLICY_LOSSES.reads(name)})
+        policy |= {*loss.metrics}
+        policy |= {f"{spread}_{kind}" for spread in loss.spreads for kind in ("mean", "var", "min", "max")}
+    assert "sequence_ratio" in policy
+    value: set[str] = set()
+    for name in VALUE_LOSSES.functions:
+        value |= {*VALUE_LOSSES.function(name)(x, x, x).metrics}
+    reward_model = pairwise(x[0], x[0]).metrics
+    losses = {"policy": policy, "value": value, "reward_model": reward_model, "sft": {"entropy"}}
     update_metrics = ("loss", "grad_norm", "lr", "skipped")
     names = {f"{prefix}/{name}" for prefix, metrics in losses.items() for name in (*metrics, *update_metrics)}
     assert not undescribed(names)
