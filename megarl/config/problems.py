@@ -25,6 +25,8 @@ _SPECIAL_TOKEN = re.compile(r"(^|[_-])(bos|cls|end|eos|mask|pad|sep|start|stop|t
 _HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 KEY = "(key)"
 """The value of a problem with the name of a key, which is the last part of the field."""
+WITHOUT_EFFECT = "has no effect"
+"""The beginning of the rule of a setting that could be left out."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def ineffective_settings(
         if isinstance(value, BaseModel):
             value = getattr(value, "name", "given")
         key = f"{field}.{info.alias or name}"
-        yield Problem(key, shown(value), f"has no effect {where}", f"remove it, {otherwise}")
+        yield Problem(key, shown(value), f"{WITHOUT_EFFECT} {where}", f"remove it, {otherwise}")
 
 
 def unordered(

@@ -16,11 +16,6 @@ LAYOUTS: Cases = {
     ],
     placement_rules.nodes_can_be_lost: [
         (["cluster.min_nodes=1", "cluster.address=auto"], "cluster.min_nodes", "below cluster.nodes = 1"),
-        (
-            ["cluster.min_nodes=1", "cluster.nodes=2", "cluster.devices_per_node=2"],
-            "cluster.min_nodes",
-            "with cluster.address alone",
-        ),
     ],
     placement_rules.groups_have_roles: [([*SPARE, "groups.spare.roles={}"], "groups.spare.roles", "at least one role")],
     placement_rules.devices_exist: [
@@ -74,9 +69,6 @@ LAYOUTS: Cases = {
         )
     ],
     placement_rules.engine_devices_exist: [(["cluster.nodes=2", "rollout.devices=8"], "rollout.devices", "= 8")],
-    rollout_rules.one_size_of_the_cache: [
-        (["rollout.gpu_memory_fraction=0.3"], "rollout.kv_cache_mib", "no effect with rollout.gpu_memory_fraction")
-    ],
     rollout_rules.engines_fill_devices: [
         (["rollout.devices=0-2", "rollout.tp=2"], "rollout.tp", "divides the 3 devices of rollout.devices"),
         (
@@ -93,8 +85,7 @@ LAYOUTS: Cases = {
         )
     ],
     rollout_rules.new_tokens_in_order: [(["rollout.min_new_tokens=33"], "rollout.min_new_tokens", "at most")],
-    rollout_rules.ends_are_read: [
-        (["rollout={ignore_eos: true, min_new_tokens: 4}"], "rollout.min_new_tokens", "no effect with"),
+    rollout_rules.turns_have_ends: [
         (["rollout.ignore_eos=true", "environment.name=tools"], "rollout.ignore_eos", "false with an environment"),
     ],
     rollout_rules.stops_can_be_met: [
@@ -105,7 +96,6 @@ LAYOUTS: Cases = {
     model_rules.fused_layers_need_a_gpu: [
         (["model.layers=transformer_engine"], "model.layers", "needs device cuda"),
     ],
-    rollout_rules.graphs_are_for_gpus: [(["rollout.enforce_eager=true"], "rollout.enforce_eager", "no effect")],
     rollout_rules.quantized_models: [
         (["rollout.quantization=fp8_per_channel"], "rollout.quantization", "bfloat16 or float16; it is of float32"),
         (
@@ -167,14 +157,12 @@ LAYOUTS: Cases = {
         (["data.random.min_tokens=17"], "data.random.min_tokens", "max_tokens = 16"),
         (["data.random.count=7"], "data.random.count", "prompts_per_step = 8"),
     ],
-    data_rules.tasks_have_an_environment: [
-        (["data.random=null", "data.tasks=8"], "data.tasks", "no effect without an environment"),
+    data_rules.environments_read_text: [
         (["environment.name=tools"], "data.random", "null with an environment"),
     ],
     data_rules.one_held_out_source: [
         (["evaluation={every: 1}"], "evaluation", "exactly one of prompts and tasks"),
         (["evaluation={prompts: a/b, tasks: 4}"], "evaluation", "exactly one of prompts and tasks"),
-        (["evaluation={tasks: 4}"], "evaluation.tasks", "no effect without an environment"),
         (["evaluation={tasks: 4}", "environment.name=openenv"], "evaluation.tasks", "data.tasks, which is null"),
     ],
     data_rules.random_prompts_are_ids: [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.config.rules import data_rules, placement_rules, rollout_rules, scoring_rules, training_rules
 from megarl.stages.reward_model import config as reward_model_config
-from tests.config.debug import ACTOR, PTX, Cases
+from tests.config.debug import ACTOR, HELD_OUT_TASKS, PTX, Cases
 
 SFT: Cases = {
     placement_rules.roles_belong_to_the_stage: [
@@ -22,9 +22,6 @@ SFT: Cases = {
         (["tracking.samples=8"], "tracking.samples", "no effect in a stage without rollouts"),
         (["tracking.tokens=true"], "tracking.tokens", "no effect in a stage without rollouts"),
         (["tracking.samples_mib=8"], "tracking.samples_mib", "no effect in a stage without rollouts"),
-    ],
-    data_rules.evaluations_have_rows: [
-        (["data.evaluation=null", "data.evaluate_every=1"], "data.evaluate_every", "data.evaluation alone")
     ],
     training_rules.best_checkpoints_are_evaluated: [
         (
@@ -67,17 +64,11 @@ REWARD_MODEL: Cases = {
     data_rules.micro_batches_hold_a_sample: [
         (["data.max_tokens=65"], f"{REWARD}.tokens_per_micro_batch", "twice data.max_tokens, for a pair, = 130")
     ],
-    data_rules.evaluations_have_rows: [
-        (["data.evaluation=null", "data.evaluate_every=1"], "data.evaluate_every", "data.evaluation alone")
-    ],
     reward_model_config.reference_samples_have_engines: [
         (["rollout=null"], "normalisation", "needs the section rollout"),
         (["normalisation=null"], "rollout", "normalisation alone"),
     ],
     training_rules.rates_fall: [(["reward.optimizer.lr=1e-4"], "reward.optimizer.final_lr", "below lr = 0.0001")],
-    training_rules.margins_are_read: [
-        (["reward.loss={margin: true, kind: logexp}"], "reward.loss.margin", "no effect with reward.loss.kind = logexp")
-    ],
 }
 
 RAFT: Cases = {
@@ -96,14 +87,11 @@ RAFT: Cases = {
         (["algo.advantage=grpo"], "algo.advantage", "none with policy loss sft"),
         (["algo.policy_loss=ppo"], "algo.advantage", "an advantage, which policy loss ppo reads"),
         (["algo.kl.coef=0.1", "groups.train.roles.reference={}"], "algo.kl.coef", "0 with policy loss sft"),
-        (["algo.correction.old_logprobs=rollout"], "algo.correction", "no effect with policy loss sft"),
     ],
     scoring_rules.dense_scores_are_read: [
         (["reward.dense=scores", "groups.train.roles.reward={}"], "algo.select", "null with reward.dense")
     ],
 }
-
-HELD_OUT_TASKS = ["evaluation={prompts: null, tasks: 4, first_task: 8}", "environment.name=openenv"]
 
 EVAL: Cases = {
     placement_rules.roles_belong_to_the_stage: [
@@ -124,9 +112,7 @@ EVAL: Cases = {
     ],
     data_rules.files_exist: [(["evaluation.prompts=/nowhere.jsonl"], "evaluation.prompts", "a file that exists")],
     data_rules.one_held_out_source: [
-        (["evaluation.first_task=4"], "evaluation.first_task", "no effect without evaluation.tasks"),
         ([*HELD_OUT_TASKS, "evaluation.first_task=null"], "evaluation.first_task", "given with evaluation.tasks"),
-        ([*HELD_OUT_TASKS, "evaluation.too_long=drop"], "evaluation.too_long", "no effect with evaluation.tasks"),
     ],
     scoring_rules.reward_heads_have_a_source: [
         (

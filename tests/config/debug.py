@@ -64,3 +64,5 @@ MIXTURE = [
     f"{ACTOR}.sequence_parallel=true",
     "groups.train.roles.reference.sequence_parallel=true",
 ]
+EVALUATION = "evaluation={prompts: a/b, functions: [{name: length}]}"
+HELD_OUT_TASKS = ["evaluation={prompts: null, tasks: 4, first_task: 8}", "environment.name=openenv"]

@@ -11,13 +11,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config import ConfigError, build
+from megarl.config.foreign_keys import has_path
 from megarl.config.loading import load
 from megarl.config.rules import rules_of
-from megarl.config.schema import STAGES
-from tests.config.broken_algorithms import ALGORITHMS, EVALUATION
+from megarl.config.rules.unused_settings import UNUSED, Unused, _condition
+from megarl.config.schema import STAGES, stage_classes
+from tests.config.broken_algorithms import ALGORITHMS
 from tests.config.broken_layouts import LAYOUTS
 from tests.config.broken_stages import EVAL, RAFT, REWARD_MODEL, SFT
-from tests.config.debug import ACTOR, DEBUG, FUNCTIONS, GRPO, MIXTURE, OWN_DEVICE, PTX, Cases, debug, refused, without
+from tests.config.debug import (
+    ACTOR,
+    DEBUG,
+    EVALUATION,
+    FUNCTIONS,
+    GRPO,
+    MIXTURE,
+    OWN_DEVICE,
+    PTX,
+    Cases,
+    debug,
+    refused,
+    without,
+)
+from tests.config.unused_cases import UNUSED_CASES
 
 ALL: list[tuple[str, Cases]] = [
     ("ppo", LAYOUTS),
@@ -42,6 +58,29 @@ def test_every_rule_is_tested() -> None:
 )
 def test_a_broken_rule_is_reported(stage: str, overrides: list[str], field: str, rule: str) -> None:
     assert rule in refused(*overrides, stage=stage)[field]
+
+
+@pytest.mark.parametrize(("stage", "overrides", "setting", "condition"), UNUSED_CASES, ids=str)
+def test_a_setting_without_an_effect_is_reported(
+    stage: str, overrides: list[str], setting: str, condition: str
+) -> None:
+    field = setting.partition("=")[0]
+    rules = refused(*overrides, setting, stage=stage)[field].splitlines()
+    assert [condition in rule for rule in rules if rule.startswith("has no effect")] == [True]
+
+
+def test_every_entry_of_unused_settings_is_tested_and_names_fields() -> None:
+    tested: set[Unused] = set()
+    for path, rows in UNUSED.items():
+        for row in rows:
+            other = path + row.field if row.field.startswith(".") else row.field
+            settings = [f"{path}.{name}" for name in row.settings.split()]
+            for field in (*settings, other):
+                assert any(has_path(schema, field) for schema in stage_classes().values()), field
+            expected = _condition(other, row.value)
+            if any(case[2].partition("=")[0] in settings and case[3] in expected for case in UNUSED_CASES):
+                tested.add(row)
+    assert tested == {row for rows in UNUSED.values() for row in rows}
 
 
 @pytest.mark.parametrize(

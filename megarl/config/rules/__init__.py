@@ -15,7 +15,7 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic.fields import FieldInfo
 
-from megarl.config.problems import Problem
+from megarl.config.problems import WITHOUT_EFFECT, Problem
 from megarl.config.rules import (
     algorithm_rules,
     data_rules,
@@ -25,6 +25,7 @@ from megarl.config.rules import (
     scoring_rules,
     training_rules,
 )
+from megarl.config.rules.unused_settings import unused_settings
 from megarl.config.schema import stage_class
 from megarl.config.schema.schema_walk import section, type_of
 
@@ -41,6 +42,11 @@ def broken_rules(stage: str, sections: Mapping[str, Any]) -> list[Problem]:
         invalid = (known.keys() & set(reads)) - sections.keys()
         if not invalid:
             problems += rule(**{name: sections.get(name) for name in reads})
+    unused = {problem.field for problem in problems if problem.rule.startswith(WITHOUT_EFFECT)}
+    for problem in unused_settings(sections):
+        if problem.field not in unused:
+            problems.append(problem)
+            unused.add(problem.field)
     return problems
 
 

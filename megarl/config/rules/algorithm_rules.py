@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -47,13 +46,11 @@ def advantages_have_their_critic(algo: Algo, groups: Groups, critic: Critic | No
         yield Problem("critic", "given", f"has no effect with advantage {name}", fix)
 
 
-def value_losses_have_a_critic(algo: Algo, critic: Critic | None) -> Iterator[Problem]:
-    """A value loss needs a critic, and so does a policy loss that reads values."""
+def values_have_a_critic(algo: Algo, critic: Critic | None) -> Iterator[Problem]:
+    """A policy loss that reads values needs a critic."""
     if critic is None and isinstance(algo.policy_loss, CustomFunction) and "values" in algo.loss_reads:
         fix = "choose an advantage with a critic, such as gae, or a loss that does not read values"
         yield Problem("algo.policy_loss.name", algo.policy_loss.name, "reads values: needs a critic", fix)
-    if critic is None:
-        yield from ineffective_settings("algo", algo, ("value_loss",), "without a critic", "or choose gae")
 
 
 def groups_of_samples_are_compared(algo: Algo, data: PromptData) -> Iterator[Problem]:
@@ -71,32 +68,14 @@ def groups_of_samples_are_compared(algo: Algo, data: PromptData) -> Iterator[Pro
         yield Problem("data.samples_per_prompt", str(data.samples_per_prompt), rule, f"set it to {needed} or more")
 
 
-def decays_are_read(algo: Algo) -> Iterator[Problem]:
-    """vapo's length_alpha sets lam_policy where that is null."""
-    if algo.advantage.name == "vapo" and algo.advantage.options["lam_policy"] is not None:
-        where = "with algo.advantage.lam_policy"
-        otherwise = "or set lam_policy to null"
-        yield from ineffective_settings("algo.advantage", algo.advantage, ("length_alpha",), where, otherwise)
-
-
 def normalisers_are_whole(algo: Algo, data: PromptData) -> Iterator[Problem]:
-    """A normaliser shifts or scales, all its options are in use, and groups have several samples."""
+    """A normaliser shifts or scales, and groups have several samples."""
     field = "algo.normalise.advantages"
     chosen = algo.normalise.advantages
     options = chosen.options
-    if chosen.name == "whiten" and options["mean_only"]:
-        names = ("ddof", "form", "eps")
-        where = "with mean_only, which does not divide"
-        yield from ineffective_settings(field, chosen, names, where, "or set mean_only to false")
     if chosen.name == "levels" and options["mean"] is options["std"] is None:
         rule = "shifts or scales: mean or std is not null"
         yield Problem(field, "levels", rule, "choose none, which leaves the advantages")
-    elif chosen.name == "levels" and options["mean"] is None:
-        otherwise = "or set mean to batch or group"
-        yield from ineffective_settings(field, chosen, ("leave_one_out",), "without a mean", otherwise)
-    elif chosen.name == "levels" and options["std"] is None:
-        otherwise = "or set std to batch or group"
-        yield from ineffective_settings(field, chosen, ("unbiased", "eps"), "without std", otherwise)
     by_group = chosen.name == "levels" and "group" in (options["mean"], options["std"])
     if (chosen.name == "grouped_tokens" or by_group) and data.samples_per_prompt < 2:
         rule = f"at least 2 with {field} = {chosen.name} over the samples of a prompt"
@@ -143,9 +122,8 @@ def ratios_have_room(algo: Algo) -> Iterator[Problem]:
 
 
 def filters_compare(algo: Algo, data: PromptData) -> Iterator[Problem]:
-    """A filter can keep prompts; filter_rounds needs one."""
+    """A filter can keep prompts."""
     if algo.filter is None:
-        yield from ineffective_settings("algo", algo, ("filter_rounds",), "without algo.filter", "or choose a filter")
         return
     if algo.filter.name == "nonzero_std" and data.samples_per_prompt < 2:
         rule = "at least 2 with algo.filter = nonzero_std: a sample alone has no deviation, and no prompt would be kept"
@@ -173,28 +151,15 @@ def penalty_has_a_reference(algo: Algo, groups: Groups) -> Iterator[Problem]:
         yield Problem("algo.kl.coef", "0", rule, fix)
 
 
-def penalty_is_one(algo: Algo) -> Iterator[Problem]:
-    """All settings of the KL penalty are in use."""
+def penalties_act(algo: Algo) -> Iterator[Problem]:
+    """A penalty's place and estimator need a coefficient, and its sum over tokens scores that do not add up."""
     kl = algo.kl
-    unused = functools.partial(ineffective_settings, "algo.kl", kl)
-    if kl.coef == 0:
-        names = ["target", "horizon", "unit", "cumulative", "importance", "reference_sync"]
-        if "coef" not in kl.model_fields_set:  # a coefficient of 0 turns the penalty of a recipe off
-            names += ["placement", "estimator"]
-        yield from unused(names, "with algo.kl.coef = 0", "or set the coefficient above 0")
-        return
-    if kl.target is None:
-        yield from unused(("horizon", "unit"), "without algo.kl.target", "or set a target")
-    if kl.placement == "loss":
-        yield from unused(("cumulative",), "with algo.kl.in = loss", "or set algo.kl.in to reward")
-    elif algo.from_token_rewards:
+    if kl.coef == 0 and "coef" not in kl.model_fields_set:  # a coefficient of 0 turns the penalty of a recipe off
+        names = ("placement", "estimator")
+        yield from ineffective_settings("algo.kl", kl, names, "with algo.kl.coef = 0", "or raise algo.kl.coef")
+    if kl.coef > 0 and kl.placement == "reward" and algo.from_token_rewards:
         where = f"with advantage {algo.advantage.name}, which adds up rewards by itself"
-        yield from unused(("cumulative",), where, "or choose a comparison of samples, such as rloo")
-    if kl.placement == "reward":
-        yield from unused(("importance",), "with algo.kl.in = reward", "or set algo.kl.in to loss")
-    elif kl.reads_distributions:
-        where = "with algo.kl.estimator = full, which is no estimate from samples"
-        yield from unused(("importance",), where, "or set algo.kl.estimator to k3")
+        yield from ineffective_settings("algo.kl", kl, ("cumulative",), where, "or choose one of samples, such as rloo")
 
 
 def estimators_fit_their_place(algo: Algo) -> Iterator[Problem]:
@@ -255,20 +220,6 @@ def references_follow_in_time(algo: Algo, run: TrainingRun) -> Iterator[Problem]
         rule = f"below run.steps = {run.steps}: the reference would not move before the last step"
         fix = f"lower it, raise {run.length_field}, or set algo.kl.reference_sync to null"
         yield Problem("algo.kl.reference_sync.every", str(sync.every), rule, fix)
-
-
-def ratios_differ_from_one(algo: Algo) -> Iterator[Problem]:
-    """Corrections that read the old log-probabilities need those of the actor, before the update."""
-    old = algo.correction.old_logprobs
-    if old == "recompute":
-        return
-    names = ["reject", "m2po"]
-    where = f"with algo.correction.old_logprobs = {old}, which are known in the update alone"
-    if old == "rollout":
-        names.append("weights")
-        where = "with algo.correction.old_logprobs = rollout: the ratio to the engines is 1"
-    otherwise = "or recompute the old log-probabilities"
-    yield from ineffective_settings("algo.correction", algo.correction, names, where, otherwise)
 
 
 def bounds_are_in_order(algo: Algo) -> Iterator[Problem]:

@@ -100,12 +100,9 @@ def one_prompt_source(data: PromptData) -> Iterator[Problem]:
         yield from unordered("data.random.count", random.count, "at least", "data.prompts_per_step", step)
 
 
-def tasks_have_an_environment(data: PromptData, environment: EnvironmentSettings | None) -> Iterator[Problem]:
-    """The environment makes tasks, and cannot read random prompts."""
-    if environment is None:
-        where = "without an environment, which would make them"
-        yield from ineffective_settings("data", data, ("tasks",), where, "or give environment")
-    elif data.random is not None:
+def environments_read_text(data: PromptData, environment: EnvironmentSettings | None) -> Iterator[Problem]:
+    """An environment cannot read random prompts."""
+    if environment is not None and data.random is not None:
         fix = "give data.prompts, or data.tasks of which the environment makes prompts"
         yield Problem("data.random", "given", "null with an environment, which reads text", fix)
 
@@ -120,28 +117,13 @@ def one_held_out_source(
         value = "none" if evaluation.prompts is None else "prompts and tasks"
         fix = "give evaluation.prompts, or evaluation.tasks of an environment"
         yield Problem("evaluation", value, "exactly one of prompts and tasks is given", fix)
-    if environment is None:
-        where = "without an environment, which would make them"
-        yield from ineffective_settings("evaluation", evaluation, ("tasks",), where, "or give environment")
-    elif evaluation.tasks is not None and data is not None and data.tasks is None:
+    if environment is not None and evaluation.tasks is not None and data is not None and data.tasks is None:
         fix = "give data.tasks, or evaluation.prompts: a file of rows with an index"
         yield Problem("evaluation.tasks", str(evaluation.tasks), "follows data.tasks, which is null", fix)
-    if isinstance(evaluation, HeldOut):
-        yield from _tasks_have_a_first(evaluation)
-
-
-def _tasks_have_a_first(evaluation: HeldOut) -> Iterator[Problem]:
-    if evaluation.tasks is None:
-        where = "without evaluation.tasks"
-        yield from ineffective_settings("evaluation", evaluation, ("first_task",), where, "or give evaluation.tasks")
-        return
-    if evaluation.first_task is None:
+    if isinstance(evaluation, HeldOut) and evaluation.tasks is not None and evaluation.first_task is None:
         rule = "given with evaluation.tasks: the training had the indices below its data.tasks"
         fix = "set it to data.tasks of the training, or to 0 if there was none"
         yield Problem("evaluation.first_task", "null", rule, fix)
-    names = ("chat_template", "too_long")
-    where = "with evaluation.tasks, and no rows that are read"
-    yield from ineffective_settings("evaluation", evaluation, names, where, "or give evaluation.prompts")
 
 
 def random_prompts_are_ids(data: PromptData, evaluation: Evaluation | None, ptx: PTX | None) -> Iterator[Problem]:
@@ -194,11 +176,3 @@ def micro_batches_hold_a_sample(
                 rule = f"at least {what} = {tokens}"
                 fix = f"set it to {tokens} or more, or shorten the sequences"
                 yield Problem(f"{field}.tokens_per_micro_batch", value, rule, fix)
-
-
-def evaluations_have_rows(data: TextData | PairData) -> Iterator[Problem]:
-    """An evaluation needs held-out rows."""
-    if data.evaluate_every is not None and data.evaluation is None:
-        rule = "has an effect with data.evaluation alone"
-        fix = "give data.evaluation, or remove it"
-        yield Problem("data.evaluate_every", str(data.evaluate_every), rule, fix)

@@ -50,13 +50,9 @@ def threads_are_used(cluster: Cluster) -> Iterator[Problem]:
 
 
 def nodes_can_be_lost(cluster: Cluster) -> Iterator[Problem]:
-    """A run can lose some nodes, but not all, of a cluster that it joins."""
-    if cluster.min_nodes is None:
-        return
-    yield from unordered("cluster.min_nodes", cluster.min_nodes, "below", "cluster.nodes", cluster.nodes)
-    if cluster.address is None:
-        rule = "has an effect with cluster.address alone: without it, all nodes are this machine"
-        yield Problem("cluster.min_nodes", str(cluster.min_nodes), rule, "set cluster.address, or set it to null")
+    """A run can lose some nodes, but not all."""
+    if cluster.min_nodes is not None:
+        yield from unordered("cluster.min_nodes", cluster.min_nodes, "below", "cluster.nodes", cluster.nodes)
 
 
 def groups_have_roles(groups: Groups) -> Iterator[Problem]:

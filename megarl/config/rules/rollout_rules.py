@@ -44,14 +44,6 @@ def sleeping_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[
         yield Problem("rollout.sleep", "True", rule, "set it to false")
 
 
-def one_size_of_the_cache(rollout: Rollout | None) -> Iterator[Problem]:
-    """The cache has a size, or what a fraction of the device leaves."""
-    if rollout is not None and rollout.gpu_memory_fraction is not None and rollout.kv_cache_mib is not None:
-        rule = "has no effect with rollout.gpu_memory_fraction"
-        fix = "set one of the two to null"
-        yield Problem("rollout.kv_cache_mib", str(rollout.kv_cache_mib), rule, fix)
-
-
 def all_tokens_are_sampled(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
     """Engines compute log-probabilities of the tokens that such a setting leaves, trainers of all tokens.
 
@@ -79,14 +71,9 @@ def new_tokens_in_order(rollout: Rollout | None) -> Iterator[Problem]:
         yield from unordered("rollout.min_new_tokens", fewest, "at most", "rollout.max_new_tokens", most)
 
 
-def ends_are_read(rollout: Rollout | None, environment: EnvironmentSettings | None) -> Iterator[Problem]:
-    """End tokens that are ignored need no least length, and turns of a conversation end with one."""
-    if rollout is None or not rollout.ignore_eos:
-        return
-    where = "with rollout.ignore_eos"
-    otherwise = "or set rollout.ignore_eos to false"
-    yield from ineffective_settings("rollout", rollout, ("min_new_tokens",), where, otherwise)
-    if environment is not None:
+def turns_have_ends(rollout: Rollout | None, environment: EnvironmentSettings | None) -> Iterator[Problem]:
+    """Turns of a conversation end with an end token."""
+    if rollout is not None and rollout.ignore_eos and environment is not None:
         rule = "false with an environment: the end token shows that a turn is whole"
         yield Problem("rollout.ignore_eos", "True", rule, "set it to false")
 
@@ -105,13 +92,6 @@ def stops_can_be_met(model: Model, rollout: Rollout | None) -> Iterator[Problem]
     if beyond:
         rule = f"below {used}, the number of ids in use: others are never sampled"
         yield Problem("rollout.stop_token_ids", shown(beyond), rule, "remove them")
-
-
-def graphs_are_for_gpus(cluster: Cluster, rollout: Rollout | None) -> Iterator[Problem]:
-    """On a CPU, engines are neither compiled nor captured in graphs."""
-    if rollout is not None and rollout.enforce_eager and cluster.device == "cpu":
-        rule = "has no effect where cluster.device is cpu"
-        yield Problem("rollout.enforce_eager", "True", rule, "set it to false")
 
 
 def quantized_models(cluster: Cluster, model: Model, rollout: Rollout | None) -> Iterator[Problem]:
@@ -168,12 +148,10 @@ def samples_differ(rollout: Rollout, data: PromptData | None, evaluation: Evalua
 
 def nothing_to_show(stage: str, tracking: Tracking) -> Iterator[Problem]:
     """Only rollouts and evaluations with the engines have samples to read."""
-    names = ("samples_mib", "tokens")
     if not issubclass(stage_class(stage), SamplingConfig):
+        names = ("samples", "samples_mib", "tokens")
         where = "in a stage without rollouts of the model in training"
-        yield from ineffective_settings("tracking", tracking, ("samples", *names), where, "or use stage ppo")
-    elif tracking.samples == 0:
-        yield from ineffective_settings("tracking", tracking, names, "with tracking.samples = 0", "or raise that")
+        yield from ineffective_settings("tracking", tracking, names, where, "or use stage ppo")
 
 
 def transports_are_for_the_cpu(cluster: Cluster, resharding: Resharding) -> Iterator[Problem]:
@@ -210,29 +188,16 @@ def old_weights_are_kept(stage: str, rollout: Rollout) -> Iterator[Problem]:
         yield Problem("rollout.sync_every", str(rollout.sync_every), "1 with rollout.sleep", fix)
 
 
-def staleness_settings_have_an_effect(stage: str, rollout: Rollout) -> Iterator[Problem]:
-    """Modes differ with max_staleness above 0, and each has settings of its own."""
+def weights_stay_young(stage: str, rollout: Rollout) -> Iterator[Problem]:
+    """Engines that sample ahead sync at every step, and several of them are needed to update some at a time."""
     if not trains_on_rollouts(stage):
         return
-    if rollout.max_staleness == 0:
-        where = "with rollout.max_staleness = 0"
-        fix = "or raise rollout.max_staleness"
-        yield from ineffective_settings("rollout", rollout, ("mode",), where, fix)
-    elif rollout.sync_every > 1:
+    if rollout.max_staleness > 0 and rollout.sync_every > 1:
         rule = f"1 with rollout.max_staleness = {rollout.max_staleness}, which bounds the age of the weights"
         yield Problem("rollout.sync_every", str(rollout.sync_every), rule, "set it to 1")
-    if rollout.mode != "inflight":
-        where = f"with rollout.mode = {rollout.mode}"
-        fix = "or set rollout.mode to inflight"
-        yield from ineffective_settings("rollout", rollout, ("inflight_cache",), where, fix)
-    if rollout.mode == "exact":
-        where = "with rollout.mode = exact"
-        fix = "or set rollout.mode to bounded or inflight"
-        yield from ineffective_settings("rollout", rollout, ("rolling_update",), where, fix)
-    elif rollout.engines == 1:
-        where = "with one engine"
-        fix = "or give rollout.devices more of them"
-        yield from ineffective_settings("rollout", rollout, ("rolling_update",), where, fix)
+    if rollout.mode != "exact" and rollout.engines == 1:
+        otherwise = "or give rollout.devices more of them"
+        yield from ineffective_settings("rollout", rollout, ("rolling_update",), "with one engine", otherwise)
 
 
 def engines_that_need_devices_of_their_own(stage: str, groups: Groups, rollout: Rollout) -> Iterator[Problem]:

@@ -65,15 +65,11 @@ def scores_have_a_source(
 
 
 def reward_settings_have_their_model(groups: Groups, reward: Reward) -> Iterator[Problem]:
-    """The settings of the reward model need the role; those of its random head, no checkpoint."""
+    """The settings of the reward model need the role."""
     if not placed(groups, "reward"):
         names = ("path", "head_std", "head_seed", "weight", "dense")
         where = "without the role reward"
         yield from ineffective_settings("reward", reward, names, where, "or add the role to a group")
-    elif reward.path is not None:
-        names = ("head_std", "head_seed")
-        where = "with reward.path, whose head is loaded"
-        yield from ineffective_settings("reward", reward, names, where, "or remove the path")
 
 
 def reward_heads_have_a_source(groups: Groups, model: Model, reward: Reward) -> Iterator[Problem]:
@@ -126,15 +122,12 @@ def conversations_are_scored_whole(algo: Algo, environment: EnvironmentSettings 
 
 
 def unfinished_responses_are_compared(algo: Algo) -> Iterator[Problem]:
-    """gdpo compares scores without shaping, but may mask; masked_rloo must mask."""
+    """gdpo compares scores of unfinished responses as they are, but may mask them; masked_rloo must."""
     missing = algo.scores.missing_end
     masks = missing is not None and missing.name == "mask"
-    if algo.advantage.name == "gdpo":
-        names = ["clip"]
-        if not masks:
-            names.append("missing_end")
+    if algo.advantage.name == "gdpo" and not masks:
         where = "with advantage gdpo, which compares the score of each source as it is"
-        yield from ineffective_settings("algo.scores", algo.scores, names, where, "or choose grpo")
+        yield from ineffective_settings("algo.scores", algo.scores, ("missing_end",), where, "or choose grpo")
     if algo.advantage.name == "masked_rloo" and not masks:
         value = "null" if missing is None else missing.name
         rule = "mask with advantage masked_rloo, which compares the responses that ended alone"
@@ -167,8 +160,6 @@ def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Problem]:
     if not algo.from_token_rewards:
         where = f"with advantage {algo.advantage.name}, which compares scores"
         yield from ineffective_settings("reward", reward, ("dense",), where, "or choose gae")
-    otherwise = "or set reward.dense to null"
-    yield from ineffective_settings("algo.scores", algo.scores, ("placement",), "with reward.dense", otherwise)
     if algo.filter is not None:
         rule = "null with reward.dense: prompts are filtered by the scores of responses"
         yield Problem("algo.filter", algo.filter.name, rule, "set one of them to null")
@@ -246,21 +237,14 @@ def _function_has_its_call(field: str, function: RewardFunction) -> Iterator[Pro
 
 
 def evaluations_sample(evaluation: Evaluation | None) -> Iterator[Problem]:
-    """Greedy answers have no temperature and are one a prompt; pass@k needs k answers."""
+    """Greedy answers are one a prompt; pass@k needs k answers."""
     if evaluation is None:
         return
-    if evaluation.greedy:
-        where = "with evaluation.greedy"
-        otherwise = "or set evaluation.greedy to false"
-        yield from ineffective_settings("evaluation", evaluation, ("temperature",), where, otherwise)
-        if evaluation.samples_per_prompt > 1:
-            value = str(evaluation.samples_per_prompt)
-            rule = "1 with evaluation.greedy: the answers to a prompt would all be the same"
-            yield Problem("evaluation.samples_per_prompt", value, rule, f"set it to 1, {otherwise}")
-    if not evaluation.pass_at:
-        where = "without evaluation.pass_at"
-        yield from ineffective_settings("evaluation", evaluation, ("success_at",), where, "or give some")
-    elif max(evaluation.pass_at) > evaluation.samples_per_prompt:
+    if evaluation.greedy and evaluation.samples_per_prompt > 1:
+        rule = "1 with evaluation.greedy: the answers to a prompt would all be the same"
+        fix = "set it to 1, or set evaluation.greedy to false"
+        yield Problem("evaluation.samples_per_prompt", str(evaluation.samples_per_prompt), rule, fix)
+    if max(evaluation.pass_at, default=0) > evaluation.samples_per_prompt:
         rule = f"at most evaluation.samples_per_prompt = {evaluation.samples_per_prompt}"
         value = shown(list(evaluation.pass_at))
         fix = f"set samples_per_prompt to {max(evaluation.pass_at)} or more"

@@ -13,7 +13,6 @@ from megarl.config.schema import (
     Critic,
     Groups,
     Health,
-    Optimizer,
     PairData,
     PeriodicEvaluation,
     Profiling,
@@ -30,10 +29,14 @@ from megarl.config.schema.base import parse_devices
 
 
 def rates_fall(actor: Actor | None, critic: Critic | None, reward: Reward | RewardTraining | None) -> Iterator[Problem]:
-    """Every schedule uses its final learning rate."""
+    """A schedule comes down to its final learning rate."""
     for role, section in {"actor": actor, "critic": critic, "reward": reward}.items():
-        if section is not None and not isinstance(section, Reward):
-            yield from _rate_falls(f"{role}.optimizer", section.optimizer)
+        if section is None or isinstance(section, Reward):
+            continue
+        optimizer = section.optimizer
+        if optimizer.schedule in ("linear", "cosine") and optimizer.final_lr >= optimizer.lr:
+            rule = f"below lr = {optimizer.lr:g}, from which a {optimizer.schedule} schedule comes down"
+            yield Problem(f"{role}.optimizer.final_lr", f"{optimizer.final_lr:g}", rule, "lower it")
 
 
 def kept_checkpoints_are_made(checkpoint: CheckpointSettings) -> Iterator[Problem]:
@@ -67,39 +70,6 @@ def best_checkpoints_are_evaluated(
         rule = f"checkpoint.every = {shown(checkpoint.every)} is a multiple of {field} = {shown(every)}"
         fix = "set both so that each checkpoint is evaluated, or remove checkpoint.best"
         yield Problem("checkpoint.best", value, rule, fix)
-
-
-def _rate_falls(field: str, optimizer: Optimizer) -> Iterator[Problem]:
-    final = optimizer.final_lr
-    schedule = optimizer.schedule
-    if schedule == "anneal":
-        names = ("warmup", "final_lr")
-        where = "with schedule anneal, from lr to 0"
-        yield from ineffective_settings(field, optimizer, names, where, "or choose linear")
-    elif schedule == "constant" and final > 0:
-        rule = "has no effect with a constant schedule"
-        fix = "remove it, or choose linear or cosine"
-        yield Problem(f"{field}.final_lr", f"{final:g}", rule, fix)
-    elif schedule != "constant" and final >= optimizer.lr:
-        rule = f"below lr = {optimizer.lr:g}, from which a {schedule} schedule comes down"
-        yield Problem(f"{field}.final_lr", f"{final:g}", rule, "lower it")
-
-
-def margins_are_read(reward: RewardTraining) -> Iterator[Problem]:
-    """The logexp loss has no margin."""
-    options = reward.loss.options
-    if reward.loss.name == "pairwise" and options["margin"] and options["kind"] == "logexp":
-        rule = "has no effect with reward.loss.kind = logexp"
-        fix = "remove it, or set kind to logsigmoid"
-        yield Problem("reward.loss.margin", "True", rule, fix)
-
-
-def epochs_can_stop(algo: Algo) -> Iterator[Problem]:
-    """An early stop needs several epochs."""
-    if algo.early_stop is not None and algo.ppo_epochs == 1:
-        rule = "has an effect with algo.ppo_epochs above 1 alone"
-        fix = "set it to null, or raise algo.ppo_epochs"
-        yield Problem("algo.early_stop", "given", rule, fix)
 
 
 def runs_have_a_length(run: TrainingRun) -> Iterator[Problem]:
@@ -151,19 +121,10 @@ def health_checks_have_metrics(stage: str, health: Health) -> Iterator[Problem]:
 
 
 def value_heads_have_a_source(critic: Critic | None) -> Iterator[Problem]:
-    """A loaded head has a checkpoint; only a new head that is not all zeros is drawn."""
-    if critic is None:
-        return
-    if critic.head == "loaded":
-        if critic.path is None:
-            fix = "set critic.path to a reward model, or critic.head to new"
-            yield Problem("critic.head", "loaded", "needs critic.path", fix)
-        names = ("head_std", "head_seed")
-        where = "with critic.head = loaded"
-        yield from ineffective_settings("critic", critic, names, where, "or set critic.head to new")
-    elif critic.head_std == 0:
-        where = "with critic.head_std = 0"
-        yield from ineffective_settings("critic", critic, ("head_seed",), where, "or raise critic.head_std")
+    """A loaded head has a checkpoint."""
+    if critic is not None and critic.head == "loaded" and critic.path is None:
+        fix = "set critic.path to a reward model, or critic.head to new"
+        yield Problem("critic.head", "loaded", "needs critic.path", fix)
 
 
 def mini_batches_are_equal(algo: Algo, data: PromptData) -> Iterator[Problem]:
@@ -212,8 +173,6 @@ def likelihoods_read_nothing_else(algo: Algo) -> Iterator[Problem]:
         yield Problem("algo.advantage", algo.advantage.name, f"none {where}", fix)
     if algo.kl.coef > 0:
         yield Problem("algo.kl.coef", f"{algo.kl.coef:g}", f"0 {where}", "set it to 0, and remove the role reference")
-    otherwise = "or choose another policy loss"
-    yield from ineffective_settings("algo", algo, ("correction", "early_stop", "normalise"), where, otherwise)
 
 
 def texts_are_mixed_in(ptx: PTX | None) -> Iterator[Problem]:

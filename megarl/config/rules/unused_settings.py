@@ -1,0 +1,142 @@
+"""Settings that have no effect with a value of another field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from pydantic import BaseModel
+
+from megarl.config.problems import Problem, ineffective_settings, shown
+from megarl.config.schema import Choice
+from megarl.config.schema.schema_walk import fields
+
+GIVEN: Final = object()
+"""Stands for any value but null."""
+
+
+class Unused(NamedTuple):
+    """Settings that have no effect with a value of another field.
+
+    Args:
+        settings: names of fields of a section.
+        field: path of the other field; within the section if it begins with a dot.
+        value: value of the other field.
+        otherwise: what to do instead of removing the settings.
+        reason: why they have no effect.
+    """
+
+    settings: str
+    field: str
+    value: object
+    otherwise: str
+    reason: str = ""
+
+
+_RECOMPUTE = "recompute the old log-probabilities"
+_OPTIMIZER = [
+    Unused("warmup final_lr", ".schedule", "anneal", "choose linear", "from lr to 0"),
+    Unused("final_lr", ".schedule", "constant", "choose linear or cosine"),
+]
+UNUSED: Final[Mapping[str, list[Unused]]] = {
+    "actor.optimizer": _OPTIMIZER,
+    "algo": [
+        Unused("filter_rounds", ".filter", None, "choose a filter"),
+        Unused("early_stop", ".ppo_epochs", 1, "raise algo.ppo_epochs"),
+        Unused("value_loss", "critic", None, "choose gae"),
+        Unused("correction early_stop normalise", ".policy_loss", "sft", "choose another policy loss"),
+    ],
+    "algo.advantage": [Unused("length_alpha", ".lam_policy", GIVEN, "set lam_policy to null")],
+    "algo.correction": [
+        Unused("reject m2po weights", ".old_logprobs", "rollout", _RECOMPUTE, "with a ratio to the engines of 1"),
+        Unused("reject m2po", ".old_logprobs", "loglinear", _RECOMPUTE, "which are known in the update alone"),
+        Unused("reject m2po", ".old_logprobs", "linear", _RECOMPUTE, "which are known in the update alone"),
+    ],
+    "algo.kl": [
+        Unused("target horizon unit cumulative importance reference_sync", ".coef", 0, "raise algo.kl.coef"),
+        Unused("horizon unit", ".target", None, "set a target"),
+        Unused("cumulative", ".in", "loss", "set algo.kl.in to reward"),
+        Unused("importance", ".in", "reward", "set algo.kl.in to loss"),
+        Unused("importance", ".estimator", "full", "set algo.kl.estimator to k3", "which is no estimate from samples"),
+    ],
+    "algo.normalise.advantages": [
+        Unused("ddof form eps", ".mean_only", True, "set mean_only to false", "which does not divide"),
+        Unused("leave_one_out", ".mean", None, "set mean to batch or group"),
+        Unused("unbiased eps", ".std", None, "set std to batch or group"),
+    ],
+    "algo.scores": [
+        Unused("placement", "reward.dense", GIVEN, "set reward.dense to null"),
+        Unused("clip", "algo.advantage", "gdpo", "choose grpo", "which compares the score of each source as it is"),
+    ],
+    "cluster": [Unused("min_nodes", ".address", None, "set cluster.address", "all nodes are this machine")],
+    "critic": [
+        Unused("head_std head_seed", ".head", "loaded", "set critic.head to new"),
+        Unused("head_seed", ".head_std", 0, "raise critic.head_std"),
+    ],
+    "critic.optimizer": _OPTIMIZER,
+    "data": [
+        Unused("tasks", "environment", None, "give environment", "which would make them"),
+        Unused("evaluate_every", ".evaluation", None, "give data.evaluation"),
+    ],
+    "evaluation": [
+        Unused("tasks", "environment", None, "give environment", "which would make them"),
+        Unused("first_task", ".tasks", None, "give evaluation.tasks"),
+        Unused("chat_template too_long", ".tasks", GIVEN, "give evaluation.prompts", "and no rows that are read"),
+        Unused("temperature", ".greedy", True, "set evaluation.greedy to false"),
+        Unused("success_at", ".pass_at", (), "give some"),
+    ],
+    "reward": [Unused("head_std head_seed", ".path", GIVEN, "remove the path", "whose head is loaded")],
+    "reward.loss": [Unused("margin", ".kind", "logexp", "set kind to logsigmoid")],
+    "reward.optimizer": _OPTIMIZER,
+    "rollout": [
+        Unused("kv_cache_mib", ".gpu_memory_fraction", GIVEN, "set rollout.gpu_memory_fraction to null"),
+        Unused("min_new_tokens", ".ignore_eos", True, "set rollout.ignore_eos to false"),
+        Unused("enforce_eager", "cluster.device", "cpu", "use GPUs"),
+        Unused("mode", ".max_staleness", 0, "raise rollout.max_staleness"),
+        Unused("inflight_cache", ".mode", "exact", "set rollout.mode to inflight"),
+        Unused("inflight_cache", ".mode", "bounded", "set rollout.mode to inflight"),
+        Unused("rolling_update", ".mode", "exact", "set rollout.mode to bounded or inflight"),
+    ],
+    "tracking": [Unused("samples_mib tokens", ".samples", 0, "raise tracking.samples")],
+}
+"""The settings of each section; of several entries that hold for a setting, the first one is reported."""
+
+
+def unused_settings(sections: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yields a problem for each setting that is not at its default, and has no effect with another field's value."""
+    values = dict(_by_path(sections))
+    for path, rows in UNUSED.items():
+        section = values.get(path)
+        for row in rows:
+            field = path + row.field if row.field.startswith(".") else row.field
+            if isinstance(section, BaseModel) and field in values and _is_so(values[field], row.value):
+                names = [name for name in row.settings.split() if name in type(section).model_fields]
+                where = _condition(field, row.value)
+                if row.reason:
+                    where += f", {row.reason}"
+                yield from ineffective_settings(path, section, names, where, f"or {row.otherwise}")
+
+
+def _by_path(values: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
+    """Yields all fields of sections by their paths in YAML."""
+    for key, value in values.items():
+        yield above + key, value
+        if isinstance(value, BaseModel):
+            inner = dict(zip(fields(type(value)), dict(value).values(), strict=True))
+            yield from _by_path(inner, f"{above}{key}.")
+
+
+def _is_so(value: object, expected: object) -> bool:
+    if expected is GIVEN:
+        return value is not None
+    if isinstance(value, Choice):
+        return value.name == expected
+    return value == expected
+
+
+def _condition(field: str, value: object) -> str:
+    if value is None or value == ():
+        return f"without {field}"
+    if value is GIVEN or value is True:
+        return f"with {field}"
+    return f"with {field} = {shown(value)}"
