@@ -93,6 +93,12 @@ def unordered(
     yield Problem(field, shown(value), f"{relation} {other} = {shown(limit)}", fix)
 
 
+def did_you_mean(given: str, known: Sequence[str], cutoff: float = 0.6) -> str:
+    """Returns the nearest known name as a fix; empty if none is near."""
+    near = difflib.get_close_matches(given, known, n=1, cutoff=cutoff)
+    return f"did you mean {near[0]}?" if near else ""
+
+
 def correct_path(path: str) -> str:
     """Returns the fix for a path that does not exist: the nearest name, or the working directory."""
     given = Path(path)

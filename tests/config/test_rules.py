@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config import ConfigError, build
-from megarl.config.foreign_keys import has_path
 from megarl.config.loading import load
 from megarl.config.rules import rules_of
 from megarl.config.rules.unused_settings import UNUSED, Unused, _condition
 from megarl.config.schema import STAGES, stage_classes
+from megarl.config.schema.schema_walk import has_path
 from tests.config.broken_algorithms import ALGORITHMS
 from tests.config.broken_layouts import LAYOUTS
 from tests.config.broken_stages import EVAL, RAFT, REWARD_MODEL, SFT

@@ -19,11 +19,10 @@ from megarl.config.schema import (
     PairData,
     PromptData,
     Rollout,
+    RowSettings,
     SourceFields,
     TextData,
 )
-
-AnyData = TextData | PairData | PromptData
 
 _FILES = (".jsonl", ".parquet")
 _OTHER_FILES = (".arrow", ".csv", ".gz", ".json", ".tsv", ".txt", ".zip", ".zst")
@@ -32,13 +31,13 @@ _FORMS = f"ends in {' or '.join(_FILES)}, or the name of a Hugging Face data set
 
 
 def files_exist(
-    data: AnyData | None, evaluation: Evaluation | None, normalisation: Normalisation | None, ptx: PTX | None
+    data: RowSettings | None, evaluation: Evaluation | None, normalisation: Normalisation | None, ptx: PTX | None
 ) -> Iterator[Problem]:
     """Every source is a file that exists, or the name of a data set; subset and split are of data sets alone."""
     sources: dict[str, SourceFields | None] = {}
     if isinstance(data, PromptData):
         sources["data.prompts"] = data.prompts
-    elif data is not None:
+    elif isinstance(data, TextData | PairData):
         sources["data.train"] = data.train
         sources["data.evaluation"] = data.evaluation
     if evaluation is not None:
@@ -71,11 +70,11 @@ def _source_exists(field: str, source: SourceFields) -> Iterator[Problem]:
 
 
 def chat_templates_have_a_tokenizer(
-    model: Model, data: AnyData | None, evaluation: Evaluation | None, ptx: PTX | None
+    model: Model, data: RowSettings | None, evaluation: Evaluation | None, ptx: PTX | None
 ) -> Iterator[Problem]:
     """Chat templates need a tokenizer, which a random model does not have by itself."""
     for field, rows in {"data": data, "evaluation": evaluation, "ptx": ptx}.items():
-        if not isinstance(rows, TextData | PairData | PromptData | HeldOut | PTX):
+        if not isinstance(rows, RowSettings | PTX):
             continue
         if rows.chat_template and model.tokenizer is None and model.path is None:
             fix = "set model.tokenizer, or set it to false"
@@ -156,7 +155,7 @@ def lengths_fit(data: PromptData | PairData | None, rollout: Rollout | None) -> 
 
 
 def micro_batches_hold_a_sample(
-    groups: Groups, data: AnyData | None, rollout: Rollout | None, ptx: PTX | None
+    groups: Groups, data: RowSettings | None, rollout: Rollout | None, ptx: PTX | None
 ) -> Iterator[Problem]:
     """A micro-batch holds the longest sequence; of preferences, the two of a pair."""
     needed: dict[str, int] = {}

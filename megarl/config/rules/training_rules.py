@@ -20,6 +20,7 @@ from megarl.config.schema import (
     Reward,
     RewardTraining,
     Rollout,
+    RowSettings,
     TextData,
     TrainingConfig,
     TrainingRun,
@@ -49,7 +50,7 @@ def kept_checkpoints_are_made(checkpoint: CheckpointSettings) -> Iterator[Proble
 
 
 def best_checkpoints_are_evaluated(
-    checkpoint: CheckpointSettings, data: TextData | PairData | PromptData, evaluation: PeriodicEvaluation | None
+    checkpoint: CheckpointSettings, data: RowSettings, evaluation: PeriodicEvaluation | None
 ) -> Iterator[Problem]:
     """Every checkpoint has an evaluation if the best one is kept."""
     if checkpoint.best is None:
@@ -58,7 +59,7 @@ def best_checkpoints_are_evaluated(
     field = "evaluation.every"
     given = evaluation
     every = evaluation and evaluation.every
-    if not isinstance(data, PromptData):
+    if isinstance(data, TextData | PairData):
         section = "data.evaluation"
         field = "data.evaluate_every"
         given = data.evaluation

@@ -35,6 +35,7 @@ from megarl.config.schema.inputs import (
     PairData,
     PromptData,
     RandomModel,
+    RowSettings,
     SourceFields,
     TextData,
     read_hf_config,

@@ -12,9 +12,11 @@ from pydantic.fields import FieldInfo
 from megarl.config.schema.choices import OneOf
 
 
-def fields(schema: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Returns the fields of a section by their keys in YAML."""
-    return {info.alias or name: info for name, info in schema.model_fields.items()}
+def fields(schema: Any) -> dict[str, FieldInfo]:
+    """Returns the fields of a section by their keys in YAML; of other types, none."""
+    if isinstance(schema, type) and issubclass(schema, BaseModel):
+        return {info.alias or name: info for name, info in schema.model_fields.items()}
+    return {}
 
 
 def type_of(info: FieldInfo) -> Any:
@@ -70,10 +72,17 @@ def within(annotation: Any, part: object) -> Any:
     inside = entries(annotation)
     if inside is not None:
         return inside
-    owner = section(annotation)
-    if owner is None or str(part) not in fields(owner):
-        return None
-    return type_of(fields(owner)[str(part)])
+    info = fields(plain(annotation)).get(str(part))
+    return None if info is None else type_of(info)
+
+
+def has_path(schema: Any, path: str) -> bool:
+    """Whether a schema has a field or an option; ``<name>`` stands for an entry of a mapping or a list."""
+    here: Any = schema
+    for part in path.split("."):
+        found = [within(owner, part) for owner in choices(here).values() or (here,)]
+        here = next((inner for inner in found if inner is not None), None)
+    return here is not None
 
 
 def keys(schema: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[int | str], Any]:
