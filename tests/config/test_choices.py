@@ -12,19 +12,12 @@ from pydantic import BaseModel
 
 from megarl.algos.registry import KINDS, Kind
 from megarl.algos.signatures import REQUIRED, signature_of
-from megarl.config import ConfigError, Problem, load, save
+from megarl.config import load, save
 from megarl.config.inheritance import FREE
 from megarl.config.schema import STAGES, stage_class, stage_classes
 from megarl.config.schema.schema_walk import choices, fields, section, sections, type_of
 from megarl.stages.ppo.config import PPOConfig
-from tests.config.debug import DEBUG, debug, refused
-
-
-def problems(*overrides: str) -> dict[str, Problem]:
-    """What is wrong with the debug run with overrides, by field."""
-    with pytest.raises(ConfigError) as caught:
-        debug(*overrides)
-    return {problem.field: problem for problem in caught.value.problems}
+from tests.config.debug import DEBUG, debug, problems, refused
 
 
 def over(tmp_path: Path, *texts: str, overrides: tuple[str, ...] = ()) -> PPOConfig:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.problems import Problem, correct_path, ineffective_settings, unordered
+from megarl.config.problems import Broken, Problem, correct_path, ineffective_settings, unordered
 from megarl.config.rules.placement_rules import roles_of
 from megarl.config.schema import (
     PTX,
@@ -32,7 +32,7 @@ _FORMS = f"ends in {' or '.join(_FILES)}, or the name of a Hugging Face data set
 
 def files_exist(
     data: RowSettings | None, evaluation: Evaluation | None, normalisation: Normalisation | None, ptx: PTX | None
-) -> Iterator[Problem]:
+) -> Iterator[Broken]:
     """Every source is a file that exists, or the name of a data set; subset and split are of data sets alone."""
     sources: dict[str, SourceFields | None] = {}
     if isinstance(data, PromptData):
@@ -51,37 +51,37 @@ def files_exist(
             yield from _source_exists(field, source)
 
 
-def _source_exists(field: str, source: SourceFields) -> Iterator[Problem]:
+def _source_exists(field: str, source: SourceFields) -> Iterator[Broken]:
     path = Path(source.path)
     if not source.path.endswith(_FILES):
         if path.suffix in _OTHER_FILES:
-            yield Problem(field, source.path, f"a file that {_FORMS}", "convert the file")
+            yield field, f"a file that {_FORMS}", "convert the file"
         elif not path.is_dir() and not _HUB_NAME.fullmatch(source.path):
             fix = f"{correct_path(source.path)}, or write the name with its owner, such as openai/gsm8k"
-            yield Problem(field, source.path, f"a file that exists and {_FORMS}", fix)
+            yield field, f"a file that exists and {_FORMS}", fix
         return
     if not path.is_file():
-        yield Problem(field, source.path, "a file that exists", correct_path(source.path))
+        yield field, "a file that exists", correct_path(source.path)
     for name in ("subset", "split"):
         value = getattr(source, name)
         if value is not None:
             rule = "has an effect for a Hugging Face data set alone; this is a file"
-            yield Problem(f"{field}.{name}", value, rule, "remove it")
+            yield f"{field}.{name}", rule, "remove it"
 
 
 def chat_templates_have_a_tokenizer(
     model: Model, data: RowSettings | None, evaluation: Evaluation | None, ptx: PTX | None
-) -> Iterator[Problem]:
+) -> Iterator[Broken]:
     """Chat templates need a tokenizer, which a random model does not have by itself."""
     for field, rows in {"data": data, "evaluation": evaluation, "ptx": ptx}.items():
         if not isinstance(rows, RowSettings | PTX):
             continue
         if rows.chat_template and model.tokenizer is None and model.path is None:
             fix = "set model.tokenizer, or set it to false"
-            yield Problem(f"{field}.chat_template", "True", "needs a tokenizer", fix)
+            yield f"{field}.chat_template", "needs a tokenizer", fix
 
 
-def one_prompt_source(data: PromptData) -> Iterator[Problem]:
+def one_prompt_source(data: PromptData) -> Iterator[Broken]:
     """Prompts are rows, random, or tasks; random ones have rising lengths; all of them fill a step."""
     sources = {"prompts": data.prompts, "random": data.random, "tasks": data.tasks}
     given = [name for name, source in sources.items() if source is not None]
@@ -99,16 +99,16 @@ def one_prompt_source(data: PromptData) -> Iterator[Problem]:
         yield from unordered("data.random.count", random.count, "at least", "data.prompts_per_step", step)
 
 
-def environments_read_text(data: PromptData, environment: EnvironmentSettings | None) -> Iterator[Problem]:
+def environments_read_text(data: PromptData, environment: EnvironmentSettings | None) -> Iterator[Broken]:
     """An environment cannot read random prompts."""
     if environment is not None and data.random is not None:
         fix = "give data.prompts, or data.tasks of which the environment makes prompts"
-        yield Problem("data.random", "given", "null with an environment, which reads text", fix)
+        yield "data.random", "null with an environment, which reads text", fix
 
 
 def one_held_out_source(
     data: PromptData | None, evaluation: Evaluation | None, environment: EnvironmentSettings | None
-) -> Iterator[Problem]:
+) -> Iterator[Broken]:
     """Held-out prompts are rows, or tasks of the environment that are not trained on."""
     if evaluation is None:
         return
@@ -118,14 +118,14 @@ def one_held_out_source(
         yield Problem("evaluation", value, "exactly one of prompts and tasks is given", fix)
     if environment is not None and evaluation.tasks is not None and data is not None and data.tasks is None:
         fix = "give data.tasks, or evaluation.prompts: a file of rows with an index"
-        yield Problem("evaluation.tasks", str(evaluation.tasks), "follows data.tasks, which is null", fix)
+        yield "evaluation.tasks", "follows data.tasks, which is null", fix
     if isinstance(evaluation, HeldOut) and evaluation.tasks is not None and evaluation.first_task is None:
         rule = "given with evaluation.tasks: the training had the indices below its data.tasks"
         fix = "set it to data.tasks of the training, or to 0 if there was none"
-        yield Problem("evaluation.first_task", "null", rule, fix)
+        yield "evaluation.first_task", rule, fix
 
 
-def random_prompts_are_ids(data: PromptData, evaluation: Evaluation | None, ptx: PTX | None) -> Iterator[Problem]:
+def random_prompts_are_ids(data: PromptData, evaluation: Evaluation | None, ptx: PTX | None) -> Iterator[Broken]:
     """Random prompts and tasks are neither text nor too long; the settings may still be for other rows."""
     if data.prompts is None and (evaluation is None or evaluation.prompts is None):
         names = ["chat_template"]
@@ -136,7 +136,7 @@ def random_prompts_are_ids(data: PromptData, evaluation: Evaluation | None, ptx:
         yield from ineffective_settings("data", data, names, where, "or give data.prompts")
 
 
-def lengths_fit(data: PromptData | PairData | None, rollout: Rollout | None) -> Iterator[Problem]:
+def lengths_fit(data: PromptData | PairData | None, rollout: Rollout | None) -> Iterator[Broken]:
     """max_model_len covers the longest prompt with the longest response."""
     if rollout is None:
         return
@@ -151,12 +151,12 @@ def lengths_fit(data: PromptData | PairData | None, rollout: Rollout | None) -> 
     if rollout.max_model_len < prompt + response:
         rule = f"covers {longest} and rollout.max_new_tokens = {response}"
         fix = f"set it to {least} or more, or lower rollout.max_new_tokens"
-        yield Problem("rollout.max_model_len", str(rollout.max_model_len), rule, fix)
+        yield "rollout.max_model_len", rule, fix
 
 
 def micro_batches_hold_a_sample(
     groups: Groups, data: RowSettings | None, rollout: Rollout | None, ptx: PTX | None
-) -> Iterator[Problem]:
+) -> Iterator[Broken]:
     """A micro-batch holds the longest sequence; of preferences, the two of a pair."""
     needed: dict[str, int] = {}
     if rollout is not None:
@@ -171,7 +171,5 @@ def micro_batches_hold_a_sample(
             longest["ptx.max_tokens"] = ptx.max_tokens
         for what, tokens in longest.items():
             if role.tokens_per_micro_batch < tokens:
-                value = str(role.tokens_per_micro_batch)
-                rule = f"at least {what} = {tokens}"
                 fix = f"set it to {tokens} or more, or shorten the sequences"
-                yield Problem(f"{field}.tokens_per_micro_batch", value, rule, fix)
+                yield f"{field}.tokens_per_micro_batch", f"at least {what} = {tokens}", fix

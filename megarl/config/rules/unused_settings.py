@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from pydantic import BaseModel
 
-from megarl.config.problems import Problem, ineffective_settings, shown
+from megarl.config.problems import Broken, ineffective_settings, shown
 from megarl.config.schema import Choice
-from megarl.config.schema.schema_walk import fields
 
 GIVEN: Final = object()
 """Stands for any value but null."""
@@ -48,7 +47,7 @@ UNUSED: Final[Mapping[str, list[Unused]]] = {
     ],
     "algo.advantage": [Unused("length_alpha", ".lam_policy", GIVEN, "set lam_policy to null")],
     "algo.correction": [
-        Unused("reject m2po weights", ".old_logprobs", "rollout", _RECOMPUTE, "with a ratio to the engines of 1"),
+        Unused("reject m2po weights", ".old_logprobs", "rollout", _RECOMPUTE, "where the ratio to the engines is 1"),
         Unused("reject m2po", ".old_logprobs", "loglinear", _RECOMPUTE, "which are known in the update alone"),
         Unused("reject m2po", ".old_logprobs", "linear", _RECOMPUTE, "which are known in the update alone"),
     ],
@@ -68,7 +67,7 @@ UNUSED: Final[Mapping[str, list[Unused]]] = {
         Unused("placement", "reward.dense", GIVEN, "set reward.dense to null"),
         Unused("clip", "algo.advantage", "gdpo", "choose grpo", "which compares the score of each source as it is"),
     ],
-    "cluster": [Unused("min_nodes", ".address", None, "set cluster.address", "all nodes are this machine")],
+    "cluster": [Unused("min_nodes", ".address", None, "set cluster.address", "where all nodes are this machine")],
     "critic": [
         Unused("head_std head_seed", ".head", "loaded", "set critic.head to new"),
         Unused("head_seed", ".head_std", 0, "raise critic.head_std"),
@@ -102,9 +101,12 @@ UNUSED: Final[Mapping[str, list[Unused]]] = {
 """The settings of each section; of several entries that hold for a setting, the first one is reported."""
 
 
-def unused_settings(sections: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yields a problem for each setting that is not at its default, and has no effect with another field's value."""
-    values = dict(_by_path(sections))
+def unused_settings(values: Mapping[str, object]) -> Iterator[Broken]:
+    """Yields each setting that is not at its default, and has no effect with another field's value.
+
+    Args:
+        values: values of all fields by path.
+    """
     for path, rows in UNUSED.items():
         section = values.get(path)
         for row in rows:
@@ -115,15 +117,6 @@ def unused_settings(sections: Mapping[str, Any]) -> Iterator[Problem]:
                 if row.reason:
                     where += f", {row.reason}"
                 yield from ineffective_settings(path, section, names, where, f"or {row.otherwise}")
-
-
-def _by_path(values: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
-    """Yields all fields of sections by their paths in YAML."""
-    for key, value in values.items():
-        yield above + key, value
-        if isinstance(value, BaseModel):
-            inner = dict(zip(fields(type(value)), dict(value).values(), strict=True))
-            yield from _by_path(inner, f"{above}{key}.")
 
 
 def _is_so(value: object, expected: object) -> bool:

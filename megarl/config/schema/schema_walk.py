@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -83,6 +83,20 @@ def has_path(schema: Any, path: str) -> bool:
         found = [within(owner, part) for owner in choices(here).values() or (here,)]
         here = next((inner for inner in found if inner is not None), None)
     return here is not None
+
+
+def values_by_path(value: object, above: str = "") -> Iterator[tuple[str, object]]:
+    """Yields the entries of a mapping, and of sections, mappings and lists in it, with their paths in YAML."""
+    inner: Mapping[Any, object] = {}
+    if isinstance(value, BaseModel):
+        inner = dict(zip(fields(type(value)), dict(value).values(), strict=True))
+    elif isinstance(value, Mapping):
+        inner = cast(Mapping[Any, object], value)
+    elif isinstance(value, tuple):
+        inner = dict(enumerate(cast(tuple[object, ...], value)))
+    for key, entry in inner.items():
+        yield f"{above}{key}", entry
+        yield from values_by_path(entry, f"{above}{key}.")
 
 
 def keys(schema: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[int | str], Any]:
