@@ -64,7 +64,6 @@ from megarl.config.schema.scoring_sections import (
 from megarl.config.schema.training_sections import (
     PTX,
     Actor,
-    BestCheckpoint,
     CheckpointSettings,
     Critic,
     Health,
