@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import yaml
 from pydantic import BaseModel
@@ -77,19 +77,6 @@ def ineffective_settings(
         info = type(section).model_fields[name]
         if getattr(section, name) != info.default:
             yield f"{field}.{info.alias or name}", f"{WITHOUT_EFFECT} {where}", f"remove it, {otherwise}"
-
-
-def unordered(
-    field: str, value: float, relation: Literal["below", "at most", "at least"], other: str, limit: float
-) -> Iterator[Broken]:
-    """Yields a field unless it is below, at most or at least another one."""
-    in_order = {"below": value < limit, "at most": value <= limit, "at least": value >= limit}
-    if in_order[relation]:
-        return
-    fix = f"lower it, or raise {other}"
-    if relation == "at least":
-        fix = f"raise it, or lower {other}"
-    yield field, f"{relation} {other} = {shown(limit)}", fix
 
 
 def did_you_mean(given: str, known: Sequence[str], cutoff: float = 0.6) -> str:

@@ -124,5 +124,4 @@ EVAL: Cases = {
         (["reward.shuffle=true"], "no effect in stage eval"),
         (["environment={name: tools, weight: 2}"], "environment.weight", "no effect in stage eval"),
     ],
-    data_rules.chat_templates_have_a_tokenizer: [(["evaluation.chat_template=true"], "needs a tokenizer")],
 }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megarl.config import ConfigError, build
 from megarl.config.loading import load
 from megarl.config.rules import rules_of
-from megarl.config.rules.unused_settings import UNUSED, Unused, _condition
+from megarl.config.rules.tables import ORDERED, READ_TEXT, UNUSED, Unused, _condition
 from megarl.config.schema import STAGES, stage_classes
 from megarl.config.schema.schema_walk import has_path
 from tests.config.broken_algorithms import ALGORITHMS
@@ -33,7 +33,7 @@ from tests.config.debug import (
     refused,
     without,
 )
-from tests.config.unused_cases import UNUSED_CASES
+from tests.config.table_cases import ORDER_CASES, TEXT_CASES, UNUSED_CASES
 
 ALL: list[tuple[str, Cases]] = [
     ("ppo", LAYOUTS),
@@ -62,27 +62,45 @@ def test_a_broken_rule_is_reported(stage: str, case: tuple[list[str], ...]) -> N
     assert rule in refused(*overrides, stage=stage)[field]
 
 
+def key(setting: str) -> str:
+    return setting.partition("=")[0]
+
+
 @pytest.mark.parametrize(("stage", "overrides", "setting", "condition"), UNUSED_CASES, ids=str)
-def test_a_setting_without_an_effect_is_reported(
+def test_a_setting_without_an_effect_is_reported_once(
     stage: str, overrides: list[str], setting: str, condition: str
 ) -> None:
-    field = setting.partition("=")[0]
-    rules = refused(*overrides, setting, stage=stage)[field].splitlines()
+    rules = refused(*overrides, setting, stage=stage)[key(setting)].splitlines()
     assert [condition in rule for rule in rules if rule.startswith("has no effect")] == [True]
 
 
-def test_every_entry_of_unused_settings_is_tested_and_names_fields() -> None:
+@pytest.mark.parametrize(("overrides", "setting", "limit"), ORDER_CASES, ids=str)
+def test_fields_are_in_order(overrides: list[str], setting: str, limit: str) -> None:
+    assert limit in refused(*overrides, setting)[key(setting)]
+
+
+@pytest.mark.parametrize(("stage", "overrides", "setting"), TEXT_CASES, ids=str)
+def test_a_setting_that_reads_text_needs_a_tokenizer(stage: str, overrides: list[str], setting: str) -> None:
+    assert "needs a tokenizer" in refused(*overrides, setting, stage=stage)[key(setting)]
+    with_one = [*overrides, setting, "model.tokenizer=somewhere", "run.steps=null"]
+    assert "needs a tokenizer" not in str(refused(*with_one, stage=stage))
+
+
+def test_every_entry_of_the_tables_is_tested_and_names_fields() -> None:
+    assert {key(setting) for *_, setting in TEXT_CASES} == set(READ_TEXT)
+    assert [key(setting) for _, setting, _ in ORDER_CASES] == [field for field, *_ in ORDERED]
+    named = {*READ_TEXT, *(field for row in ORDERED for field in (row[0], row[2]))}
     tested: set[Unused] = set()
     for path, rows in UNUSED.items():
         for row in rows:
             other = path + row.field if row.field.startswith(".") else row.field
             settings = [f"{path}.{name}" for name in row.settings.split()]
-            for field in (*settings, other):
-                assert any(has_path(schema, field) for schema in stage_classes().values()), field
+            named |= {*settings, other}
             expected = _condition(other, row.value)
-            if any(case[2].partition("=")[0] in settings and case[3] in expected for case in UNUSED_CASES):
+            if any(key(case[2]) in settings and case[3] in expected for case in UNUSED_CASES):
                 tested.add(row)
     assert tested == {row for rows in UNUSED.values() for row in rows}
+    assert [path for path in named if not any(has_path(schema, path) for schema in stage_classes().values())] == []
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from megarl.config.rules import (
     scoring_rules,
     training_rules,
 )
-from megarl.config.rules.unused_settings import unused_settings
+from megarl.config.rules.tables import broken_tables
 from megarl.config.schema import stage_class
 from megarl.config.schema.schema_walk import section, type_of, values_by_path
 
@@ -49,7 +49,7 @@ def broken_rules(stage: str, sections: Mapping[str, Any]) -> list[Problem]:
             broken += rule(**{name: sections.get(name) for name in reads})
     problems: list[Problem] = []
     unused = set[str]()
-    for found in (*broken, *unused_settings(values)):
+    for found in (*broken, *broken_tables(values)):
         problem = found
         if not isinstance(problem, Problem):
             field, rule, fix = problem

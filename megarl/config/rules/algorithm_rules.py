@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megarl.config.problems import Broken, Problem, ineffective_settings, unordered
+from megarl.config.problems import Broken, Problem, ineffective_settings, shown
 from megarl.config.rules.placement_rules import placed
 from megarl.config.schema import (
     Algo,
@@ -119,16 +119,10 @@ def ratios_have_room(algo: Algo) -> Iterator[Broken]:
 
 
 def filters_compare(algo: Algo, data: PromptData) -> Iterator[Broken]:
-    """A filter can keep prompts."""
-    if algo.filter is None:
-        return
-    if algo.filter.name == "nonzero_std" and data.samples_per_prompt < 2:
+    """The filter of deviations can keep prompts."""
+    if algo.filter is not None and algo.filter.name == "nonzero_std" and data.samples_per_prompt < 2:
         rule = "at least 2 with algo.filter = nonzero_std: a sample alone has no deviation, and no prompt would be kept"
         yield "data.samples_per_prompt", rule, "set it to 2 or more"
-    if algo.filter.name == "open_range":
-        low = algo.filter.options["low"]
-        high = algo.filter.options["high"]
-        yield from unordered("algo.filter.low", low, "below", "algo.filter.high", high)
 
 
 def penalty_has_a_reference(algo: Algo, groups: Groups) -> Iterator[Broken]:
@@ -220,19 +214,15 @@ def references_follow_in_time(algo: Algo, run: TrainingRun) -> Iterator[Broken]:
 
 def bounds_are_in_order(algo: Algo) -> Iterator[Broken]:
     """Lower bounds are below upper ones, and only k1 has any."""
-    weights = _named_weights(algo)
-    if weights and weights["lower"] is not None:
-        upper = weights["upper"]
-        field = "algo.correction.weights"
-        yield from unordered(f"{field}.lower", weights["lower"], "below", f"{field}.upper", upper)
     for index, reject in enumerate(algo.correction.reject):
         field = f"algo.correction.reject.{index}"
         is_k1 = reject.statistic.endswith("k1")
         if reject.lower is not None and not is_k1:
             rule = f"for k1 alone; {reject.statistic} is never negative"
             yield f"{field}.lower", rule, "remove it"
-        elif reject.lower is not None:
-            yield from unordered(f"{field}.lower", reject.lower, "below", f"{field}.upper", reject.upper)
+        elif reject.lower is not None and reject.lower >= reject.upper:
+            rule = f"below {field}.upper = {shown(reject.upper)}"
+            yield f"{field}.lower", rule, f"lower it, or raise {field}.upper"
         elif is_k1 and reject.upper <= 1:
             rule = "above 1, or with a lower bound: the usual one is 1 / upper"
             yield f"{field}.upper", rule, "raise it, or give lower"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.problems import Broken, Problem, correct_path, ineffective_settings, unordered
+from megarl.config.problems import Broken, Problem, correct_path, ineffective_settings
 from megarl.config.rules.placement_rules import roles_of
 from megarl.config.schema import (
     PTX,
@@ -14,7 +14,6 @@ from megarl.config.schema import (
     Evaluation,
     Groups,
     HeldOut,
-    Model,
     Normalisation,
     PairData,
     PromptData,
@@ -69,34 +68,14 @@ def _source_exists(field: str, source: SourceFields) -> Iterator[Broken]:
             yield f"{field}.{name}", rule, "remove it"
 
 
-def chat_templates_have_a_tokenizer(
-    model: Model, data: RowSettings | None, evaluation: Evaluation | None, ptx: PTX | None
-) -> Iterator[Broken]:
-    """Chat templates need a tokenizer, which a random model does not have by itself."""
-    for field, rows in {"data": data, "evaluation": evaluation, "ptx": ptx}.items():
-        if not isinstance(rows, RowSettings | PTX):
-            continue
-        if rows.chat_template and model.tokenizer is None and model.path is None:
-            fix = "set model.tokenizer, or set it to false"
-            yield f"{field}.chat_template", "needs a tokenizer", fix
-
-
 def one_prompt_source(data: PromptData) -> Iterator[Broken]:
-    """Prompts are rows, random, or tasks; random ones have rising lengths; all of them fill a step."""
+    """Prompts are rows, random, or tasks."""
     sources = {"prompts": data.prompts, "random": data.random, "tasks": data.tasks}
     given = [name for name, source in sources.items() if source is not None]
     if len(given) != 1:
         rule = "exactly one of prompts, random and tasks is given"
         fix = "give data.prompts, data.random or data.tasks, and set the others to null"
         yield Problem("data", " and ".join(given) or "none", rule, fix)
-    step = data.prompts_per_step
-    random = data.random
-    if data.tasks is not None:
-        yield from unordered("data.tasks", data.tasks, "at least", "data.prompts_per_step", step)
-    if random is not None:
-        longest = random.max_tokens
-        yield from unordered("data.random.min_tokens", random.min_tokens, "at most", "data.random.max_tokens", longest)
-        yield from unordered("data.random.count", random.count, "at least", "data.prompts_per_step", step)
 
 
 def environments_read_text(data: PromptData, environment: EnvironmentSettings | None) -> Iterator[Broken]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from megarl.config.problems import Broken, Problem, unordered
+from megarl.config.problems import Broken, Problem
 from megarl.config.schema import Cluster, Group, Groups, Reward, RoleConfig, Rollout, Run, stage_class
 from megarl.config.schema.base import parse_devices
 from megarl.types import RoleName
@@ -46,12 +46,6 @@ def threads_are_used(cluster: Cluster) -> Iterator[Broken]:
         if cluster.device == "cuda" and number not in (None, 1):
             fix = "remove it, or set it to auto"
             yield f"cluster.threads_per_device.{name}", "has no effect with device cuda", fix
-
-
-def nodes_can_be_lost(cluster: Cluster) -> Iterator[Broken]:
-    """A run can lose some nodes, but not all."""
-    if cluster.min_nodes is not None:
-        yield from unordered("cluster.min_nodes", cluster.min_nodes, "below", "cluster.nodes", cluster.nodes)
 
 
 def groups_have_roles(groups: Groups) -> Iterator[Broken]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.problems import Broken, Problem, correct_path, ineffective_settings, shown, unordered
+from megarl.config.problems import Broken, Problem, correct_path, ineffective_settings, shown
 from megarl.config.rules.model_rules import ids_in_use, readable_config
 from megarl.config.rules.placement_rules import tp_fills_devices
 from megarl.config.schema import (
@@ -63,14 +63,6 @@ def all_tokens_are_sampled(algo: Algo, rollout: Rollout) -> Iterator[Broken]:
             yield f"rollout.{name}", rule, f"remove it; {other}"
 
 
-def new_tokens_in_order(rollout: Rollout | None) -> Iterator[Broken]:
-    """min_new_tokens is at most max_new_tokens."""
-    if rollout is not None:
-        fewest = rollout.min_new_tokens
-        most = rollout.max_new_tokens
-        yield from unordered("rollout.min_new_tokens", fewest, "at most", "rollout.max_new_tokens", most)
-
-
 def turns_have_ends(rollout: Rollout | None, environment: EnvironmentSettings | None) -> Iterator[Broken]:
     """Turns of a conversation end with an end token."""
     if rollout is not None and rollout.ignore_eos and environment is not None:
@@ -79,12 +71,9 @@ def turns_have_ends(rollout: Rollout | None, environment: EnvironmentSettings | 
 
 
 def stops_can_be_met(model: Model, rollout: Rollout | None) -> Iterator[Broken]:
-    """Stop texts have a tokenizer and are not empty; stop ids may be sampled."""
+    """Stop texts are not empty; stop ids may be sampled."""
     if rollout is None:
         return
-    if rollout.stop and model.tokenizer is None and model.path is None:
-        fix = "set model.tokenizer, or use rollout.stop_token_ids"
-        yield "rollout.stop", "needs a tokenizer", fix
     if "" in rollout.stop:
         yield "rollout.stop", "an empty text is everywhere", "remove it"
     used = ids_in_use(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.problems import Broken, Problem, ineffective_settings, unordered
+from megarl.config.problems import Broken, Problem, ineffective_settings
 from megarl.config.rules.model_rules import ids_in_use
 from megarl.config.rules.placement_rules import placed
 from megarl.config.schema import (
@@ -17,7 +17,6 @@ from megarl.config.schema import (
     Model,
     Reward,
     RewardFunction,
-    Rollout,
     trains,
 )
 
@@ -98,19 +97,6 @@ def calls_end_in_time(cluster: Cluster, reward: Reward, evaluation: Evaluation |
         yield "reward.time_limit", rule, "lower it, or raise cluster.time_limits.scoring"
 
 
-def environments_end_in_time(
-    cluster: Cluster, model: Model, environment: EnvironmentSettings | None
-) -> Iterator[Broken]:
-    """An environment needs a tokenizer; a call takes at most as long as the generation of a step."""
-    if environment is None:
-        return
-    if model.tokenizer is None and model.path is None:
-        yield "environment", "needs a tokenizer", "set model.tokenizer"
-    most = cluster.time_limits.rollout
-    given = environment.time_limit
-    yield from unordered("environment.time_limit", given, "at most", "cluster.time_limits.rollout", most)
-
-
 def conversations_are_scored_whole(algo: Algo, environment: EnvironmentSettings | None) -> Iterator[Broken]:
     """Scores end at no token of a conversation."""
     if environment is not None and algo.scores.truncate_at is not None:
@@ -128,18 +114,6 @@ def unfinished_responses_are_compared(algo: Algo) -> Iterator[Broken]:
     if algo.advantage.name == "masked_rloo" and not masks:
         rule = "mask with advantage masked_rloo, which compares the responses that ended alone"
         yield "algo.scores.missing_end", rule, "set it to mask, or choose rloo"
-
-
-def judges_have_room(model: Model, reward: Reward) -> Iterator[Broken]:
-    """A judge reads text, and a question has room beside the longest answer."""
-    judge = reward.judge_model
-    if judge is None:
-        return
-    if model.tokenizer is None and model.path is None:
-        yield "reward.judge_model", "reads text: needs a tokenizer", "set model.tokenizer"
-    field = "reward.judge_model.max_new_tokens"
-    room = judge.max_model_len
-    yield from unordered(field, judge.max_new_tokens, "below", "reward.judge_model.max_model_len", room)
 
 
 def rewards_of_turns_stay(algo: Algo, reward: Reward, environment: EnvironmentSettings | None) -> Iterator[Broken]:
@@ -170,17 +144,13 @@ def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Broken]:
         yield "reward.shuffle", rule, "set it to false"
 
 
-def scores_end_within_responses(model: Model, rollout: Rollout, algo: Algo) -> Iterator[Broken]:
+def scores_end_at_tokens(model: Model, algo: Algo) -> Iterator[Broken]:
     """The token at which scores end may be sampled."""
     cut = algo.scores.truncate_at
-    if cut is None:
-        return
     used = ids_in_use(model)
-    if used is not None and cut.token >= used:
+    if cut is not None and used is not None and cut.token >= used:
         rule = f"below {used}, the number of ids in use: others are never sampled"
         yield "algo.scores.truncate_at.token", rule, "correct it"
-    most = rollout.max_new_tokens
-    yield from unordered("algo.scores.truncate_at.after", cut.after, "below", "rollout.max_new_tokens", most)
 
 
 def evaluations_report_something(

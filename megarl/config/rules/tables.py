@@ -1,9 +1,10 @@
-"""Settings that have no effect with a value of another field."""
+"""Rules that compare the values of two fields, as tables."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel
 
@@ -101,12 +102,63 @@ UNUSED: Final[Mapping[str, list[Unused]]] = {
 """The settings of each section; of several entries that hold for a setting, the first one is reported."""
 
 
-def unused_settings(values: Mapping[str, object]) -> Iterator[Broken]:
-    """Yields each setting that is not at its default, and has no effect with another field's value.
+READ_TEXT: Final = {
+    "rollout.stop": "use rollout.stop_token_ids",
+    "data.chat_template": "set it to false",
+    "evaluation.chat_template": "set it to false",
+    "ptx.chat_template": "set it to false",
+    "environment": "remove it",
+    "reward.judge_model": "remove it",
+}
+"""Settings that need a tokenizer, which a random model does not have by itself, and what to do instead."""
+ORDERED: Final = (
+    ("algo.correction.weights.lower", "below", "algo.correction.weights.upper"),
+    ("algo.filter.low", "below", "algo.filter.high"),
+    ("algo.scores.truncate_at.after", "below", "rollout.max_new_tokens"),
+    ("cluster.min_nodes", "below", "cluster.nodes"),
+    ("data.random.count", "at least", "data.prompts_per_step"),
+    ("data.random.min_tokens", "at most", "data.random.max_tokens"),
+    ("data.tasks", "at least", "data.prompts_per_step"),
+    ("environment.time_limit", "at most", "cluster.time_limits.rollout"),
+    ("reward.judge_model.max_new_tokens", "below", "reward.judge_model.max_model_len"),
+    ("rollout.min_new_tokens", "at most", "rollout.max_new_tokens"),
+)
+"""Fields that are below, at most or at least another one; null is in order."""
+_IN_ORDER: Final = {"below": operator.lt, "at most": operator.le, "at least": operator.ge}
+
+
+def broken_tables(values: Mapping[str, Any]) -> Iterator[Broken]:
+    """Yields what the tables forbid.
 
     Args:
-        values: values of all fields by path.
+        values: values of all fields by path; those of invalid sections may be missing.
     """
+    yield from _without_tokenizer(values)
+    yield from _unordered(values)
+    yield from _unused(values)
+
+
+def _without_tokenizer(values: Mapping[str, Any]) -> Iterator[Broken]:
+    if "model" not in values or values["model.tokenizer"] is not None or values["model.path"] is not None:
+        return
+    for field, instead in READ_TEXT.items():
+        if values.get(field):
+            yield field, "needs a tokenizer", f"set model.tokenizer, or {instead}"
+
+
+def _unordered(values: Mapping[str, Any]) -> Iterator[Broken]:
+    for field, relation, other in ORDERED:
+        value = values.get(field)
+        limit = values.get(other)
+        if value is None or limit is None or _IN_ORDER[relation](value, limit):
+            continue
+        fix = f"lower it, or raise {other}"
+        if relation == "at least":
+            fix = f"raise it, or lower {other}"
+        yield field, f"{relation} {other} = {shown(limit)}", fix
+
+
+def _unused(values: Mapping[str, Any]) -> Iterator[Broken]:
     for path, rows in UNUSED.items():
         section = values.get(path)
         for row in rows:

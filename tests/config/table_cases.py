@@ -1,12 +1,40 @@
-"""Settings without an effect: every entry of the table of `unused_settings`, at least once."""
+"""Every entry of the tables of rules, broken at least once."""
 
 from __future__ import annotations
 
-from tests.config.debug import EVALUATION, GRPO, HELD_OUT_TASKS, OWN_DEVICE
+from tests.config.debug import EVALUATION, GRPO, HELD_OUT_TASKS, JUDGE, OWN_DEVICE, PTX
 
 ADVANTAGES = "algo.normalise.advantages"
 OLD = "algo.correction.old_logprobs"
 REJECT = "algo.correction.reject=[{statistic: token_k2, upper: 1}]"
+
+# stage, overrides of its debug run, the setting that needs a tokenizer
+TEXT_CASES = [
+    ("ppo", [], "rollout.stop=[x]"),
+    ("ppo", ["data.random=null", "data.prompts=a/b"], "data.chat_template=true"),
+    ("eval", [], "evaluation.chat_template=true"),
+    ("ppo", [PTX], "ptx.chat_template=true"),
+    ("ppo", [], "environment={name: tools}"),
+    ("ppo", [], JUDGE[0]),
+]
+
+# overrides of the debug run, the setting, and the limit
+ORDER_CASES = [
+    (
+        ["algo.correction.weights.name=token_mask"],
+        "algo.correction.weights.lower=2.0",
+        "weights.upper = 2.0",
+    ),
+    (["algo.filter.name=open_range"], "algo.filter.low=1.0", "below algo.filter.high = 1.0"),
+    (["algo.scores.truncate_at.token=3"], "algo.scores.truncate_at.after=32", "below rollout.max_new_tokens = 32"),
+    (["cluster.address=auto"], "cluster.min_nodes=1", "below cluster.nodes = 1"),
+    ([], "data.random.count=7", "at least data.prompts_per_step = 8"),
+    ([], "data.random.min_tokens=17", "at most data.random.max_tokens = 16"),
+    (["data.random=null"], "data.tasks=7", "at least data.prompts_per_step = 8"),
+    (["environment.name=tools"], "environment.time_limit=4000", "at most cluster.time_limits.rollout = 3600.0"),
+    (JUDGE, "reward.judge_model.max_new_tokens=8192", "below reward.judge_model.max_model_len = 8192"),
+    ([], "rollout.min_new_tokens=33", "at most rollout.max_new_tokens = 32"),
+]
 
 # stage, overrides of its debug run, the setting, and the condition
 UNUSED_CASES: list[tuple[str, list[str], str, str]] = [
