@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,8 @@ def on_one_device(raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw.get("groups") or rollout.get("devices") or any(field in cluster for field in _DEVICE_FIELDS):
         return dict(raw)
     device = "cuda" if _has_gpu() else "cpu"
-    roles = _roles(raw)
+    schema = raw_stage_class(raw)
+    roles = [] if schema is None else schema.default_roles(raw)
     samples = raw.get("rollout") is not None
     taking_turns = device == "cuda" and len(roles) + samples > 1
     role = {"offload": True} if taking_turns else {}
@@ -41,7 +42,9 @@ def asleep_where_shared(raw: Mapping[str, Any]) -> dict[str, Any]:
     rollout = raw_section(raw, "rollout")
     groups = raw_section(raw, "groups")
     on_cpu = raw_section(raw, "cluster").get("device") == "cpu"
-    if not rollout or "sleep" in rollout or on_cpu or not _trains(raw) or rollout.get("sync_every", 1) != 1:
+    schema = raw_stage_class(raw)
+    trains = schema is not None and issubclass(schema, TrainingConfig)
+    if not rollout or "sleep" in rollout or on_cpu or not trains or rollout.get("sync_every", 1) != 1:
         return dict(raw)
     devices = [raw_section(groups, name).get("devices") for name in groups if groups[name] is not None]
     try:
@@ -50,17 +53,6 @@ def asleep_where_shared(raw: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError:  # the schema says what is wrong
         return dict(raw)
     return {**raw, "rollout": {**rollout, "sleep": True}} if shared else dict(raw)
-
-
-def _roles(raw: Mapping[str, Any]) -> Sequence[str]:
-    """Returns the roles that the configuration needs; none for an unknown stage."""
-    schema = raw_stage_class(raw)
-    return () if schema is None else schema.default_roles(raw)
-
-
-def _trains(raw: Mapping[str, Any]) -> bool:
-    schema = raw_stage_class(raw)
-    return schema is not None and issubclass(schema, TrainingConfig)
 
 
 def _has_gpu() -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import yaml
 from pydantic import BaseModel
 
-from megarl.config.schema.schema_walk import choices, fields, type_of, within
+from megarl.config.schema.schema_walk import has_path
 
 SYSTEMS: Final = {"trl": "TRL", "verl": "verl", "nemo_rl": "NeMo-RL"}
 _PAGE = "docs/from-trl-verl.md"
@@ -32,7 +32,7 @@ class ForeignKey:
 
     ours: tuple[str, ...]
     remark: str
-    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    keys: Mapping[str, tuple[str, ...]]
 
     def fix(self, schema: type[BaseModel]) -> str:
         """Returns what to do with such a key in a configuration of this schema."""
@@ -47,7 +47,12 @@ class ForeignKey:
 def foreign_keys() -> Mapping[str, tuple[ForeignKey, ...]]:
     """Returns the table, by the titles of its parts."""
     parts = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return {title: tuple(map(_row, rows)) for title, rows in parts.items()}
+    return {title: tuple(map(_foreign_key, rows)) for title, rows in parts.items()}
+
+
+def _foreign_key(row: Mapping[str, str]) -> ForeignKey:
+    keys = {system: tuple(row[system].split()) for system in SYSTEMS if system in row}
+    return ForeignKey(ours=tuple(row["ours"].split()), remark=row.get("remark", ""), keys=keys)
 
 
 def foreign_fix(schema: type[BaseModel], path: str, value: object, *, sure: bool) -> str | None:
@@ -101,25 +106,3 @@ def _leaves(path: str, value: object) -> Iterator[str]:
             yield from _leaves(f"{path}.{key}", cast(object, entry))
         else:
             yield f"{path}.{key}"
-
-
-def has_path(schema: Any, path: str) -> bool:
-    """Whether a schema has a field; ``<name>`` stands for an entry of a mapping or a list."""
-    here: Any = schema
-    for part in path.split("."):
-        table = choices(here)
-        options = [fields(choice)[part] for choice in table.values() if part in fields(choice)]
-        if not table:
-            here = within(here, part)
-        elif options:
-            here = type_of(options[0])
-        else:
-            here = None
-        if here is None:
-            return False
-    return True
-
-
-def _row(row: Mapping[str, str]) -> ForeignKey:
-    keys = {system: tuple(row[system].split()) for system in SYSTEMS if system in row}
-    return ForeignKey(ours=tuple(row["ours"].split()), remark=row.get("remark", ""), keys=keys)

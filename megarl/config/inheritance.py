@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.problems import ConfigError, Problem, correct_path, shown
+from megarl.config.problems import ConfigError, Problem, correct_path, did_you_mean, shown
 from megarl.config.schema.choices import SHORTHAND
 
 INHERIT_KEY = "defaults"
@@ -70,13 +69,21 @@ def merged(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[P
 
 
 def expanded(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a plain configuration on top of the settings of its short stage, if it has one."""
+    """Returns a plain configuration on top of the settings of its short stage, if it has one.
+
+    Raises:
+        ConfigError: a setting has another form than that of the short stage.
+    """
     stage = tree.get("stage")
     if stage not in SHORT_STAGES:
         return dict(tree)
     recipe = yaml.safe_load((RECIPES / f"{stage}.yaml").read_text(encoding="utf-8"))["algo"]
     defining = {key: recipe[key] for key in _DEFINING if key in recipe}
-    return _merge({"algo": defining}, {**tree, "stage": "ppo"})
+    try:
+        return _merge({"algo": defining}, {**tree, "stage": "ppo"})
+    except TypeError as error:
+        rule = f"fits the settings of stage {stage} ({error})"
+        raise ConfigError([Problem("algo", shown(tree["algo"]), rule, "correct the value")]) from error
 
 
 def _overridden(tree: _Section, override: str, problems: list[Problem]) -> _Section:
@@ -161,10 +168,7 @@ def recipes() -> list[str]:
 
 def recipe_fix(name: str) -> str:
     """Returns the fix for a recipe that does not exist."""
-    near = difflib.get_close_matches(name, recipes(), n=1)
-    if near:
-        return f"did you mean {near[0]}?"
-    return f"choose one of {', '.join(recipes())}; a file ends with .yaml"
+    return did_you_mean(name, recipes()) or f"choose one of {', '.join(recipes())}; a file ends with .yaml"
 
 
 def _plain(tree: DictConfig, *, resolve: bool = False) -> _Section:

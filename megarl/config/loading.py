@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from megarl.config.problems import ConfigError, Problem, shown, without_pending,
 from megarl.config.rules import broken_rules
 from megarl.config.schema import STAGES, RunConfig, raw_stage_class
 from megarl.config.schema.base import parse_devices
-from megarl.config.schema.schema_walk import keys
 from megarl.config.schema_problems import schema_problems
 from megarl.files import write_durably
 
@@ -122,9 +120,10 @@ def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
         config = schema.model_validate(raw)
     except ValidationError as error:
         found = schema_problems(error, schema)
-        raw = _known_part(schema, raw, error)
         sections = _valid_sections(schema, raw)
-        config = schema.model_validate(raw) if len(sections) == len(schema.model_fields) else None
+        config = None
+        if len(sections) == len(schema.model_fields):
+            config = schema.model_validate(raw, extra="ignore")
     else:
         sections = {name: getattr(config, name) for name in schema.model_fields}
     return config, [*found, *broken_rules(raw["stage"], sections)]
@@ -135,27 +134,16 @@ def _same(one: Problem, other: Problem) -> bool:
     return f"{one.field}.".startswith(f"{other.field}.") or f"{other.field}.".startswith(f"{one.field}.")
 
 
-def _known_part(schema: type[RunConfig], raw: Mapping[str, Any], error: ValidationError) -> dict[str, Any]:
-    known = copy.deepcopy(dict(raw))
-    for found in error.errors(include_url=False):
-        if found["type"] == "extra_forbidden":
-            owner: Any = known
-            path, _ = keys(schema, found["loc"])
-            for part in path[:-1]:
-                owner = owner[part]
-            del owner[path[-1]]
-    return known
-
-
 def _valid_sections(schema: type[RunConfig], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sections that are valid by themselves, defaults included."""
+    """Returns the sections that are valid by themselves, without unknown keys, defaults included."""
     valid: dict[str, Any] = {}
     for name, info in schema.model_fields.items():
         if name not in raw and not info.is_required():
             valid[name] = info.get_default()
             continue
         try:
-            valid[name] = TypeAdapter[Any](info.rebuild_annotation()).validate_python(raw.get(name))
+            adapter = TypeAdapter[Any](info.rebuild_annotation())
+            valid[name] = adapter.validate_python(raw.get(name), extra="ignore")
         except ValidationError:
             continue
     return valid

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import yaml
 from pydantic import BaseModel
@@ -25,6 +25,8 @@ _SPECIAL_TOKEN = re.compile(r"(^|[_-])(bos|cls|end|eos|mask|pad|sep|start|stop|t
 _HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 KEY = "(key)"
 """The value of a problem with the name of a key, which is the last part of the field."""
+WITHOUT_EFFECT = "has no effect"
+"""The beginning of the rule of a setting that could be left out."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,10 @@ class Problem:
 
     def __str__(self) -> str:
         return f"  {self.field} = {self.value}\n    rule: {self.rule}\n    fix:  {self.fix}"
+
+
+Broken = Problem | tuple[str, str, str]
+"""What a rule finds: a field, the rule and the fix, for the value of the field; or a problem with another value."""
 
 
 class ConfigError(ValueError):
@@ -59,8 +65,8 @@ class ConfigError(ValueError):
 
 def ineffective_settings(
     field: str, section: BaseModel, names: Sequence[str], where: str, otherwise: str
-) -> Iterator[Problem]:
-    """Yields a problem for each named field of a section that is not at its default, which has no effect.
+) -> Iterator[Broken]:
+    """Yields each named field of a section that is not at its default, which has no effect.
 
     Args:
         field: path of the section.
@@ -69,26 +75,14 @@ def ineffective_settings(
     """
     for name in names:
         info = type(section).model_fields[name]
-        value: object = getattr(section, name)
-        if value == info.default:
-            continue
-        if isinstance(value, BaseModel):
-            value = getattr(value, "name", "given")
-        key = f"{field}.{info.alias or name}"
-        yield Problem(key, shown(value), f"has no effect {where}", f"remove it, {otherwise}")
+        if getattr(section, name) != info.default:
+            yield f"{field}.{info.alias or name}", f"{WITHOUT_EFFECT} {where}", f"remove it, {otherwise}"
 
 
-def unordered(
-    field: str, value: float, relation: Literal["below", "at most", "at least"], other: str, limit: float
-) -> Iterator[Problem]:
-    """Yields a problem unless a field is below, at most or at least another one."""
-    in_order = {"below": value < limit, "at most": value <= limit, "at least": value >= limit}
-    if in_order[relation]:
-        return
-    fix = f"lower it, or raise {other}"
-    if relation == "at least":
-        fix = f"raise it, or lower {other}"
-    yield Problem(field, shown(value), f"{relation} {other} = {shown(limit)}", fix)
+def did_you_mean(given: str, known: Sequence[str], cutoff: float = 0.6) -> str:
+    """Returns the nearest known name as a fix; empty if none is near."""
+    near = difflib.get_close_matches(given, known, n=1, cutoff=cutoff)
+    return f"did you mean {near[0]}?" if near else ""
 
 
 def correct_path(path: str) -> str:
@@ -114,11 +108,12 @@ def correct_model_path(path: str) -> str:
 
 def shown(value: object) -> str:
     """Returns a value as text of at most 80 characters."""
-    if isinstance(value, Mapping):
+    if isinstance(value, BaseModel):
+        value = getattr(value, "name", None) or getattr(value, "path", None) or value
+    value = _plain(value)
+    if isinstance(value, Mapping | list):
         hidden = without_secrets(value, inside=True)
         text = yaml.safe_dump(hidden, default_flow_style=True, width=math.inf).strip()
-    elif isinstance(value, tuple):
-        text = repr(list(cast(tuple[object, ...], value)))
     elif value is None:
         text = "null"
     else:
@@ -126,6 +121,15 @@ def shown(value: object) -> str:
     if len(text) > 80:
         return f"{text[:77]}..."
     return text
+
+
+def _plain(value: object) -> object:
+    """Returns a section as the keys that are given, and a tuple as a list."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    if isinstance(value, tuple):
+        return [_plain(entry) for entry in cast(tuple[object, ...], value)]
+    return value
 
 
 def without_secrets(value: Any, *, inside: bool = False) -> Any:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megarl.config.foreign_keys import foreign_fix
-from megarl.config.problems import KEY, Problem, shown
+from megarl.config.problems import KEY, Problem, did_you_mean, shown
 from megarl.config.schema.choices import SHORTHAND, Choice, CustomFunction
 from megarl.config.schema.schema_walk import choices, fields, keys, section, sections, type_of
 from megarl.plugins import suggestion
@@ -63,7 +61,7 @@ def _problem(schema: type[BaseModel], error: ErrorDetails) -> Problem:
     if kind == "missing":
         return Problem(field, "(missing)", "required", f"add it: {description}")
     fix = f"{_correction(kind, limits, value)}; it is: {description}"
-    if isinstance(value, str) and "name" in _section_fields(here):
+    if isinstance(value, str) and "name" in fields(here):
         fix = f"write it as {{name: {value}}}"
     return Problem(field, shown(value), _TYPES.get(kind) or _rule(error), fix)
 
@@ -75,7 +73,7 @@ def _rule(error: ErrorDetails) -> str:
 def _correction(kind: str, limits: Mapping[str, Any], value: object) -> str:
     if kind == "literal_error":
         known = re.findall(r"'([^']+)'", limits["expected"])
-        return _nearest(str(value), known) or "choose one of them"
+        return did_you_mean(str(value), known) or "choose one of them"
     if kind in _BOUNDS:
         (limit,) = limits.values()
         if isinstance(limit, float):
@@ -88,17 +86,10 @@ def _description(schema: type[BaseModel], loc: Sequence[int | str]) -> str:
     """Returns the description of a field; of an entry of a list or a mapping, that of the list or mapping."""
     for end in range(len(loc) - 1, -1, -1):
         _, owner = keys(schema, loc[:end])
-        info = _section_fields(owner).get(str(loc[end]))
+        info = fields(owner).get(str(loc[end]))
         if info is not None and info.description:
             return " ".join(info.description.split())
     return "see docs/configuration.md"
-
-
-def _section_fields(annotation: Any) -> dict[str, FieldInfo]:
-    """Returns the fields of a section; of other types, none."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return fields(annotation)
-    return {}
 
 
 def _bad_key(field: str, key: str, error: ErrorDetails, mapping: Any) -> Problem:
@@ -119,7 +110,7 @@ def _unknown(schema: type[BaseModel], loc: Sequence[int | str], field: str, valu
     if key == SHORTHAND:
         rule = f"should be keys with values, and is both keys and the text {value}"
         return Problem(field.removesuffix("."), shown(value), rule, "remove one of them")
-    known = list(fields(owner)) if section(owner) is not None else []
+    known = list(fields(owner))
     foreign = foreign_fix(schema, field, value, sure=False)
     if not issubclass(owner, Choice):
         elsewhere = [f"{field.removesuffix(key)}{path}" for path in _deeper(owner, key, value)][:3]
@@ -145,14 +136,13 @@ def _deeper(owner: type[BaseModel], key: str, value: object) -> Iterator[str]:
         if "<" in path:
             continue
         for schema in choices(below).values() or (below,):
-            info = fields(schema).get(key)
-            if info is not None and (not isinstance(value, Mapping) or _may_hold_keys(info)):
+            if key not in fields(schema):
+                continue
+            kind = type_of(fields(schema)[key])
+            may_hold_keys = bool(choices(kind)) or section(kind) is not None
+            if may_hold_keys or not isinstance(value, Mapping):
                 yield f"{path}.{key}"
                 break
-
-
-def _may_hold_keys(info: FieldInfo) -> bool:
-    return bool(choices(type_of(info))) or section(type_of(info)) is not None
 
 
 def _no_choice(field: str, value: object, table: Mapping[str, type[BaseModel]], description: str) -> Problem:
@@ -164,17 +154,12 @@ def _no_choice(field: str, value: object, table: Mapping[str, type[BaseModel]], 
     if name is None:
         fix = "give a name, or a name and its options: {name: ..., option: ...}"
         return Problem(field, shown(cast(object, value)), rule, fix)
-    fix = _nearest(str(name).lower(), list(table), cutoff=0.5)
-    if fix is None and any(issubclass(choice, CustomFunction) for choice in table.values()):
+    fix = did_you_mean(str(name).lower(), list(table), cutoff=0.5)
+    if not fix and any(issubclass(choice, CustomFunction) for choice in table.values()):
         fix = suggestion(str(name))
     return Problem(field, shown(name), rule, fix or f"choose one of them; it is: {description}")
 
 
 def _suggestion(key: str, known: Sequence[str]) -> str:
     listed = f"remove it; known here: {', '.join(known)}" if known else "remove it"
-    return _nearest(key, known) or listed
-
-
-def _nearest(given: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
-    near = difflib.get_close_matches(given, known, n=1, cutoff=cutoff)
-    return f"did you mean {near[0]}?" if near else None
+    return did_you_mean(key, known) or listed

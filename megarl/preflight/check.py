@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from megarl.config import ConfigError, Problem, RolloutTrainingConfig, RunConfig, SamplingConfig
 from megarl.config.problems import MASK, masked, shown
-from megarl.config.schema import Fault, HeldOut, PairData, PromptData, TextData, Tracking
+from megarl.config.schema import Fault, RowSettings, Tracking
 from megarl.config.schema.questions import template_columns
 from megarl.data.tokenizer import Tokenizer, model_tokenizer
 from megarl.preflight.datasets import DataReader, PromptSets, Sets
@@ -127,9 +127,7 @@ def _read_data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem
     return config.read_sets(reader), reader.problems
 
 
-def _tokenizer(
-    config: RunConfig, vocab: int, section: str, rows: TextData | PairData | PromptData | HeldOut
-) -> Tokenizer | None:
+def _tokenizer(config: RunConfig, vocab: int, section: str, rows: RowSettings) -> Tokenizer | None:
     """Returns the run's tokenizer, if any; raises ValueError if it does not fit, or is missing."""
     tokenizer = model_tokenizer(config.model)
     if tokenizer is not None:

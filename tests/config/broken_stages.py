@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from megarl.config.rules import data_rules, placement_rules, rollout_rules, scoring_rules, training_rules
 from megarl.stages.reward_model import config as reward_model_config
-from tests.config.debug import ACTOR, PTX, Cases
+from tests.config.debug import ACTOR, HELD_OUT_TASKS, PTX, Cases
 
 SFT: Cases = {
     placement_rules.roles_belong_to_the_stage: [
-        (["groups.train.roles.critic={}"], "groups.train.roles.critic", "stage sft has the roles actor alone")
+        (["groups.train.roles.critic={}"], "stage sft has the roles actor alone")
     ],
-    placement_rules.offloading_frees_devices: [([f"{ACTOR}.offload=true"], f"{ACTOR}.offload", "another role")],
+    placement_rules.offloading_frees_devices: [([f"{ACTOR}.offload=true"], "another role")],
     data_rules.files_exist: [
-        (["data.evaluation=/nowhere.parquet"], "data.evaluation", "a file that exists"),
+        (["data.evaluation=/nowhere.parquet"], "a file that exists"),
         (["data.train={path: x.jsonl, subset: main}"], "data.train.subset", "this is a file"),
     ],
     data_rules.micro_batches_hold_a_sample: [
         (["data.max_tokens=129"], f"{ACTOR}.tokens_per_micro_batch", "data.max_tokens = 129")
     ],
     rollout_rules.nothing_to_show: [
-        (["tracking.samples=8"], "tracking.samples", "no effect in a stage without rollouts"),
-        (["tracking.tokens=true"], "tracking.tokens", "no effect in a stage without rollouts"),
-        (["tracking.samples_mib=8"], "tracking.samples_mib", "no effect in a stage without rollouts"),
-    ],
-    data_rules.evaluations_have_rows: [
-        (["data.evaluation=null", "data.evaluate_every=1"], "data.evaluate_every", "data.evaluation alone")
+        (["tracking.samples=8"], "no effect in a stage without rollouts"),
+        (["tracking.tokens=true"], "no effect in a stage without rollouts"),
+        (["tracking.samples_mib=8"], "no effect in a stage without rollouts"),
     ],
     training_rules.best_checkpoints_are_evaluated: [
         (
@@ -38,72 +35,57 @@ SFT: Cases = {
             "checkpoint.every = 4 is a multiple of data.evaluate_every = 3",
         ),
     ],
-    training_rules.rates_fall: [
-        (["actor.optimizer.final_lr=1e-3"], "actor.optimizer.final_lr", "a linear schedule comes down")
-    ],
-    training_rules.health_checks_have_metrics: [
-        (["health.limits={truncated_fraction: 0.1}"], "health.limits", "a metric of stage sft")
-    ],
+    training_rules.rates_fall: [(["actor.optimizer.final_lr=1e-3"], "a linear schedule comes down")],
+    training_rules.health_checks_have_metrics: [(["health.limits={truncated_fraction: 0.1}"], "a metric of stage sft")],
 }
 
 REWARD = "groups.train.roles.reward"
 
 REWARD_MODEL: Cases = {
     placement_rules.roles_belong_to_the_stage: [
-        (["groups.train.roles.actor={}"], ACTOR, "stage reward_model has the roles reward alone"),
+        (["groups.train.roles.actor={}"], "stage reward_model has the roles reward alone"),
         (["groups.train.roles={reward: null, actor: {}}"], "groups", "role reward"),
     ],
-    placement_rules.engine_devices_exist: [(["rollout.devices=7"], "rollout.devices", "= 4")],
+    placement_rules.engine_devices_exist: [(["rollout.devices=7"], "= 4")],
     rollout_rules.record_or_replay: [
-        (["rollout.record=x"], "rollout.record", "does not train on rollouts"),
-        (["rollout.sync_every=2"], "rollout.sync_every", "does not train on rollouts"),
-        (["rollout.max_staleness=1"], "rollout.max_staleness", "does not train on rollouts"),
+        (["rollout.record=x"], "does not train on rollouts"),
+        (["rollout.sync_every=2"], "does not train on rollouts"),
+        (["rollout.max_staleness=1"], "does not train on rollouts"),
     ],
-    rollout_rules.nothing_to_show: [
-        (["tracking.samples=0"], "tracking.samples", "no effect in a stage without rollouts")
-    ],
-    data_rules.files_exist: [(["normalisation.prompts=/nowhere.jsonl"], "normalisation.prompts", "a file that exists")],
-    data_rules.lengths_fit: [(["rollout.max_model_len=32"], "rollout.max_model_len", "covers the longest prompt and")],
+    rollout_rules.nothing_to_show: [(["tracking.samples=0"], "no effect in a stage without rollouts")],
+    data_rules.files_exist: [(["normalisation.prompts=/nowhere.jsonl"], "a file that exists")],
+    data_rules.lengths_fit: [(["rollout.max_model_len=32"], "covers the longest prompt and")],
     data_rules.micro_batches_hold_a_sample: [
         (["data.max_tokens=65"], f"{REWARD}.tokens_per_micro_batch", "twice data.max_tokens, for a pair, = 130")
-    ],
-    data_rules.evaluations_have_rows: [
-        (["data.evaluation=null", "data.evaluate_every=1"], "data.evaluate_every", "data.evaluation alone")
     ],
     reward_model_config.reference_samples_have_engines: [
         (["rollout=null"], "normalisation", "needs the section rollout"),
         (["normalisation=null"], "rollout", "normalisation alone"),
     ],
     training_rules.rates_fall: [(["reward.optimizer.lr=1e-4"], "reward.optimizer.final_lr", "below lr = 0.0001")],
-    training_rules.margins_are_read: [
-        (["reward.loss={margin: true, kind: logexp}"], "reward.loss.margin", "no effect with reward.loss.kind = logexp")
-    ],
 }
 
 RAFT: Cases = {
     training_rules.selections_fill_mini_batches: [
-        (["data.samples_per_prompt=1"], "data.samples_per_prompt", "at least 2 with algo.select.by = local"),
-        (["algo.mini_batches=7"], "algo.mini_batches", "at most 6, the samples that are selected"),
+        (["data.samples_per_prompt=1"], "at least 2 with algo.select.by = local"),
+        (["algo.mini_batches=7"], "at most 6, the samples that are selected"),
         (
             ["algo={select: {by: top}, mini_batches: 5}"],
             "algo.mini_batches",
             "at most 4, the samples that are selected",
         ),
-        (["algo.scores.missing_end=replace"], "algo.scores.missing_end", "no effect with algo.select.discard"),
+        (["algo.scores.missing_end=replace"], "no effect with algo.select.discard"),
         ([PTX], "algo.select", "null with ptx"),
     ],
     training_rules.likelihoods_read_nothing_else: [
-        (["algo.advantage=grpo"], "algo.advantage", "none with policy loss sft"),
+        (["algo.advantage=grpo"], "none with policy loss sft"),
         (["algo.policy_loss=ppo"], "algo.advantage", "an advantage, which policy loss ppo reads"),
-        (["algo.kl.coef=0.1", "groups.train.roles.reference={}"], "algo.kl.coef", "0 with policy loss sft"),
-        (["algo.correction.old_logprobs=rollout"], "algo.correction", "no effect with policy loss sft"),
+        (["groups.train.roles.reference={}", "algo.kl.coef=0.1"], "0 with policy loss sft"),
     ],
     scoring_rules.dense_scores_are_read: [
         (["reward.dense=scores", "groups.train.roles.reward={}"], "algo.select", "null with reward.dense")
     ],
 }
-
-HELD_OUT_TASKS = ["evaluation={prompts: null, tasks: 4, first_task: 8}", "environment.name=openenv"]
 
 EVAL: Cases = {
     placement_rules.roles_belong_to_the_stage: [
@@ -117,17 +99,13 @@ EVAL: Cases = {
         )
     ],
     rollout_rules.record_or_replay: [
-        (["rollout.replay=x"], "rollout.replay", "does not train on rollouts"),
+        (["rollout.replay=x"], "does not train on rollouts"),
         (["rollout={max_staleness: 1, mode: inflight}"], "rollout.mode", "does not train on rollouts"),
-        (["rollout.max_replacements=1"], "rollout.max_replacements", "does not train on rollouts"),
-        (["rollout.inference_parts=2"], "rollout.inference_parts", "does not train on rollouts"),
+        (["rollout.max_replacements=1"], "does not train on rollouts"),
+        (["rollout.inference_parts=2"], "does not train on rollouts"),
     ],
-    data_rules.files_exist: [(["evaluation.prompts=/nowhere.jsonl"], "evaluation.prompts", "a file that exists")],
-    data_rules.one_held_out_source: [
-        (["evaluation.first_task=4"], "evaluation.first_task", "no effect without evaluation.tasks"),
-        ([*HELD_OUT_TASKS, "evaluation.first_task=null"], "evaluation.first_task", "given with evaluation.tasks"),
-        ([*HELD_OUT_TASKS, "evaluation.too_long=drop"], "evaluation.too_long", "no effect with evaluation.tasks"),
-    ],
+    data_rules.files_exist: [(["evaluation.prompts=/nowhere.jsonl"], "a file that exists")],
+    data_rules.one_held_out_source: [([*HELD_OUT_TASKS, "evaluation.first_task=null"], "given with evaluation.tasks")],
     scoring_rules.reward_heads_have_a_source: [
         (
             ["model={path: /nowhere, random: null}", "groups.train={devices: 0, roles: {reward: {}}}"],
@@ -136,19 +114,14 @@ EVAL: Cases = {
         )
     ],
     scoring_rules.evaluations_report_something: [
-        (["evaluation.functions=[]"], "evaluation.functions", "something to measure"),
-        (["evaluation.functions=[]", "environment.name=tools"], "evaluation.functions", "something to measure"),
+        (["evaluation.functions=[]"], "something to measure"),
+        (["environment.name=tools", "evaluation.functions=[]"], "something to measure"),
     ],
-    scoring_rules.evaluations_sample: [
-        (["evaluation.pass_at=[1, 8]"], "evaluation.pass_at", "at most evaluation.samples_per_prompt = 4")
-    ],
-    scoring_rules.reward_settings_have_their_model: [(["reward.path=x"], "reward.path", "no effect without the role")],
+    scoring_rules.evaluations_sample: [(["evaluation.pass_at=[1, 8]"], "at most evaluation.samples_per_prompt = 4")],
+    scoring_rules.reward_settings_have_their_model: [(["reward.path=x"], "no effect without the role")],
     scoring_rules.evaluations_have_no_weights: [
-        (["reward.functions=[{name: regex}]"], "reward.functions", "no effect in stage eval"),
-        (["reward.shuffle=true"], "reward.shuffle", "no effect in stage eval"),
+        (["reward.functions=[{name: regex}]"], "no effect in stage eval"),
+        (["reward.shuffle=true"], "no effect in stage eval"),
         (["environment={name: tools, weight: 2}"], "environment.weight", "no effect in stage eval"),
-    ],
-    data_rules.chat_templates_have_a_tokenizer: [
-        (["evaluation.chat_template=true"], "evaluation.chat_template", "needs a tokenizer")
     ],
 }

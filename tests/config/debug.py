@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
-from megarl.config import ConfigError, load
+from megarl.config import ConfigError, Problem, load
 from megarl.stages.ppo.config import PPOConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEBUG = REPOSITORY / "configs" / "debug" / "ppo.yaml"
 
-Cases = dict[Any, list[tuple[list[str], str, str]]]
-"""Rule -> (overrides of a debug run, the field that is named, a part of the rule's text)."""
+Cases = dict[Any, list[tuple[list[str], str] | tuple[list[str], str, str]]]
+"""Rule -> (overrides of a debug run, the field that is named, a part of the rule's text).
+
+Without a field, it is that of the last override.
+"""
 
 
 def debug(*overrides: str) -> PPOConfig:
@@ -30,6 +33,13 @@ def refused(*overrides: str, stage: str = "ppo") -> dict[str, str]:
     with pytest.raises(ConfigError) as caught:
         load(DEBUG.with_stem(stage), overrides)
     return by_field(caught.value)
+
+
+def problems(*overrides: str, stage: str = "ppo") -> dict[str, Problem]:
+    """What is wrong with a stage's debug run with overrides, by field; the last problem of each."""
+    with pytest.raises(ConfigError) as caught:
+        load(DEBUG.with_stem(stage), overrides)
+    return {problem.field: problem for problem in caught.value.problems}
 
 
 def by_field(error: ConfigError) -> dict[str, str]:
@@ -64,3 +74,5 @@ MIXTURE = [
     f"{ACTOR}.sequence_parallel=true",
     "groups.train.roles.reference.sequence_parallel=true",
 ]
+EVALUATION = "evaluation={prompts: a/b, functions: [{name: length}]}"
+HELD_OUT_TASKS = ["evaluation={prompts: null, tasks: 4, first_task: 8}", "environment.name=openenv"]

@@ -10,8 +10,9 @@ import pytest
 from transformers import TrainingArguments
 
 from megarl.config import ConfigError, load
-from megarl.config.foreign_keys import SYSTEMS, foreign_keys, has_path
+from megarl.config.foreign_keys import SYSTEMS, foreign_keys
 from megarl.config.schema import stage_class, stage_classes
+from megarl.config.schema.schema_walk import has_path
 from tests.config.debug import REPOSITORY
 from tools.docs import foreign_keys_page
 

@@ -13,11 +13,27 @@ from hypothesis import strategies as st
 from megarl.config import ConfigError, build
 from megarl.config.loading import load
 from megarl.config.rules import rules_of
-from megarl.config.schema import STAGES
-from tests.config.broken_algorithms import ALGORITHMS, EVALUATION
+from megarl.config.rules.tables import ORDERED, READ_TEXT, UNUSED, Unused, _condition
+from megarl.config.schema import STAGES, stage_classes
+from megarl.config.schema.schema_walk import has_path
+from tests.config.broken_algorithms import ALGORITHMS
 from tests.config.broken_layouts import LAYOUTS
 from tests.config.broken_stages import EVAL, RAFT, REWARD_MODEL, SFT
-from tests.config.debug import ACTOR, DEBUG, FUNCTIONS, GRPO, MIXTURE, OWN_DEVICE, PTX, Cases, debug, refused, without
+from tests.config.debug import (
+    ACTOR,
+    DEBUG,
+    EVALUATION,
+    FUNCTIONS,
+    GRPO,
+    MIXTURE,
+    OWN_DEVICE,
+    PTX,
+    Cases,
+    debug,
+    refused,
+    without,
+)
+from tests.config.table_cases import ORDER_CASES, TEXT_CASES, UNUSED_CASES
 
 ALL: list[tuple[str, Cases]] = [
     ("ppo", LAYOUTS),
@@ -36,12 +52,55 @@ def test_every_rule_is_tested() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "overrides", "field", "rule"),
-    [(stage, *case) for stage, broken in ALL for cases in broken.values() for case in cases],
-    ids=lambda part: str(part),
+    ("stage", "case"),
+    [(stage, case) for stage, broken in ALL for cases in broken.values() for case in cases],
+    ids=str,
 )
-def test_a_broken_rule_is_reported(stage: str, overrides: list[str], field: str, rule: str) -> None:
+def test_a_broken_rule_is_reported(stage: str, case: tuple[list[str], ...]) -> None:
+    overrides, *named, rule = case
+    (field,) = named or [overrides[-1].partition("=")[0]]
     assert rule in refused(*overrides, stage=stage)[field]
+
+
+def key(setting: str) -> str:
+    return setting.partition("=")[0]
+
+
+@pytest.mark.parametrize(("stage", "overrides", "setting", "condition"), UNUSED_CASES, ids=str)
+def test_a_setting_without_an_effect_is_reported_once(
+    stage: str, overrides: list[str], setting: str, condition: str
+) -> None:
+    rules = refused(*overrides, setting, stage=stage)[key(setting)].splitlines()
+    assert [condition in rule for rule in rules if rule.startswith("has no effect")] == [True]
+
+
+@pytest.mark.parametrize(("overrides", "setting", "limit"), ORDER_CASES, ids=str)
+def test_fields_are_in_order(overrides: list[str], setting: str, limit: str) -> None:
+    assert limit in refused(*overrides, setting)[key(setting)]
+
+
+@pytest.mark.parametrize(("stage", "overrides", "setting"), TEXT_CASES, ids=str)
+def test_a_setting_that_reads_text_needs_a_tokenizer(stage: str, overrides: list[str], setting: str) -> None:
+    assert "needs a tokenizer" in refused(*overrides, setting, stage=stage)[key(setting)]
+    with_one = [*overrides, setting, "model.tokenizer=somewhere", "run.steps=null"]
+    assert "needs a tokenizer" not in str(refused(*with_one, stage=stage))
+
+
+def test_every_entry_of_the_tables_is_tested_and_names_fields() -> None:
+    assert {key(setting) for *_, setting in TEXT_CASES} == set(READ_TEXT)
+    assert [key(setting) for _, setting, _ in ORDER_CASES] == [field for field, *_ in ORDERED]
+    named = {*READ_TEXT, *(field for row in ORDERED for field in (row[0], row[2]))}
+    tested: set[Unused] = set()
+    for path, rows in UNUSED.items():
+        for row in rows:
+            other = path + row.field if row.field.startswith(".") else row.field
+            settings = [f"{path}.{name}" for name in row.settings.split()]
+            named |= {*settings, other}
+            expected = _condition(other, row.value)
+            if any(key(case[2]) in settings and case[3] in expected for case in UNUSED_CASES):
+                tested.add(row)
+    assert tested == {row for rows in UNUSED.values() for row in rows}
+    assert [path for path in named if not any(has_path(schema, path) for schema in stage_classes().values())] == []
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,12 @@ def test_the_command_line_may_name_a_short_stage(tmp_path: Path) -> None:
     assert load(file, ["stage=gspo"]) == given("gspo")
 
 
+@pytest.mark.parametrize("stage", ["raft", "grpo"])
+def test_settings_of_another_form_than_the_short_stages_are_refused(stage: str) -> None:
+    with pytest.raises(ConfigError, match=r"\n  algo = .*\n    rule: fits the settings of stage .* is a list in"):
+        given(stage, select={"by": ["x"]}, advantage=["x"])
+
+
 def test_an_unknown_stage_lists_the_short_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         given("grppo")

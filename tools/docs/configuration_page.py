@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megarl.config.inheritance import SHORT_STAGES
-from megarl.config.schema import STAGES, RunConfig, TrainingConfig, stage_classes
+from megarl.config.schema import STAGES, RowSettings, RunConfig, TrainingConfig, stage_classes
 from megarl.config.schema.choices import names_of
 from megarl.config.schema.schema_walk import choices, entries, fields, plain, section, sections
 
@@ -40,7 +40,9 @@ def markdown() -> str:
         if table:
             parts.append(_choices(heading, table))
         else:
-            parts.append(_table(heading, below, fields(below)))
+            last = RowSettings.model_fields
+            rows = sorted(fields(below).items(), key=lambda row: row[0] in last)
+            parts.append(_table(heading, below, dict(rows)))
     return "\n".join(parts)
 
 

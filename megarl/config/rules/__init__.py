@@ -1,7 +1,8 @@
 """Rules between fields.
 
-A rule is a public function of these modules, or of a stage's ``config.py``, that yields problems. It takes sections by
-name, and ``stage``, and holds in the stages whose sections have the annotated types; an optional one is None elsewhere.
+A rule is a public function of these modules, or of a stage's ``config.py``, that yields what is broken. It takes
+sections by name, and ``stage``, and holds in the stages whose sections have the annotated types; an optional one is
+None elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic.fields import FieldInfo
 
-from megarl.config.problems import Problem
+from megarl.config.problems import WITHOUT_EFFECT, Broken, Problem, shown
 from megarl.config.rules import (
     algorithm_rules,
     data_rules,
@@ -25,22 +26,39 @@ from megarl.config.rules import (
     scoring_rules,
     training_rules,
 )
+from megarl.config.rules.tables import broken_tables
 from megarl.config.schema import stage_class
-from megarl.config.schema.schema_walk import section, type_of
+from megarl.config.schema.schema_walk import section, type_of, values_by_path
 
 _MODULES = (placement_rules, model_rules, data_rules, rollout_rules, scoring_rules, algorithm_rules, training_rules)
 
-Rule = Callable[..., Iterator[Problem]]
+Rule = Callable[..., Iterator[Broken]]
 
 
 def broken_rules(stage: str, sections: Mapping[str, Any]) -> list[Problem]:
-    """Returns the problems that the stage's rules find; rules that read invalid sections are left out."""
+    """Returns the problems that the stage's rules find; rules that read invalid sections are left out.
+
+    Of several reasons for which a setting has no effect, the first one is reported.
+    """
     known = stage_class(stage).model_fields
-    problems: list[Problem] = []
+    values = dict(values_by_path(sections))
+    broken: list[Broken] = []
     for rule, reads in rules_of(stage).items():
         invalid = (known.keys() & set(reads)) - sections.keys()
         if not invalid:
-            problems += rule(**{name: sections.get(name) for name in reads})
+            broken += rule(**{name: sections.get(name) for name in reads})
+    problems: list[Problem] = []
+    unused = set[str]()
+    for found in (*broken, *broken_tables(values)):
+        problem = found
+        if not isinstance(problem, Problem):
+            field, rule, fix = problem
+            problem = Problem(field, shown(values[field]), rule, fix)
+        if problem.rule.startswith(WITHOUT_EFFECT):
+            if problem.field in unused:
+                continue
+            unused.add(problem.field)
+        problems.append(problem)
     return problems
 
 
@@ -56,7 +74,7 @@ def rules_of(stage: str) -> dict[Rule, tuple[str, ...]]:
             if function.__module__ != module.__name__:
                 continue
             types = get_type_hints(function)
-            if types.pop("return", None) != Iterator[Problem]:
+            if types.pop("return", None) != Iterator[Broken]:
                 continue
             if all(_accepts(types[name], schema.model_fields.get(name)) for name in types):
                 rules[function] = tuple(types)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megarl.config.problems import Problem, ineffective_settings, shown, unordered
+from megarl.config.problems import Broken, Problem, ineffective_settings, shown
 from megarl.config.rules.placement_rules import placed
 from megarl.config.schema import (
     Algo,
@@ -21,17 +20,17 @@ from megarl.config.schema import (
 )
 
 
-def advantages_have_their_critic(algo: Algo, groups: Groups, critic: Critic | None) -> Iterator[Problem]:
+def advantages_have_their_critic(algo: Algo, groups: Groups, critic: Critic | None) -> Iterator[Broken]:
     """A critic is there exactly for advantages with values; a function of your own on tokens may have one."""
     name = algo.advantage.name
     given = placed(groups, "critic")
     if algo.needs_critic:
         if not given:
             fix = "add critic to the roles of a group, or choose an advantage without one, such as grpo"
-            yield Problem("algo.advantage", name, "needs the role critic", fix)
+            yield "algo.advantage", "needs the role critic", fix
         if critic is None:
             fix = "add the section critic with an optimizer, or choose an advantage without one, such as grpo"
-            yield Problem("critic", "null", f"advantage {name} needs the section critic", fix)
+            yield "critic", f"advantage {name} needs the section critic", fix
         return
     may_read_values = isinstance(algo.advantage, CustomAdvantage) and algo.advantage.level == "token"
     if may_read_values and given == (critic is not None):
@@ -39,24 +38,21 @@ def advantages_have_their_critic(algo: Algo, groups: Groups, critic: Critic | No
     for group_name, group in groups.items():
         if "critic" in group.roles:
             field = f"groups.{group_name}.roles.critic"
-            rule = f"advantage {name} has no critic"
             fix = f"remove it: {field}=null, or choose gae"
-            yield Problem(field, "critic", rule, fix)
+            yield field, f"advantage {name} has no critic", fix
     if critic is not None:
         fix = "remove it: critic=null, or choose gae"
-        yield Problem("critic", "given", f"has no effect with advantage {name}", fix)
+        yield "critic", f"has no effect with advantage {name}", fix
 
 
-def value_losses_have_a_critic(algo: Algo, critic: Critic | None) -> Iterator[Problem]:
-    """A value loss needs a critic, and so does a policy loss that reads values."""
+def values_have_a_critic(algo: Algo, critic: Critic | None) -> Iterator[Broken]:
+    """A policy loss that reads values needs a critic."""
     if critic is None and isinstance(algo.policy_loss, CustomFunction) and "values" in algo.loss_reads:
         fix = "choose an advantage with a critic, such as gae, or a loss that does not read values"
-        yield Problem("algo.policy_loss.name", algo.policy_loss.name, "reads values: needs a critic", fix)
-    if critic is None:
-        yield from ineffective_settings("algo", algo, ("value_loss",), "without a critic", "or choose gae")
+        yield "algo.policy_loss.name", "reads values: needs a critic", fix
 
 
-def groups_of_samples_are_compared(algo: Algo, data: PromptData) -> Iterator[Problem]:
+def groups_of_samples_are_compared(algo: Algo, data: PromptData) -> Iterator[Broken]:
     """Advantages of groups need several samples of a prompt."""
     name = algo.advantage.name
     if algo.from_token_rewards or isinstance(algo.advantage, CustomFunction) or name in ("remax", "none"):
@@ -68,43 +64,24 @@ def groups_of_samples_are_compared(algo: Algo, data: PromptData) -> Iterator[Pro
         reason = "which takes the deviation of the others"
     if data.samples_per_prompt < needed:
         rule = f"at least {needed} with advantage {name}, {reason}"
-        yield Problem("data.samples_per_prompt", str(data.samples_per_prompt), rule, f"set it to {needed} or more")
+        yield "data.samples_per_prompt", rule, f"set it to {needed} or more"
 
 
-def decays_are_read(algo: Algo) -> Iterator[Problem]:
-    """vapo's length_alpha sets lam_policy where that is null."""
-    if algo.advantage.name == "vapo" and algo.advantage.options["lam_policy"] is not None:
-        where = "with algo.advantage.lam_policy"
-        otherwise = "or set lam_policy to null"
-        yield from ineffective_settings("algo.advantage", algo.advantage, ("length_alpha",), where, otherwise)
-
-
-def normalisers_are_whole(algo: Algo, data: PromptData) -> Iterator[Problem]:
-    """A normaliser shifts or scales, all its options are in use, and groups have several samples."""
+def normalisers_are_whole(algo: Algo, data: PromptData) -> Iterator[Broken]:
+    """A normaliser shifts or scales, and groups have several samples."""
     field = "algo.normalise.advantages"
     chosen = algo.normalise.advantages
     options = chosen.options
-    if chosen.name == "whiten" and options["mean_only"]:
-        names = ("ddof", "form", "eps")
-        where = "with mean_only, which does not divide"
-        yield from ineffective_settings(field, chosen, names, where, "or set mean_only to false")
     if chosen.name == "levels" and options["mean"] is options["std"] is None:
         rule = "shifts or scales: mean or std is not null"
-        yield Problem(field, "levels", rule, "choose none, which leaves the advantages")
-    elif chosen.name == "levels" and options["mean"] is None:
-        otherwise = "or set mean to batch or group"
-        yield from ineffective_settings(field, chosen, ("leave_one_out",), "without a mean", otherwise)
-    elif chosen.name == "levels" and options["std"] is None:
-        otherwise = "or set std to batch or group"
-        yield from ineffective_settings(field, chosen, ("unbiased", "eps"), "without std", otherwise)
+        yield field, rule, "choose none, which leaves the advantages"
     by_group = chosen.name == "levels" and "group" in (options["mean"], options["std"])
     if (chosen.name == "grouped_tokens" or by_group) and data.samples_per_prompt < 2:
         rule = f"at least 2 with {field} = {chosen.name} over the samples of a prompt"
-        fix = "set it to 2 or more, or normalise over the batch"
-        yield Problem("data.samples_per_prompt", str(data.samples_per_prompt), rule, fix)
+        yield "data.samples_per_prompt", rule, "set it to 2 or more, or normalise over the batch"
 
 
-def token_rewards_are_read(algo: Algo) -> Iterator[Problem]:
+def token_rewards_are_read(algo: Algo) -> Iterator[Broken]:
     """Advantages that compare samples read no token rewards."""
     if not algo.from_token_rewards:
         where = f"with advantage {algo.advantage.name}, which compares scores"
@@ -112,17 +89,17 @@ def token_rewards_are_read(algo: Algo) -> Iterator[Problem]:
         yield from ineffective_settings("algo.scores", algo.scores, ("placement",), where, "or choose gae")
 
 
-def responses_weigh_alike(algo: Algo) -> Iterator[Problem]:
+def responses_weigh_alike(algo: Algo) -> Iterator[Broken]:
     """gspo and gmpo put the loss of a whole response on each of its tokens: the mean is over responses."""
     loss = algo.policy_loss.name
     aggregation = algo.aggregation
     other = aggregation.name != "sequence_mean" and not isinstance(aggregation, CustomFunction)
     if loss in ("gspo", "gmpo") and other:
         rule = f"sequence_mean with policy loss {loss}, which is of whole responses: others weigh them by their length"
-        yield Problem("algo.aggregation", aggregation.name, rule, "set it to sequence_mean")
+        yield "algo.aggregation", rule, "set it to sequence_mean"
 
 
-def ratios_have_room(algo: Algo) -> Iterator[Problem]:
+def ratios_have_room(algo: Algo) -> Iterator[Broken]:
     """Bounds of the probability ratio are outside of the clip."""
     if algo.policy_loss.name != "ppo":
         return
@@ -135,69 +112,48 @@ def ratios_have_room(algo: Algo) -> Iterator[Problem]:
         highest = 1 + options["clip_high"]
     if delta is not None and delta <= highest:
         rule = f"above 1 + clip_high = {highest:g}, where the other branch ends"
-        fix = "raise it, or set it to null"
-        yield Problem("algo.policy_loss.delta", f"{delta:g}", rule, fix)
+        yield "algo.policy_loss.delta", rule, "raise it, or set it to null"
     if ratio_clamp is not None and not (ratio_clamp[0] <= lowest and highest <= ratio_clamp[1]):
         rule = f"contains the interval of the clip, [{lowest:g}, {highest:g}]"
-        yield Problem("algo.policy_loss.ratio_clamp", shown(ratio_clamp), rule, "widen it, or set it to null")
+        yield "algo.policy_loss.ratio_clamp", rule, "widen it, or set it to null"
 
 
-def filters_compare(algo: Algo, data: PromptData) -> Iterator[Problem]:
-    """A filter can keep prompts; filter_rounds needs one."""
-    if algo.filter is None:
-        yield from ineffective_settings("algo", algo, ("filter_rounds",), "without algo.filter", "or choose a filter")
-        return
-    if algo.filter.name == "nonzero_std" and data.samples_per_prompt < 2:
+def filters_compare(algo: Algo, data: PromptData) -> Iterator[Broken]:
+    """The filter of deviations can keep prompts."""
+    if algo.filter is not None and algo.filter.name == "nonzero_std" and data.samples_per_prompt < 2:
         rule = "at least 2 with algo.filter = nonzero_std: a sample alone has no deviation, and no prompt would be kept"
-        yield Problem("data.samples_per_prompt", str(data.samples_per_prompt), rule, "set it to 2 or more")
-    if algo.filter.name == "open_range":
-        low = algo.filter.options["low"]
-        high = algo.filter.options["high"]
-        yield from unordered("algo.filter.low", low, "below", "algo.filter.high", high)
+        yield "data.samples_per_prompt", rule, "set it to 2 or more"
 
 
-def penalty_has_a_reference(algo: Algo, groups: Groups) -> Iterator[Problem]:
+def penalty_has_a_reference(algo: Algo, groups: Groups) -> Iterator[Broken]:
     """A KL penalty needs a reference, and a reference needs a penalty, or a loss that reads it."""
     reference = placed(groups, "reference")
     if isinstance(algo.policy_loss, CustomFunction) and "ref_logprobs" in algo.loss_reads:
         if not reference:
             fix = "add reference to the roles of a group"
-            yield Problem("algo.policy_loss.name", algo.policy_loss.name, "reads ref_logprobs: needs a reference", fix)
+            yield "algo.policy_loss.name", "reads ref_logprobs: needs a reference", fix
         return
     if algo.kl.coef > 0 and not reference:
         fix = "add reference to the roles of a group, or set algo.kl.coef to 0"
-        yield Problem("algo.kl.coef", str(algo.kl.coef), "needs the role reference", fix)
+        yield "algo.kl.coef", "needs the role reference", fix
     if algo.kl.coef == 0 and reference:
         fix = "remove the role reference from its group, or set algo.kl.coef above 0"
         rule = "above 0 where the role reference is placed; it has no effect otherwise"
-        yield Problem("algo.kl.coef", "0", rule, fix)
+        yield "algo.kl.coef", rule, fix
 
 
-def penalty_is_one(algo: Algo) -> Iterator[Problem]:
-    """All settings of the KL penalty are in use."""
+def penalties_act(algo: Algo) -> Iterator[Broken]:
+    """A penalty's place and estimator need a coefficient, and its sum over tokens scores that do not add up."""
     kl = algo.kl
-    unused = functools.partial(ineffective_settings, "algo.kl", kl)
-    if kl.coef == 0:
-        names = ["target", "horizon", "unit", "cumulative", "importance", "reference_sync"]
-        if "coef" not in kl.model_fields_set:  # a coefficient of 0 turns the penalty of a recipe off
-            names += ["placement", "estimator"]
-        yield from unused(names, "with algo.kl.coef = 0", "or set the coefficient above 0")
-        return
-    if kl.target is None:
-        yield from unused(("horizon", "unit"), "without algo.kl.target", "or set a target")
-    if kl.placement == "loss":
-        yield from unused(("cumulative",), "with algo.kl.in = loss", "or set algo.kl.in to reward")
-    elif algo.from_token_rewards:
+    if kl.coef == 0 and "coef" not in kl.model_fields_set:  # a coefficient of 0 turns the penalty of a recipe off
+        names = ("placement", "estimator")
+        yield from ineffective_settings("algo.kl", kl, names, "with algo.kl.coef = 0", "or raise algo.kl.coef")
+    if kl.coef > 0 and kl.placement == "reward" and algo.from_token_rewards:
         where = f"with advantage {algo.advantage.name}, which adds up rewards by itself"
-        yield from unused(("cumulative",), where, "or choose a comparison of samples, such as rloo")
-    if kl.placement == "reward":
-        yield from unused(("importance",), "with algo.kl.in = reward", "or set algo.kl.in to loss")
-    elif kl.reads_distributions:
-        where = "with algo.kl.estimator = full, which is no estimate from samples"
-        yield from unused(("importance",), where, "or set algo.kl.estimator to k3")
+        yield from ineffective_settings("algo.kl", kl, ("cumulative",), where, "or choose one of samples, such as rloo")
 
 
-def estimators_fit_their_place(algo: Algo) -> Iterator[Problem]:
+def estimators_fit_their_place(algo: Algo) -> Iterator[Broken]:
     """In the loss the estimator's gradient counts, in the reward its value."""
     kl = algo.kl
     field = "algo.kl.estimator"
@@ -207,17 +163,16 @@ def estimators_fit_their_place(algo: Algo) -> Iterator[Problem]:
     if kl.placement == "loss" and name == "k1":
         # The gradient of k1 has mean 0 over the policy's own tokens: as a loss it adds noise and no penalty.
         rule = "k2, k3, k1+, k3+, abs or full with algo.kl.in = loss, where the gradient of k1 is 0 on average"
-        fix = "set it to k3 or k1+, or set algo.kl.in to reward"
-        yield Problem(field, name, rule, fix)
+        yield field, rule, "set it to k3 or k1+, or set algo.kl.in to reward"
     if kl.placement == "reward" and name == "full":
         rule = "of the sampled token with algo.kl.in = reward; full needs the whole distribution"
-        yield Problem(field, name, rule, "set it to k1, or set algo.kl.in to loss")
+        yield field, rule, "set it to k1, or set algo.kl.in to loss"
     if kl.placement == "reward" and name.endswith("+"):
         rule = f"without + with algo.kl.in = reward: {name} differs from {name[:-1]} in its gradient alone"
-        yield Problem(field, name, rule, f"set it to {name[:-1]}, or set algo.kl.in to loss")
+        yield field, rule, f"set it to {name[:-1]}, or set algo.kl.in to loss"
 
 
-def references_share_the_actors_ranks(algo: Algo, groups: Groups) -> Iterator[Problem]:
+def references_share_the_actors_ranks(algo: Algo, groups: Groups) -> Iterator[Broken]:
     """A reference whose weights or distributions are compared with the actor's is on the same ranks."""
     kl = algo.kl
     if kl.coef > 0 and kl.reference_sync is not None:
@@ -248,66 +203,48 @@ def _layout_text(role: RoleConfig) -> str:
     return ", ".join(f"{size} {getattr(role, size)}" for size in sizes)
 
 
-def references_follow_in_time(algo: Algo, run: TrainingRun) -> Iterator[Problem]:
+def references_follow_in_time(algo: Algo, run: TrainingRun) -> Iterator[Broken]:
     """The reference is updated before the last step."""
     sync = algo.kl.reference_sync
     if algo.kl.coef > 0 and sync is not None and run.steps is not None and sync.every >= run.steps:
         rule = f"below run.steps = {run.steps}: the reference would not move before the last step"
         fix = f"lower it, raise {run.length_field}, or set algo.kl.reference_sync to null"
-        yield Problem("algo.kl.reference_sync.every", str(sync.every), rule, fix)
+        yield "algo.kl.reference_sync.every", rule, fix
 
 
-def ratios_differ_from_one(algo: Algo) -> Iterator[Problem]:
-    """Corrections that read the old log-probabilities need those of the actor, before the update."""
-    old = algo.correction.old_logprobs
-    if old == "recompute":
-        return
-    names = ["reject", "m2po"]
-    where = f"with algo.correction.old_logprobs = {old}, which are known in the update alone"
-    if old == "rollout":
-        names.append("weights")
-        where = "with algo.correction.old_logprobs = rollout: the ratio to the engines is 1"
-    otherwise = "or recompute the old log-probabilities"
-    yield from ineffective_settings("algo.correction", algo.correction, names, where, otherwise)
-
-
-def bounds_are_in_order(algo: Algo) -> Iterator[Problem]:
+def bounds_are_in_order(algo: Algo) -> Iterator[Broken]:
     """Lower bounds are below upper ones, and only k1 has any."""
-    weights = _named_weights(algo)
-    if weights and weights["lower"] is not None:
-        upper = weights["upper"]
-        field = "algo.correction.weights"
-        yield from unordered(f"{field}.lower", weights["lower"], "below", f"{field}.upper", upper)
     for index, reject in enumerate(algo.correction.reject):
         field = f"algo.correction.reject.{index}"
         is_k1 = reject.statistic.endswith("k1")
         if reject.lower is not None and not is_k1:
             rule = f"for k1 alone; {reject.statistic} is never negative"
-            yield Problem(f"{field}.lower", f"{reject.lower:g}", rule, "remove it")
-        elif reject.lower is not None:
-            yield from unordered(f"{field}.lower", reject.lower, "below", f"{field}.upper", reject.upper)
+            yield f"{field}.lower", rule, "remove it"
+        elif reject.lower is not None and reject.lower >= reject.upper:
+            rule = f"below {field}.upper = {shown(reject.upper)}"
+            yield f"{field}.lower", rule, f"lower it, or raise {field}.upper"
         elif is_k1 and reject.upper <= 1:
             rule = "above 1, or with a lower bound: the usual one is 1 / upper"
-            yield Problem(f"{field}.upper", f"{reject.upper:g}", rule, "raise it, or give lower")
+            yield f"{field}.upper", rule, "raise it, or give lower"
 
 
-def interpolation_has_an_age(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
+def interpolation_has_an_age(algo: Algo, rollout: Rollout) -> Iterator[Broken]:
     """Interpolated old log-probabilities need rollouts of older weights."""
     chosen = algo.correction.old_logprobs
     if chosen in ("loglinear", "linear") and rollout.sync_every == 1 and rollout.max_staleness == 0:
         rule = "recompute or rollout where no rollout is older than the actor"
         fix = "set it to recompute, or raise rollout.max_staleness or rollout.sync_every"
-        yield Problem("algo.correction.old_logprobs", chosen, rule, fix)
+        yield "algo.correction.old_logprobs", rule, fix
 
 
-def normalised_weights_are_known(algo: Algo) -> Iterator[Problem]:
+def normalised_weights_are_known(algo: Algo) -> Iterator[Broken]:
     """Weights are normalised over a step only if the old log-probabilities are known before the update."""
     weights = _named_weights(algo)
     chosen = algo.correction.old_logprobs
     if weights and weights["batch_normalise"] and chosen in ("loglinear", "linear"):
         rule = f"false with algo.correction.old_logprobs = {chosen}, which changes in each micro-batch"
         fix = "set it to false, or recompute the old log-probabilities"
-        yield Problem("algo.correction.weights.batch_normalise", "True", rule, fix)
+        yield "algo.correction.weights.batch_normalise", rule, fix
 
 
 def _named_weights(algo: Algo) -> Mapping[str, Any]:
@@ -318,9 +255,9 @@ def _named_weights(algo: Algo) -> Mapping[str, Any]:
     return weights.options
 
 
-def stale_samples_are_clipped(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
+def stale_samples_are_clipped(algo: Algo, rollout: Rollout) -> Iterator[Broken]:
     """A loss without a clip is not for samples of older weights, unless corrections bound their weights."""
     if rollout.max_staleness and algo.policy_loss.name == "reinforce" and algo.correction.weights is None:
         rule = f"a loss with a clip where rollout.max_staleness is {rollout.max_staleness}; reinforce has none"
         fix = "choose ppo or another with a clip, or bound the ratio with algo.correction.weights"
-        yield Problem("algo.policy_loss", "reinforce", rule, fix)
+        yield "algo.policy_loss", rule, fix

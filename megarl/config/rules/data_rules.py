@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.problems import Problem, correct_path, ineffective_settings, unordered
+from megarl.config.problems import Broken, Problem, correct_path, ineffective_settings
 from megarl.config.rules.placement_rules import roles_of
 from megarl.config.schema import (
     PTX,
@@ -14,16 +14,14 @@ from megarl.config.schema import (
     Evaluation,
     Groups,
     HeldOut,
-    Model,
     Normalisation,
     PairData,
     PromptData,
     Rollout,
+    RowSettings,
     SourceFields,
     TextData,
 )
-
-AnyData = TextData | PairData | PromptData
 
 _FILES = (".jsonl", ".parquet")
 _OTHER_FILES = (".arrow", ".csv", ".gz", ".json", ".tsv", ".txt", ".zip", ".zst")
@@ -32,13 +30,13 @@ _FORMS = f"ends in {' or '.join(_FILES)}, or the name of a Hugging Face data set
 
 
 def files_exist(
-    data: AnyData | None, evaluation: Evaluation | None, normalisation: Normalisation | None, ptx: PTX | None
-) -> Iterator[Problem]:
+    data: RowSettings | None, evaluation: Evaluation | None, normalisation: Normalisation | None, ptx: PTX | None
+) -> Iterator[Broken]:
     """Every source is a file that exists, or the name of a data set; subset and split are of data sets alone."""
     sources: dict[str, SourceFields | None] = {}
     if isinstance(data, PromptData):
         sources["data.prompts"] = data.prompts
-    elif data is not None:
+    elif isinstance(data, TextData | PairData):
         sources["data.train"] = data.train
         sources["data.evaluation"] = data.evaluation
     if evaluation is not None:
@@ -52,67 +50,44 @@ def files_exist(
             yield from _source_exists(field, source)
 
 
-def _source_exists(field: str, source: SourceFields) -> Iterator[Problem]:
+def _source_exists(field: str, source: SourceFields) -> Iterator[Broken]:
     path = Path(source.path)
     if not source.path.endswith(_FILES):
         if path.suffix in _OTHER_FILES:
-            yield Problem(field, source.path, f"a file that {_FORMS}", "convert the file")
+            yield field, f"a file that {_FORMS}", "convert the file"
         elif not path.is_dir() and not _HUB_NAME.fullmatch(source.path):
             fix = f"{correct_path(source.path)}, or write the name with its owner, such as openai/gsm8k"
-            yield Problem(field, source.path, f"a file that exists and {_FORMS}", fix)
+            yield field, f"a file that exists and {_FORMS}", fix
         return
     if not path.is_file():
-        yield Problem(field, source.path, "a file that exists", correct_path(source.path))
+        yield field, "a file that exists", correct_path(source.path)
     for name in ("subset", "split"):
         value = getattr(source, name)
         if value is not None:
             rule = "has an effect for a Hugging Face data set alone; this is a file"
-            yield Problem(f"{field}.{name}", value, rule, "remove it")
+            yield f"{field}.{name}", rule, "remove it"
 
 
-def chat_templates_have_a_tokenizer(
-    model: Model, data: AnyData | None, evaluation: Evaluation | None, ptx: PTX | None
-) -> Iterator[Problem]:
-    """Chat templates need a tokenizer, which a random model does not have by itself."""
-    for field, rows in {"data": data, "evaluation": evaluation, "ptx": ptx}.items():
-        if not isinstance(rows, TextData | PairData | PromptData | HeldOut | PTX):
-            continue
-        if rows.chat_template and model.tokenizer is None and model.path is None:
-            fix = "set model.tokenizer, or set it to false"
-            yield Problem(f"{field}.chat_template", "True", "needs a tokenizer", fix)
-
-
-def one_prompt_source(data: PromptData) -> Iterator[Problem]:
-    """Prompts are rows, random, or tasks; random ones have rising lengths; all of them fill a step."""
+def one_prompt_source(data: PromptData) -> Iterator[Broken]:
+    """Prompts are rows, random, or tasks."""
     sources = {"prompts": data.prompts, "random": data.random, "tasks": data.tasks}
     given = [name for name, source in sources.items() if source is not None]
     if len(given) != 1:
         rule = "exactly one of prompts, random and tasks is given"
         fix = "give data.prompts, data.random or data.tasks, and set the others to null"
         yield Problem("data", " and ".join(given) or "none", rule, fix)
-    step = data.prompts_per_step
-    random = data.random
-    if data.tasks is not None:
-        yield from unordered("data.tasks", data.tasks, "at least", "data.prompts_per_step", step)
-    if random is not None:
-        longest = random.max_tokens
-        yield from unordered("data.random.min_tokens", random.min_tokens, "at most", "data.random.max_tokens", longest)
-        yield from unordered("data.random.count", random.count, "at least", "data.prompts_per_step", step)
 
 
-def tasks_have_an_environment(data: PromptData, environment: EnvironmentSettings | None) -> Iterator[Problem]:
-    """The environment makes tasks, and cannot read random prompts."""
-    if environment is None:
-        where = "without an environment, which would make them"
-        yield from ineffective_settings("data", data, ("tasks",), where, "or give environment")
-    elif data.random is not None:
+def environments_read_text(data: PromptData, environment: EnvironmentSettings | None) -> Iterator[Broken]:
+    """An environment cannot read random prompts."""
+    if environment is not None and data.random is not None:
         fix = "give data.prompts, or data.tasks of which the environment makes prompts"
-        yield Problem("data.random", "given", "null with an environment, which reads text", fix)
+        yield "data.random", "null with an environment, which reads text", fix
 
 
 def one_held_out_source(
     data: PromptData | None, evaluation: Evaluation | None, environment: EnvironmentSettings | None
-) -> Iterator[Problem]:
+) -> Iterator[Broken]:
     """Held-out prompts are rows, or tasks of the environment that are not trained on."""
     if evaluation is None:
         return
@@ -120,31 +95,16 @@ def one_held_out_source(
         value = "none" if evaluation.prompts is None else "prompts and tasks"
         fix = "give evaluation.prompts, or evaluation.tasks of an environment"
         yield Problem("evaluation", value, "exactly one of prompts and tasks is given", fix)
-    if environment is None:
-        where = "without an environment, which would make them"
-        yield from ineffective_settings("evaluation", evaluation, ("tasks",), where, "or give environment")
-    elif evaluation.tasks is not None and data is not None and data.tasks is None:
+    if environment is not None and evaluation.tasks is not None and data is not None and data.tasks is None:
         fix = "give data.tasks, or evaluation.prompts: a file of rows with an index"
-        yield Problem("evaluation.tasks", str(evaluation.tasks), "follows data.tasks, which is null", fix)
-    if isinstance(evaluation, HeldOut):
-        yield from _tasks_have_a_first(evaluation)
-
-
-def _tasks_have_a_first(evaluation: HeldOut) -> Iterator[Problem]:
-    if evaluation.tasks is None:
-        where = "without evaluation.tasks"
-        yield from ineffective_settings("evaluation", evaluation, ("first_task",), where, "or give evaluation.tasks")
-        return
-    if evaluation.first_task is None:
+        yield "evaluation.tasks", "follows data.tasks, which is null", fix
+    if isinstance(evaluation, HeldOut) and evaluation.tasks is not None and evaluation.first_task is None:
         rule = "given with evaluation.tasks: the training had the indices below its data.tasks"
         fix = "set it to data.tasks of the training, or to 0 if there was none"
-        yield Problem("evaluation.first_task", "null", rule, fix)
-    names = ("chat_template", "too_long")
-    where = "with evaluation.tasks, and no rows that are read"
-    yield from ineffective_settings("evaluation", evaluation, names, where, "or give evaluation.prompts")
+        yield "evaluation.first_task", rule, fix
 
 
-def random_prompts_are_ids(data: PromptData, evaluation: Evaluation | None, ptx: PTX | None) -> Iterator[Problem]:
+def random_prompts_are_ids(data: PromptData, evaluation: Evaluation | None, ptx: PTX | None) -> Iterator[Broken]:
     """Random prompts and tasks are neither text nor too long; the settings may still be for other rows."""
     if data.prompts is None and (evaluation is None or evaluation.prompts is None):
         names = ["chat_template"]
@@ -155,7 +115,7 @@ def random_prompts_are_ids(data: PromptData, evaluation: Evaluation | None, ptx:
         yield from ineffective_settings("data", data, names, where, "or give data.prompts")
 
 
-def lengths_fit(data: PromptData | PairData | None, rollout: Rollout | None) -> Iterator[Problem]:
+def lengths_fit(data: PromptData | PairData | None, rollout: Rollout | None) -> Iterator[Broken]:
     """max_model_len covers the longest prompt with the longest response."""
     if rollout is None:
         return
@@ -170,12 +130,12 @@ def lengths_fit(data: PromptData | PairData | None, rollout: Rollout | None) -> 
     if rollout.max_model_len < prompt + response:
         rule = f"covers {longest} and rollout.max_new_tokens = {response}"
         fix = f"set it to {least} or more, or lower rollout.max_new_tokens"
-        yield Problem("rollout.max_model_len", str(rollout.max_model_len), rule, fix)
+        yield "rollout.max_model_len", rule, fix
 
 
 def micro_batches_hold_a_sample(
-    groups: Groups, data: AnyData | None, rollout: Rollout | None, ptx: PTX | None
-) -> Iterator[Problem]:
+    groups: Groups, data: RowSettings | None, rollout: Rollout | None, ptx: PTX | None
+) -> Iterator[Broken]:
     """A micro-batch holds the longest sequence; of preferences, the two of a pair."""
     needed: dict[str, int] = {}
     if rollout is not None:
@@ -190,15 +150,5 @@ def micro_batches_hold_a_sample(
             longest["ptx.max_tokens"] = ptx.max_tokens
         for what, tokens in longest.items():
             if role.tokens_per_micro_batch < tokens:
-                value = str(role.tokens_per_micro_batch)
-                rule = f"at least {what} = {tokens}"
                 fix = f"set it to {tokens} or more, or shorten the sequences"
-                yield Problem(f"{field}.tokens_per_micro_batch", value, rule, fix)
-
-
-def evaluations_have_rows(data: TextData | PairData) -> Iterator[Problem]:
-    """An evaluation needs held-out rows."""
-    if data.evaluate_every is not None and data.evaluation is None:
-        rule = "has an effect with data.evaluation alone"
-        fix = "give data.evaluation, or remove it"
-        yield Problem("data.evaluate_every", str(data.evaluate_every), rule, fix)
+                yield f"{field}.tokens_per_micro_batch", f"at least {what} = {tokens}", fix

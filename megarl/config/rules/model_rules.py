@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megarl.config.problems import Problem, correct_model_path, shown
+from megarl.config.problems import Broken, Problem, correct_model_path
 from megarl.config.schema import (
     Cluster,
     Critic,
@@ -16,7 +16,7 @@ from megarl.config.schema import (
 )
 
 
-def one_model_source(model: Model) -> Iterator[Problem]:
+def one_model_source(model: Model) -> Iterator[Broken]:
     """The model is a checkpoint or random."""
     if (model.path is None) == (model.random is None):
         given = "neither" if model.path is None else "both"
@@ -26,7 +26,7 @@ def one_model_source(model: Model) -> Iterator[Problem]:
 
 def checkpoints_are_readable(
     model: Model, reward: Reward | RewardTraining | None, critic: Critic | None
-) -> Iterator[Problem]:
+) -> Iterator[Broken]:
     """Every checkpoint directory has a readable config.json."""
     paths = _checkpoints(reward, critic)
     if model.path is not None:
@@ -36,17 +36,17 @@ def checkpoints_are_readable(
             read_hf_config(path)
         except (OSError, ValueError) as error:
             rule = f"a directory with a readable config.json ({getattr(error, 'strerror', None) or error})"
-            yield Problem(f"{name}.path", path, rule, correct_model_path(path))
+            yield f"{name}.path", rule, correct_model_path(path)
 
 
-def fused_layers_need_a_gpu(model: Model, cluster: Cluster) -> Iterator[Problem]:
+def fused_layers_need_a_gpu(model: Model, cluster: Cluster) -> Iterator[Broken]:
     """Transformer Engine has no layers for a CPU."""
     if model.layers == "transformer_engine" and cluster.device == "cpu":
         rule = "Transformer Engine needs device cuda; on a CPU, layers are Megatron's own"
-        yield Problem("model.layers", model.layers, rule, "set it to auto or local")
+        yield "model.layers", rule, "set it to auto or local"
 
 
-def checkpoints_share_the_tokens(model: Model, reward: Reward, critic: Critic | None) -> Iterator[Problem]:
+def checkpoints_share_the_tokens(model: Model, reward: Reward, critic: Critic | None) -> Iterator[Broken]:
     """The reward model and the critic have every token id that the actor uses."""
     used = ids_in_use(model)
     for role, path in _checkpoints(reward, critic).items():
@@ -58,7 +58,7 @@ def checkpoints_share_the_tokens(model: Model, reward: Reward, critic: Critic | 
             f"choose a checkpoint with the model's tokenizer, or set model.vocab_size to {size}"
             " if ids from there on stand for nothing"
         )
-        yield Problem(f"{role}.path", shown(path), rule, fix)
+        yield f"{role}.path", rule, fix
 
 
 def _checkpoints(reward: Reward | RewardTraining | None, critic: Critic | None) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from megarl.config.problems import Problem, unordered
+from megarl.config.problems import Broken, Problem
 from megarl.config.schema import Cluster, Group, Groups, Reward, RoleConfig, Rollout, Run, stage_class
 from megarl.config.schema.base import parse_devices
 from megarl.types import RoleName
@@ -24,62 +24,51 @@ def placed(groups: Groups, role: RoleName) -> bool:
     return any(role in group.roles for group in groups.values())
 
 
-def run_directories_can_be_made(run: Run) -> Iterator[Problem]:
+def run_directories_can_be_made(run: Run) -> Iterator[Broken]:
     """run.dir is a directory or can be made; no parent is a file, or would be made for ``..``."""
     path = Path(run.dir)
     if run.dir.startswith("~"):
         rule = "a path in full: ~ is not read as a home directory"
-        yield Problem("run.dir", run.dir, rule, "write the path in full; a shell fills in $HOME")
+        yield "run.dir", rule, "write the path in full; a shell fills in $HOME"
     for place in (*reversed(path.parents), path):
         if place.exists() and not place.is_dir():
             rule = f"a directory, or one that can be made; {place} is a file"
-            yield Problem("run.dir", run.dir, rule, "choose another directory")
+            yield "run.dir", rule, "choose another directory"
         if place.name == ".." and not place.parent.exists():
             rule = f"a directory that can be made; {place.parent}, before .., does not exist"
-            yield Problem("run.dir", run.dir, rule, f"write {os.path.normpath(run.dir)}")
+            yield "run.dir", rule, f"write {os.path.normpath(run.dir)}"
             return
 
 
-def threads_are_used(cluster: Cluster) -> Iterator[Problem]:
+def threads_are_used(cluster: Cluster) -> Iterator[Broken]:
     """A number of threads is for virtual devices."""
     for name, number in cluster.threads_per_device:
         if cluster.device == "cuda" and number not in (None, 1):
-            rule = "has no effect with device cuda"
             fix = "remove it, or set it to auto"
-            yield Problem(f"cluster.threads_per_device.{name}", str(number), rule, fix)
+            yield f"cluster.threads_per_device.{name}", "has no effect with device cuda", fix
 
 
-def nodes_can_be_lost(cluster: Cluster) -> Iterator[Problem]:
-    """A run can lose some nodes, but not all, of a cluster that it joins."""
-    if cluster.min_nodes is None:
-        return
-    yield from unordered("cluster.min_nodes", cluster.min_nodes, "below", "cluster.nodes", cluster.nodes)
-    if cluster.address is None:
-        rule = "has an effect with cluster.address alone: without it, all nodes are this machine"
-        yield Problem("cluster.min_nodes", str(cluster.min_nodes), rule, "set cluster.address, or set it to null")
-
-
-def groups_have_roles(groups: Groups) -> Iterator[Problem]:
+def groups_have_roles(groups: Groups) -> Iterator[Broken]:
     """Every group has a role."""
     for name, group in groups.items():
         if not group.roles:
             fix = f"give it a role, or remove it with groups.{name}=null"
-            yield Problem(f"groups.{name}.roles", "{}", "a group has at least one role", fix)
+            yield f"groups.{name}.roles", "a group has at least one role", fix
 
 
-def devices_exist(cluster: Cluster, groups: Groups) -> Iterator[Problem]:
+def devices_exist(cluster: Cluster, groups: Groups) -> Iterator[Broken]:
     """The cluster has all devices of the groups."""
     for name, group in groups.items():
         yield from _devices_exist(cluster, f"groups.{name}.devices", group.devices)
 
 
-def engine_devices_exist(cluster: Cluster, rollout: Rollout | None) -> Iterator[Problem]:
+def engine_devices_exist(cluster: Cluster, rollout: Rollout | None) -> Iterator[Broken]:
     """The cluster has all devices of the engines."""
     if rollout is not None:
         yield from _devices_exist(cluster, "rollout.devices", rollout.devices)
 
 
-def judges_have_devices(cluster: Cluster, groups: Groups, rollout: Rollout | None, reward: Reward) -> Iterator[Problem]:
+def judges_have_devices(cluster: Cluster, groups: Groups, rollout: Rollout | None, reward: Reward) -> Iterator[Broken]:
     """The judge's engines fill devices of the cluster that nothing else has, and none spans nodes."""
     if reward.judge_model is None:
         return
@@ -95,37 +84,35 @@ def judges_have_devices(cluster: Cluster, groups: Groups, rollout: Rollout | Non
         taken.update(parse_devices(rollout.devices))
     if shared := sorted(taken.intersection(devices)):
         rule = f"devices of their own; groups or engines have {', '.join(map(str, shared))}, too"
-        yield Problem(field, given, rule, "choose others, and raise cluster.devices_per_node if needed")
+        yield field, rule, "choose others, and raise cluster.devices_per_node if needed"
     yield from tp_fills_devices("reward.judge_model", given, tp, cluster.devices_per_node)
 
 
-def tp_fills_devices(section: str, given: str, tp: int, per_node: int) -> Iterator[Problem]:
+def tp_fills_devices(section: str, given: str, tp: int, per_node: int) -> Iterator[Broken]:
     """`tp` divides the number of devices, and its devices are those of one node."""
     devices = parse_devices(given)
     if len(devices) % tp:
         rule = f"divides the {len(devices)} devices of {section}.devices ({given})"
         fix = f"choose a divisor of {len(devices)}, or change {section}.devices"
-        yield Problem(f"{section}.tp", str(tp), rule, fix)
+        yield f"{section}.tp", rule, fix
         return
     for first in range(0, len(devices), tp):
         chosen = devices[first : first + tp]
         if len({device // per_node for device in chosen}) > 1:
             rule = f"an engine stays within a node; one would have devices {', '.join(map(str, chosen))}"
-            fix = f"list {tp} devices of one node for each engine"
-            yield Problem(f"{section}.devices", given, rule, fix)
+            yield f"{section}.devices", rule, f"list {tp} devices of one node for each engine"
 
 
-def _devices_exist(cluster: Cluster, field: str, devices: str) -> Iterator[Problem]:
+def _devices_exist(cluster: Cluster, field: str, devices: str) -> Iterator[Broken]:
     total = cluster.nodes * cluster.devices_per_node
     highest = max(parse_devices(devices))
     if highest >= total:
         enough = -(-(highest + 1) // cluster.nodes)
-        rule = f"device numbers are below nodes * devices_per_node = {total}"
         fix = f"choose devices below {total}, or set cluster.devices_per_node to {enough} or more"
-        yield Problem(field, devices, rule, fix)
+        yield field, f"device numbers are below nodes * devices_per_node = {total}", fix
 
 
-def groups_are_disjoint(groups: Groups) -> Iterator[Problem]:
+def groups_are_disjoint(groups: Groups) -> Iterator[Broken]:
     """Groups have no device in common."""
     owner: dict[int, str] = {}
     for name, group in groups.items():
@@ -134,22 +121,22 @@ def groups_are_disjoint(groups: Groups) -> Iterator[Problem]:
             others = ", ".join(sorted(set(shared.values())))
             rule = f"groups have disjoint devices; {', '.join(map(str, shared))} also in {others}"
             fix = "give the groups devices of their own, or put the roles into one group"
-            yield Problem(f"groups.{name}.devices", group.devices, rule, fix)
+            yield f"groups.{name}.devices", rule, fix
         owner.update(dict.fromkeys(parse_devices(group.devices), name))
 
 
-def roles_belong_to_the_stage(stage: str, groups: Groups) -> Iterator[Problem]:
+def roles_belong_to_the_stage(stage: str, groups: Groups) -> Iterator[Broken]:
     """The role that the stage trains is placed, and no role that the stage does not use."""
     known = stage_class(stage).roles
     for field, _, role, _ in roles_of(groups):
         if role not in known:
             rule = f"stage {stage} has the roles {', '.join(known)} alone"
-            yield Problem(field, role, rule, f"remove it: {field}=null")
+            yield field, rule, f"remove it: {field}=null"
     if stage_class(stage).trained and not placed(groups, known[0]):
         yield Problem("groups", ", ".join(groups), f"a group has the role {known[0]}", "add it to the roles of a group")
 
 
-def roles_placed_once(groups: Groups) -> Iterator[Problem]:
+def roles_placed_once(groups: Groups) -> Iterator[Broken]:
     """No role is placed twice."""
     for role in get_args(RoleName):
         names = [name for name, group in groups.items() if role in group.roles]
@@ -160,7 +147,7 @@ def roles_placed_once(groups: Groups) -> Iterator[Problem]:
             yield Problem(field, value, "a role is in exactly one group", fix)
 
 
-def layouts_fill_groups(groups: Groups) -> Iterator[Problem]:
+def layouts_fill_groups(groups: Groups) -> Iterator[Broken]:
     """tp * pp divides a group's devices, ep the replicas; vpp needs pp, sequence_parallel tp."""
     for field, group, _, role in roles_of(groups):
         devices = len(parse_devices(group.devices))
@@ -173,26 +160,25 @@ def layouts_fill_groups(groups: Groups) -> Iterator[Problem]:
         elif replicas % role.ep:
             rule = f"ep divides the role's {replicas} replicas (devices / (tp * pp))"
             fix = f"choose a divisor of {replicas}, or change tp, pp or the group's devices"
-            yield Problem(f"{field}.ep", str(role.ep), rule, fix)
+            yield f"{field}.ep", rule, fix
         if role.vpp > 1 and role.pp < 2:
             fix = "set pp to 2 or more, or vpp to 1"
-            yield Problem(f"{field}.vpp", str(role.vpp), "vpp above 1 needs pp of 2 or more", fix)
+            yield f"{field}.vpp", "vpp above 1 needs pp of 2 or more", fix
         if role.sequence_parallel and role.tp == 1:
-            rule = "has an effect with tp above 1 alone"
             fix = "set it to false, or tp to 2 or more"
-            yield Problem(f"{field}.sequence_parallel", "True", rule, fix)
+            yield f"{field}.sequence_parallel", "has an effect with tp above 1 alone", fix
 
 
-def recomputation_is_for_a_backward_pass(stage: str, groups: Groups) -> Iterator[Problem]:
+def recomputation_is_for_a_backward_pass(stage: str, groups: Groups) -> Iterator[Broken]:
     """Only roles in training keep activations that could be recomputed."""
     trained = stage_class(stage).trained
     for field, _, name, role in roles_of(groups):
         if role.recompute != "none" and name not in trained:
             rule = f"has an effect on roles in training alone ({', '.join(trained) or 'none'})"
-            yield Problem(f"{field}.recompute", role.recompute, rule, "set it to none")
+            yield f"{field}.recompute", rule, "set it to none"
 
 
-def offloading_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[Problem]:
+def offloading_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[Broken]:
     """A role is offloaded only where another role or an engine uses its devices."""
     engines: set[int] = set()
     if rollout is not None:
@@ -200,4 +186,4 @@ def offloading_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterato
     for field, group, _, role in roles_of(groups):
         if role.offload and len(group.roles) == 1 and not engines & set(parse_devices(group.devices)):
             rule = "has an effect where another role or an engine has the same devices"
-            yield Problem(f"{field}.offload", "True", rule, "set it to false")
+            yield f"{field}.offload", rule, "set it to false"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.problems import Problem, correct_path, ineffective_settings, shown, unordered
+from megarl.config.problems import Broken, Problem, correct_path, ineffective_settings, shown
 from megarl.config.rules.model_rules import ids_in_use, readable_config
 from megarl.config.rules.placement_rules import tp_fills_devices
 from megarl.config.schema import (
@@ -31,28 +31,20 @@ from megarl.config.schema.base import parse_devices
 from megarl.config.schema.cluster_sections import shared_devices
 
 
-def engines_fill_devices(cluster: Cluster, rollout: Rollout | None) -> Iterator[Problem]:
+def engines_fill_devices(cluster: Cluster, rollout: Rollout | None) -> Iterator[Broken]:
     """The engines' tp divides the number of their devices, and no engine spans nodes."""
     if rollout is not None:
         yield from tp_fills_devices("rollout", rollout.devices, rollout.tp, cluster.devices_per_node)
 
 
-def sleeping_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[Problem]:
+def sleeping_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[Broken]:
     """Engines sleep only where a group uses their devices."""
     if rollout is not None and rollout.sleep and not shared_devices(groups, rollout):
         rule = "has an effect where a group has devices of the engines"
-        yield Problem("rollout.sleep", "True", rule, "set it to false")
+        yield "rollout.sleep", rule, "set it to false"
 
 
-def one_size_of_the_cache(rollout: Rollout | None) -> Iterator[Problem]:
-    """The cache has a size, or what a fraction of the device leaves."""
-    if rollout is not None and rollout.gpu_memory_fraction is not None and rollout.kv_cache_mib is not None:
-        rule = "has no effect with rollout.gpu_memory_fraction"
-        fix = "set one of the two to null"
-        yield Problem("rollout.kv_cache_mib", str(rollout.kv_cache_mib), rule, fix)
-
-
-def all_tokens_are_sampled(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
+def all_tokens_are_sampled(algo: Algo, rollout: Rollout) -> Iterator[Broken]:
     """Engines compute log-probabilities of the tokens that such a setting leaves, trainers of all tokens.
 
     With top_p 0.8 others measured a mean ratio of 0.896, and half of the tokens off by more than 10 %
@@ -68,38 +60,22 @@ def all_tokens_are_sampled(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
         if value != default:
             loss = f"with policy loss {algo.policy_loss.name}"
             rule = f"{shown(default)} {loss}: the trainers' log-probabilities, so the ratios, are of all tokens"
-            yield Problem(f"rollout.{name}", shown(value), rule, f"remove it; {other}")
+            yield f"rollout.{name}", rule, f"remove it; {other}"
 
 
-def new_tokens_in_order(rollout: Rollout | None) -> Iterator[Problem]:
-    """min_new_tokens is at most max_new_tokens."""
-    if rollout is not None:
-        fewest = rollout.min_new_tokens
-        most = rollout.max_new_tokens
-        yield from unordered("rollout.min_new_tokens", fewest, "at most", "rollout.max_new_tokens", most)
-
-
-def ends_are_read(rollout: Rollout | None, environment: EnvironmentSettings | None) -> Iterator[Problem]:
-    """End tokens that are ignored need no least length, and turns of a conversation end with one."""
-    if rollout is None or not rollout.ignore_eos:
-        return
-    where = "with rollout.ignore_eos"
-    otherwise = "or set rollout.ignore_eos to false"
-    yield from ineffective_settings("rollout", rollout, ("min_new_tokens",), where, otherwise)
-    if environment is not None:
+def turns_have_ends(rollout: Rollout | None, environment: EnvironmentSettings | None) -> Iterator[Broken]:
+    """Turns of a conversation end with an end token."""
+    if rollout is not None and rollout.ignore_eos and environment is not None:
         rule = "false with an environment: the end token shows that a turn is whole"
-        yield Problem("rollout.ignore_eos", "True", rule, "set it to false")
+        yield "rollout.ignore_eos", rule, "set it to false"
 
 
-def stops_can_be_met(model: Model, rollout: Rollout | None) -> Iterator[Problem]:
-    """Stop texts have a tokenizer and are not empty; stop ids may be sampled."""
+def stops_can_be_met(model: Model, rollout: Rollout | None) -> Iterator[Broken]:
+    """Stop texts are not empty; stop ids may be sampled."""
     if rollout is None:
         return
-    if rollout.stop and model.tokenizer is None and model.path is None:
-        fix = "set model.tokenizer, or use rollout.stop_token_ids"
-        yield Problem("rollout.stop", shown(rollout.stop), "needs a tokenizer", fix)
     if "" in rollout.stop:
-        yield Problem("rollout.stop", shown(rollout.stop), "an empty text is everywhere", "remove it")
+        yield "rollout.stop", "an empty text is everywhere", "remove it"
     used = ids_in_use(model)
     beyond = [token for token in rollout.stop_token_ids if used is not None and token >= used]
     if beyond:
@@ -107,14 +83,7 @@ def stops_can_be_met(model: Model, rollout: Rollout | None) -> Iterator[Problem]
         yield Problem("rollout.stop_token_ids", shown(beyond), rule, "remove them")
 
 
-def graphs_are_for_gpus(cluster: Cluster, rollout: Rollout | None) -> Iterator[Problem]:
-    """On a CPU, engines are neither compiled nor captured in graphs."""
-    if rollout is not None and rollout.enforce_eager and cluster.device == "cpu":
-        rule = "has no effect where cluster.device is cpu"
-        yield Problem("rollout.enforce_eager", "True", rule, "set it to false")
-
-
-def quantized_models(cluster: Cluster, model: Model, rollout: Rollout | None) -> Iterator[Problem]:
+def quantized_models(cluster: Cluster, model: Model, rollout: Rollout | None) -> Iterator[Broken]:
     """vLLM (0.28 to 0.32) quantizes 16-bit weights, and no experts on a CPU."""
     hf = readable_config(model)
     if rollout is None or rollout.quantization is None or hf is None:
@@ -122,14 +91,13 @@ def quantized_models(cluster: Cluster, model: Model, rollout: Rollout | None) ->
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32")
     if dtype not in ("bfloat16", "float16"):
         rule = f"the model is of bfloat16 or float16; it is of {dtype}"
-        yield Problem("rollout.quantization", rollout.quantization, rule, "set it to null")
+        yield "rollout.quantization", rule, "set it to null"
     experts = hf.get("num_experts") or hf.get("num_local_experts")
     if experts and cluster.device == "cpu":
-        rule = "vLLM cannot quantize experts on a CPU"
-        yield Problem("rollout.quantization", rollout.quantization, rule, "set it to null")
+        yield "rollout.quantization", "vLLM cannot quantize experts on a CPU", "set it to null"
 
 
-def record_or_replay(stage: str, rollout: Rollout | None) -> Iterator[Problem]:
+def record_or_replay(stage: str, rollout: Rollout | None) -> Iterator[Broken]:
     """Rollouts are recorded or replayed in training alone, and not both; replayed ones exist."""
     if rollout is None:
         return
@@ -149,46 +117,41 @@ def record_or_replay(stage: str, rollout: Rollout | None) -> Iterator[Problem]:
         yield from ineffective_settings("rollout", rollout, names, where, "or use stage ppo")
     elif rollout.replay is not None:
         if rollout.record is not None:
-            rule = "not together with rollout.replay"
-            fix = "set one of them to null"
-            yield Problem("rollout.record", rollout.record, rule, fix)
+            yield "rollout.record", "not together with rollout.replay", "set one of them to null"
         if not Path(rollout.replay).is_dir():
             fix = f"{correct_path(rollout.replay)}, or make it with rollout.record"
-            yield Problem("rollout.replay", rollout.replay, "a directory that exists", fix)
+            yield "rollout.replay", "a directory that exists", fix
 
 
-def samples_differ(rollout: Rollout, data: PromptData | None, evaluation: Evaluation | None) -> Iterator[Problem]:
+def samples_differ(rollout: Rollout, data: PromptData | None, evaluation: Evaluation | None) -> Iterator[Broken]:
     """Several samples of a prompt need more than its likeliest response."""
     for name, section in {"data": data, "evaluation": evaluation}.items():
         if rollout.top_k == 1 and section is not None and section.samples_per_prompt > 1:
             rule = "1 with rollout.top_k = 1: the answers to a prompt would all be the same"
-            fix = "set it to 1, or rollout.top_k to null"
-            yield Problem(f"{name}.samples_per_prompt", str(section.samples_per_prompt), rule, fix)
+            yield f"{name}.samples_per_prompt", rule, "set it to 1, or rollout.top_k to null"
 
 
-def nothing_to_show(stage: str, tracking: Tracking) -> Iterator[Problem]:
+def nothing_to_show(stage: str, tracking: Tracking) -> Iterator[Broken]:
     """Only rollouts and evaluations with the engines have samples to read."""
-    names = ("samples_mib", "tokens")
     if not issubclass(stage_class(stage), SamplingConfig):
+        names = ("samples", "samples_mib", "tokens")
         where = "in a stage without rollouts of the model in training"
-        yield from ineffective_settings("tracking", tracking, ("samples", *names), where, "or use stage ppo")
-    elif tracking.samples == 0:
-        yield from ineffective_settings("tracking", tracking, names, "with tracking.samples = 0", "or raise that")
+        yield from ineffective_settings("tracking", tracking, names, where, "or use stage ppo")
 
 
-def transports_are_for_the_cpu(cluster: Cluster, resharding: Resharding) -> Iterator[Problem]:
+def transports_are_for_the_cpu(cluster: Cluster, resharding: Resharding) -> Iterator[Broken]:
     """Gloo and shared memory move weights between CPUs."""
     if resharding.transport not in ("auto", "gloo", "shared_memory") and ":" not in resharding.transport:
         rule = "auto, gloo, shared_memory, or a class, written as package.module:Class"
-        yield Problem("resharding.transport", resharding.transport, rule, "set it to auto")
+        yield "resharding.transport", rule, "set it to auto"
     elif cluster.device != "cpu" and resharding.transport in ("gloo", "shared_memory"):
         rule = f"auto where cluster.device is {cluster.device}"
-        yield Problem("resharding.transport", resharding.transport, rule, "set it to auto")
+        yield "resharding.transport", rule, "set it to auto"
 
 
 def shared_memory_stays_within_a_node(
     cluster: Cluster, groups: Groups, rollout: Rollout, resharding: Resharding
-) -> Iterator[Problem]:
+) -> Iterator[Broken]:
     """The actor and all engines are on one node if they share memory."""
     if resharding.transport != "shared_memory":
         return
@@ -200,42 +163,29 @@ def shared_memory_stays_within_a_node(
     if len(nodes) > 1:
         rule = f"within a node; actor and engines are on nodes {', '.join(map(str, sorted(nodes)))}"
         fix = "set it to auto, which shares memory where it can, or to gloo"
-        yield Problem("resharding.transport", "shared_memory", rule, fix)
+        yield "resharding.transport", rule, fix
 
 
-def old_weights_are_kept(stage: str, rollout: Rollout) -> Iterator[Problem]:
+def old_weights_are_kept(stage: str, rollout: Rollout) -> Iterator[Broken]:
     """Engines that sleep drop their weights and sync at every step."""
     if trains(stage) and rollout.sleep and rollout.sync_every > 1:
         fix = "set it to 1, or give the engines devices of their own and set rollout.sleep to false"
-        yield Problem("rollout.sync_every", str(rollout.sync_every), "1 with rollout.sleep", fix)
+        yield "rollout.sync_every", "1 with rollout.sleep", fix
 
 
-def staleness_settings_have_an_effect(stage: str, rollout: Rollout) -> Iterator[Problem]:
-    """Modes differ with max_staleness above 0, and each has settings of its own."""
+def weights_stay_young(stage: str, rollout: Rollout) -> Iterator[Broken]:
+    """Engines that sample ahead sync at every step, and several of them are needed to update some at a time."""
     if not trains_on_rollouts(stage):
         return
-    if rollout.max_staleness == 0:
-        where = "with rollout.max_staleness = 0"
-        fix = "or raise rollout.max_staleness"
-        yield from ineffective_settings("rollout", rollout, ("mode",), where, fix)
-    elif rollout.sync_every > 1:
+    if rollout.max_staleness > 0 and rollout.sync_every > 1:
         rule = f"1 with rollout.max_staleness = {rollout.max_staleness}, which bounds the age of the weights"
-        yield Problem("rollout.sync_every", str(rollout.sync_every), rule, "set it to 1")
-    if rollout.mode != "inflight":
-        where = f"with rollout.mode = {rollout.mode}"
-        fix = "or set rollout.mode to inflight"
-        yield from ineffective_settings("rollout", rollout, ("inflight_cache",), where, fix)
-    if rollout.mode == "exact":
-        where = "with rollout.mode = exact"
-        fix = "or set rollout.mode to bounded or inflight"
-        yield from ineffective_settings("rollout", rollout, ("rolling_update",), where, fix)
-    elif rollout.engines == 1:
-        where = "with one engine"
-        fix = "or give rollout.devices more of them"
-        yield from ineffective_settings("rollout", rollout, ("rolling_update",), where, fix)
+        yield "rollout.sync_every", rule, "set it to 1"
+    if rollout.mode != "exact" and rollout.engines == 1:
+        otherwise = "or give rollout.devices more of them"
+        yield from ineffective_settings("rollout", rollout, ("rolling_update",), "with one engine", otherwise)
 
 
-def engines_that_need_devices_of_their_own(stage: str, groups: Groups, rollout: Rollout) -> Iterator[Problem]:
+def engines_that_need_devices_of_their_own(stage: str, groups: Groups, rollout: Rollout) -> Iterator[Broken]:
     """Engines that work or are replaced during the training share no devices with it."""
     shared = shared_devices(groups, rollout)
     if not trains_on_rollouts(stage) or not shared:
@@ -243,53 +193,49 @@ def engines_that_need_devices_of_their_own(stage: str, groups: Groups, rollout: 
     others = f"devices of no group; a group has {', '.join(map(str, shared))} too"
     if rollout.mode != "exact":
         fix = "give the engines devices of their own, or set rollout.mode to exact, which takes turns"
-        yield Problem("rollout.devices", rollout.devices, f"{others}, with rollout.mode = {rollout.mode}", fix)
+        yield "rollout.devices", f"{others}, with rollout.mode = {rollout.mode}", fix
     if rollout.max_replacements:
-        rule = "0 where a group has devices of the engines"
         fix = "set it to 0, or give the engines devices of their own"
-        yield Problem("rollout.max_replacements", str(rollout.max_replacements), rule, fix)
+        yield "rollout.max_replacements", "0 where a group has devices of the engines", fix
     if rollout.inference_parts > 1:
         rule = "1 where a group has devices of the engines: nothing else can run while they generate"
         fix = "set it to 1, or give the engines devices of their own"
-        yield Problem("rollout.inference_parts", str(rollout.inference_parts), rule, fix)
+        yield "rollout.inference_parts", rule, fix
 
 
-def parts_have_samples(rollout: Rollout, data: PromptData, reward: Reward) -> Iterator[Problem]:
+def parts_have_samples(rollout: Rollout, data: PromptData, reward: Reward) -> Iterator[Broken]:
     """Every part of a step has a sample, and no function scores the samples of several parts together."""
     samples = data.prompts_per_step * data.samples_per_prompt
     units = [function.unit for function in reward.functions]
     if rollout.inference_parts > 1 and "group" in units:
         rule = "1 where a function scores all responses to a prompt together: they may be in several parts"
-        yield Problem("rollout.inference_parts", str(rollout.inference_parts), rule, "set it to 1")
+        yield "rollout.inference_parts", rule, "set it to 1"
     if rollout.inference_parts > samples:
-        rule = f"at most {samples}, the samples of a step"
         fix = f"set it to {samples} or less"
-        yield Problem("rollout.inference_parts", str(rollout.inference_parts), rule, fix)
+        yield "rollout.inference_parts", f"at most {samples}, the samples of a step", fix
 
 
 def evaluations_in_the_background(
     groups: Groups, rollout: Rollout, evaluation: PeriodicEvaluation | None
-) -> Iterator[Problem]:
+) -> Iterator[Broken]:
     """An evaluation during the training needs engines that work meanwhile."""
     if evaluation is None or evaluation.blocking:
         return
     if shared_devices(groups, rollout):
-        rule = "true where a group has devices of the engines"
         fix = "set it to true, or give the engines devices of their own"
-        yield Problem("evaluation.blocking", "False", rule, fix)
+        yield "evaluation.blocking", "true where a group has devices of the engines", fix
     if rollout.max_staleness == 0:
         fix = "set it to true, or raise rollout.max_staleness"
-        yield Problem("evaluation.blocking", "False", "true with rollout.max_staleness = 0", fix)
+        yield "evaluation.blocking", "true with rollout.max_staleness = 0", fix
 
 
 def syncs_meet(
     rollout: Rollout, evaluation: PeriodicEvaluation | None, checkpoint: CheckpointSettings
-) -> Iterator[Problem]:
+) -> Iterator[Broken]:
     """Evaluations and checkpoints follow a sync."""
     for name, section in {"evaluation": evaluation, "checkpoint": checkpoint}.items():
         if section is None or section.every is None:
             continue
         if section.every % rollout.sync_every:
             rule = f"a multiple of rollout.sync_every = {rollout.sync_every}: the engines have older weights otherwise"
-            fix = f"choose a multiple of {rollout.sync_every}"
-            yield Problem(f"{name}.every", str(section.every), rule, fix)
+            yield f"{name}.every", rule, f"choose a multiple of {rollout.sync_every}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.problems import Problem, ineffective_settings, shown, unordered
+from megarl.config.problems import Broken, Problem, ineffective_settings
 from megarl.config.rules.model_rules import ids_in_use
 from megarl.config.rules.placement_rules import placed
 from megarl.config.schema import (
@@ -17,7 +17,6 @@ from megarl.config.schema import (
     Model,
     Reward,
     RewardFunction,
-    Rollout,
     trains,
 )
 
@@ -27,7 +26,7 @@ _WITHOUT_REWARD = ("tools", "user_turns")
 
 def evaluations_have_no_weights(
     stage: str, reward: Reward, environment: EnvironmentSettings | None
-) -> Iterator[Problem]:
+) -> Iterator[Broken]:
     """An evaluation reports each source of scores by itself."""
     if not trains(stage):
         names = ("weight", "functions", "dense", "shuffle")
@@ -42,7 +41,7 @@ def evaluations_have_no_weights(
 
 def scores_have_a_source(
     stage: str, groups: Groups, reward: Reward, environment: EnvironmentSettings | None
-) -> Iterator[Problem]:
+) -> Iterator[Broken]:
     """In training, a reward model, a function or the environment scores, with a weight that is not 0."""
     if not trains(stage):
         return
@@ -59,32 +58,26 @@ def scores_have_a_source(
         fix = "add reward to the roles of a group, or give reward.functions"
         yield Problem("reward", "nothing scores", rule, fix)
     elif not any(weights):
-        rule = "one that is not 0: nothing could be learned"
         fix = "raise reward.weight, or that of a function"
-        yield Problem("reward", "all weights 0", rule, fix)
+        yield Problem("reward", "all weights 0", "one that is not 0: nothing could be learned", fix)
 
 
-def reward_settings_have_their_model(groups: Groups, reward: Reward) -> Iterator[Problem]:
-    """The settings of the reward model need the role; those of its random head, no checkpoint."""
+def reward_settings_have_their_model(groups: Groups, reward: Reward) -> Iterator[Broken]:
+    """The settings of the reward model need the role."""
     if not placed(groups, "reward"):
         names = ("path", "head_std", "head_seed", "weight", "dense")
         where = "without the role reward"
         yield from ineffective_settings("reward", reward, names, where, "or add the role to a group")
-    elif reward.path is not None:
-        names = ("head_std", "head_seed")
-        where = "with reward.path, whose head is loaded"
-        yield from ineffective_settings("reward", reward, names, where, "or remove the path")
 
 
-def reward_heads_have_a_source(groups: Groups, model: Model, reward: Reward) -> Iterator[Problem]:
+def reward_heads_have_a_source(groups: Groups, model: Model, reward: Reward) -> Iterator[Broken]:
     """A language model's checkpoint has no score head; a random head is for trials with a random model."""
     if placed(groups, "reward") and model.path is not None and reward.path is None:
         rule = "a reward model with model.path: a random head on that model would score at random"
-        fix = "give it, or remove the role reward from its group"
-        yield Problem("reward.path", "null", rule, fix)
+        yield "reward.path", rule, "give it, or remove the role reward from its group"
 
 
-def processes_have_functions(reward: Reward, evaluation: Evaluation | None) -> Iterator[Problem]:
+def processes_have_functions(reward: Reward, evaluation: Evaluation | None) -> Iterator[Broken]:
     """The settings of reward processes need a function."""
     if not reward.functions and (evaluation is None or not evaluation.functions):
         names = ["time_limit", "retries"]
@@ -93,7 +86,7 @@ def processes_have_functions(reward: Reward, evaluation: Evaluation | None) -> I
         yield from ineffective_settings("reward", reward, names, "without functions", "or give reward.functions")
 
 
-def calls_end_in_time(cluster: Cluster, reward: Reward, evaluation: Evaluation | None) -> Iterator[Problem]:
+def calls_end_in_time(cluster: Cluster, reward: Reward, evaluation: Evaluation | None) -> Iterator[Broken]:
     """One call of a function may take at most as long as all calls of a step."""
     most = cluster.time_limits.calls
     functions = reward.functions
@@ -101,104 +94,68 @@ def calls_end_in_time(cluster: Cluster, reward: Reward, evaluation: Evaluation |
         functions += evaluation.functions
     if functions and reward.time_limit > most:
         rule = f"at most {most:g}, nine tenths of cluster.time_limits.scoring, which all calls of a step have together"
-        fix = "lower it, or raise cluster.time_limits.scoring"
-        yield Problem("reward.time_limit", f"{reward.time_limit:g}", rule, fix)
+        yield "reward.time_limit", rule, "lower it, or raise cluster.time_limits.scoring"
 
 
-def environments_end_in_time(
-    cluster: Cluster, model: Model, environment: EnvironmentSettings | None
-) -> Iterator[Problem]:
-    """An environment needs a tokenizer; a call takes at most as long as the generation of a step."""
-    if environment is None:
-        return
-    if model.tokenizer is None and model.path is None:
-        yield Problem("environment", environment.name, "needs a tokenizer", "set model.tokenizer")
-    most = cluster.time_limits.rollout
-    given = environment.time_limit
-    yield from unordered("environment.time_limit", given, "at most", "cluster.time_limits.rollout", most)
-
-
-def conversations_are_scored_whole(algo: Algo, environment: EnvironmentSettings | None) -> Iterator[Problem]:
+def conversations_are_scored_whole(algo: Algo, environment: EnvironmentSettings | None) -> Iterator[Broken]:
     """Scores end at no token of a conversation."""
     if environment is not None and algo.scores.truncate_at is not None:
         rule = "null with an environment, whose reward is that of the whole conversation"
-        yield Problem("algo.scores.truncate_at", "given", rule, "remove it")
+        yield "algo.scores.truncate_at", rule, "remove it"
 
 
-def unfinished_responses_are_compared(algo: Algo) -> Iterator[Problem]:
-    """gdpo compares scores without shaping, but may mask; masked_rloo must mask."""
+def unfinished_responses_are_compared(algo: Algo) -> Iterator[Broken]:
+    """gdpo compares scores of unfinished responses as they are, but may mask them; masked_rloo must."""
     missing = algo.scores.missing_end
     masks = missing is not None and missing.name == "mask"
-    if algo.advantage.name == "gdpo":
-        names = ["clip"]
-        if not masks:
-            names.append("missing_end")
+    if algo.advantage.name == "gdpo" and not masks:
         where = "with advantage gdpo, which compares the score of each source as it is"
-        yield from ineffective_settings("algo.scores", algo.scores, names, where, "or choose grpo")
+        yield from ineffective_settings("algo.scores", algo.scores, ("missing_end",), where, "or choose grpo")
     if algo.advantage.name == "masked_rloo" and not masks:
-        value = "null" if missing is None else missing.name
         rule = "mask with advantage masked_rloo, which compares the responses that ended alone"
-        yield Problem("algo.scores.missing_end", value, rule, "set it to mask, or choose rloo")
+        yield "algo.scores.missing_end", rule, "set it to mask, or choose rloo"
 
 
-def judges_have_room(model: Model, reward: Reward) -> Iterator[Problem]:
-    """A judge reads text, and a question has room beside the longest answer."""
-    judge = reward.judge_model
-    if judge is None:
-        return
-    if model.tokenizer is None and model.path is None:
-        yield Problem("reward.judge_model", judge.path, "reads text: needs a tokenizer", "set model.tokenizer")
-    field = "reward.judge_model.max_new_tokens"
-    room = judge.max_model_len
-    yield from unordered(field, judge.max_new_tokens, "below", "reward.judge_model.max_model_len", room)
-
-
-def rewards_of_turns_stay(algo: Algo, reward: Reward, environment: EnvironmentSettings | None) -> Iterator[Problem]:
+def rewards_of_turns_stay(algo: Algo, reward: Reward, environment: EnvironmentSettings | None) -> Iterator[Broken]:
     """Rewards of turns fit no other conversation."""
     if environment is not None and algo.from_token_rewards and reward.shuffle:
         rule = f"false with an environment and advantage {algo.advantage.name}, which places the rewards of turns"
-        yield Problem("reward.shuffle", "True", rule, "set it to false, or choose grpo")
+        yield "reward.shuffle", rule, "set it to false, or choose grpo"
 
 
-def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Problem]:
+def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Broken]:
     """Dense scores need an advantage of token rewards, and nothing that reads one score of a response."""
     if reward.dense is None:
         return
     if not algo.from_token_rewards:
         where = f"with advantage {algo.advantage.name}, which compares scores"
         yield from ineffective_settings("reward", reward, ("dense",), where, "or choose gae")
-    otherwise = "or set reward.dense to null"
-    yield from ineffective_settings("algo.scores", algo.scores, ("placement",), "with reward.dense", otherwise)
     if algo.filter is not None:
         rule = "null with reward.dense: prompts are filtered by the scores of responses"
-        yield Problem("algo.filter", algo.filter.name, rule, "set one of them to null")
+        yield "algo.filter", rule, "set one of them to null"
     if algo.select is not None:
         rule = "null with reward.dense: samples are selected by the scores of responses"
-        yield Problem("algo.select", algo.select.by.name, rule, "set one of them to null")
+        yield "algo.select", rule, "set one of them to null"
     if algo.scores.truncate_at is not None:
         rule = "null with reward.dense, which scores every token"
-        yield Problem("algo.scores.truncate_at", "given", rule, "set one of them to null")
+        yield "algo.scores.truncate_at", rule, "set one of them to null"
     if reward.shuffle:
         rule = "false with reward.dense, whose scores fit no other response"
-        yield Problem("reward.shuffle", "True", rule, "set it to false")
+        yield "reward.shuffle", rule, "set it to false"
 
 
-def scores_end_within_responses(model: Model, rollout: Rollout, algo: Algo) -> Iterator[Problem]:
+def scores_end_at_tokens(model: Model, algo: Algo) -> Iterator[Broken]:
     """The token at which scores end may be sampled."""
     cut = algo.scores.truncate_at
-    if cut is None:
-        return
     used = ids_in_use(model)
-    if used is not None and cut.token >= used:
+    if cut is not None and used is not None and cut.token >= used:
         rule = f"below {used}, the number of ids in use: others are never sampled"
-        yield Problem("algo.scores.truncate_at.token", str(cut.token), rule, "correct it")
-    most = rollout.max_new_tokens
-    yield from unordered("algo.scores.truncate_at.after", cut.after, "below", "rollout.max_new_tokens", most)
+        yield "algo.scores.truncate_at.token", rule, "correct it"
 
 
 def evaluations_report_something(
     groups: Groups, reward: Reward, evaluation: Evaluation | None, environment: EnvironmentSettings | None
-) -> Iterator[Problem]:
+) -> Iterator[Broken]:
     """An evaluation has functions, a reward model, a judge or an environment."""
     if reward.judge_model is not None:
         return
@@ -207,10 +164,10 @@ def evaluations_report_something(
     if evaluation is not None and not evaluation.functions and not placed(groups, "reward"):
         otherwise = "place the role reward" if isinstance(evaluation, HeldOut) else "remove evaluation"
         rule = "needs something to measure: evaluation.functions or a reward model"
-        yield Problem("evaluation.functions", "[]", rule, f"give evaluation.functions, or {otherwise}")
+        yield "evaluation.functions", rule, f"give evaluation.functions, or {otherwise}"
 
 
-def evaluations_weigh_nothing(evaluation: Evaluation | None) -> Iterator[Problem]:
+def evaluations_weigh_nothing(evaluation: Evaluation | None) -> Iterator[Broken]:
     """An evaluation reports each function by itself, without a weight."""
     if evaluation is None:
         return
@@ -220,7 +177,7 @@ def evaluations_weigh_nothing(evaluation: Evaluation | None) -> Iterator[Problem
         yield from ineffective_settings(field, function, ("weight",), where, "or name it in reward")
 
 
-def functions_have_their_calls(reward: Reward, evaluation: Evaluation | None) -> Iterator[Problem]:
+def functions_have_their_calls(reward: Reward, evaluation: Evaluation | None) -> Iterator[Broken]:
     """Built-in functions score one response, and judges several at once; cache and adapter fit the call."""
     for section, settings in {"reward": reward, "evaluation": evaluation}.items():
         if settings is not None:
@@ -228,7 +185,7 @@ def functions_have_their_calls(reward: Reward, evaluation: Evaluation | None) ->
                 yield from _function_has_its_call(f"{section}.functions.{index}", function)
 
 
-def _function_has_its_call(field: str, function: RewardFunction) -> Iterator[Problem]:
+def _function_has_its_call(field: str, function: RewardFunction) -> Iterator[Broken]:
     if ":" not in function.name:
         names = ["adapter", "per"]
         if function.name != "judge":
@@ -238,30 +195,22 @@ def _function_has_its_call(field: str, function: RewardFunction) -> Iterator[Pro
         return
     if function.cache and function.unit == "group":
         rule = "false with per: group, where a score depends on the other responses"
-        yield Problem(f"{field}.cache", "True", rule, "set it to false, or per to batch")
+        yield f"{field}.cache", rule, "set it to false, or per to batch"
     units = {"trl": ("batch", "group"), "verl": ("response", "batch")}
     if function.adapter is not None and function.unit not in units[function.adapter]:
         rule = f"{' or '.join(units[function.adapter])} with adapter {function.adapter}"
         yield Problem(f"{field}.per", function.unit, rule, "choose one of them, or set adapter to null")
 
 
-def evaluations_sample(evaluation: Evaluation | None) -> Iterator[Problem]:
-    """Greedy answers have no temperature and are one a prompt; pass@k needs k answers."""
+def evaluations_sample(evaluation: Evaluation | None) -> Iterator[Broken]:
+    """Greedy answers are one a prompt; pass@k needs k answers."""
     if evaluation is None:
         return
-    if evaluation.greedy:
-        where = "with evaluation.greedy"
-        otherwise = "or set evaluation.greedy to false"
-        yield from ineffective_settings("evaluation", evaluation, ("temperature",), where, otherwise)
-        if evaluation.samples_per_prompt > 1:
-            value = str(evaluation.samples_per_prompt)
-            rule = "1 with evaluation.greedy: the answers to a prompt would all be the same"
-            yield Problem("evaluation.samples_per_prompt", value, rule, f"set it to 1, {otherwise}")
-    if not evaluation.pass_at:
-        where = "without evaluation.pass_at"
-        yield from ineffective_settings("evaluation", evaluation, ("success_at",), where, "or give some")
-    elif max(evaluation.pass_at) > evaluation.samples_per_prompt:
+    if evaluation.greedy and evaluation.samples_per_prompt > 1:
+        rule = "1 with evaluation.greedy: the answers to a prompt would all be the same"
+        fix = "set it to 1, or set evaluation.greedy to false"
+        yield "evaluation.samples_per_prompt", rule, fix
+    if max(evaluation.pass_at, default=0) > evaluation.samples_per_prompt:
         rule = f"at most evaluation.samples_per_prompt = {evaluation.samples_per_prompt}"
-        value = shown(list(evaluation.pass_at))
         fix = f"set samples_per_prompt to {max(evaluation.pass_at)} or more"
-        yield Problem("evaluation.pass_at", value, rule, fix)
+        yield "evaluation.pass_at", rule, fix

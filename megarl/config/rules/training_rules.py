@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.problems import Problem, ineffective_settings, shown
+from megarl.config.problems import Broken, Problem, ineffective_settings, shown
 from megarl.config.schema import (
     PTX,
     Actor,
@@ -13,7 +13,6 @@ from megarl.config.schema import (
     Critic,
     Groups,
     Health,
-    Optimizer,
     PairData,
     PeriodicEvaluation,
     Profiling,
@@ -21,6 +20,7 @@ from megarl.config.schema import (
     Reward,
     RewardTraining,
     Rollout,
+    RowSettings,
     TextData,
     TrainingConfig,
     TrainingRun,
@@ -29,25 +29,28 @@ from megarl.config.schema import (
 from megarl.config.schema.base import parse_devices
 
 
-def rates_fall(actor: Actor | None, critic: Critic | None, reward: Reward | RewardTraining | None) -> Iterator[Problem]:
-    """Every schedule uses its final learning rate."""
+def rates_fall(actor: Actor | None, critic: Critic | None, reward: Reward | RewardTraining | None) -> Iterator[Broken]:
+    """A schedule comes down to its final learning rate."""
     for role, section in {"actor": actor, "critic": critic, "reward": reward}.items():
-        if section is not None and not isinstance(section, Reward):
-            yield from _rate_falls(f"{role}.optimizer", section.optimizer)
+        if section is None or isinstance(section, Reward):
+            continue
+        optimizer = section.optimizer
+        if optimizer.schedule in ("linear", "cosine") and optimizer.final_lr >= optimizer.lr:
+            rule = f"below lr = {optimizer.lr:g}, from which a {optimizer.schedule} schedule comes down"
+            yield f"{role}.optimizer.final_lr", rule, "lower it"
 
 
-def kept_checkpoints_are_made(checkpoint: CheckpointSettings) -> Iterator[Problem]:
+def kept_checkpoints_are_made(checkpoint: CheckpointSettings) -> Iterator[Broken]:
     """Checkpoints that are kept besides the newest ones are made."""
     every = checkpoint.every
     if checkpoint.keep_every is not None and (every is None or checkpoint.keep_every % every):
-        rule = f"a multiple of checkpoint.every = {shown(every)}"
         fix = "choose a multiple, or remove it"
-        yield Problem("checkpoint.keep_every", str(checkpoint.keep_every), rule, fix)
+        yield "checkpoint.keep_every", f"a multiple of checkpoint.every = {shown(every)}", fix
 
 
 def best_checkpoints_are_evaluated(
-    checkpoint: CheckpointSettings, data: TextData | PairData | PromptData, evaluation: PeriodicEvaluation | None
-) -> Iterator[Problem]:
+    checkpoint: CheckpointSettings, data: RowSettings, evaluation: PeriodicEvaluation | None
+) -> Iterator[Broken]:
     """Every checkpoint has an evaluation if the best one is kept."""
     if checkpoint.best is None:
         return
@@ -55,71 +58,36 @@ def best_checkpoints_are_evaluated(
     field = "evaluation.every"
     given = evaluation
     every = evaluation and evaluation.every
-    if not isinstance(data, PromptData):
+    if isinstance(data, TextData | PairData):
         section = "data.evaluation"
         field = "data.evaluate_every"
         given = data.evaluation
         every = data.evaluate_every
-    value = checkpoint.best.metric
     if given is None:
-        yield Problem("checkpoint.best", value, f"a metric of {section}, which is missing", "give it, or remove this")
+        yield "checkpoint.best", f"a metric of {section}, which is missing", "give it, or remove this"
     elif checkpoint.every is None or every is None or checkpoint.every % every:
         rule = f"checkpoint.every = {shown(checkpoint.every)} is a multiple of {field} = {shown(every)}"
         fix = "set both so that each checkpoint is evaluated, or remove checkpoint.best"
-        yield Problem("checkpoint.best", value, rule, fix)
+        yield "checkpoint.best", rule, fix
 
 
-def _rate_falls(field: str, optimizer: Optimizer) -> Iterator[Problem]:
-    final = optimizer.final_lr
-    schedule = optimizer.schedule
-    if schedule == "anneal":
-        names = ("warmup", "final_lr")
-        where = "with schedule anneal, from lr to 0"
-        yield from ineffective_settings(field, optimizer, names, where, "or choose linear")
-    elif schedule == "constant" and final > 0:
-        rule = "has no effect with a constant schedule"
-        fix = "remove it, or choose linear or cosine"
-        yield Problem(f"{field}.final_lr", f"{final:g}", rule, fix)
-    elif schedule != "constant" and final >= optimizer.lr:
-        rule = f"below lr = {optimizer.lr:g}, from which a {schedule} schedule comes down"
-        yield Problem(f"{field}.final_lr", f"{final:g}", rule, "lower it")
-
-
-def margins_are_read(reward: RewardTraining) -> Iterator[Problem]:
-    """The logexp loss has no margin."""
-    options = reward.loss.options
-    if reward.loss.name == "pairwise" and options["margin"] and options["kind"] == "logexp":
-        rule = "has no effect with reward.loss.kind = logexp"
-        fix = "remove it, or set kind to logsigmoid"
-        yield Problem("reward.loss.margin", "True", rule, fix)
-
-
-def epochs_can_stop(algo: Algo) -> Iterator[Problem]:
-    """An early stop needs several epochs."""
-    if algo.early_stop is not None and algo.ppo_epochs == 1:
-        rule = "has an effect with algo.ppo_epochs above 1 alone"
-        fix = "set it to null, or raise algo.ppo_epochs"
-        yield Problem("algo.early_stop", "given", rule, fix)
-
-
-def runs_have_a_length(run: TrainingRun) -> Iterator[Problem]:
+def runs_have_a_length(run: TrainingRun) -> Iterator[Broken]:
     """Steps or epochs are given."""
     if run.steps is None and run.epochs is None:
-        rule = "run.steps or run.epochs is given"
         fix = "set the number of steps, or of passes over the rows"
-        yield Problem("run.steps", "null", rule, fix)
+        yield "run.steps", "run.steps or run.epochs is given", fix
 
 
-def warm_ups_end(critic: Critic | None, run: TrainingRun) -> Iterator[Problem]:
+def warm_ups_end(critic: Critic | None, run: TrainingRun) -> Iterator[Broken]:
     """The critic's warm-up ends before the run does."""
     if critic is not None and run.steps is not None and critic.warmup_steps >= run.steps:
         rule = f"below run.steps = {run.steps}: the actor would not be trained"
-        yield Problem("critic.warmup_steps", str(critic.warmup_steps), rule, f"lower it, or raise {run.length_field}")
+        yield "critic.warmup_steps", rule, f"lower it, or raise {run.length_field}"
 
 
 def profiles_have_an_effect(
     profile: Profiling | None, run: TrainingRun, groups: Groups, rollout: Rollout | None
-) -> Iterator[Problem]:
+) -> Iterator[Broken]:
     """The profiled steps, ranks and engines are those of the run."""
     if profile is None:
         return
@@ -134,13 +102,13 @@ def profiles_have_an_effect(
         if max(given, default=0) >= limit:
             yield Problem(f"profile.{name}", shown(given), f"the run has none above {limit - 1}", "remove it")
     if not profile.ranks and (rollout is None or not engines):
-        yield Problem("profile.ranks", "()", "a rank or an engine is profiled", "add 0, or set profile to null")
+        yield "profile.ranks", "a rank or an engine is profiled", "add 0, or set profile to null"
     if rollout is not None and rollout.tp > 1 and engines:
         rule = f"rollout.tp = {rollout.tp}: an engine of several ranks computes in processes that are not profiled"
         yield Problem("profile.engines", shown(engines), rule, "remove it")
 
 
-def health_checks_have_metrics(stage: str, health: Health) -> Iterator[Problem]:
+def health_checks_have_metrics(stage: str, health: Health) -> Iterator[Broken]:
     """The checked metrics are those of the stage."""
     schema = stage_class(stage)
     assert issubclass(schema, TrainingConfig)
@@ -150,33 +118,24 @@ def health_checks_have_metrics(stage: str, health: Health) -> Iterator[Problem]:
                 yield Problem(f"health.{field}", name, f"a metric of stage {stage}", "remove it")
 
 
-def value_heads_have_a_source(critic: Critic | None) -> Iterator[Problem]:
-    """A loaded head has a checkpoint; only a new head that is not all zeros is drawn."""
-    if critic is None:
-        return
-    if critic.head == "loaded":
-        if critic.path is None:
-            fix = "set critic.path to a reward model, or critic.head to new"
-            yield Problem("critic.head", "loaded", "needs critic.path", fix)
-        names = ("head_std", "head_seed")
-        where = "with critic.head = loaded"
-        yield from ineffective_settings("critic", critic, names, where, "or set critic.head to new")
-    elif critic.head_std == 0:
-        where = "with critic.head_std = 0"
-        yield from ineffective_settings("critic", critic, ("head_seed",), where, "or raise critic.head_std")
+def value_heads_have_a_source(critic: Critic | None) -> Iterator[Broken]:
+    """A loaded head has a checkpoint."""
+    if critic is not None and critic.head == "loaded" and critic.path is None:
+        fix = "set critic.path to a reward model, or critic.head to new"
+        yield "critic.head", "needs critic.path", fix
 
 
-def mini_batches_are_equal(algo: Algo, data: PromptData) -> Iterator[Problem]:
+def mini_batches_are_equal(algo: Algo, data: PromptData) -> Iterator[Broken]:
     """mini_batches divides the samples of a step, unless some of them are selected."""
     if algo.select is not None:
         return
     samples = data.prompts_per_step * data.samples_per_prompt
     if samples % algo.mini_batches:
         rule = f"divides data.prompts_per_step * data.samples_per_prompt = {samples}"
-        yield Problem("algo.mini_batches", str(algo.mini_batches), rule, f"choose a divisor of {samples}")
+        yield "algo.mini_batches", rule, f"choose a divisor of {samples}"
 
 
-def selections_fill_mini_batches(algo: Algo, data: PromptData, ptx: PTX | None) -> Iterator[Problem]:
+def selections_fill_mini_batches(algo: Algo, data: PromptData, ptx: PTX | None) -> Iterator[Broken]:
     """A selection has samples to choose from, and selects one for every optimizer step."""
     if algo.select is None:
         return
@@ -186,43 +145,40 @@ def selections_fill_mini_batches(algo: Algo, data: PromptData, ptx: PTX | None) 
         selected = int(algo.select.by.options["fraction"] * samples)
     elif data.samples_per_prompt < 2:
         rule = "at least 2 with algo.select.by = local, which selects the best sample of each prompt"
-        yield Problem("data.samples_per_prompt", str(data.samples_per_prompt), rule, "set it to 2 or more")
+        yield "data.samples_per_prompt", rule, "set it to 2 or more"
     if algo.mini_batches > selected:
         rule = f"at most {selected}, the samples that are selected in a step"
-        yield Problem("algo.mini_batches", str(algo.mini_batches), rule, "lower it, or raise data.prompts_per_step")
+        yield "algo.mini_batches", rule, "lower it, or raise data.prompts_per_step"
     if ptx is not None:
         rule = "null with ptx, whose texts are in every optimizer step, also of a step that selects nothing"
-        yield Problem("algo.select", algo.select.by.name, rule, "set one of them to null")
+        yield "algo.select", rule, "set one of them to null"
     if algo.select.discard_unfinished and algo.scores.truncate_at is None:
         where = "with algo.select.discard_unfinished"
         otherwise = "or set algo.select.discard_unfinished to false"
         yield from ineffective_settings("algo.scores", algo.scores, ("missing_end",), where, otherwise)
 
 
-def likelihoods_read_nothing_else(algo: Algo) -> Iterator[Problem]:
+def likelihoods_read_nothing_else(algo: Algo) -> Iterator[Broken]:
     """The likelihood of samples has no advantages, ratio or penalty."""
     if not algo.is_likelihood:
         if algo.advantage.name == "none" and "advantages" in algo.loss_reads:
             rule = f"an advantage, which policy loss {algo.policy_loss.name} reads"
-            yield Problem("algo.advantage", "none", rule, "choose one, such as grpo, or policy loss sft")
+            yield "algo.advantage", rule, "choose one, such as grpo, or policy loss sft"
         return
     where = "with policy loss sft, the likelihood of samples"
     if algo.advantage.name != "none":
-        fix = "set it to none, or choose another policy loss"
-        yield Problem("algo.advantage", algo.advantage.name, f"none {where}", fix)
+        yield "algo.advantage", f"none {where}", "set it to none, or choose another policy loss"
     if algo.kl.coef > 0:
-        yield Problem("algo.kl.coef", f"{algo.kl.coef:g}", f"0 {where}", "set it to 0, and remove the role reference")
-    otherwise = "or choose another policy loss"
-    yield from ineffective_settings("algo", algo, ("correction", "early_stop", "normalise"), where, otherwise)
+        yield "algo.kl.coef", f"0 {where}", "set it to 0, and remove the role reference"
 
 
-def texts_are_mixed_in(ptx: PTX | None) -> Iterator[Problem]:
+def texts_are_mixed_in(ptx: PTX | None) -> Iterator[Broken]:
     """The texts of ptx have a weight, and with mode convex so have the rollouts."""
     if ptx is None:
         return
     if ptx.coef == 0:
         fix = "raise it, or remove the section: ptx=null"
-        yield Problem("ptx.coef", "0", "above 0; it has no effect otherwise", fix)
+        yield "ptx.coef", "above 0; it has no effect otherwise", fix
     if ptx.mode == "convex" and ptx.coef >= 1:
         rule = "below 1 with ptx.mode = convex, which weighs the rollouts with the rest"
-        yield Problem("ptx.coef", f"{ptx.coef:g}", rule, "lower it, or set ptx.mode to add")
+        yield "ptx.coef", rule, "lower it, or set ptx.mode to add"

@@ -35,6 +35,7 @@ from megarl.config.schema.inputs import (
     PairData,
     PromptData,
     RandomModel,
+    RowSettings,
     SourceFields,
     TextData,
     read_hf_config,
@@ -63,7 +64,6 @@ from megarl.config.schema.scoring_sections import (
 from megarl.config.schema.training_sections import (
     PTX,
     Actor,
-    BestCheckpoint,
     CheckpointSettings,
     Critic,
     Health,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BeforeValidator
 
@@ -96,9 +96,20 @@ Fault = Literal["too_long", "empty", "equal"]
 """Why a readable row is not used: it has too many tokens, an empty response, or equal responses."""
 
 
-def dropped(**rules: Literal["refuse", "drop"]) -> frozenset[Fault]:
-    """Returns the faults whose rows are dropped."""
-    return frozenset(cast(Fault, fault) for fault, rule in rules.items() if rule == "drop")
+class RowSettings(Section):
+    """How rows are read."""
+
+    chat_template: bool = False
+    """Put text prompts into the chat template, as a user message; chats always are."""
+    chat_template_kwargs: Mapping[str, Any] = {}
+    """Arguments of the chat template, such as enable_thinking; for held-out prompts, too."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """Rows that are too long, or leave no room for the response: an error, or left out and counted."""
+
+    @property
+    def drop(self) -> frozenset[Fault]:
+        """The faults whose rows are left out."""
+        return frozenset(fault for fault in get_args(Fault) if getattr(self, fault, None) == "drop")
 
 
 class RandomPrompts(Section):
@@ -114,7 +125,7 @@ class RandomPrompts(Section):
     """Seed of the tokens."""
 
 
-class PromptData(Section):
+class PromptData(RowSettings):
     """The prompts, and how many a step has."""
 
     prompts: Source | None = None
@@ -124,42 +135,21 @@ class PromptData(Section):
     tasks: Count | None = None
     """Number of tasks that the environment makes: rows with an index alone, from 0. Exactly one of
     prompts, random and tasks is given."""
-    chat_template: bool = False
-    """Put text prompts into the chat template, as a user message; chats always are."""
-    chat_template_kwargs: Mapping[str, Any] = {}
-    """Arguments of the chat template, such as enable_thinking; for held-out prompts, too."""
-    too_long: Literal["refuse", "drop"] = "refuse"
-    """Rows that leave no room for the response, and too long rows of ptx.data: an error, or left
-    out and counted."""
     prompts_per_step: Count
     """Prompts of a step."""
     samples_per_prompt: Count = 1
     """Responses to each prompt."""
 
-    @property
-    def drop(self) -> frozenset[Fault]:
-        return dropped(too_long=self.too_long)
 
-
-class FixedRows(Section):
+class FixedRows(RowSettings):
     """The fields of data that is trained on as it is."""
 
     evaluation: Source | None = None
     """Held-out rows of the same form."""
     evaluate_every: Count | None = None
     """Steps between evaluations; null: before the first step and after the last."""
-    chat_template: bool = False
-    """Put text prompts into the chat template, as a user message; chats always are."""
-    chat_template_kwargs: Mapping[str, Any] = {}
-    """Arguments of the chat template, such as enable_thinking; for held-out prompts, too."""
-    too_long: Literal["refuse", "drop"] = "refuse"
-    """Longer rows: an error, or left out and counted."""
     empty: Literal["refuse", "drop"] = "drop"
     """Rows with an empty response: an error, or left out and counted."""
-
-    @property
-    def drop(self) -> frozenset[Fault]:
-        return dropped(too_long=self.too_long, empty=self.empty)
 
 
 class TextData(FixedRows):
@@ -186,7 +176,3 @@ class PairData(FixedRows):
     """Pairs, or prompts with candidates, of an optimizer step."""
     equal: Literal["refuse", "drop"] = "drop"
     """Rows whose better response equals another: an error, or left out and counted."""
-
-    @property
-    def drop(self) -> frozenset[Fault]:
-        return dropped(too_long=self.too_long, empty=self.empty, equal=self.equal)

@@ -14,12 +14,11 @@ from typing import Any, ClassVar, Final
 
 from megarl.config.schema.base import Section, parse_devices
 from megarl.config.schema.cluster_sections import Cluster, Groups, Resharding, RoleConfig, Rollout
-from megarl.config.schema.inputs import Model, PairData, PromptData, TextData
+from megarl.config.schema.inputs import Model, PromptData, RowSettings
 from megarl.config.schema.loss_specs import LossSpec, NewHead
 from megarl.config.schema.scoring_sections import (
     EnvironmentSettings,
     Evaluation,
-    HeldOut,
     JudgeModel,
     PeriodicEvaluation,
     Reward,
@@ -91,7 +90,7 @@ class RunConfig(Section):
         return None
 
     @property
-    def rows_section(self) -> tuple[str, TextData | PairData | PromptData | HeldOut]:
+    def rows_section(self) -> tuple[str, RowSettings]:
         """The section whose settings decide how all rows are read, and its name."""
         raise NotImplementedError
 

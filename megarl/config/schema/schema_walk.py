@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -12,9 +12,11 @@ from pydantic.fields import FieldInfo
 from megarl.config.schema.choices import OneOf
 
 
-def fields(schema: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Returns the fields of a section by their keys in YAML."""
-    return {info.alias or name: info for name, info in schema.model_fields.items()}
+def fields(schema: Any) -> dict[str, FieldInfo]:
+    """Returns the fields of a section by their keys in YAML; of other types, none."""
+    if isinstance(schema, type) and issubclass(schema, BaseModel):
+        return {info.alias or name: info for name, info in schema.model_fields.items()}
+    return {}
 
 
 def type_of(info: FieldInfo) -> Any:
@@ -70,10 +72,31 @@ def within(annotation: Any, part: object) -> Any:
     inside = entries(annotation)
     if inside is not None:
         return inside
-    owner = section(annotation)
-    if owner is None or str(part) not in fields(owner):
-        return None
-    return type_of(fields(owner)[str(part)])
+    info = fields(plain(annotation)).get(str(part))
+    return None if info is None else type_of(info)
+
+
+def has_path(schema: Any, path: str) -> bool:
+    """Whether a schema has a field or an option; ``<name>`` stands for an entry of a mapping or a list."""
+    here: Any = schema
+    for part in path.split("."):
+        found = [within(owner, part) for owner in choices(here).values() or (here,)]
+        here = next((inner for inner in found if inner is not None), None)
+    return here is not None
+
+
+def values_by_path(value: object, above: str = "") -> Iterator[tuple[str, object]]:
+    """Yields the entries of a mapping, and of sections, mappings and lists in it, with their paths in YAML."""
+    inner: Mapping[Any, object] = {}
+    if isinstance(value, BaseModel):
+        inner = dict(zip(fields(type(value)), dict(value).values(), strict=True))
+    elif isinstance(value, Mapping):
+        inner = cast(Mapping[Any, object], value)
+    elif isinstance(value, tuple):
+        inner = dict(enumerate(cast(tuple[object, ...], value)))
+    for key, entry in inner.items():
+        yield f"{above}{key}", entry
+        yield from values_by_path(entry, f"{above}{key}.")
 
 
 def keys(schema: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[int | str], Any]:

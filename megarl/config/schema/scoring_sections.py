@@ -10,7 +10,7 @@ from pydantic import Field
 from megarl.bounds import Count, Natural, Positive, Seed, Temperature
 from megarl.config.schema.base import Devices, Section
 from megarl.config.schema.cluster_sections import Rollout
-from megarl.config.schema.inputs import Fault, Source, dropped
+from megarl.config.schema.inputs import RowSettings, Source
 from megarl.config.schema.questions import PatternWithGroup, Template
 
 
@@ -172,18 +172,8 @@ class PeriodicEvaluation(Evaluation):
     """Evaluate between two steps; false evaluates during them, and needs rollout.max_staleness."""
 
 
-class HeldOut(Evaluation):
+class HeldOut(Evaluation, RowSettings):
     """Held-out prompts, answered and scored, and how their rows are read."""
 
     first_task: Natural | None = None
     """Index of the first task, such as data.tasks of the training; given with tasks."""
-    chat_template: bool = False
-    """Put text prompts into the chat template, as a user message; chats always are."""
-    chat_template_kwargs: Mapping[str, Any] = {}
-    """Arguments of the chat template, such as enable_thinking."""
-    too_long: Literal["refuse", "drop"] = "refuse"
-    """Rows that leave no room for the response: an error, or left out and counted."""
-
-    @property
-    def drop(self) -> frozenset[Fault]:
-        return dropped(too_long=self.too_long)

@@ -257,7 +257,7 @@ class PTX(Section):
     """Pretraining texts, in the actor's optimizer steps, in addition to the rollouts."""
 
     data: Source
-    """Rows as in data.train of stage sft."""
+    """Rows as in data.train of stage sft; data.too_long says what becomes of too long ones."""
     max_tokens: Count
     """Largest number of tokens of a row."""
     sequences_per_mini_batch: Count

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from megarl.config import Problem, TrainingConfig
+from megarl.config import TrainingConfig
+from megarl.config.problems import Broken
 from megarl.config.schema import Normalisation, PairData, RewardTraining, Rollout
 from megarl.config.schema.loss_specs import LossSpec, NewHead, PreferenceSpec
 from megarl.config.schema.run_config import LargestBatches
@@ -88,11 +89,11 @@ class RewardModelConfig(TrainingConfig):
             yield "lengths", lengths_text(self.rollout)
 
 
-def reference_samples_have_engines(normalisation: Normalisation | None, rollout: Rollout | None) -> Iterator[Problem]:
+def reference_samples_have_engines(normalisation: Normalisation | None, rollout: Rollout | None) -> Iterator[Broken]:
     """A reward model's run has engines for the reference samples of its normalisation, and for nothing else."""
     if normalisation is not None and rollout is None:
         fix = "add the section rollout, or set normalisation to null"
-        yield Problem("normalisation", "given", "needs the section rollout", fix)
+        yield "normalisation", "needs the section rollout", fix
     if normalisation is None and rollout is not None:
         fix = "add the section normalisation, or set rollout to null"
-        yield Problem("rollout", "given", "has an effect with normalisation alone", fix)
+        yield "rollout", "has an effect with normalisation alone", fix
