@@ -17,7 +17,7 @@ from megarl.config.schema.questions import template_columns
 from megarl.data.tokenizer import Tokenizer, model_tokenizer
 from megarl.preflight.datasets import DataReader, PromptSets, Sets
 from megarl.preflight.epochs import epoch_problems
-from megarl.preflight.models import check_models, stated_vocab_size
+from megarl.preflight.models import check_models
 from megarl.preflight.template_trial import check_template
 from megarl.preflight.user_functions import check_fields, check_functions, check_own_functions, missing_column
 from megarl.rollout.requests import stop_token_ids
@@ -37,10 +37,7 @@ def check(config: RunConfig, *, bare: bool = False) -> Sets:
     Raises:
         ConfigError: with every problem. The configuration may break rules between its fields.
     """
-    spec, problems = check_models(config, bare=bare)
-    vocab = stated_vocab_size(config)
-    if spec is not None:
-        vocab = spec.ids_in_use(config.model.vocab_size)
+    vocab, problems = check_models(config, bare=bare)
     sets = None
     if vocab is not None:
         sets, found = _read_data(config, vocab)
