@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, get_args
@@ -15,13 +15,12 @@ from megarl.config.problems import MASK, masked, shown
 from megarl.config.schema import Fault, HeldOut, PairData, PromptData, TextData, Tracking
 from megarl.config.schema.questions import template_columns
 from megarl.data.tokenizer import Tokenizer, model_tokenizer
-from megarl.preflight.datasets import DataReader, PromptSets, Sets
+from megarl.preflight.datasets import DataReader, PromptSets, Sets, scored_prompts
 from megarl.preflight.epochs import epoch_problems
 from megarl.preflight.models import check_models
 from megarl.preflight.template_trial import check_template
 from megarl.preflight.user_functions import check_fields, check_functions, check_own_functions, missing_column
 from megarl.rollout.requests import stop_token_ids
-from megarl.types import Prompt
 
 _WITHOUT_KEY: Final = ("offline", "dryrun", "disabled")
 _WANDB_HOSTS: Final = ("api.wandb.ai", "api.forge.coreweave.com")
@@ -177,20 +176,13 @@ def _reward_functions(config: RunConfig, sets: Sets | None) -> Iterator[Problem]
     """Checks reward functions against their signatures, and against prompts that could be read."""
     if not isinstance(config, SamplingConfig):
         return
-    train: Sequence[Prompt] = ()
-    held_out: Sequence[Prompt] = ()
-    tokenizer = True
-    if isinstance(sets, PromptSets):
-        train = sets.train
-        held_out = sets.held_out
-        tokenizer = sets.tokenizer is not None
-    named = [("reward.functions", config.reward.functions, train)]
-    if config.evaluation is not None:
-        named.append(("evaluation.functions", config.evaluation.functions, held_out))
+    found = sets if isinstance(sets, PromptSets) else None
+    tokenizer = found is None or found.tokenizer is not None
     longest = config.rollout.max_new_tokens
-    for where, functions, prompts in named:
+    for where, functions, prompts in scored_prompts(config, found):
         problems = check_functions(functions, where=where, tokenizer=tokenizer, longest=longest)
         yield from problems or check_fields(functions, prompts, where=where)
-    if config.reward.judge_model is not None:
+    if config.reward.judge_model is not None and found is not None:
+        prompts = [*found.train, *found.held_out]
         for column in template_columns(config.reward.judge_model.template):
-            yield from missing_column("reward.judge_model.template", column, [*train, *held_out])
+            yield from missing_column("reward.judge_model.template", column, prompts)
