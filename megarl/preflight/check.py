@@ -129,11 +129,10 @@ def _tokenizer(
     """Returns the run's tokenizer, if any; raises ValueError if it does not fit, or is missing."""
     tokenizer = model_tokenizer(config.model)
     if tokenizer is not None:
-        tokenizer.check(
-            vocab_size=vocab, chat_template=rows.chat_template, template_arguments=rows.chat_template_kwargs
-        )
+        arguments = rows.chat_template_kwargs
+        tokenizer.check(vocab_size=vocab, chat_template=rows.chat_template, template_arguments=arguments)
         if tokenizer.has_chat_template:
-            check_template(tokenizer, rows.chat_template_kwargs)
+            check_template(tokenizer, arguments)
         return tokenizer
     needed = {
         f"{section}.chat_template": rows.chat_template,

@@ -89,7 +89,10 @@ class DevicePlan:
 
     def phases(self) -> Iterator[PhaseMemory]:
         """Yields the phases, each with the role that takes most in it."""
-        trained: list[RoleName] = [role for role, memory in self.roles.items() if memory.spec.training is not None]
+        trained: list[RoleName] = []
+        for role, memory in self.roles.items():
+            if memory.spec.training is not None:
+                trained.append(role)
         if self.engine is not None:
             yield self._phase("generate", None)
         if self.roles:
@@ -107,7 +110,10 @@ class DevicePlan:
         return max((self._phase(phase, role) for role in roles), key=lambda found: found.peak)
 
     def _phase(self, phase: str, role: RoleName | None) -> PhaseMemory:
-        """Returns what the device has while a role works, or none; on a CPU, it is the host to which roles go."""
+        """Returns what the device has while a role works, or none.
+
+        On a CPU, the device is the host to which roles are offloaded.
+        """
         gradients = activations = logits = stepping = 0
         written = 0
         active: set[RoleName | None] = {role}
@@ -170,15 +176,17 @@ class DevicePlan:
         buckets = 0
         if phase == "sync":
             rest += self.engine.repacked
-        if phase == "sync" or (phase == "generate" and self.kind == "cpu"):  # a CPU's engine keeps them between syncs
+        # On a CPU, an engine keeps its buckets between syncs.
+        if phase == "sync" or (phase == "generate" and self.kind == "cpu"):
             buckets = 2 * min(self.bucket, self.engine.weights)
         return weights, cache, rest, buckets
 
 
 def _reads_reference(spec: RoleSpec) -> bool:
     """Whether the reference computes distributions during a role's updates."""
-    training = spec.training
-    return training is not None and isinstance(training.loss, PolicySpec) and training.loss.algo.kl.reads_distributions
+    if spec.training is None or not isinstance(spec.training.loss, PolicySpec):
+        return False
+    return spec.training.loss.algo.kl.reads_distributions
 
 
 def plan_memory(config: RunConfig) -> list[DevicePlan]:

@@ -73,12 +73,13 @@ def without_weights(config: RunConfig) -> Mapping[str, str]:
     """Returns, by field, the directories that have a config.json and no weights."""
     paths = {"model.path": config.model.path}
     paths |= {f"{role}.path": path for role, path in _role_checkpoints(config).items()}
-    return {field: path for field, path in paths.items() if path is not None and _is_bare(Path(path))}
-
-
-def _is_bare(directory: Path) -> bool:
-    has_weights = any(directory.glob("*.safetensors*")) or any(directory.glob("*.bin*"))
-    return (directory / "config.json").is_file() and not has_weights
+    bare: dict[str, str] = {}
+    for field, path in paths.items():
+        if path is None or not (Path(path) / "config.json").is_file():
+            continue
+        if not any(Path(path).glob("*.safetensors*")) and not any(Path(path).glob("*.bin*")):
+            bare[field] = path
+    return bare
 
 
 def _role_checkpoints(config: RunConfig) -> dict[RoleName, str]:

@@ -24,8 +24,10 @@ class RoleMemory:
 
     Args:
         gradients, optimizer, stepping, update: memory for training; `optimizer` is 0 without.
-        stepping: Adam's intermediate results: one of all weights on CUDA, two of each in turn on a CPU.
-        snapshot: what this rank writes of a checkpoint: a part of what its replicas share, and its state.
+        stepping: Adam's intermediate results: one of all weights on CUDA, two of each in turn on
+            a CPU.
+        snapshot: what this rank writes of a checkpoint: a part of what its replicas share, and
+            its state.
         written: what writing takes: a copy of one tensor, and what torch.save makes of it.
         inference: activations of a forward pass, one layer at a time, and logits.
         update: activations for a backward pass, and logits with the head's gradients.
@@ -48,7 +50,14 @@ class RoleMemory:
 
 
 def role_memory(
-    spec: RoleSpec, model: ModelSpec, stage: int, device: str, *, pack: int, update_pack: int, micro_batches: int
+    spec: RoleSpec,
+    model: ModelSpec,
+    stage: int,
+    device: str,
+    *,
+    pack: int,
+    update_pack: int,
+    micro_batches: int,
 ) -> RoleMemory:
     """Returns the memory of a role on a rank of a pipeline stage.
 
@@ -72,7 +81,8 @@ def role_memory(
     parameters = elements * item
     optimizer = 0
     if spec.training is not None:
-        columns = 2 + (item < 4) + (spec.training.ema_decay is not None)  # moments, float32 weights, average
+        # Moments, float32 weights, average.
+        columns = 2 + (item < 4) + (spec.training.ema_decay is not None)
         optimizer = 4 * columns * sum(shards)
     stepping = 8 * max(shards)
     if device == "cuda":
@@ -106,7 +116,7 @@ def role_memory(
 
 
 def _kept(spec: RoleSpec, model: ModelSpec, stage: int, micro_batches: int, layer: float) -> float:
-    """Returns the bytes of a token that a stage keeps for its backward passes, if a layer's take ``layer``."""
+    """Returns the bytes of a token that a stage keeps for backward passes, ``layer`` in a layer."""
     layout = spec.layout
     split = _split(layout)
     hidden = model.dims.hidden * ITEM_BYTES[model.dtype] * split
