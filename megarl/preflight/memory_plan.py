@@ -167,9 +167,13 @@ class DevicePlan:
         """Returns weights, cache, rest and buckets of the engine in a phase."""
         if self.engine is None:
             return 0, 0, 0, 0
-        awake = phase == "generate" or not self.sleeps
-        cache = self.engine.cache if awake else 0
-        weights = self.engine.weights if awake or phase == "sync" else 0
+        cache = 0
+        weights = 0
+        if phase == "generate" or not self.sleeps:
+            cache = self.engine.cache
+            weights = self.engine.weights
+        elif phase == "sync":
+            weights = self.engine.weights
         rest = self.engine.kept
         if phase == "generate" or (self.kind == "cuda" and not self.sleeps):
             rest += self.engine.work

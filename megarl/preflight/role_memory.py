@@ -76,7 +76,9 @@ def role_memory(
     for name, info in params.items():
         size = math.prod(info.shape)
         elements += size
-        ranks = layout.dp // layout.ep if "mlp.experts." in name else layout.dp
+        ranks = layout.dp
+        if "mlp.experts." in name:
+            ranks //= layout.ep
         shards.append(-(-size // ranks))
     parameters = elements * item
     optimizer = 0
