@@ -84,12 +84,12 @@ def _placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:
             sequence = "yes" if layout.sequence_parallel else "no"
             budget = str(settings.tokens_per_micro_batch)
             yield (role, name, group.devices, *sizes, sequence, budget)
-    rollout = config.engine_settings
-    if rollout is not None:
-        yield ("rollout", "", rollout.devices, str(rollout.tp), "", "", str(rollout.engines), "", "", "")
-    judge = config.judge_model
-    if judge is not None:
-        yield ("judge", "", judge.devices, str(judge.tp), "", "", str(judge.rollout.engines), "", "", "")
+    engines = {"rollout": config.engine_settings}
+    if config.judge_model is not None:
+        engines["judge"] = config.judge_model.rollout
+    for name, rollout in engines.items():
+        if rollout is not None:
+            yield (name, "", rollout.devices, str(rollout.tp), "", "", str(rollout.engines), "", "", "")
 
 
 def plan_lines(config: RunConfig, sets: Sets, first_prompt: Sequence[int] = ()) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, get_args
@@ -15,13 +15,12 @@ from megarl.config.problems import MASK, masked, shown
 from megarl.config.schema import Fault, RowSettings, Tracking
 from megarl.config.schema.questions import template_columns
 from megarl.data.tokenizer import Tokenizer, model_tokenizer
-from megarl.preflight.datasets import DataReader, PromptSets, Sets
+from megarl.preflight.datasets import DataReader, PromptSets, Sets, scored_prompts
 from megarl.preflight.epochs import epoch_problems
-from megarl.preflight.models import check_models, stated_vocab_size
+from megarl.preflight.models import check_models
 from megarl.preflight.template_trial import check_template
 from megarl.preflight.user_functions import check_fields, check_functions, check_own_functions, missing_column
 from megarl.rollout.requests import stop_token_ids
-from megarl.types import Prompt
 
 _WITHOUT_KEY: Final = ("offline", "dryrun", "disabled")
 _WANDB_HOSTS: Final = ("api.wandb.ai", "api.forge.coreweave.com")
@@ -37,10 +36,7 @@ def check(config: RunConfig, *, bare: bool = False) -> Sets:
     Raises:
         ConfigError: with every problem. The configuration may break rules between its fields.
     """
-    spec, problems = check_models(config, bare=bare)
-    vocab = stated_vocab_size(config)
-    if spec is not None:
-        vocab = spec.ids_in_use(config.model.vocab_size)
+    vocab, problems = check_models(config, bare=bare)
     sets = None
     if vocab is not None:
         sets, found = _read_data(config, vocab)
@@ -131,11 +127,10 @@ def _tokenizer(config: RunConfig, vocab: int, section: str, rows: RowSettings) -
     """Returns the run's tokenizer, if any; raises ValueError if it does not fit, or is missing."""
     tokenizer = model_tokenizer(config.model)
     if tokenizer is not None:
-        tokenizer.check(
-            vocab_size=vocab, chat_template=rows.chat_template, template_arguments=rows.chat_template_kwargs
-        )
+        arguments = rows.chat_template_kwargs
+        tokenizer.check(vocab_size=vocab, chat_template=rows.chat_template, template_arguments=arguments)
         if tokenizer.has_chat_template:
-            check_template(tokenizer, rows.chat_template_kwargs)
+            check_template(tokenizer, arguments)
         return tokenizer
     needed = {
         f"{section}.chat_template": rows.chat_template,
@@ -178,20 +173,13 @@ def _reward_functions(config: RunConfig, sets: Sets | None) -> Iterator[Problem]
     """Checks reward functions against their signatures, and against prompts that could be read."""
     if not isinstance(config, SamplingConfig):
         return
-    train: Sequence[Prompt] = ()
-    held_out: Sequence[Prompt] = ()
-    tokenizer = True
-    if isinstance(sets, PromptSets):
-        train = sets.train
-        held_out = sets.held_out
-        tokenizer = sets.tokenizer is not None
-    named = [("reward.functions", config.reward.functions, train)]
-    if config.evaluation is not None:
-        named.append(("evaluation.functions", config.evaluation.functions, held_out))
+    found = sets if isinstance(sets, PromptSets) else None
+    tokenizer = found is None or found.tokenizer is not None
     longest = config.rollout.max_new_tokens
-    for where, functions, prompts in named:
+    for where, functions, prompts in scored_prompts(config, found):
         problems = check_functions(functions, where=where, tokenizer=tokenizer, longest=longest)
         yield from problems or check_fields(functions, prompts, where=where)
-    if config.reward.judge_model is not None:
+    if config.reward.judge_model is not None and found is not None:
+        prompts = [*found.train, *found.held_out]
         for column in template_columns(config.reward.judge_model.template):
-            yield from missing_column("reward.judge_model.template", column, [*train, *held_out])
+            yield from missing_column("reward.judge_model.template", column, prompts)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from megarl.config import Problem, SamplingConfig
-from megarl.config.schema import Choice, Fault, HeldOut, Normalisation, PairData, Rollout, SourceFields, TextData
+from megarl.config.schema import (
+    Choice,
+    Fault,
+    HeldOut,
+    Normalisation,
+    PairData,
+    RewardFunction,
+    Rollout,
+    SourceFields,
+    TextData,
+)
 from megarl.data.encoding import Encoder
 from megarl.data.prompts import load_prompts, random_prompts, task_prompts
 from megarl.data.sources import LeftOut, LeftOutRows, Rows
@@ -189,6 +199,15 @@ def prompt_sets(config: SamplingConfig, reader: DataReader) -> PromptSets:
     if ptx is not None:
         texts = reader.read(load_demonstrations, "ptx.data", ptx.data, ptx.max_tokens, chat_template=ptx.chat_template)
     return PromptSets(train=train, held_out=held_out, tokenizer=reader.tokenizer, left_out=reader.left_out, texts=texts)
+
+
+def scored_prompts(
+    config: SamplingConfig, sets: PromptSets | None
+) -> Iterator[tuple[str, Sequence[RewardFunction], Sequence[Prompt]]]:
+    """Yields the fields with reward functions, the functions, and the prompts that they score."""
+    yield "reward.functions", config.reward.functions, sets.train if sets else ()
+    if config.evaluation is not None:
+        yield "evaluation.functions", config.evaluation.functions, sets.held_out if sets else ()
 
 
 def pair_sets(

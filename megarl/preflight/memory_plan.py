@@ -13,7 +13,7 @@ from megarl.config import RolloutTrainingConfig, RunConfig, TrainingConfig, pars
 from megarl.config.schema.loss_specs import PolicySpec
 from megarl.models import model_spec
 from megarl.preflight.capacity import capacity
-from megarl.preflight.role_memory import RoleMemory
+from megarl.preflight.role_memory import RoleMemory, role_memory
 from megarl.role_specs import RoleSpec, role_specs
 from megarl.rollout.engine_memory import PROCESS, EngineRankMemory
 from megarl.types import RoleName
@@ -21,7 +21,7 @@ from megarl.weights.hf_files import read_config
 
 _MIB = 1 << 20
 
-EXACT = ("parameters", "gradients", "optimizer", "weights", "cache", "snapshot")
+_EXACT = ("parameters", "gradients", "optimizer", "weights", "cache", "snapshot")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,25 +41,25 @@ class PhaseMemory:
     """
 
     phase: str
-    role: RoleName | None = None
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    logits: int = 0
-    stepping: int = 0
-    weights: int = 0
-    cache: int = 0
-    engine: int = 0
-    buckets: int = 0
-    process: int = 0
-    snapshot: int = 0
-    offloaded: int = 0
+    role: RoleName | None
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    stepping: int
+    weights: int
+    cache: int
+    engine: int
+    buckets: int
+    process: int
+    snapshot: int
+    offloaded: int
 
     @property
     def exact(self) -> int:
         """Returns what is certain to be needed."""
-        return sum(getattr(self, name) for name in EXACT)
+        return sum(getattr(self, name) for name in _EXACT)
 
     @property
     def peak(self) -> int:
@@ -89,108 +89,108 @@ class DevicePlan:
 
     def phases(self) -> Iterator[PhaseMemory]:
         """Yields the phases, each with the role that takes most in it."""
-        trained: list[RoleName] = [role for role, memory in self.roles.items() if memory.spec.training is not None]
+        trained: list[RoleName] = []
+        for role, memory in self.roles.items():
+            if memory.spec.training is not None:
+                trained.append(role)
         if self.engine is not None:
-            yield self._generate()
+            yield self._phase("generate", None)
         if self.roles:
-            yield _largest(map(self._inference, self.roles))
+            yield self._largest("inference", self.roles)
         if trained:
-            yield _largest(map(self._update, trained))
-        if self.bucket and ("actor" in self.roles or self.engine is not None):
-            yield self._sync()
+            yield self._largest("update", trained)
+        if self.bucket and "actor" in self.roles:
+            yield self._phase("sync", "actor")
+        elif self.bucket and self.engine is not None:
+            yield self._phase("sync", None)
         if trained:
-            yield _largest(map(self._checkpoint, trained))
+            yield self._largest("checkpoint", trained)
 
-    def _generate(self) -> PhaseMemory:
-        buckets = self._received if self.kind == "cpu" else 0
-        return replace(self._present("generate"), buckets=buckets)
+    def _largest(self, phase: str, roles: Iterable[RoleName]) -> PhaseMemory:
+        return max((self._phase(phase, role) for role in roles), key=lambda found: found.peak)
 
-    def _inference(self, role: RoleName) -> PhaseMemory:
-        activations, logits = self.roles[role].inference()
-        return replace(self._present("inference", role), activations=activations, logits=logits)
-
-    def _update(self, role: RoleName) -> PhaseMemory:
-        memory = self.roles[role]
-        training = memory.spec.training
-        assert training is not None
-        active: list[RoleName] = [role]
-        if isinstance(training.loss, PolicySpec) and training.loss.algo.kl.reads_distributions:
-            active.append("reference")
-        activations, logits = memory.update()
-        return replace(
-            self._present("update", *active),
-            gradients=memory.gradients,
-            activations=activations,
-            logits=logits,
-            stepping=memory.stepping,
-        )
-
-    def _sync(self) -> PhaseMemory:
-        buckets = self._received
-        if "actor" in self.roles:
-            buckets += 2 * min(self.bucket, self.roles["actor"].parameters)
-            phase = self._present("sync", "actor")
-        else:
-            phase = self._present("sync")
-        engine = phase.engine
-        if self.engine is not None:
-            engine += self.engine.repacked
-        return replace(phase, buckets=buckets, engine=engine, cache=0 if self.sleeps else phase.cache)
-
-    @property
-    def _received(self) -> int:
-        """The engine's buckets, which it keeps between syncs on a CPU."""
-        if self.engine is None:
-            return 0
-        return 2 * min(self.bucket, self.engine.weights)
-
-    def _checkpoint(self, role: RoleName) -> PhaseMemory:
-        phase = self._present("checkpoint", role)
-        written = self.roles[role].written
-        if self.kind == "cpu":
-            return replace(phase, snapshot=phase.snapshot + written)
-        return replace(phase, offloaded=phase.offloaded + written)
-
-    def _present(self, phase: str, *active: RoleName) -> PhaseMemory:
-        """Returns what roles, engine and processes have on the device in a phase.
+    def _phase(self, phase: str, role: RoleName | None) -> PhaseMemory:
+        """Returns what the device has while a role works, or none.
 
         On a CPU, the device is the host to which roles are offloaded.
         """
-        here: list[RoleMemory] = []
-        offloaded = 0
-        snapshot = 0
-        for name, role in self.roles.items():
-            if name in active or self.kind == "cpu" or not role.spec.offload:
-                here.append(role)
+        gradients = activations = logits = stepping = 0
+        written = 0
+        active: set[RoleName | None] = {role}
+        if role is not None:
+            working = self.roles[role]
+            if phase == "inference":
+                activations, logits = working.inference
+            elif phase == "update":
+                activations, logits = working.update
+                gradients = working.gradients
+                stepping = working.stepping
+                if _reads_reference(working.spec):
+                    active.add("reference")
+            elif phase == "checkpoint":
+                written = working.written
+        parameters = optimizer = offloaded = 0
+        snapshot = written
+        for name, memory in self.roles.items():
+            if name in active or self.kind == "cpu" or not memory.spec.offload:
+                parameters += memory.parameters
+                optimizer += memory.optimizer
             else:
-                offloaded += role.state
+                offloaded += memory.state
             if name in self.saved:
-                snapshot += role.snapshot
+                snapshot += memory.snapshot
         if self.kind != "cpu":
             offloaded += snapshot
             snapshot = 0
-        present = PhaseMemory(
+        weights, cache, engine, buckets = self._engine_memory(phase)
+        if phase == "sync" and role is not None:
+            buckets += 2 * min(self.bucket, self.roles[role].parameters)
+        return PhaseMemory(
             phase=phase,
-            role=active[0] if active else None,
-            parameters=sum(role.parameters for role in here),
-            optimizer=sum(role.optimizer for role in here),
+            role=role,
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=activations,
+            logits=logits,
+            stepping=stepping,
+            weights=weights,
+            cache=cache,
+            engine=engine,
+            buckets=buckets,
             process=PROCESS * (bool(self.roles) + (self.engine is not None)),
             snapshot=snapshot,
             offloaded=offloaded,
         )
+
+    def _engine_memory(self, phase: str) -> tuple[int, int, int, int]:
+        """Returns weights, cache, rest and buckets of the engine in a phase."""
         if self.engine is None:
-            return present
-        engine = self.engine.kept
+            return 0, 0, 0, 0
+        cache = 0
+        weights = 0
+        if phase == "generate" or not self.sleeps:
+            cache = self.engine.cache
+            weights = self.engine.weights
+        elif phase == "sync":
+            weights = self.engine.weights
+        rest = self.engine.kept
         if phase == "generate" or (self.kind == "cuda" and not self.sleeps):
-            engine += self.engine.work
-        present = replace(present, engine=engine)
-        if self.sleeps and phase not in ("generate", "sync"):
-            return present
-        return replace(present, weights=self.engine.weights, cache=self.engine.cache)
+            rest += self.engine.work
+        buckets = 0
+        if phase == "sync":
+            rest += self.engine.repacked
+        # On a CPU, an engine keeps its buckets between syncs.
+        if phase == "sync" or (phase == "generate" and self.kind == "cpu"):
+            buckets = 2 * min(self.bucket, self.engine.weights)
+        return weights, cache, rest, buckets
 
 
-def _largest(phases: Iterable[PhaseMemory]) -> PhaseMemory:
-    return max(phases, key=lambda phase: phase.peak)
+def _reads_reference(spec: RoleSpec) -> bool:
+    """Whether the reference computes distributions during a role's updates."""
+    if spec.training is None or not isinstance(spec.training.loss, PolicySpec):
+        return False
+    return spec.training.loss.algo.kl.reads_distributions
 
 
 def plan_memory(config: RunConfig) -> list[DevicePlan]:
@@ -250,12 +250,11 @@ def _role_memory(config: RunConfig, spec: RoleSpec, stage: int) -> RoleMemory:
     budget = max(config.role(spec.name).tokens_per_micro_batch, largest.tokens)
     dp = spec.layout.dp
     tokens = -(-largest.update // dp) * largest.tokens
-    return RoleMemory(
-        spec=spec,
-        model=model_spec(hf_config),
-        layout=spec.layout,
-        stage=stage,
-        device=config.cluster.device,
+    return role_memory(
+        spec,
+        model_spec(hf_config),
+        stage,
+        config.cluster.device,
         pack=min(budget, -(-largest.inference // dp) * largest.tokens),
         update_pack=min(budget, tokens),
         micro_batches=-(-tokens // budget),

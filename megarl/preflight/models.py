@@ -21,8 +21,43 @@ _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on a CPU takes (0.28 to 0.32: v1/attention/backends/cpu_attn.py)."""
 
 
-def stated_vocab_size(config: RunConfig) -> int | None:
-    """Returns the vocabulary size of a configuration; None if it states none."""
+def check_models(config: RunConfig, *, bare: bool = False) -> tuple[int | None, list[Problem]]:
+    """Returns the number of ids that the run uses, None if unknown, and the problems of all models.
+
+    Args:
+        bare: whether to accept the models of `without_weights`.
+    """
+    problems: list[Problem] = []
+    specs: dict[str, ModelSpec] = {}
+    unchecked = without_weights(config) if bare else {}
+    field = "model.random.config" if config.model.random else "model.path"
+    model = _spec(problems, field, config.model.hf_config)
+    if model is None:
+        vocab = _stated_vocab_size(config)
+    else:
+        specs["model"] = model
+        vocab = model.ids_in_use(config.model.vocab_size)
+        problems += _model(config, model)
+        if config.model.path is not None and "model.path" not in unchecked:
+            problems += _files("model.path", config.model.path, model.manifest())
+    for role, path in _role_checkpoints(config).items():
+        field = f"{role}.path"
+        spec = _spec(problems, field, partial(read_config, path))
+        if spec is not None:
+            specs[role] = spec
+            problems += _role_checkpoint(role, path, spec, weights=field not in unchecked)
+        problems += _same_tokenizer(config, role, path)
+    problems += _judge(config)
+    problems += _layouts(config, specs)
+    problems += _positions(config, specs)
+    if model is not None:
+        problems += _attention(config, model)
+    problems += _layers(config, specs)
+    return vocab, problems
+
+
+def _stated_vocab_size(config: RunConfig) -> int | None:
+    """Returns the vocabulary size that a configuration states of an unsupported model, if any."""
     if config.model.vocab_size is not None:
         return config.model.vocab_size
     try:
@@ -34,43 +69,17 @@ def stated_vocab_size(config: RunConfig) -> int | None:
     return None
 
 
-def check_models(config: RunConfig, *, bare: bool = False) -> tuple[ModelSpec | None, list[Problem]]:
-    """Returns the spec of the run's model, None if unsupported, and the problems of all models.
-
-    Args:
-        bare: whether to accept the models of `without_weights`.
-    """
-    problems: list[Problem] = []
-    unchecked = without_weights(config) if bare else {}
-    field = "model.random.config" if config.model.random else "model.path"
-    spec = _spec(problems, field, config.model.hf_config)
-    if spec is not None:
-        problems += _model(config, spec)
-        if config.model.path is not None and "model.path" not in unchecked:
-            problems += _files("model.path", config.model.path, spec.manifest())
-    roles: dict[RoleName, ModelSpec | None] = {}
-    for role, path in _role_checkpoints(config).items():
-        roles[role] = _spec(problems, f"{role}.path", partial(read_config, path))
-        problems += _role_checkpoint(role, path, roles[role], weights=f"{role}.path" not in unchecked)
-        problems += _same_tokenizer(config, role, path)
-    problems += _judge(config)
-    problems += _layouts(config, spec, roles)
-    problems += _positions(config, {"model": spec, **roles})
-    problems += _attention(config, spec)
-    problems += _layers(config, {"model": spec, **roles})
-    return spec, problems
-
-
 def without_weights(config: RunConfig) -> Mapping[str, str]:
     """Returns, by field, the directories that have a config.json and no weights."""
     paths = {"model.path": config.model.path}
     paths |= {f"{role}.path": path for role, path in _role_checkpoints(config).items()}
-    return {field: path for field, path in paths.items() if path is not None and _is_bare(Path(path))}
-
-
-def _is_bare(directory: Path) -> bool:
-    has_weights = any(directory.glob("*.safetensors*")) or any(directory.glob("*.bin*"))
-    return (directory / "config.json").is_file() and not has_weights
+    bare: dict[str, str] = {}
+    for field, path in paths.items():
+        if path is None or not (Path(path) / "config.json").is_file():
+            continue
+        if not any(Path(path).glob("*.safetensors*")) and not any(Path(path).glob("*.bin*")):
+            bare[field] = path
+    return bare
 
 
 def _role_checkpoints(config: RunConfig) -> dict[RoleName, str]:
@@ -132,10 +141,8 @@ def _trainable(field: str, spec: ModelSpec) -> Iterator[Problem]:
         yield Problem(field, "dtype float16", rule, fix)
 
 
-def _role_checkpoint(role: RoleName, path: str, spec: ModelSpec | None, *, weights: bool) -> Iterator[Problem]:
+def _role_checkpoint(role: RoleName, path: str, spec: ModelSpec, *, weights: bool) -> Iterator[Problem]:
     """A reward model needs a score head; a critic starts from the body of any model."""
-    if spec is None:
-        return
     if role == "critic":
         yield from _trainable(f"{role}.path", spec)
     head: HeadName = "score" if role == "reward" else "value"
@@ -164,28 +171,26 @@ def _files(field: str, path: str, needed: Manifest) -> Iterator[Problem]:
         yield Problem(field, path, rule, "download or export the checkpoint again")
 
 
-def _layouts(config: RunConfig, spec: ModelSpec | None, roles: Mapping[RoleName, ModelSpec | None]) -> list[Problem]:
+def _layouts(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Problem]:
     """Finds layouts that the models do not fit."""
-    found: list[Problem] = []
     for group_name, group in config.groups.items():
         for role, sizes in group.roles.items():
-            model = roles.get(role, spec)
+            model = specs.get("model" if config.role_checkpoint(role) is None else role)
             if model is None:
                 continue
             field = f"groups.{group_name}.roles.{role}"
-            found += _fits(field, lambda model=model, role=role: model.check_megatron(config.layout(role)))
+            yield from _fits(field, lambda model=model, role=role: model.check_megatron(config.layout(role)))
             if model.dims.experts and sizes.tp > 1 and not sizes.sequence_parallel:
                 # Ranks of a TP group send different tokens to the experts only with sequence parallelism.
                 rule = "a mixture of experts with tp above 1 needs sequence_parallel"
                 fix = "set it to true, or tp to 1"
-                found.append(Problem(f"{field}.sequence_parallel", "False", rule, fix))
+                yield Problem(f"{field}.sequence_parallel", "False", rule, fix)
     rollout = config.engine_settings
-    if rollout is not None and spec is not None:
-        found += _fits("rollout.tp", partial(spec.check_vllm, rollout.tp))
-    return found
+    if rollout is not None and "model" in specs:
+        yield from _fits("rollout.tp", partial(specs["model"].check_vllm, rollout.tp))
 
 
-def _positions(config: RunConfig, specs: Mapping[str, ModelSpec | None]) -> Iterator[Problem]:
+def _positions(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Problem]:
     """The models have positions for the longest sequence."""
     lengths: dict[str, int] = {}
     if config.engine_settings is not None:
@@ -197,14 +202,14 @@ def _positions(config: RunConfig, specs: Mapping[str, ModelSpec | None]) -> Iter
         lengths["ptx.max_tokens"] = config.mixed_texts.max_tokens
     for name, spec in specs.items():
         for field, length in lengths.items():
-            if spec is not None and length > spec.dims.positions:
+            if length > spec.dims.positions:
                 rule = f"at most the {spec.dims.positions} positions of the {name}"
                 yield Problem(field, str(length), rule, f"set it to {spec.dims.positions} or less")
 
 
-def _attention(config: RunConfig, spec: ModelSpec | None) -> Iterator[Problem]:
+def _attention(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
     """vLLM on a CPU has attention kernels for some head sizes; others fail at the first call."""
-    if spec is None or config.engine_settings is None or config.cluster.device != "cpu":
+    if config.engine_settings is None or config.cluster.device != "cpu":
         return
     if spec.dims.head_dim not in _CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, _CPU_HEAD_SIZES))
@@ -229,12 +234,12 @@ def _judge(config: RunConfig) -> list[Problem]:
     return found
 
 
-def _layers(config: RunConfig, specs: Mapping[str, ModelSpec | None]) -> Iterator[Problem]:
+def _layers(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Problem]:
     """Transformer Engine's layers can compute every model of which they are wanted."""
     if config.model.layers != "transformer_engine":
         return
     for name, spec in specs.items():
-        if spec is not None and (reasons := refusals(spec.dims, spec.dtype)):
+        if reasons := refusals(spec.dims, spec.dtype):
             rule = f"Transformer Engine can compute the {name}: {'; '.join(reasons)}"
             fix = "set it to auto, which takes Megatron's own layers then"
             yield Problem("model.layers", "transformer_engine", rule, fix)

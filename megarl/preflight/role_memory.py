@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 from megarl.models import ModelSpec
 from megarl.role_specs import RoleSpec
@@ -21,177 +20,176 @@ _CHUNK_TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class RoleMemory:
-    """A role on a rank; the longest packs are ``pack`` in inference and ``update_pack`` in updates."""
+    """A role on a rank, bytes.
+
+    Args:
+        gradients, optimizer, stepping, update: memory for training; `optimizer` is 0 without.
+        stepping: Adam's intermediate results: one of all weights on CUDA, two of each in turn on
+            a CPU.
+        snapshot: what this rank writes of a checkpoint: a part of what its replicas share, and
+            its state.
+        written: what writing takes: a copy of one tensor, and what torch.save makes of it.
+        inference: activations of a forward pass, one layer at a time, and logits.
+        update: activations for a backward pass, and logits with the head's gradients.
+    """
 
     spec: RoleSpec
-    model: ModelSpec
-    layout: Layout
-    stage: int
-    device: str
-    pack: int
-    update_pack: int
-    micro_batches: int
-
-    @cached_property
-    def _numels(self) -> dict[str, int]:
-        coords = RankCoords(tp=0, dp=0, pp=self.stage)
-        params = self.model.megatron_map(self.layout, self.layout.rank(coords), HEADS[self.spec.name]).params
-        return {name: math.prod(info.shape) for name, info in params.items()}
-
-    @property
-    def parameters(self) -> int:
-        return sum(self._numels.values()) * self._item
-
-    @property
-    def gradients(self) -> int:
-        return 4 * sum(self._numels.values())
-
-    @property
-    def optimizer(self) -> int:
-        training = self.spec.training
-        if training is None:
-            return 0
-        columns = 2 + (self._item < 4) + (training.ema_decay is not None)  # moments, float32 weights, average
-        return 4 * columns * sum(self._shards.values())
-
-    @property
-    def stepping(self) -> int:
-        """Adam's intermediate results: one of all weights on CUDA, two of each in turn on a CPU."""
-        if self.device == "cuda":
-            return 4 * sum(self._shards.values())
-        return 8 * max(self._shards.values())
-
-    @property
-    def _shards(self) -> dict[str, int]:
-        """Elements of each parameter that this rank's optimizer has."""
-        shards: dict[str, int] = {}
-        for name, elements in self._numels.items():
-            ranks = self.layout.dp
-            if "mlp.experts." in name:
-                ranks //= self.layout.ep
-            shards[name] = -(-elements // ranks)
-        return shards
+    parameters: int
+    gradients: int
+    optimizer: int
+    stepping: int
+    snapshot: int
+    written: int
+    inference: tuple[int, int]
+    update: tuple[int, int]
 
     @property
     def state(self) -> int:
         """What the role has on its device while it is not offloaded."""
         return self.parameters + self.optimizer
 
-    @property
-    def snapshot(self) -> int:
-        """What this rank writes of a checkpoint: a part of what its replicas share, and its state."""
-        return self.parameters // self.layout.dp + self.optimizer
 
-    @property
-    def written(self) -> int:
-        """What writing takes: a copy of one tensor, and what torch.save makes of it."""
-        return 2 * max(self._shards.values()) * 4
+def role_memory(
+    spec: RoleSpec,
+    model: ModelSpec,
+    stage: int,
+    device: str,
+    *,
+    pack: int,
+    update_pack: int,
+    micro_batches: int,
+) -> RoleMemory:
+    """Returns the memory of a role on a rank of a pipeline stage.
 
-    def inference(self) -> tuple[int, int]:
-        """Returns the activations of a forward pass, one layer at a time, and the logits."""
-        dims = self.model.dims
-        tp = self.layout.tp
-        attention = (4 * dims.heads + 6 * dims.kv_heads) * dims.head_dim / tp
-        mlp = 5 * dims.ffn * self._experts / tp
-        elements = 3 * dims.hidden + max(attention, mlp)
-        return int(self.pack * elements * self._item), self._logits(self.pack)
+    Args:
+        pack: tokens of the longest pack in inference.
+        update_pack: tokens of the longest pack in an update.
+        micro_batches: number of packs of a rank in an update.
+    """
+    layout = spec.layout
+    dims = model.dims
+    item = ITEM_BYTES[model.dtype]
+    head = HEADS[spec.name]
+    params = model.megatron_map(layout, layout.rank(RankCoords(tp=0, dp=0, pp=stage)), head).params
+    elements = 0
+    shards: list[int] = []  # elements of each parameter that this rank's optimizer has
+    for name, info in params.items():
+        size = math.prod(info.shape)
+        elements += size
+        ranks = layout.dp
+        if "mlp.experts." in name:
+            ranks //= layout.ep
+        shards.append(-(-size // ranks))
+    parameters = elements * item
+    optimizer = 0
+    if spec.training is not None:
+        # Moments, float32 weights, average.
+        columns = 2 + (item < 4) + (spec.training.ema_decay is not None)
+        optimizer = 4 * columns * sum(shards)
+    stepping = 8 * max(shards)
+    if device == "cuda":
+        stepping = 4 * sum(shards)
 
-    def update(self) -> tuple[int, int]:
-        """Returns the activations for a backward pass, and the logits with the head's gradients."""
-        layers = [len(self.model.layers(self.layout, self.stage, chunk)) for chunk in range(self.layout.vpp)]
-        width = self.model.dims.hidden
-        hidden = width * self._item * self._split
-        layer = self._layer()
-        kept = hidden if self.spec.recompute == "full" else layer
-        ends = hidden
-        if self._last:
-            ends = 3 * hidden + self._norm(width) * self._split
-        logits = self._logits(self.update_pack)
-        if self._last and HEADS[self.spec.name] == "lm":
-            logits += self._vocab_rows * width * (4 + self._item) + self.update_pack * width * self._item
-        activations = self.update_pack * (kept * max(layers) * self._in_flight() + ends)
-        if self.spec.recompute == "full":  # a layer is computed again when the logits are gone
-            activations += max(0.0, self.update_pack * layer - logits)
-        return int(activations), logits
+    inference_logits = 0
+    update_logits = 0
+    if stage == layout.pp - 1 and head == "lm":
+        rows = dims.padded_vocab("megatron", layout.tp) // layout.tp
+        inference_logits = 8 * min(_CHUNK_TOKENS, pack) * rows
+        update_logits = 8 * min(_CHUNK_TOKENS, update_pack) * rows
+        update_logits += rows * dims.hidden * (4 + item) + update_pack * dims.hidden * item
+    attention = (4 * dims.heads + 6 * dims.kv_heads) * dims.head_dim / layout.tp
+    mlp = 5 * dims.ffn * _experts(model) / layout.tp
+    forward = pack * (3 * dims.hidden + max(attention, mlp)) * item
+    layer = _layer(spec, model, device)
+    activations = update_pack * _kept(spec, model, stage, micro_batches, layer)
+    if spec.recompute == "full":  # a layer is computed again when the logits are gone
+        activations += max(0.0, update_pack * layer - update_logits)
+    return RoleMemory(
+        spec=spec,
+        parameters=parameters,
+        gradients=4 * elements,
+        optimizer=optimizer,
+        stepping=stepping,
+        snapshot=parameters // layout.dp + optimizer,
+        written=8 * max(shards),
+        inference=(int(forward), inference_logits),
+        update=(int(activations), update_logits),
+    )
 
-    def _in_flight(self) -> int:
-        """Returns the micro-batches (of chunks) whose activations a stage holds at once."""
-        pp = self.layout.pp
-        vpp = self.layout.vpp
-        if vpp == 1:
-            return min(pp - self.stage, self.micro_batches)
-        return min(2 * (pp - self.stage - 1) + (vpp - 1) * pp + 1, self.micro_batches * vpp)
 
-    def _layer(self) -> float:
-        """Returns the bytes of a token that a layer keeps, or recomputes, for its backward pass."""
-        dims = self.model.dims
-        tp = self.layout.tp
-        item = self._item
-        norms = 2 * self._norm(dims.hidden) * self._split
-        rope = 0
-        if self.model.rope is not None:
-            rope = 4 * dims.head_dim * item
-        qkv = (dims.heads + 2 * dims.kv_heads) * dims.head_dim * item / tp
-        one = dims.heads * dims.head_dim * item / tp  # queries, or the attention's output
-        kv = 2 * dims.kv_heads * dims.head_dim * item / tp
-        if self.spec.recompute == "selective":
-            attention = one + kv / 2 + qkv + one  # values are a part of what is projected
-        elif self.device == "cuda" and item < 4:
-            attention = one + kv / 2 + qkv + one + 4 * dims.heads / tp
-        else:
-            attention = 3 * one + kv + 4 * dims.heads / tp  # in rectangles
-        if self.model.table.megatron.get("qk_layernorm"):
-            heads = (dims.heads + dims.kv_heads) / tp
-            inputs = 4 * (one + kv / 2) / item
-            if item == 4:
-                inputs = qkv + one
-            attention += inputs + one + kv / 2 + 4 * heads
-        return norms + rope + attention + self._mlp()
+def _kept(spec: RoleSpec, model: ModelSpec, stage: int, micro_batches: int, layer: float) -> float:
+    """Returns the bytes of a token that a stage keeps for backward passes, ``layer`` in a layer."""
+    layout = spec.layout
+    split = _split(layout)
+    hidden = model.dims.hidden * ITEM_BYTES[model.dtype] * split
+    layers = max(len(model.layers(layout, stage, chunk)) for chunk in range(layout.vpp))
+    if spec.recompute == "full":
+        layer = hidden
+    ends = hidden
+    if stage == layout.pp - 1:
+        ends = 3 * hidden + _norm(spec, model) * split
+    return layer * layers * _in_flight(layout, stage, micro_batches) + ends
 
-    def _norm(self, size: int) -> float:
-        """Returns the bytes of a norm and of its output: RMSNorm keeps its input and the quotient, LayerNorm one.
 
-        So do Transformer Engine's norms (pytorch/module/layernorm_linear.py, 2.8 to 2.20), which was never measured.
-        """
-        if self.model.table.megatron["normalization"] == "LayerNorm" or self.spec.layers == "transformer_engine":
-            return 2 * size * self._item + 8
-        return size * (4 + 2 * self._item) + 4
+def _in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
+    """Returns the micro-batches (of chunks) whose activations a stage holds at once."""
+    pp = layout.pp
+    vpp = layout.vpp
+    if vpp == 1:
+        return min(pp - stage, micro_batches)
+    return min(2 * (pp - stage - 1) + (vpp - 1) * pp + 1, micro_batches * vpp)
 
-    def _mlp(self) -> float:
-        dims = self.model.dims
-        tp = self.layout.tp
-        ffn = dims.ffn * self._item / tp
-        if dims.experts:
-            return self._experts * (6 * ffn + dims.hidden * self._item) + 16 * dims.experts
-        if self.model.table.megatron["gated_linear_unit"]:
-            return 5 * ffn
-        return 2 * ffn
 
-    def _logits(self, tokens: int) -> int:
-        if not self._last or HEADS[self.spec.name] != "lm":
-            return 0
-        return 8 * min(_CHUNK_TOKENS, tokens) * self._vocab_rows
+def _layer(spec: RoleSpec, model: ModelSpec, device: str) -> float:
+    """Returns the bytes of a token that a layer keeps, or recomputes, for its backward pass."""
+    dims = model.dims
+    tp = spec.layout.tp
+    item = ITEM_BYTES[model.dtype]
+    norms = 2 * _norm(spec, model) * _split(spec.layout)
+    rope = 0
+    if model.rope is not None:
+        rope = 4 * dims.head_dim * item
+    qkv = (dims.heads + 2 * dims.kv_heads) * dims.head_dim * item / tp
+    one = dims.heads * dims.head_dim * item / tp  # queries, or the attention's output
+    kv = 2 * dims.kv_heads * dims.head_dim * item / tp
+    if spec.recompute == "selective":
+        attention = one + kv / 2 + qkv + one  # values are a part of what is projected
+    elif device == "cuda" and item < 4:
+        attention = one + kv / 2 + qkv + one + 4 * dims.heads / tp
+    else:
+        attention = 3 * one + kv + 4 * dims.heads / tp  # in rectangles
+    if model.table.megatron.get("qk_layernorm"):
+        heads = (dims.heads + dims.kv_heads) / tp
+        inputs = 4 * (one + kv / 2) / item
+        if item == 4:
+            inputs = qkv + one
+        attention += inputs + one + kv / 2 + 4 * heads
+    ffn = dims.ffn * item / tp
+    if dims.experts:
+        mlp = _experts(model) * (6 * ffn + dims.hidden * item) + 16 * dims.experts
+    elif model.table.megatron["gated_linear_unit"]:
+        mlp = 5 * ffn
+    else:
+        mlp = 2 * ffn
+    return norms + rope + attention + mlp
 
-    @property
-    def _item(self) -> int:
-        return ITEM_BYTES[self.model.dtype]
 
-    @property
-    def _split(self) -> float:
-        """The part of the tokens that this rank has between the tensor-parallel regions."""
-        if self.layout.sequence_parallel:
-            return 1 / self.layout.tp
-        return 1.0
+def _norm(spec: RoleSpec, model: ModelSpec) -> float:
+    """Returns the bytes of a norm and of its output: RMSNorm keeps its input and the quotient, LayerNorm one.
 
-    @property
-    def _experts(self) -> int:
-        """Experts of a token, if tokens are spread evenly."""
-        return self.model.table.megatron.get("moe_router_topk", 1)
+    So do Transformer Engine's norms (pytorch/module/layernorm_linear.py, 2.8 to 2.20), which was never measured.
+    """
+    item = ITEM_BYTES[model.dtype]
+    if model.table.megatron["normalization"] == "LayerNorm" or spec.layers == "transformer_engine":
+        return 2 * model.dims.hidden * item + 8
+    return model.dims.hidden * (4 + 2 * item) + 4
 
-    @property
-    def _last(self) -> bool:
-        return self.stage == self.layout.pp - 1
 
-    @property
-    def _vocab_rows(self) -> int:
-        return self.model.dims.padded_vocab("megatron", self.layout.tp) // self.layout.tp
+def _split(layout: Layout) -> float:
+    """Returns the part of the tokens that a rank has between the tensor-parallel regions."""
+    return 1 / layout.tp if layout.sequence_parallel else 1.0
+
+
+def _experts(model: ModelSpec) -> int:
+    """Returns the experts of a token, if tokens are spread evenly."""
+    return model.table.megatron.get("moe_router_topk", 1)

@@ -20,7 +20,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.environments.environment import FailedEnvironmentError
 from megarl.environments.python_program import FIX, bubblewrap
 from megarl.errors import RunError
-from megarl.preflight.datasets import PromptSets, Sets
+from megarl.preflight.datasets import PromptSets, Sets, scored_prompts
 from megarl.preflight.user_functions import adapter_fix
 from megarl.rewards.functions import resolve
 from megarl.rewards.scorer import RuleScorer, Unscored
@@ -61,10 +61,7 @@ def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
             rule = f"begins a conversation on a row of the data; it failed:\n      {reason}"
             fix = "correct it; docs/environments.md describes environments"
             raise ConfigError([Problem("environment.name", config.environment.name, rule, fix)]) from error
-    named = [("reward.functions", config.reward.functions, sets.train)]
-    if config.evaluation is not None:
-        named.append(("evaluation.functions", config.evaluation.functions, sets.held_out))
-    for where, functions, prompts in named:
+    for where, functions, prompts in scored_prompts(config, sets):
         problems += _problems(where, functions, prompts, sets.tokenizer, config.reward)
     if problems:
         raise ConfigError(problems)

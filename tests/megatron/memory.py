@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megarl.config.schema import Optimizer
 from megarl.config.schema.loss_specs import TextSpec
-from megarl.preflight.role_memory import RoleMemory
+from megarl.preflight.role_memory import RoleMemory, role_memory
 from megarl.role_specs import RoleSpec, TrainingSpec
 from megarl.types import Layout, PackRow
 from tests.megatron.samples import random_chunks
@@ -54,16 +54,8 @@ def plan_of(
         training=training,
         reference_weight=None,
     )
-    return RoleMemory(
-        spec=spec,
-        model=model_spec(config),
-        layout=layout,
-        stage=0,
-        device=device,
-        pack=tokens,
-        update_pack=tokens,
-        micro_batches=1,
-    )
+    model = model_spec(config)
+    return role_memory(spec, model, 0, device, pack=tokens, update_pack=tokens, micro_batches=1)
 
 
 def make_actor(config: dict[str, Any], layout: Layout, rank: int, recompute: Any = "none") -> Any:
@@ -105,7 +97,7 @@ def kept_by_layers(
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             chunk(torch.zeros(1, tokens, dtype=torch.int64), None, None, packed_seq_params=pack)
         found.append(
-            (sum(storage.nbytes() for storage in kept.values()), plan_of(sized, tokens, layout, recompute).update()[0])
+            (sum(storage.nbytes() for storage in kept.values()), plan_of(sized, tokens, layout, recompute).update[0])
         )
     return found
 

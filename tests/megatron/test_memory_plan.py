@@ -55,8 +55,8 @@ PACK = 1024
 
 def assert_as_planned(found: dict[str, int], config: dict[str, Any], recompute: str, device: str) -> None:
     plan = plan_of(config, PACK, Layout(), recompute, device)
-    update = plan.state + plan.gradients + max(sum(plan.update()), plan.stepping)
-    assert_planned(found, {"update": update, "inference": plan.state + sum(plan.inference())})
+    update = plan.state + plan.gradients + max(sum(plan.update), plan.stepping)
+    assert_planned(found, {"update": update, "inference": plan.state + sum(plan.inference)})
 
 
 @pytest.mark.dist
