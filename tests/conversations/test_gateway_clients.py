@@ -1,4 +1,7 @@
-"""The clients of OpenAI and Anthropic, and an agent framework, against a gateway: unchanged, also with streams."""
+"""The clients of OpenAI and Anthropic, and an agent framework, against a gateway: unchanged, also with streams.
+
+The clients' packages take seconds to import, so that the tests do it, which `make unit` leaves out.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,15 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
-import openai
 import pytest
 
 from tests.conversations.gateways import GatewayTest, call_text, gateway_world
 from tests.needs import lacking
+
+if TYPE_CHECKING:
+    import openai
 
 pytestmark = pytest.mark.process  # OpenAI's client asks uname for the machine
 
@@ -52,6 +56,8 @@ async def talking(
     tokenizer: Path, directory: Path, answers: Sequence[str] = ANSWERS
 ) -> AsyncIterator[tuple[GatewayTest, openai.AsyncOpenAI]]:
     """A session with its client, which has ended and is exact afterwards."""
+    import openai
+
     said = iter(answers)
     async with gateway_world(tokenizer, lambda _: next(said), directory) as world:
         session = await world.session()
@@ -101,6 +107,8 @@ async def test_openai_chat(tokenizer: Path, tmp_path: Path, stream: bool) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_openai_responses(tokenizer: Path, tmp_path: Path, stream: bool) -> None:
+    import openai
+
     async with talking(tokenizer, tmp_path) as (_, client):
         asked: dict[str, Any] = {
             "model": "policy",
@@ -133,6 +141,8 @@ async def test_openai_responses(tokenizer: Path, tmp_path: Path, stream: bool) -
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_anthropic_messages(tokenizer: Path, tmp_path: Path, stream: bool) -> None:
+    import anthropic
+
     async with (
         talking(tokenizer, tmp_path) as (session, _),
         anthropic.AsyncAnthropic(base_url=session.url, api_key=session.key) as client,

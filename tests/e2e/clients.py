@@ -16,8 +16,6 @@ from typing import Any
 
 import httpx
 
-from examples.gateway import harness
-
 TURNS = 3
 MODEL = os.environ.get("MEGARL_MODEL", "")
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -140,6 +138,8 @@ CLIENTS: tuple[Callable[[], int], ...] = (chat, responses, messages, framework)
 def main() -> None:
     number = json.loads(os.environ["MEGARL_TASK"])["fields"]["number"]
     if number == len(CLIENTS):
+        from examples.gateway import harness
+
         harness.main()
         return
     reward = {"reward": CLIENTS[number](), "done": True}
