@@ -75,14 +75,12 @@ async def _chat_turn(client: openai.AsyncOpenAI, stream: bool, **asked: Any) -> 
         assert answer.usage is not None
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
         return answer.choices[0].message.model_dump()
-    message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
-    chunks = [chunk async for chunk in await client.chat.completions.create(stream=True, **asked)]
-    for chunk in chunks:
-        delta = chunk.choices[0].delta
-        message["content"] += delta.content or ""
-        message["tool_calls"] += [call.model_dump(exclude={"index"}) for call in delta.tool_calls or ()]
-    assert chunks[-1].choices[0].finish_reason == ("tool_calls" if message["tool_calls"] else "stop")
-    return message if message["tool_calls"] else {"role": "assistant", "content": message["content"]}
+    async with client.chat.completions.stream(**asked) as events:
+        async for _ in events:
+            pass
+        (choice,) = (await events.get_final_completion()).choices
+    assert choice.finish_reason == ("tool_calls" if choice.message.tool_calls else "stop")
+    return choice.message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])
