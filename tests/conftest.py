@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of one test would wait 
 
 # Reproducible, and without a time limit per example: the machine may be busy.
 settings.register_profile("suite", deadline=None, derandomize=True)
-settings.register_profile("unit", settings.get_profile("suite"), max_examples=15)
+settings.register_profile("unit", settings.get_profile("suite"), max_examples=8)
 settings.load_profile("suite")
 
 _PROCESS_MARKS = ("process", "dist", "e2e", "gpu")

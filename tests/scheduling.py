@@ -43,7 +43,6 @@ _LONG = (
     "tests/launch/test_node_start.py",
     "tests/test_gpu_benchmark.py",
     "tests/test_types.py",
-    "tests/e2e/test_experts.py",
     "tests/launchers/test_training.py",
 )
 """Groups that take half a minute or more, the longest first; the others, which are quick, fill the gap at the end."""

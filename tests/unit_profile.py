@@ -6,5 +6,5 @@ _UNIT = settings().max_examples < settings.get_profile("default").max_examples
 
 
 def fewer(of_suite: int) -> int:
-    """The number of examples or schedules: with the profile of `make unit`, a third."""
-    return of_suite // 3 if _UNIT else of_suite
+    """The number of examples or schedules: with the profile of `make unit` a tenth, but three at least."""
+    return max(3, of_suite // 10) if _UNIT else of_suite

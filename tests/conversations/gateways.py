@@ -12,8 +12,6 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megarl.config.schema import EnvironmentSettings
 from megarl.conversations.chat import ChatRenderer
@@ -25,6 +23,7 @@ from megarl.conversations.gateway.gateway_session import GatewaySession
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.environment import EnvironmentTask
 from megarl.types import Prompt, SampledTurn, SampleRequest, VersionSpan
+from tests.data.rows import letter_tokenizer
 
 TEMPLATE = """\
 {% if tools %}<s>tools
@@ -48,15 +47,7 @@ LETTERS = "".join(map(chr, range(32, 127))) + "\n"
 
 def gateway_tokenizer(directory: Path) -> Path:
     """Characters as tokens, with all of JSON's, and a chat template with tools."""
-    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", "<unk>", *LETTERS])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens(["<s>", "</s>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(directory)
-    return directory
+    return letter_tokenizer(directory, ["<s>", "</s>"], TEMPLATE, LETTERS, eos_token="</s>")
 
 
 def call_text(name: str, **arguments: Any) -> str:

@@ -231,13 +231,6 @@ def test_thoughts_are_told_apart_where_the_template_knows_them() -> None:
     assert (read("qwen3", "b</think>").thoughts, read("qwen3", "b</think>").content) == (None, "b</think>")
 
 
-def test_a_plain_text_follows_a_turn_as_it_is() -> None:
-    renderer, tokens = renderer_of("mistral"), tokenizer("mistral")
-    prompt = renderer.begin("say ", ())
-    action = renderer.read([*tokens.continuation("a"), tokens.end_token_id], True, prompt=prompt, tools=())
-    assert renderer.follow([], action, "and ", prompt=prompt, tools=()) == tokens.continuation("and ")
-
-
 def session_of(renderer: ChatRenderer, sample: Any, turns: int = 100) -> ChatSession:
     request = SampleRequest(sample_id="a", prompt=Prompt(prompt_id="a", token_ids=()), seed=1)
     limits = TurnLimits(context=1 << 20, turn=1 << 20, turns=turns)

@@ -222,15 +222,6 @@ def test_a_template_that_rewrites_earlier_turns_begins_branches(tmp_path: Path) 
         assert all(rewards.any() for rewards in own), "each branch has its own rewards"
 
 
-def test_a_prompt_that_leaves_no_room_is_a_failure(tokenizer: Path) -> None:
-    settings = {"name": "tests.conversations.worlds:Letters"}
-    chunk, infos = held(tokenizer, Engine(), settings, TASKS, TurnLimits(context=4, turn=10, turns=9))
-    assert chunk.rewards is not None
-    assert np.isnan(chunk.rewards).all()
-    assert [info.response_tokens for info in infos] == [0] * len(TASKS)
-    assert all(info.outcome is not None and "no room" in str(info.outcome.failure) for info in infos)
-
-
 def turn_of(*ids: int) -> SampledTurn:
     return SampledTurn(token_ids=ids, logprobs=np.zeros(len(ids), np.float32), finished=True, versions=())
 

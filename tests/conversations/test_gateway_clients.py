@@ -1,4 +1,7 @@
-"""The clients of OpenAI and Anthropic, and an agent framework, against a gateway: unchanged, also with streams."""
+"""The clients of OpenAI and Anthropic, and an agent framework, against a gateway: unchanged, also with streams.
+
+The clients' packages take seconds to import, so that the tests do it, which `make unit` leaves out.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,15 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
-import openai
 import pytest
 
 from tests.conversations.gateways import GatewayTest, call_text, gateway_world
 from tests.needs import lacking
+
+if TYPE_CHECKING:
+    import openai
 
 pytestmark = pytest.mark.process  # OpenAI's client asks uname for the machine
 
@@ -52,6 +56,8 @@ async def talking(
     tokenizer: Path, directory: Path, answers: Sequence[str] = ANSWERS
 ) -> AsyncIterator[tuple[GatewayTest, openai.AsyncOpenAI]]:
     """A session with its client, which has ended and is exact afterwards."""
+    import openai
+
     said = iter(answers)
     async with gateway_world(tokenizer, lambda _: next(said), directory) as world:
         session = await world.session()
@@ -69,14 +75,12 @@ async def _chat_turn(client: openai.AsyncOpenAI, stream: bool, **asked: Any) -> 
         assert answer.usage is not None
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
         return answer.choices[0].message.model_dump()
-    message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
-    chunks = [chunk async for chunk in await client.chat.completions.create(stream=True, **asked)]
-    for chunk in chunks:
-        delta = chunk.choices[0].delta
-        message["content"] += delta.content or ""
-        message["tool_calls"] += [call.model_dump(exclude={"index"}) for call in delta.tool_calls or ()]
-    assert chunks[-1].choices[0].finish_reason == ("tool_calls" if message["tool_calls"] else "stop")
-    return message if message["tool_calls"] else {"role": "assistant", "content": message["content"]}
+    async with client.chat.completions.stream(**asked) as events:
+        async for _ in events:
+            pass
+        (choice,) = (await events.get_final_completion()).choices
+    assert choice.finish_reason == ("tool_calls" if choice.message.tool_calls else "stop")
+    return choice.message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -101,6 +105,8 @@ async def test_openai_chat(tokenizer: Path, tmp_path: Path, stream: bool) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_openai_responses(tokenizer: Path, tmp_path: Path, stream: bool) -> None:
+    import openai
+
     async with talking(tokenizer, tmp_path) as (_, client):
         asked: dict[str, Any] = {
             "model": "policy",
@@ -133,6 +139,8 @@ async def test_openai_responses(tokenizer: Path, tmp_path: Path, stream: bool) -
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_anthropic_messages(tokenizer: Path, tmp_path: Path, stream: bool) -> None:
+    import anthropic
+
     async with (
         talking(tokenizer, tmp_path) as (session, _),
         anthropic.AsyncAnthropic(base_url=session.url, api_key=session.key) as client,

@@ -50,24 +50,36 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 \n.,:;
 
 def chatml_tokenizer(directory: Path) -> Path:
     """Characters as tokens, no token for the beginning, and a chat template."""
-    return _save(directory, specials=["<|im_start|>", "<|im_end|>"], template=CHATML, eos_token="<|im_end|>")
+    return letter_tokenizer(directory, ["<|im_start|>", "<|im_end|>"], CHATML, eos_token="<|im_end|>")
 
 
 def tools_tokenizer(directory: Path) -> Path:
     """Like `chatml_tokenizer`, with a template for tools."""
-    return _save(directory, specials=["<|im_start|>", "<|im_end|>"], template=TOOLS, eos_token="<|im_end|>")
+    return letter_tokenizer(directory, ["<|im_start|>", "<|im_end|>"], TOOLS, eos_token="<|im_end|>")
 
 
 def llama_tokenizer(directory: Path, *, template: str | None = LLAMA, ends: bool = False) -> Path:
     """Characters as tokens, and ``<s>`` before every text; with ``ends``, ``</s>`` after it."""
     single = "<s> $A </s>" if ends else "<s> $A"
-    return _save(
-        directory, specials=["<s>", "</s>"], template=template, single=single, bos_token="<s>", eos_token="</s>"
-    )
+    specials = ["<s>", "</s>"]
+    return letter_tokenizer(directory, specials, template, single=single, bos_token="<s>", eos_token="</s>")
 
 
-def _save(directory: Path, specials: list[str], template: str | None, single: str | None = None, **named: str) -> Path:
-    vocabulary = {token: index for index, token in enumerate([*specials, "<unk>", *LETTERS])}
+def letter_tokenizer(
+    directory: Path,
+    specials: list[str],
+    template: str | None,
+    letters: str = LETTERS,
+    single: str | None = None,
+    **named: str,
+) -> Path:
+    """Writes a tokenizer whose tokens are special ones and characters.
+
+    Args:
+        single: how it writes a text, in the format of `tokenizers`.
+        named: its own names of special tokens.
+    """
+    vocabulary = {token: index for index, token in enumerate([*specials, "<unk>", *letters])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()

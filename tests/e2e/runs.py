@@ -31,6 +31,8 @@ PARTS = (
 
 SECRETS = {"HF_TOKEN": "hf_nobodyknowsthis", "WANDB_API_KEY": "nobodyknowsthat"}
 """In the environment of every command."""
+TIMES = ("time/", "perf/", "sync/", "memory/", "rollout/engine_idle")
+"""Beginnings of the names of metrics that differ between equal runs."""
 LIMIT_S = 560
 """Of a run that takes 40 s alone and several times as long beside others, on two slow cores."""
 # A shell starts its background jobs with SIGINT ignored, and the tests may run in one.
@@ -56,6 +58,11 @@ class Finished:
     processes: Sequence[str]
     shared_memory: set[str]
     temporary: Sequence[str]
+
+    def assert_succeeded(self) -> None:
+        """Asserts that the run has succeeded, and left nothing behind."""
+        assert self.status == 0, self.errors
+        self.assert_clean()
 
     def assert_clean(self) -> None:
         """Asserts that the run left nothing behind."""
@@ -107,10 +114,20 @@ def finish(program: subprocess.Popen[str], trace: Trace, directory: Path) -> Fin
     )
 
 
+def run_to_end(arguments: Sequence[str], before: str = "pass", *, writes_model: bool = False) -> Finished:
+    """Runs a command to its end; the arguments are those of `started`."""
+    with started(arguments, before, writes_model=writes_model) as run:
+        return finish(*run)
+
+
 def train(run_dir: Path, *overrides: str, writes_model: bool = False) -> Finished:
     """Runs ``megarl train`` on the debug configuration to its end."""
-    with started(["train", DEBUG, f"run.dir={run_dir}", *overrides], writes_model=writes_model) as run:
-        return finish(*run)
+    return run_to_end(["train", DEBUG, f"run.dir={run_dir}", *overrides], writes_model=writes_model)
+
+
+def numbers(file: Path, left_out: tuple[str, ...] = TIMES) -> list[dict[str, Any]]:
+    """The lines of a metrics file without metrics that begin with one of these words."""
+    return [{name: value for name, value in line.items() if not name.startswith(left_out)} for line in lines(file)]
 
 
 def lines(file: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.runs import Finished, finish, lines, started, train
+from tests.e2e import runs
+from tests.e2e.runs import Finished, finish, lines, numbers, run_to_end, started, train
 from tests.e2e.test_endings import process_that_prints_to, wait_for
 
 pytestmark = [pytest.mark.e2e]
@@ -43,24 +44,22 @@ LONG = [
     "rollout.max_model_len=448",
 ]
 """Few and long responses, whose generation takes longer than their update."""
-TIMES = ("time/", "sync/", "perf/", "memory/", "rollout/engine", "rollout/queue_depth")
+TIMES = (*runs.TIMES, "rollout/engine", "rollout/queue_depth")
 
 
 def run(directory: Path, *settings: str, before: str = "pass") -> Finished:
-    with started(["train", GRPO, f"run.dir={directory}", *SETTINGS, *settings], before) as program:
-        return finish(*program)
+    return run_to_end(["train", GRPO, f"run.dir={directory}", *SETTINGS, *settings], before)
 
 
 def run_ppo(directory: Path, *settings: str) -> list[dict[str, Any]]:
     finished = train(directory, "algo.scores.truncate_at={token: 5, after: 2}", "run.steps=2", *settings)
-    assert finished.status == 0, finished.errors
-    finished.assert_clean()
-    return numbers(directory)
+    finished.assert_succeeded()
+    return metrics(directory)
 
 
-def numbers(directory: Path) -> list[dict[str, Any]]:
+def metrics(directory: Path) -> list[dict[str, Any]]:
     """The metrics of every step, except times and placement."""
-    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines(directory / "metrics.jsonl")]
+    return numbers(directory / "metrics.jsonl", TIMES)
 
 
 Row = list[tuple[str, float, float, int]]
@@ -111,9 +110,8 @@ def test_an_exact_run_is_the_same_with_a_second_engine_a_killed_engine_and_a_kil
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     bound = f"rollout.max_staleness={staleness}"
     one = run(straight, bound, "rollout.devices=1")
-    assert one.status == 0, one.errors
-    one.assert_clean()
-    assert [line["staleness/max"] for line in numbers(straight)] == [min(step, staleness) for step in range(STEPS)]
+    one.assert_succeeded()
+    assert [line["staleness/max"] for line in metrics(straight)] == [min(step, staleness) for step in range(STEPS)]
     assert_traced(straight)
 
     settings = [bound, "rollout.devices=1-2", "rollout.max_replacements=1"]
@@ -128,9 +126,8 @@ def test_an_exact_run_is_the_same_with_a_second_engine_a_killed_engine_and_a_kil
     assert lines(broken / "metrics.jsonl")[0]["rollout/engines_replaced"] == 1
 
     resumed = run(broken, bound, "rollout.devices=1")
-    assert resumed.status == 0, resumed.errors
-    resumed.assert_clean()
-    assert numbers(broken) == numbers(straight)
+    resumed.assert_succeeded()
+    assert metrics(broken) == metrics(straight)
     assert {attempt for attempt, _ in trace(broken)} == {1, 2}
     assert (broken / "export/model.safetensors").read_bytes() == (straight / "export/model.safetensors").read_bytes()
 
@@ -142,11 +139,10 @@ def test_an_exact_run_is_the_same_when_an_engine_is_killed_during_a_sync(tmp_pat
     strike = "from tests.e2e.strikes import after_sync_begins; after_sync_begins(1, 'SIGKILL', 0.01)"
     for directory, before in ((straight, "pass"), (struck, strike)):
         finished = run(directory, *settings, before=before)
-        assert finished.status == 0, finished.errors
-        finished.assert_clean()
+        finished.assert_succeeded()
     assert "rollout engine 1 died in rollout.receive_weights. It is replaced" in finished.errors
     assert [line["rollout/engines_replaced"] for line in lines(struck / "metrics.jsonl")] == [1] * STEPS
-    assert numbers(struck) == numbers(straight)
+    assert metrics(struck) == metrics(straight)
     assert (struck / "export/model.safetensors").read_bytes() == (straight / "export/model.safetensors").read_bytes()
 
 
@@ -158,11 +154,10 @@ def test_an_engine_that_stops_in_flight_is_replaced(tmp_path: Path) -> None:
     limits = ["rollout.max_replacements=1", "cluster.time_limits.sync=20"]
     strike = "from tests.e2e.strikes import after_sync_begins; after_sync_begins(1, 'SIGSTOP', 0)"
     finished = run(directory, *settings, *limits, before=strike)
-    assert finished.status == 0, finished.errors
-    finished.assert_clean()
+    finished.assert_succeeded()
     assert "No answer within 20 s from rollout engine 1 in rollout.receive_weights. It is replaced" in finished.errors
     assert lines(directory / "metrics.jsonl")[-1]["rollout/engines_replaced"] == 1
-    assert max(line["staleness/max"] for line in numbers(directory)) <= 2
+    assert max(line["staleness/max"] for line in metrics(directory)) <= 2
 
 
 @pytest.mark.parametrize(
@@ -176,9 +171,8 @@ def test_responses_in_flight_continue_with_new_weights(tmp_path: Path, engines: 
     directory, recorded = tmp_path / "run", tmp_path / "recorded"
     settings = ["rollout.mode=inflight", "rollout.max_staleness=2", *engines, *LONG]
     finished = run(directory, *settings, f"rollout.record={recorded}", "run.steps=8")
-    assert finished.status == 0, finished.errors
-    finished.assert_clean()
-    assert max(line["staleness/max"] for line in numbers(directory)) <= 2
+    finished.assert_succeeded()
+    assert max(line["staleness/max"] for line in metrics(directory)) <= 2
     spans = [np.load(file)["versions"] for file in recorded.iterdir()]
     assert len(spans) == 8 * 4
     assert any(len(of_response) > 1 for of_response in spans), "no response saw two versions"

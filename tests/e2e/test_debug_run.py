@@ -25,10 +25,9 @@ pytestmark = [pytest.mark.e2e]
 
 
 def test_it_succeeds_and_leaves_nothing(debug_run: DebugRun) -> None:
-    assert debug_run.finished.status == 0, debug_run.finished.errors
+    debug_run.finished.assert_succeeded()
     assert "3 steps in" in debug_run.finished.output
     assert not debug_run.finished.errors
-    debug_run.finished.assert_clean()
 
 
 def test_it_writes_a_line_per_step(debug_run: DebugRun) -> None:

@@ -18,7 +18,7 @@ from examples.sort_letters.checkpoint import write_checkpoint
 from megarl.convert.exporting import export_checkpoint
 from megarl.convert.resources import Resources
 from megarl.rewards.functions import Completion
-from tests.e2e.runs import finish, lines, started
+from tests.e2e.runs import lines, run_to_end
 
 pytestmark = [pytest.mark.e2e]
 
@@ -84,12 +84,9 @@ def test_a_run_is_trained_on_the_turns_that_the_engines_sampled(tmp_path: Path, 
     write_judge(tmp_path / "judge")
     (tmp_path / "run.yaml").write_text(CONFIG.format(directory=tmp_path, stops=stops, steps=STEPS))
     pause = 0.15 if "inflight" in mode else 0.6  # syncs fall into turns, or between them
-    with started(
-        ["train", str(tmp_path / "run.yaml"), f"rollout={mode}", f"environment.args.pause={pause}"], writes_model=True
-    ) as run:
-        finished = finish(*run)
-    assert finished.status == 0, finished.errors
-    finished.assert_clean()
+    settings = [f"rollout={mode}", f"environment.args.pause={pause}"]
+    finished = run_to_end(["train", str(tmp_path / "run.yaml"), *settings], writes_model=True)
+    finished.assert_succeeded()
     steps = lines(tmp_path / "run" / "metrics.jsonl")
     assert steps[0]["rollout/logprob_gap"] < 1e-4, "trainer and engines disagree"
     stale, inflight = [step["staleness/max"] for step in steps], "inflight" in mode

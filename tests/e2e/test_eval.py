@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.e2e.conftest import DebugRun
-from tests.e2e.runs import ROOT, Finished, finish, lines, started
+from tests.e2e.runs import ROOT, Finished, lines, run_to_end
 
 pytestmark = pytest.mark.e2e
 
@@ -23,8 +23,7 @@ FUNCTIONS = [
 
 
 def evaluate(run_dir: Path, *overrides: str) -> Finished:
-    with started(["eval", "configs/debug/eval.yaml", f"run.dir={run_dir}", *overrides]) as program:
-        return finish(*program)
+    return run_to_end(["eval", "configs/debug/eval.yaml", f"run.dir={run_dir}", *overrides])
 
 
 def reward_model(model_dir: Path, directory: Path) -> None:
@@ -76,8 +75,7 @@ def test_an_export_answers_greedily_and_failing_functions_lose_only_their_sample
         f"reward={{path: {tmp_path / 'judge'}, time_limit: 3, retries: 0, processes: 2}}",
         "tracking.samples=12",
     )
-    assert done.status == 0, done.errors
-    done.assert_clean()
+    done.assert_succeeded()
     expected = likeliest(export)
     samples = lines(run_dir / "samples.jsonl")
     assert [sample["response"] for sample in samples] == expected

@@ -6,15 +6,12 @@ shared memory and over Gloo, and neither samples nor updates depend on the engin
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
 from megarl.run.attempts import read_attempts
 from tests.e2e.conftest import DebugRun
-from tests.e2e.runs import DEBUG, PARTS, finish, lines, started
+from tests.e2e.runs import DEBUG, PARTS, numbers, run_to_end
 
 pytestmark = pytest.mark.e2e
 TERMINATED = """\
@@ -28,12 +25,6 @@ STRUCK = "from tests.e2e.strikes import after_checkpoint; after_checkpoint(2, 't
 TWO_NODES = ("cluster.nodes=2", "cluster.devices_per_node=2", "rollout.devices=0,2")
 
 
-def numbers(file: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, without times."""
-    timed = ("time/", "perf/", "sync/", "memory/", "rollout/engine_idle")
-    return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines(file)]
-
-
 @pytest.fixture(scope="module")
 def resumed(debug_run: DebugRun, tmp_path_factory: pytest.TempPathFactory) -> DebugRun:
     """The debug run, terminated in its first step, then resumed on two nodes as if it had been killed in its third.
@@ -45,19 +36,16 @@ def resumed(debug_run: DebugRun, tmp_path_factory: pytest.TempPathFactory) -> De
     directory, recorded = base / "run", base / "recorded"
     settings = ("checkpoint.every=2", "run.grace_period=200", "run.max_restarts=1", f"rollout.record={recorded}")
     command = ["train", DEBUG, f"run.dir={directory}", *settings, *PARTS]
-    with started(command, TERMINATED) as run:
-        left = finish(*run)
+    left = run_to_end(command, TERMINATED)
     assert left.status == 75, left.errors
     assert "preempted after step 1: it got SIGTERM" in left.errors
     left.assert_clean()
     (directory / "checkpoints" / ".step-3.staged").mkdir()
     with (directory / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 2}\n{"step": 3, "obj')
-    with started([*command, "rollout.sleep=true", *TWO_NODES], STRUCK) as run:
-        finished = finish(*run)
-    assert finished.status == 0, finished.errors
+    finished = run_to_end([*command, "rollout.sleep=true", *TWO_NODES], STRUCK)
+    finished.assert_succeeded()
     assert "resuming after step 1" in finished.output
-    finished.assert_clean()
     return DebugRun(finished=finished, directory=directory, recorded=recorded)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.runs import ROOT, Finished, finish, lines, started
+from tests.e2e.runs import ROOT, Finished, lines, run_to_end
 
 pytestmark = pytest.mark.e2e
 
@@ -19,8 +19,7 @@ VOCABULARY = 96
 
 
 def run(config: str, directory: Path, *overrides: str) -> Finished:
-    with started(["train", f"configs/debug/{config}.yaml", f"run.dir={directory}", *overrides]) as program:
-        return finish(*program)
+    return run_to_end(["train", f"configs/debug/{config}.yaml", f"run.dir={directory}", *overrides])
 
 
 def held_out(name: str) -> list[dict[str, list[int]]]:
@@ -71,8 +70,7 @@ def pairs_and_bad_ones(file: Path) -> Path:
 
 def test_sft_learns_and_its_losses_equal_transformers(tmp_path: Path) -> None:
     done = run("sft", tmp_path / "run")
-    assert done.status == 0, done.errors
-    done.assert_clean()
+    done.assert_succeeded()
     before, after = lines(tmp_path / "run" / "evaluations.jsonl")
     assert (before["step"], after["step"]) == (0, 4)
     assert after["eval/loss"] < before["eval/loss"]
@@ -90,8 +88,7 @@ def rewarded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     done = run(
         "reward_model", directory / "run", f"data.train={train}", "data.too_long=drop", "normalisation.before=true"
     )
-    assert done.status == 0, done.errors
-    done.assert_clean()
+    done.assert_succeeded()
     return directory, done.output
 
 

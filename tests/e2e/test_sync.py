@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedConfig, Qwen3MoeConfig
+from transformers import PreTrainedConfig
 
 from megarl.resharding import SyncStats
 from megarl.weights.planner import Place
@@ -16,7 +16,7 @@ from tests.e2e.syncing import ACTOR, BUCKET_BYTES, Step, plan_of, sync
 from tests.pool import RankPool
 from tests.rollout.conftest import Answers, ask, start
 from tests.rollout.engine_process import EngineProcess
-from tests.rollout.models import VOCAB, qwen2, random_model, save
+from tests.rollout.models import family, qwen2, random_model, save
 from tests.rollout.oracles import assert_same
 
 pytestmark = [pytest.mark.e2e, pytest.mark.dist]
@@ -79,28 +79,6 @@ def tied() -> PreTrainedConfig:
     config = five_layers(kv_heads=4)
     config.tie_word_embeddings = True
     return config
-
-
-def mixture() -> PreTrainedConfig:
-    """An MoE model with query and key norms."""
-    return Qwen3MoeConfig(
-        hidden_size=128,
-        moe_intermediate_size=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=VOCAB,
-        max_position_embeddings=96,
-        initializer_range=0.1,
-        bos_token_id=0,
-        eos_token_id=1,
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +166,7 @@ def test_every_rank_of_an_engine_gets_its_shard(pool: RankPool, process: EngineP
 
 @pytest.mark.parametrize(
     ("config", "way"),
-    [(tied(), Way()), (mixture(), EP2)],
+    [(tied(), Way()), (family("qwen3_moe"), EP2)],
     ids=["two stages hold a tied embedding", "replicas share the experts"],
 )
 def test_tensors_that_ranks_share_arrive(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from examples.sort_letters.checkpoint import write_checkpoint
-from tests.e2e.runs import finish, lines, started
+from tests.e2e.runs import finish, lines, run_to_end, started
 
 pytestmark = [pytest.mark.e2e]
 
@@ -42,10 +42,8 @@ def write_run(directory: Path, environment: dict[str, Any]) -> Path:
 
 def test_an_environment_fails_and_measures_in_halves_of_characters(tmp_path: Path) -> None:
     config = write_run(tmp_path, {"name": "tests.conversations.worlds:Faulty"})
-    with started(["train", str(config)], writes_model=True) as run:
-        finished = finish(*run)
-    assert finished.status == 0, finished.errors
-    finished.assert_clean()
+    finished = run_to_end(["train", str(config)], writes_model=True)
+    finished.assert_succeeded()
     for step in lines(tmp_path / "run" / "metrics.jsonl"):
         assert (step["environment/failed"], step[r"environment/m\ud800"]) == (2, 1.0)
     assert finished.errors.count(r"bad \ud800") <= 2, "the exception, and its line of code"

@@ -109,9 +109,8 @@ def test_a_restored_role_is_the_saved_one(gpu: RankPool, tmp_path: Path) -> None
 
 def _offloaded(rank: int, directory: Path) -> list[dict[str, int]]:
     """The allocator's memory while a role is offloaded and onloaded three times."""
-    from megarl.megatron.parallel import GroupCache
 
-    role = load_role(directory, "actor", Layout(), rank, GroupCache(), trainable=True, head=None)
+    role = load_role(directory, "actor", Layout(), rank, trainable=True)
     role.start_training(Optimizer(lr=1e-3), total_steps=1)
     before = {name: parameter.detach().cpu().clone() for name, parameter in role.model.parameters().items()}
     found = []

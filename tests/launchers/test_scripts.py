@@ -11,7 +11,6 @@ import pytest
 import typer
 import yaml
 
-from launchers import pipeline
 from megarl.launch.profile import SSH, Profile
 from tests.debian import program
 from tests.launchers.scripts import ROOT, torch_free, user
@@ -60,6 +59,8 @@ def test_the_secret_is_made_where_shell_tracing_is_off(file: Path) -> None:
 
 def test_the_page_documents_every_option_and_a_valid_profile() -> None:
     page = (ROOT / "docs" / "nemo_run.md").read_text(encoding="utf-8")
+    from launchers import pipeline  # NeMo-Run takes a second to import, for which `make unit` does not wait
+
     command = typer.main.get_command(pipeline.app)
     names = {str(parameter.name) for parameter in command.params} - {"arguments"}
     assert len(names) > 8

@@ -18,7 +18,15 @@ import torch
 
 from megarl.algos.policy_loss import LossTerms
 from megarl.config.schema import Algo, Optimizer
+from megarl.config.schema.loss_specs import PolicySpec
+from megarl.data.batches import on_all_tokens
+from megarl.data.schedule import inference_schedule, step_schedule, under_one_length
 from megarl.experience.records import ExperienceChunk
+from megarl.megatron.losses import PolicyLoss, value_loss
+from megarl.megatron.optimizer import shards
+from megarl.megatron.parallel import GroupCache
+from megarl.megatron.supervised_losses import text_loss
+from megarl.megatron.worker_requests import UpdateRequest
 from megarl.types import Layout, Ragged, SampleInfo, TextChunk
 from tests.megatron.tiny import load_role, random_head
 
@@ -195,9 +203,6 @@ def updates(
         By case, the metrics of the steps on reporting ranks, and how far a weight of this rank, or its average, is
         from that of the single rank, relative to the largest move of any.
     """
-    from megarl.data.schedule import inference_schedule
-    from megarl.megatron.parallel import GroupCache
-
     cache = GroupCache()
     roles: dict[str, Any] = {}
     start: dict[str, dict[str, torch.Tensor]] = {}
@@ -206,7 +211,7 @@ def updates(
         roles[name] = load_role(directory, name, layout, rank, cache, trainable=True, head=head)
         roles[name].start_training(SETTINGS, total_steps=2, decay=0.6)
         start[name] = {key: value.detach().clone() for key, value in roles[name].model.parameters().items()}
-    reference = load_role(directory, "reference", layout, rank, cache, trainable=False, head=None)
+    reference = load_role(directory, "reference", layout, rank, cache)
     for value in reference.model.parameters().values():
         value.data.mul_(1.3)  # to differ from the actor
     if not stored.exists():
@@ -226,8 +231,6 @@ def updates(
 
 def restart(role: Any, start: Mapping[str, torch.Tensor]) -> None:
     """Gives a role these weights, with a fresh optimizer and EMA."""
-    from megarl.megatron.optimizer import shards
-
     for name, parameter in role.model.parameters().items():
         parameter.data.copy_(start[name])
     role.steps_taken = role.adam_steps = 0
@@ -238,13 +241,6 @@ def restart(role: Any, start: Mapping[str, torch.Tensor]) -> None:
 
 def two_steps(role: Any, case: Case, columns: Any, budget: int, reference: Any = None) -> list[dict[str, float]]:
     """The steps of a case."""
-    from megarl.config.schema.loss_specs import PolicySpec
-    from megarl.data.batches import on_all_tokens
-    from megarl.data.schedule import step_schedule, under_one_length
-    from megarl.megatron.losses import PolicyLoss, value_loss
-    from megarl.megatron.supervised_losses import text_loss
-    from megarl.megatron.worker_requests import UpdateRequest
-
     algo, everything = Algo.model_validate({"mini_batches": len(STEPS), **case.algo}), samples()
     plans = [step_schedule([everything[i] for i in members], role.layout, budget) for members in STEPS]
     aux = None

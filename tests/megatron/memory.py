@@ -14,8 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.cluster.process_usage import take_peak_memory
 from megarl.config.schema import Optimizer
 from megarl.config.schema.loss_specs import TextSpec
+from megarl.data.packing import pack_shape
+from megarl.data.schedule import step_schedule
+from megarl.megatron.attention import PackParams
+from megarl.megatron.model_engine import ModelEngine
+from megarl.megatron.parallel import GroupCache
+from megarl.megatron.state import plan_save
+from megarl.megatron.supervised_losses import text_loss
+from megarl.models import model_spec
 from megarl.preflight.role_memory import RoleMemory, role_memory
 from megarl.role_specs import RoleSpec, TrainingSpec
 from megarl.types import Layout, PackRow
@@ -36,8 +45,6 @@ def plan_of(
     config: dict[str, Any], tokens: int, layout: Layout, recompute: Any = "none", device: str = "cpu"
 ) -> RoleMemory:
     """The plan of an actor in training."""
-    from megarl.models import model_spec
-
     optimizer = Optimizer(lr=1e-3)
     training = TrainingSpec(
         optimizer=optimizer, total_steps=2, steps_together=1, ema_decay=None, loss=TextSpec(stage="sft")
@@ -59,10 +66,6 @@ def plan_of(
 
 
 def make_actor(config: dict[str, Any], layout: Layout, rank: int, recompute: Any = "none") -> Any:
-    from megarl.megatron.model_engine import ModelEngine
-    from megarl.megatron.parallel import GroupCache
-    from megarl.models import model_spec
-
     spec = model_spec(config)
     make = {"trainable": True, "recompute": recompute, "layers": "local"}  # whose activations the plan counts
     actor = ModelEngine("actor", spec, layout, rank, GroupCache(), **make)
@@ -75,9 +78,6 @@ def kept_by_layers(
     rank: int, config: dict[str, Any], layers: str, layout: Layout, recompute: Any, tokens: int
 ) -> list[tuple[int, int]]:
     """Bytes that the backward pass keeps of a pack and those of the plan, with two layers and with three."""
-    from megarl.data.packing import pack_shape
-    from megarl.megatron.attention import PackParams
-
     found: list[tuple[int, int]] = []
     for count in (2, 3):
         sized = {**config, layers: count}
@@ -126,11 +126,6 @@ def return_freed_memory(*, at_once: bool = True) -> None:
 
 
 def _peaks(rank: int, config: dict[str, Any], tokens: int, recompute: Any, directory: Path) -> dict[str, int]:
-    from megarl.cluster.process_usage import take_peak_memory
-    from megarl.data.schedule import step_schedule
-    from megarl.megatron.state import plan_save
-    from megarl.megatron.supervised_losses import text_loss
-
     directory.mkdir()
     actor = make_actor(config, Layout(), rank, recompute)
     length = ROW_TOKENS - 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.data.packing import sample_infos
 from megarl.experience.padded_batch import Columns
 from megarl.experience.records import SampleScores
 from megarl.types import Ragged, RolloutChunk, SampleInfo, VersionSpan
@@ -30,28 +31,16 @@ def random_chunks(
         responses = [rng.integers(vocab, size=rng.integers(min_response, max_response + 1)) for _ in range(rows)]
         ids = tuple(f"{chunk * rows + row}:0" for row in range(rows))
         finished = rng.integers(2, size=rows).astype(bool)
-        made.append(
-            RolloutChunk(
-                sample_ids=ids,
-                prompt_ids=Ragged.from_rows(prompts, np.int32),
-                response_ids=Ragged.from_rows(responses, np.int32),
-                rollout_logprobs=Ragged.from_rows([np.zeros(len(r)) for r in responses], np.float32),
-                finished=finished,
-                versions=tuple((VersionSpan(start=0, stop=len(r), version=0, engine_id=0),) for r in responses),
-            )
+        drawn = RolloutChunk(
+            sample_ids=ids,
+            prompt_ids=Ragged.from_rows(prompts, np.int32),
+            response_ids=Ragged.from_rows(responses, np.int32),
+            rollout_logprobs=Ragged.from_rows([np.zeros(len(r)) for r in responses], np.float32),
+            finished=finished,
+            versions=tuple((VersionSpan(start=0, stop=len(r), version=0, engine_id=0),) for r in responses),
         )
-        infos += [
-            SampleInfo(
-                sample_id=ids[row],
-                prompt_id=ids[row].split(":")[0],
-                chunk=chunk,
-                row=row,
-                prompt_tokens=len(prompts[row]),
-                response_tokens=len(responses[row]),
-                finished=bool(finished[row]),
-            )
-            for row in range(rows)
-        ]
+        made.append(drawn)
+        infos += sample_infos(chunk, drawn, [name.split(":")[0] for name in ids])
     return made, infos
 
 

@@ -10,6 +10,11 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
+from megarl.data.packing import PackShape
+from megarl.megatron.attention import PackedAttention, PackParams
+from megarl.megatron.model import LayerNorm, RMSNorm, rms_norm
+from megarl.megatron.platform import kernels
+
 
 def _modules() -> Any:
     """A provider of modules as Megatron's of Transformer Engine."""
@@ -17,10 +22,6 @@ def _modules() -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.enums import AttnMaskType
-
-    from megarl.data.packing import PackShape
-    from megarl.megatron.attention import PackedAttention, PackParams
-    from megarl.megatron.model import LayerNorm, RMSNorm, rms_norm
 
     class Norm:
         def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
@@ -87,8 +88,6 @@ def _modules() -> Any:
 def transformer_engine() -> Iterator[None]:
     """Models can be built with ``layers="transformer_engine"``."""
     from megatron.core.models.gpt import gpt_layer_specs
-
-    from megarl.megatron.platform import kernels
 
     with (
         patch.object(gpt_layer_specs, "TESpecProvider", _modules(), create=True),

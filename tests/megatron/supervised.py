@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.algos.policy_loss import LossTerms
 from megarl.config.schema import CustomFunction, Optimizer
 from megarl.config.schema.training_sections import PREFERENCE_LOSSES
 from megarl.data.batches import on_all_tokens, text_batch
+from megarl.data.schedule import inference_schedule, step_schedule
 from megarl.data.training_texts import TrainingText
+from megarl.megatron.supervised_losses import PreferenceLoss, text_loss
 from megarl.types import Layout, SampleInfo, TextChunk
 from tests.megatron.compare import adam_of, check, samples_of, state_of, trained
 from tests.megatron.tiny import load_role, random_head
@@ -43,8 +46,6 @@ PREFERENCES: dict[str, tuple[int, Any, Any]] = {
 
 def own_loss(chosen: torch.Tensor, rejected: torch.Tensor, *, weight: float) -> Any:
     """A loss of the user's own."""
-    from megarl.algos.policy_loss import LossTerms
-
     values = torch.log1p(torch.exp(rejected - chosen)) + weight * (chosen + rejected).square()
     scores = {"chosen": chosen.detach(), "rejected": rejected.detach(), "margin": (chosen - rejected).detach()}
     return LossTerms(values=values, metrics={"accuracy": (chosen > rejected).float(), **scores})
@@ -70,8 +71,6 @@ def batches(responses: int = 2) -> list[Batch]:
 
 
 def make_loss(role: Any, loss: str, chunks: Any) -> Any:
-    from megarl.megatron.supervised_losses import PreferenceLoss, text_loss
-
     if loss in PREFERENCES:
         return partial(PreferenceLoss, role, PREFERENCES[loss][1], chunks)
     return partial(text_loss, role)
@@ -79,14 +78,11 @@ def make_loss(role: Any, loss: str, chunks: Any) -> Any:
 
 def two_steps(rank: int, directory: Path, loss: str, layout: Layout, budget: int) -> Outcome:
     """The loss before the first step, by a forward pass alone; and both steps."""
-    from megarl.data.schedule import step_schedule
-    from megarl.megatron.parallel import GroupCache
-
     if loss in PREFERENCES:
         name, head, responses = "reward", random_head(directory), PREFERENCES[loss][0]
     else:
         name, head, responses = "actor", None, 1
-    role = load_role(directory, name, layout, rank, GroupCache(), trainable=True, head=head)
+    role = load_role(directory, name, layout, rank, trainable=True, head=head)
     role.start_training(SETTINGS, total_steps=2)
     before, steps = None, []
     for samples, chunks in batches(max(responses, 2)):
@@ -141,11 +137,8 @@ def check_steps(results: list[Outcome], naive: Naive, start: dict[str, torch.Ten
 
 def scaled(rank: int, directory: Path, layout: Layout, dtype: torch.dtype) -> list[Any]:
     """Scores before the head is scaled by 3, after it, and after an optimizer step that moves nothing."""
-    from megarl.data.schedule import inference_schedule, step_schedule
-    from megarl.megatron.parallel import GroupCache
-
     head = random_head(directory)
-    role = load_role(directory, "reward", layout, rank, GroupCache(), trainable=True, head=head, dtype=dtype)
+    role = load_role(directory, "reward", layout, rank, trainable=True, head=head, dtype=dtype)
     role.start_training(SETTINGS.model_copy(update={"lr": 1e-30, "weight_decay": 0.0}), total_steps=1)
     samples, chunks = batches()[0]
     inference = inference_schedule(samples, layout, 40).ranks[role.coords.dp]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megarl.data.packing import PackShape
+from megarl.megatron.attention import PackedAttention, PackParams, arrange
 from tests.pool import RankPool
 
 HEADS, KV_HEADS = 4, 2
@@ -22,9 +24,6 @@ def attention_errors(rank: int, device: str, dtype: torch.dtype, lengths: list[i
     import numpy as np
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megarl.data.packing import PackShape
-    from megarl.megatron.attention import PackedAttention, PackParams
-
     del rank
     config = TransformerConfig(num_layers=1, hidden_size=HEADS * dim, num_attention_heads=HEADS, kv_channels=dim)
     shape = PackShape(cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32), max_seqlen=max(lengths))
@@ -40,7 +39,8 @@ def attention_errors(rank: int, device: str, dtype: torch.dtype, lengths: list[i
 
     for tensor in exact:
         tensor.requires_grad_()
-    expected = torch.cat([_definition(*parts) for parts in zip(*(x.split(lengths) for x in exact), strict=True)])
+    parts = zip(*(x.split(lengths) for x in exact), strict=True)
+    expected = torch.cat([definition(*part, scale=dim**-0.5) for part in parts]).flatten(1)
     expected.backward(grad)
     pairs = {"output": (output, expected)} | {
         name: (found.grad, want.grad) for name, found, want in zip("qkv", inputs, exact, strict=True)
@@ -52,15 +52,12 @@ def attention_errors(rank: int, device: str, dtype: torch.dtype, lengths: list[i
     }
 
 
-def _definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """softmax(q k / sqrt(dim)) v under a causal mask; [L, heads, dim] each."""
-    heads = []
-    for head in range(HEADS):
-        own = head // (HEADS // KV_HEADS)
-        scores = q[:, head] @ k[:, own].T / q.shape[-1] ** 0.5
-        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        heads.append(torch.softmax(scores.masked_fill(future, -torch.inf), -1) @ v[:, own])
-    return torch.cat(heads, -1)
+def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """softmax(scale q k) v under a causal mask; [L, heads, dim], and twice [L, KV heads, dim], -> [L, heads, dim]."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+    scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(future, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
 @pytest.mark.dist
@@ -73,9 +70,6 @@ def test_attention_equals_the_definition(pool: RankPool, lengths: list[int]) -> 
 
 def _arrangement(rank: int, lengths: list[int]) -> tuple[tuple[tuple[int, int], ...], list[int], list[int]]:
     import numpy as np
-
-    from megarl.data.packing import PackShape
-    from megarl.megatron.attention import arrange
 
     del rank
     shape = PackShape(cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32), max_seqlen=max(lengths))

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from megarl.config.schema import Optimizer
+from megarl.megatron.optimizer import shards
+from megarl.megatron.parallel import GroupCache
 from megarl.types import Layout
 from tests.megatron.test_parity import case_id
 from tests.megatron.tiny import load_role, save_model
@@ -41,9 +43,7 @@ def _averaged(role: Any) -> Weights:
 
 def _trained(rank: int, directory: Path, layout: Layout, dtype: torch.dtype, decay: float) -> tuple[Any, ...]:
     """The weights before and after each of four steps, of which one is skipped, and the average after each."""
-    from megarl.megatron.parallel import GroupCache
-
-    role = load_role(directory, "actor", layout, rank, GroupCache(), trainable=True, head=None, dtype=dtype)
+    role = load_role(directory, "actor", layout, rank, trainable=True, dtype=dtype)
     role.start_training(SETTINGS, total_steps=4, decay=decay)
     weights, averages = [_weights(role)], [_averaged(role)]
     for step in range(4):
@@ -74,10 +74,7 @@ def test_the_ema_is_updated_after_every_taken_step(
 
 def _slow(rank: int, directory: Path) -> tuple[float, float]:
     """The movement of a slow EMA of bfloat16 weights: as kept, and in bfloat16; swapped in, it is refused."""
-    from megarl.megatron.optimizer import shards
-    from megarl.megatron.parallel import GroupCache
-
-    role = load_role(directory, "actor", Layout(), rank, GroupCache(), trainable=True, head=None, dtype=torch.bfloat16)
+    role = load_role(directory, "actor", Layout(), rank, trainable=True, dtype=torch.bfloat16)
     role.start_training(Optimizer(lr=1e-4), total_steps=4, decay=0.999)
     start = {name: values.clone() for name, values in role.ema.values.items()}
     rounded = {name: values.bfloat16() for name, values in start.items()}
@@ -105,8 +102,6 @@ def _following(
     rank: int, directory: Path, other: Path, layout: Layout, dtype: torch.dtype, out: Path
 ) -> tuple[Weights, ...]:
     """The actor after a step, the reference before and after its update, and another one with its state."""
-    from megarl.megatron.parallel import GroupCache
-
     cache = GroupCache()
     make = {"layout": layout, "rank": rank, "cache": cache, "head": None, "dtype": dtype}
     actor = load_role(directory, "actor", trainable=True, **make)

@@ -65,6 +65,11 @@ def pair(chunk: int, row: int) -> tuple[list[float], list[float]]:
     return OLD[chunk][row].tolist(), ROLLOUT[chunk][row].tolist()
 
 
+def ages(chunk: int, row: int) -> list[int]:
+    """How many versions ago each token was sampled."""
+    return [VERSION - span.version for span in CHUNKS[chunk].versions[row] for _ in range(span.start, span.stop)]
+
+
 def weights_are(built: Built, expected: Callable[[int, int], Any], column: str = "weights") -> None:
     for chunk, row in ROWS:
         weights = getattr(built[chunk], column)[row]
@@ -165,9 +170,8 @@ def test_old_logprobs_may_come_from_the_update() -> None:
         assert built[chunk].old_logprobs is None
         assert built[chunk].rollout_logprobs is ROLLOUT[chunk]
         np.testing.assert_array_equal(built[chunk].advantages[row], expected[chunk].advantages[row])
-        ages = [VERSION - span.version for span in CHUNKS[chunk].versions[row] for _ in range(span.start, span.stop)]
         assert built[chunk].ages is not None
-        assert built[chunk].ages[row].tolist() == ages
+        assert built[chunk].ages[row].tolist() == ages(chunk, row)
     assert all(chunk.ages is None for chunk in expected.values())
 
 
@@ -177,10 +181,9 @@ def test_the_loss_gets_interpolation_weights_of_the_proximal_logprobs(method: st
     built, _ = build({"old_logprobs": method}, recomputed=False)
     for chunk, row in ROWS:
         assert built[chunk].old_logprobs is built[chunk].rollout_logprobs is ROLLOUT[chunk]
-        alpha, spans = built[chunk].proximal_weights, CHUNKS[chunk].versions[row]
+        alpha = built[chunk].proximal_weights
         assert alpha is not None
-        ages = [VERSION - span.version for span in spans for _ in range(span.start, span.stop)]
-        expected = [{0: 0.0, 1: 1 / 2, 3: 3 / 4}[age] for age in ages]
+        expected = [{0: 0.0, 1: 1 / 2, 3: 3 / 4}[age] for age in ages(chunk, row)]
         np.testing.assert_allclose(alpha[row], expected, rtol=1e-6)
 
 
@@ -191,14 +194,7 @@ def test_sequence_masking_uses_rollout_logprobs() -> None:
 
 def test_staleness_is_counted_per_token() -> None:
     _, metrics = build({})
-    ages = [
-        VERSION - span.version
-        for chunk in CHUNKS
-        for spans in chunk.versions
-        for span in spans
-        for _ in range(span.start, span.stop)
-    ]
-    assert metrics["staleness/mean"] == pytest.approx(np.mean(ages))
+    assert metrics["staleness/mean"] == pytest.approx(np.mean(np.concatenate([ages(*where) for where in ROWS])))
     assert metrics["staleness/max"] == 3
     assert "staleness/min" not in metrics
 
@@ -206,13 +202,9 @@ def test_staleness_is_counted_per_token() -> None:
 def test_logprob_differences_are_reported_by_token_age() -> None:
     _, metrics = build({}, max_staleness=3)
     by_age: dict[int, list[float]] = {age: [] for age in range(4)}
-    spans = 0
-    for index, chunk in enumerate(CHUNKS):
-        for row, of_row in enumerate(chunk.versions):
-            spans += len({span.version for span in of_row})
-            for span in of_row:
-                gaps = np.abs(OLD[index][row] - ROLLOUT[index][row])[span.start : span.stop]
-                by_age[VERSION - span.version] += gaps.tolist()
+    for chunk, row in ROWS:
+        for age, gap in zip(ages(chunk, row), np.abs(OLD[chunk][row] - ROLLOUT[chunk][row]), strict=True):
+            by_age[age].append(gap)
     tokens = sum(map(len, by_age.values()))
     for age, gaps in by_age.items():
         assert metrics[f"staleness/age_{age}"] == pytest.approx(len(gaps) / tokens)
@@ -220,4 +212,4 @@ def test_logprob_differences_are_reported_by_token_age() -> None:
             assert metrics[f"rollout/logprob_gap/age_{age}"] == pytest.approx(np.mean(gaps), rel=1e-5)
         else:
             assert f"rollout/logprob_gap/age_{age}" not in metrics
-    assert metrics["rollout/version_spans"] == pytest.approx(spans / len(ROWS))
+    assert metrics["rollout/version_spans"] == pytest.approx(np.mean([len(set(ages(*where))) for where in ROWS]))

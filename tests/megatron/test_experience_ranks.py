@@ -156,19 +156,3 @@ def test_the_cases_cover_every_registered_function() -> None:
     assert {
         algo.correction.weights.name for algo in algos if algo.correction.weights
     } == registry.ROLLOUT_WEIGHTS.functions.keys()
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if not name.endswith("corrected")])
-def test_every_rank_calls_every_reduction(name: str) -> None:
-    """With vectors of one length, with or without samples; M2PO as often as its reduced values require."""
-    sizes: list[list[int]] = []
-    for own in ([], list(range(CHUNKS))):
-        called: list[int] = []
-
-        def note(vector: Any, called: list[int] = called) -> Any:
-            called.append(len(vector))
-            return vector
-
-        built(own, CASES[name], note, note)
-        sizes.append(called)
-    assert sizes[0] == sizes[1]

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.config.schema import Optimizer
+from megarl.data.schedule import inference_schedule, update_schedules
+from megarl.megatron.heads import response_values
 from megarl.megatron.loss_metrics import LossMetrics
+from megarl.megatron.parallel import GroupCache, build_groups, collectives, partition, recorded
+from megarl.megatron.pipeline import probe_loss_factor
 from megarl.stacks import IN_COLLECTIVE
 from megarl.types import Layout
 from tests.leftovers import comes_true
@@ -32,8 +37,6 @@ def _megatrons(tp: int, ep: int, dp: int, pp: int) -> Any:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of what Megatron imports
 @pytest.mark.parametrize("layout", [Layout(tp=2, dp=4, pp=3, ep=2), Layout(tp=3, dp=4, ep=4), Layout(dp=2, pp=2)])
 def test_groups_equal_megatrons(layout: Layout) -> None:
-    from megarl.megatron.parallel import partition
-
     dense = _megatrons(layout.tp, 1, layout.dp, layout.pp)
     expert = _megatrons(layout.tp, layout.ep, layout.dp // layout.ep, layout.pp)
     for generator, names in ((dense, DENSE), (expert, EXPERT)):
@@ -44,8 +47,6 @@ def test_groups_equal_megatrons(layout: Layout) -> None:
 def _late(rank: int) -> list[list[str]]:
     import torch
     import torch.distributed as dist
-
-    from megarl.megatron.parallel import GroupCache, collectives
 
     everyone, store = (0, 1), dist.distributed_c10d._get_default_store()
 
@@ -82,7 +83,6 @@ def test_the_flight_recorder_tells_which_rank_is_late(pool: RankPool) -> None:
 
 def test_a_record_of_nccl_is_told() -> None:
     """Made by hand, as ProcessGroupNCCL fills the recorder; the third collective of group 1 has begun on the device."""
-    from megarl.megatron.parallel import recorded
 
     def entry(group: int, name: str, state: str, *, retired: bool) -> dict[str, object]:
         return {
@@ -130,11 +130,6 @@ def _global_reads(rank: int, directory: Path) -> list[str]:
 
     from megatron.core import parallel_state
 
-    from megarl.config.schema import Optimizer
-    from megarl.data.schedule import inference_schedule, update_schedules
-    from megarl.megatron.heads import response_values
-    from megarl.megatron.parallel import GroupCache
-
     read: list[str] = []
 
     def noting(name: str, reader: Any) -> Any:
@@ -159,7 +154,7 @@ def _global_reads(rank: int, directory: Path) -> list[str]:
     try:
         cache, (rollouts, infos) = GroupCache(), random_chunks()
         one, other = Layout(tp=2, pp=2, sequence_parallel=True), Layout(pp=4)
-        actor = load_role(directory, "actor", one, rank, cache, trainable=False, head=None)
+        actor = load_role(directory, "actor", one, rank, cache)
         actor.logprobs(inference_schedule(infos, one, 40).ranks[0], rollouts, temperature=1.0)
         critic = load_role(directory, "critic", other, rank, cache, trainable=True, head=torch.ones(1, 32))
         critic.start_training(Optimizer(lr=1e-3), total_steps=1)
@@ -192,11 +187,8 @@ def _loss_factors(rank: int, directory: Path, ep: int) -> tuple[float, float]:
 
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from megarl.megatron.parallel import GroupCache, build_groups
-    from megarl.megatron.pipeline import probe_loss_factor
-
     cache = GroupCache()
-    role = load_role(directory, "actor", Layout(dp=2), rank, cache, trainable=True, head=None)
+    role = load_role(directory, "actor", Layout(dp=2), rank, cache, trainable=True)
     ours, groups = role.model.config, build_groups(Layout(dp=2, ep=ep), rank, cache)
     averaging = dataclasses.replace(ours, calculate_per_token_loss=False)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)

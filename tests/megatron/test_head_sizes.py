@@ -17,8 +17,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megarl.config.schema import Optimizer
+from megarl.data.schedule import inference_schedule, update_schedules
+from megarl.megatron import attention
+from megarl.megatron.attention import kernel_takes
+from megarl.megatron.supervised_losses import text_loss
 from megarl.types import Layout, RolloutChunk
 from tests.megatron.samples import random_chunks
+from tests.megatron.test_attention import definition
 from tests.megatron.tiny import load_role, save_model
 from tests.oracle.models import Sample, token_logits
 from tests.pool import RankPool
@@ -45,16 +51,9 @@ def computed(
     Args:
         way: ``kernel`` has the definition of the kernel in its place, on a CPU; else the device's own way.
     """
-    from megarl.config.schema import Optimizer
-    from megarl.data.schedule import inference_schedule, update_schedules
-    from megarl.megatron.parallel import GroupCache
-    from megarl.megatron.supervised_losses import text_loss
-
     rollouts, infos = random_chunks()
     layout = Layout()
-    role = load_role(
-        directory, "actor", layout, rank, GroupCache(), trainable=True, head=None, dtype=dtype, layers=layers
-    )
+    role = load_role(directory, "actor", layout, rank, trainable=True, dtype=dtype, layers=layers)
     role.start_training(Optimizer(lr=1e-3), total_steps=1)
     gradients: Parts = []
 
@@ -75,8 +74,6 @@ def computed(
 
 @contextmanager
 def _kernel_on_cpu() -> Iterator[None]:
-    from megarl.megatron import attention
-
     calls: list[int] = []
 
     def kernel(query: Any, key: Any, value: Any, *bounds: Any, **options: Any) -> torch.Tensor:
@@ -115,13 +112,8 @@ def _definition(
     assert max_q == max_k == max(lengths)
     assert window_size == (-1, 0)
     assert enable_gqa == (query.shape[1] != key.shape[1])
-    parts = []
-    for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
-        scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(future, -torch.inf)
-        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
-    return torch.cat(parts)
+    parts = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+    return torch.cat([definition(*part, scale=scale) for part in parts])
 
 
 def expected(directory: Path, chunks: list[RolloutChunk], dtype: torch.dtype) -> Found:
@@ -174,8 +166,6 @@ def test_every_head_size_equals_hugging_face(pool: RankPool, tmp_path: Path, siz
 
 
 def test_the_kernel_takes_half_precision_and_heads_up_to_256() -> None:
-    from megarl.megatron.attention import kernel_takes
-
     kinds = itertools.product((False, True), (torch.float32, torch.bfloat16, torch.float16), (*SIZES, 272))
     queries: list[Any] = [SimpleNamespace(is_cuda=cuda, dtype=dtype, shape=(1, 4, size)) for cuda, dtype, size in kinds]
     taken = {(query.dtype, query.shape[-1]) for query in queries if kernel_takes(query)}

@@ -13,6 +13,7 @@ from megarl.algos import registry
 from megarl.config.schema import Algo
 from megarl.data.batches import on_all_tokens
 from megarl.data.schedule import step_schedule
+from megarl.megatron.supervised_losses import text_loss
 from megarl.types import Layout
 from tests.megatron.layouts import CASES, SETTINGS, TEXTS, Case, chunks, deviation, restart, samples, two_steps, updates
 from tests.megatron.tiny import load_role, save_model
@@ -89,11 +90,8 @@ def _steps(rank: int, directory: Path, stored: Path) -> Found:
 
     None takes no texts along.
     """
-    from megarl.megatron.parallel import GroupCache
-    from megarl.megatron.supervised_losses import text_loss
-
     columns = pickle.loads((stored / "experience").read_bytes())
-    role = load_role(directory, "actor", Layout(), rank, GroupCache(), trainable=True, head=None)
+    role = load_role(directory, "actor", Layout(), rank, trainable=True)
     role.start_training(SETTINGS, total_steps=2, decay=0.6)
     start = {name: parameter.detach().clone() for name, parameter in role.model.parameters().items()}
     found: Found = {}

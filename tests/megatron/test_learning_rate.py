@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from megarl.config.schema import Optimizer
+from megarl.data.schedule import inference_schedule, update_schedules
+from megarl.megatron.optimizer import learning_rate
+from megarl.megatron.supervised_losses import text_loss
 from megarl.types import Layout
 from tests.megatron.compare import samples_of, state_of
 from tests.megatron.samples import random_chunks
@@ -34,16 +37,12 @@ from tests.pool import RankPool
     ],
 )
 def test_schedules_by_hand(fields: dict[str, Any], expected: list[float]) -> None:
-    from megarl.megatron.optimizer import learning_rate
-
     settings = Optimizer(lr=8.0, **fields)
     rates = [learning_rate(settings, step, total=8, together=2) for step in range(8)]
     assert rates == pytest.approx(expected)
 
 
 def test_steps_after_the_last_have_the_final_rate() -> None:
-    from megarl.megatron.optimizer import learning_rate
-
     assert learning_rate(Optimizer(lr=8.0, schedule="cosine", final_lr=2.0), 11, total=10) == 2.0
     assert learning_rate(Optimizer(lr=8.0, schedule="cosine", warmup=0.9, final_lr=2.0), 1, total=1) == 2.0
     assert learning_rate(Optimizer(lr=8.0, schedule="anneal"), 9, total=8, together=2) == 2.0
@@ -59,12 +58,8 @@ TENSORFLOW = SETTINGS.model_copy(update={"adam": "tensorflow", "betas": (0.9, 0.
 
 def _train(rank: int, directory: Path, layout: Layout, settings: Optimizer) -> dict[str, Any]:
     """Four steps on the same samples; before each, the same loss without a step."""
-    from megarl.data.schedule import inference_schedule, update_schedules
-    from megarl.megatron.parallel import GroupCache
-    from megarl.megatron.supervised_losses import text_loss
-
     rollouts, infos = random_chunks()
-    role = load_role(directory, "actor", layout, rank, GroupCache(), trainable=True, head=None)
+    role = load_role(directory, "actor", layout, rank, trainable=True)
     role.start_training(settings, total_steps=4)
     (plan,) = update_schedules(infos, layout, 40, mini_batches=1, epochs=1, seed=0, step=0)
     evaluation = inference_schedule(infos, layout, 60).ranks[role.coords.dp]

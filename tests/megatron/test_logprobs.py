@@ -13,6 +13,12 @@ import torch
 
 from megarl.algos import kl
 from megarl.data.packing import scatter
+from megarl.data.schedule import inference_schedule
+from megarl.megatron import logprobs as module
+from megarl.megatron.logprobs import divergence, logprobs_and_entropy, vocab_shard
+from megarl.megatron.losses import ReferenceDivergence
+from megarl.megatron.parallel import GroupCache
+from megarl.megatron.pipeline import micro_batches, run_forward
 from megarl.types import Layout
 from tests.megatron.compare import samples_of, state_of
 from tests.megatron.samples import random_chunks
@@ -35,8 +41,6 @@ def _cut(weight: torch.Tensor, rows: int) -> tuple[torch.Tensor, Any]:
     """This rank's rows of an output layer, with padding that would dominate, were it counted, and the shard."""
     import torch.distributed as dist
 
-    from megarl.megatron.logprobs import vocab_shard
-
     shard = vocab_shard(dist.group.WORLD, rows, VOCAB)
     local = torch.full((rows, HIDDEN), 50.0)
     local[: shard.size] = weight[shard.start : shard.start + shard.size]
@@ -44,9 +48,6 @@ def _cut(weight: torch.Tensor, rows: int) -> tuple[torch.Tensor, Any]:
 
 
 def _sharded(rank: int, rows: int, temperature: float, chunk_tokens: int, fused: bool) -> tuple[torch.Tensor, ...]:
-    from megarl.megatron import logprobs as module
-    from megarl.megatron.logprobs import logprobs_and_entropy
-
     hidden, weight, labels, grad_logprobs, grad_entropy = _case()
     local, shard = _cut(weight, rows)
     hidden.requires_grad_()
@@ -94,8 +95,6 @@ def _divergence_case() -> list[torch.Tensor]:
 
 
 def _divergence(rank: int, rows: int, temperature: float, chunk_tokens: int) -> tuple[torch.Tensor, ...]:
-    from megarl.megatron.logprobs import divergence
-
     hidden, weight, ref_hidden, ref_weight, grad = _divergence_case()
     (local, shard), (ref_local, _) = _cut(weight, rows), _cut(ref_weight, rows)
     hidden.requires_grad_()
@@ -128,8 +127,6 @@ def test_divergence_equals_that_of_full_logits(
 def _weight_gradient(rank: int, chunk_tokens: int) -> torch.Tensor:
     import torch.distributed as dist
 
-    from megarl.megatron.logprobs import logprobs_and_entropy, vocab_shard
-
     hidden, weight, labels, grad = _long_case()
     hidden, weight = hidden.bfloat16(), weight.bfloat16().requires_grad_()
     shard = vocab_shard(dist.group.WORLD, VOCAB, VOCAB)
@@ -159,15 +156,10 @@ def test_chunked_bfloat16_gradients_accumulate_no_rounding(pool: RankPool) -> No
 
 def _of_roles(rank: int, actor: Path, reference: Path) -> torch.Tensor:
     """[T]: the divergence at each response token of random samples, row after row, at temperature 0.7."""
-    from megarl.data.schedule import inference_schedule
-    from megarl.megatron.losses import ReferenceDivergence
-    from megarl.megatron.parallel import GroupCache
-    from megarl.megatron.pipeline import micro_batches, run_forward
-
     cache = GroupCache()
     roles = {
-        "actor": load_role(actor, "actor", Layout(), rank, cache, trainable=False, head=None),
-        "reference": load_role(reference, "reference", Layout(), rank, cache, trainable=False, head=None),
+        "actor": load_role(actor, "actor", Layout(), rank, cache),
+        "reference": load_role(reference, "reference", Layout(), rank, cache),
     }
     chunks, infos = random_chunks()
     schedule = inference_schedule(infos, Layout(), 40).ranks[0]

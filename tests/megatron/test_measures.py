@@ -9,6 +9,7 @@ import torch
 
 from megarl.algos.policy_loss import LossTerms
 from megarl.megatron.loss_metrics import LossMetrics, collect, reduce_metrics
+from megarl.megatron.model import ScalarHead
 from tests.pool import RankPool
 
 RATIOS = {0: [[[1.0, 3.0]], [[2.0, 99.0]]], 1: [[[6.0, -99.0]], []]}
@@ -74,8 +75,6 @@ def test_a_small_variance_is_numerically_stable() -> None:
 
 def test_a_16_bit_models_score_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two responses whose scores differ by less than bfloat16 has digits for are still told apart."""
-    from megarl.megatron.model import ScalarHead
-
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     head = ScalarHead(64, torch.bfloat16)
     hidden = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -11,6 +11,12 @@ import pytest
 import torch
 
 from megarl.config.schema import Optimizer
+from megarl.data.schedule import inference_schedule, update_schedules
+from megarl.megatron import offload
+from megarl.megatron.offload import host_sizes
+from megarl.megatron.parallel import GroupCache
+from megarl.megatron.supervised_losses import text_loss
+from megarl.megatron.worker import Offloader
 from megarl.types import Layout
 from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role, save_model
@@ -22,7 +28,6 @@ SETTINGS = Optimizer(lr=1e-2, weight_decay=0.1)
 
 def loss_of(role: Any, seen: Any = lambda: None) -> Any:
     """A loss of texts, which calls ``seen`` in each micro-batch."""
-    from megarl.megatron.supervised_losses import text_loss
 
     def make_loss(schedule: Any) -> Any:
         loss = text_loss(role, schedule)
@@ -39,10 +44,6 @@ def _nbytes(tensors: Any) -> int:
 
 def _training(rank: int, directory: Path, dtype: torch.dtype, *, turns: bool) -> dict[str, Any]:
     """Three updates of an actor, and its log-probabilities; between them another role works, or does not."""
-    from megarl.data.schedule import inference_schedule, update_schedules
-    from megarl.megatron.parallel import GroupCache
-    from megarl.megatron.worker import Offloader
-
     rollouts, infos = random_chunks()
     cache = GroupCache()
     make = {"directory": directory, "layout": LAYOUT, "rank": rank, "cache": cache, "head": None, "dtype": dtype}
@@ -116,11 +117,8 @@ def _resident() -> int:
 
 
 def _memory(rank: int, directory: Path) -> dict[str, int]:
-    from megarl.data.schedule import update_schedules
-    from megarl.megatron.parallel import GroupCache
-
     rollouts, infos = random_chunks()
-    actor = load_role(directory, "actor", Layout(), rank, GroupCache(), trainable=True, head=None)
+    actor = load_role(directory, "actor", Layout(), rank, trainable=True)
     actor.start_training(SETTINGS, total_steps=3)
     (plan,) = update_schedules(infos, Layout(), 1000, mini_batches=1, epochs=1, seed=0, step=0)
     seen: list[int] = []
@@ -153,8 +151,6 @@ def test_offloaded_memory_is_returned_to_the_system(pool: RankPool, tmp_path: Pa
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1 << 20, (1 << 20) + 1, 3 << 20, (1 << 24) - 1, 4096 * 11008 * 4])
 def test_pinned_memory_is_split_into_power_of_two_blocks(nbytes: int) -> None:
-    from megarl.megatron.offload import host_sizes
-
     assert host_sizes(nbytes, pinned=False) == [nbytes]
     sizes = host_sizes(nbytes, pinned=True)
     assert sum(sizes) == nbytes
@@ -162,8 +158,6 @@ def test_pinned_memory_is_split_into_power_of_two_blocks(nbytes: int) -> None:
 
 
 def test_a_storage_is_restored_from_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.megatron import offload
-
     monkeypatch.setattr(offload, "host_sizes", lambda nbytes, pinned: [16, 16, nbytes - 32])
     tensor = torch.arange(30.0)
     copy = offload.release([tensor[3:5], tensor])

@@ -15,7 +15,12 @@ import pytest
 import torch
 
 from megarl.config.schema import Algo, Optimizer
+from megarl.config.schema.loss_specs import PolicySpec
+from megarl.data.schedule import inference_schedule, update_schedules
+from megarl.experience.build import build_experience
 from megarl.experience.records import StepContext
+from megarl.megatron.losses import loss_maker, report
+from megarl.megatron.parallel import GroupCache
 from megarl.types import Layout, Ragged, VersionSpan
 from tests.megatron.compare import everywhere, reductions_over
 from tests.megatron.layouts import restart
@@ -77,15 +82,9 @@ def _both(
 
     And by choice of ENGINES: what is told with it, and what is to be told of actor and engines.
     """
-    from megarl.config.schema.loss_specs import PolicySpec
-    from megarl.data.schedule import inference_schedule, update_schedules
-    from megarl.experience.build import build_experience
-    from megarl.megatron.losses import loss_maker, report
-    from megarl.megatron.parallel import GroupCache
-
     cache = GroupCache()
-    actor = load_role(directory, "actor", layout, rank, cache, trainable=True, head=None)
-    reference = load_role(other, "reference", layout, rank, cache, trainable=False, head=None)
+    actor = load_role(directory, "actor", layout, rank, cache, trainable=True)
+    reference = load_role(other, "reference", layout, rank, cache)
     actor.start_training(SETTINGS, total_steps=1, decay=0.5)
     start = {name: value.detach().clone() for name, value in actor.model.parameters().items()}
     chunks, infos = random_chunks(count)

@@ -15,8 +15,14 @@ import torch
 import yaml
 
 from megarl.config.schema import Algo, Optimizer, Reward
+from megarl.config.schema.loss_specs import PolicySpec
+from megarl.data.schedule import inference_schedule, mini_batch_members, update_schedules
+from megarl.experience.build import build_experience
 from megarl.experience.padded_batch import Columns
 from megarl.experience.records import SampleScores, StepContext
+from megarl.loop.scoring import ScoredSamples, reward_weights, score_batch
+from megarl.megatron.losses import PolicyLoss, value_loss
+from megarl.megatron.parallel import GroupCache
 from megarl.types import Layout, Ragged, RolloutChunk, SampleInfo
 from tests.e2e.recipe_cases import CASES as RECIPES
 from tests.e2e.recipe_cases import IN_MATRIX
@@ -104,12 +110,6 @@ def _iteration(
     rollouts: list[RolloutChunk] | None = None,
 ) -> list[dict[str, Any]]:
     """Actor, critic (where there is one) and reference in one world, each in its own layout."""
-    from megarl.config.schema.loss_specs import PolicySpec
-    from megarl.data.schedule import inference_schedule, update_schedules
-    from megarl.experience.build import build_experience
-    from megarl.megatron.losses import PolicyLoss, value_loss
-    from megarl.megatron.parallel import GroupCache
-
     random, infos = random_chunks()
     rollouts = rollouts or random
     infos = with_given(infos, rollouts)
@@ -154,8 +154,6 @@ def _iteration(
 
 def _facts(algo: Algo) -> SampleScores:
     """As the driver makes them."""
-    from megarl.loop.scoring import ScoredSamples, reward_weights, score_batch
-
     infos = [replace(info, prompt_id=str(_prompt(info))) for info in random_chunks()[1]]
     raw = np.array([_scores()[info.chunk][info.row] for info in infos])
     scored = ScoredSamples(samples=infos, scores={"reward_model": raw})
@@ -176,8 +174,6 @@ def _columns(rollouts: list[Any], roles: dict[str, Any], passes: Any, facts: Sam
 def _oracle(
     directory: Path, reference: Path, settings: ppo.Settings, rollouts: list[RolloutChunk] | None = None
 ) -> Any:
-    from megarl.data.schedule import mini_batch_members
-
     config = json.loads((directory / "config.json").read_text())
     state = state_of(directory)
     body = {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}

@@ -183,10 +183,9 @@ def _rope_tables(rank: int, directory: Path) -> tuple[int, int]:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     from megarl.data.schedule import inference_schedule
-    from megarl.megatron.parallel import GroupCache
 
     rollouts, infos = random_chunks()
-    actor = load_role(directory, "actor", Layout(), rank, GroupCache(), trainable=False, head=None)
+    actor = load_role(directory, "actor", Layout(), rank)
     before = RotaryEmbedding.forward.cache_info().currsize
     lengths = [info.prompt_tokens + info.response_tokens for info in infos]
     schedules = [inference_schedule(infos, Layout(), budget).ranks[0] for budget in (max(lengths), 2 * max(lengths))]

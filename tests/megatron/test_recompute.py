@@ -25,13 +25,10 @@ def counted_updates(
 ) -> dict[str, Any]:
     """Two optimizer steps, how often the parts of a layer ran forwards, and in what gradients and state are kept."""
     from megarl.data.schedule import update_schedules
-    from megarl.megatron.parallel import GroupCache
     from megarl.megatron.supervised_losses import text_loss
 
     rollouts, infos = random_chunks()
-    role = load_role(
-        directory, "actor", layout, rank, GroupCache(), trainable=True, head=None, dtype=dtype, recompute=recompute
-    )
+    role = load_role(directory, "actor", layout, rank, trainable=True, dtype=dtype, recompute=recompute)
     role.start_training(Optimizer(lr=1e-3), total_steps=2)
     calls = {"attention": 0, "mlp": 0}
 

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.megatron.model_engine import ModelEngine
+from megarl.megatron.parallel import GroupCache
+from megarl.models import model_spec
 from megarl.types import Layout, RoleName
+from megarl.weights.export import Export, export_plan
+from megarl.weights.hf_files import load_shard, read_config
 from tests.megatron.compare import state_of
 from tests.megatron.families import FAMILIES, MIXTURES, MODELS
 from tests.megatron.test_parity import layout_id
@@ -23,12 +28,6 @@ Numbers = dict[str, list[int]]
 def _rewritten(rank: int, models: Mapping[str, Path], name: RoleName, layout: Layout, out: Path) -> Numbers:
     """Each model in a role of its own, which reads and writes as in a run."""
     import torch.distributed as dist
-
-    from megarl.megatron.model_engine import ModelEngine
-    from megarl.megatron.parallel import GroupCache
-    from megarl.models import model_spec
-    from megarl.weights.export import Export, export_plan
-    from megarl.weights.hf_files import load_shard, read_config
 
     cache, numbers = GroupCache(), {}
     for family, directory in models.items():

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from megarl.config.schema import Optimizer
+from megarl.data.schedule import update_schedules
+from megarl.megatron.heads import response_logprobs
 from megarl.megatron.loss_metrics import LossMetrics
 from megarl.types import Layout
 from tests.megatron.samples import random_chunks
@@ -33,12 +35,8 @@ _SUMMANDS: dict[Fault | None, float] = {"NaN": float("nan"), "infinite": float("
 
 def _updates(rank: int, directory: Path, layout: Layout, dtype: torch.dtype) -> list[tuple[bool, bool, float, float]]:
     """Takes an optimizer step per fault; returns what it reports, and whether anything in the role has changed."""
-    from megarl.data.schedule import update_schedules
-    from megarl.megatron.heads import response_logprobs
-    from megarl.megatron.parallel import GroupCache
-
     rollouts, infos = random_chunks()
-    role = load_role(directory, "actor", layout, rank, GroupCache(), trainable=True, head=None, dtype=dtype)
+    role = load_role(directory, "actor", layout, rank, trainable=True, dtype=dtype)
     role.start_training(Optimizer(lr=6e-3, schedule="linear"), total_steps=6, decay=0.9)
     schedule = update_schedules(infos, layout, 40, mini_batches=1, epochs=1, seed=0, step=0)
     results = []

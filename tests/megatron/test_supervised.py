@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.data.schedule import inference_schedule, step_schedule
+from megarl.megatron.parallel import GroupCache
+from megarl.megatron.supervised_losses import text_loss
 from megarl.types import Layout
 from tests.megatron.compare import state_of, trained
 from tests.megatron.families import FAMILIES, MIXTURES, MODELS
@@ -108,13 +111,9 @@ def test_a_head_can_be_scaled(pool: RankPool, tmp_path: Path, dtype: torch.dtype
 
 def _one_sample(rank: int, directory: Path, layout: Layout, recompute: str) -> tuple[Any, Any, int]:
     """A forward pass and a step on one sample, with an offload in between."""
-    from megarl.data.schedule import inference_schedule, step_schedule
-    from megarl.megatron.parallel import GroupCache
-    from megarl.megatron.supervised_losses import text_loss
-
     chunks, infos = random_chunks(chunks=1, rows=1)
     cache = GroupCache()
-    role = load_role(directory, "actor", layout, rank, cache, trainable=True, head=None, recompute=recompute)
+    role = load_role(directory, "actor", layout, rank, cache, trainable=True, recompute=recompute)
     role.start_training(SETTINGS, total_steps=1)
     dp = role.coords.dp
     before = role.logprobs(inference_schedule(infos, layout, 40).ranks[dp], chunks, temperature=1.0)

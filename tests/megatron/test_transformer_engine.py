@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.errors import RunError
+from megarl.megatron.model import _require_agreement
 from megarl.megatron.platform import kernels
 from megarl.models.param_types import Dims
 from megarl.types import Layout
@@ -110,9 +112,6 @@ def test_a_device_without_packed_attention_has_local_layers(monkeypatch: pytest.
 
 def _choose(rank: int) -> str:
     import torch.distributed as dist
-
-    from megarl.errors import RunError
-    from megarl.megatron.model import _require_agreement
 
     assert dist.group.WORLD is not None
     _require_agreement("local", dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""Invariants of an update: ratios of one before the first step; masked tokens change nothing."""
+"""Invariants of an update: masked tokens change nothing; test_one_optimizer_step.py has the ratios of a first one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import numpy as np
 import pytest
 
 from megarl.config.schema import Algo
+from megarl.config.schema.loss_specs import PolicySpec
+from megarl.data.schedule import inference_schedule, step_schedule
 from megarl.experience.records import ExperienceChunk
+from megarl.megatron.losses import PolicyLoss, value_loss
+from megarl.megatron.parallel import GroupCache
 from megarl.types import Layout, Ragged
 from tests.megatron.compare import everywhere
 from tests.megatron.layouts import KL_COEF, LEFT_OUT, SETTINGS, STEPS, TEMPERATURE, chunks, experience, restart, samples
@@ -59,11 +63,6 @@ def _corrupted(index: int, chunk: ExperienceChunk) -> Ragged:
 
 def _updates(rank: int, directory: Path) -> Reported:
     """One step in several variants, by name; names of variants that must agree share a prefix."""
-    from megarl.config.schema.loss_specs import PolicySpec
-    from megarl.data.schedule import inference_schedule, step_schedule
-    from megarl.megatron.losses import PolicyLoss, value_loss
-    from megarl.megatron.parallel import GroupCache
-
     cache, roles = GroupCache(), {}
     for name in ("actor", "critic"):
         head = random_head(directory) if name == "critic" else None
@@ -73,7 +72,6 @@ def _updates(rank: int, directory: Path) -> Reported:
     start = {name: {k: p.detach().clone() for k, p in role.model.parameters().items()} for name, role in roles.items()}
     passes = inference_schedule(samples(), LAYOUT, 20).ranks[actor.coords.dp]
     now = everywhere(actor.logprobs(passes, chunks(), temperature=TEMPERATURE))
-    values = everywhere(critic.values(passes, chunks()))
     columns = experience(now)
     reported: Reported = {}
 
@@ -92,8 +90,6 @@ def _updates(rank: int, directory: Path) -> Reported:
         )
         (reported[name],) = role.update([replace(ranked, pack_tokens=ranked.pack_tokens + longer)], own, loss)
 
-    step("first", PLAIN, _with(columns, old_logprobs=now))
-    step("critic first", VALUES, _with(columns, old_values=values))
     step("nothing kept", REGULAR, _with(columns, actor_mask={i: _filled(c, 0.0) for i, c in now.items()}))
     step("critic of some", VALUES, _with(columns, returns={i: _corrupted(i, chunk) for i, chunk in columns.items()}))
     step("critic of these alone", VALUES, columns, [i for i in STEPS[0] if i not in LEFT_OUT])
@@ -130,16 +126,6 @@ def reported(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Report
     results = pool.run(_updates, save_model(tmp_path_factory.mktemp("model")), world_size=4)
     assert results[0] == results[2], "replicas tell of an update alike, bit for bit"
     return results[0]
-
-
-@pytest.mark.dist
-def test_before_the_first_step_ratios_are_one(reported: Reported) -> None:
-    first = reported["first"]
-    for name in ("ratio_mean", "ratio_max", "ratio_min"):
-        assert first[name] == pytest.approx(1.0, abs=1e-5)
-    assert first["approxkl"] < 1e-10
-    assert abs(first["ppo_kl"]) < 1e-6
-    assert first["clipfrac"] == reported["critic first"]["clipfrac"] == 0.0
 
 
 @pytest.mark.dist

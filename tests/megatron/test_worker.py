@@ -1,4 +1,4 @@
-"""The worker without Ray: an iteration end to end, in economical ways too, and what each stage fetches."""
+"""The worker without Ray: an iteration end to end, and what each stage fetches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.config import load
+from megarl.data.schedule import inference_schedule, update_schedules
 from megarl.experience.records import StepContext
+from megarl.megatron.parallel import GroupCache, build_groups
+from megarl.megatron.pipeline import micro_batches
+from megarl.megatron.worker import MegatronWorker
+from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest, UpdateRequest
 from megarl.types import Layout
 from tests.megatron.compare import everywhere
 from tests.megatron.samples import columns_of, random_chunks
@@ -34,22 +40,15 @@ class Recorded:
 
 def worker_of(rank: int, overrides: list[str], port: int, model: Path) -> Any:
     """A worker of the debug run, with its roles; the model's whole vocabulary is in use."""
-    from megarl.config import load
-    from megarl.megatron.worker import MegatronWorker
-
     worker = MegatronWorker(load("configs/debug/ppo.yaml", [ALL_IDS, *overrides]), "train", rank)
     worker.start(f"tcp://127.0.0.1:{port}")
     worker.load(str(model))
     return worker
 
 
-def _iteration(rank: int, overrides: list[str], port: int, model: Path, out: Path) -> dict[str, Any]:
-    from megarl.config import load
-    from megarl.data.schedule import inference_schedule, update_schedules
-    from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest, UpdateRequest
-
-    worker = worker_of(rank, overrides, port, model)
-    config = load("configs/debug/ppo.yaml", [ALL_IDS, *overrides])
+def _iteration(rank: int, port: int, model: Path, out: Path) -> dict[str, Any]:
+    worker = worker_of(rank, [], port, model)
+    config = load("configs/debug/ppo.yaml", [ALL_IDS])
     chunks, infos = random_chunks()
 
     def passes(role: Any) -> Any:
@@ -76,29 +75,15 @@ def _iteration(rank: int, overrides: list[str], port: int, model: Path, out: Pat
     new = everywhere(worker.logprobs("actor", passes("actor")))
     worker.export("actor", str(out), str(model))
     worker.close()
-    return {
-        "metrics": built and built[1].metrics,
-        "updates": updates,
-        "old": old,
-        "ref": ref,
-        "new": new,
-    }
-
-
-@pytest.fixture(scope="module")
-def plain(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """An iteration in the default layout: its directory, with the model and the export, and its results."""
-    directory = tmp_path_factory.mktemp("plain")
-    model = save_model(directory / "model", "qwen2")
-    results = pool.run(_iteration, [], free_port(), model, directory / "out", world_size=4, connected=False)
-    return directory, results
+    return {"metrics": built and built[1].metrics, "updates": updates, "old": old, "new": new}
 
 
 @pytest.mark.dist
-def test_an_iteration_changes_the_exported_model(plain: tuple[Path, list[Any]]) -> None:
+def test_an_iteration_changes_the_exported_model(pool: RankPool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    directory, results = plain
+    model = save_model(tmp_path / "model")
+    results = pool.run(_iteration, free_port(), model, tmp_path / "out", world_size=4, connected=False)
     # Actor TP2 x PP2: rank 2 is TP 0 of the last stage. Critic PP2 x DP2: ranks 2 and 3 are its last stages.
     assert [result["metrics"] is not None for result in results] == [False, False, True, False]
     assert results[2]["metrics"]["objective/kl"] == pytest.approx(0.0, abs=1e-4), "the reference is the actor's copy"
@@ -108,7 +93,7 @@ def test_an_iteration_changes_the_exported_model(plain: tuple[Path, list[Any]]) 
         steps = results[told[0]]["updates"][role]
         assert all(results[rank]["updates"][role] == steps for rank in told)
         assert [set(step) >= {f"{prefix}/loss", f"{prefix}/grad_norm"} for step in steps] == [True] * 4
-    exported = AutoModelForCausalLM.from_pretrained(directory / "out", dtype=torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     chunks, _ = random_chunks()
     new, old = results[0]["new"], results[0]["old"]
     for index, chunk in enumerate(chunks):
@@ -122,35 +107,7 @@ def test_an_iteration_changes_the_exported_model(plain: tuple[Path, list[Any]]) 
     assert moved > 1e-3, "the update did nothing"
 
 
-@pytest.mark.dist
-def test_offloading_and_recomputation_are_bit_exact(
-    pool: RankPool, plain: tuple[Path, list[Any]], tmp_path: Path
-) -> None:
-    roles = "groups.train.roles"
-    economical = [f"{roles}.{role}.offload=true" for role in ("actor", "critic", "reference", "reward")]
-    economical += [f"{roles}.actor.recompute=full", f"{roles}.critic.recompute=selective"]
-    directory, results = plain
-    economic = pool.run(
-        _iteration,
-        economical,
-        free_port(),
-        directory / "model",
-        tmp_path / "out",
-        world_size=4,
-        connected=False,
-    )
-    for one, other in zip(results, economic, strict=True):
-        assert one["metrics"] == other["metrics"]
-        assert one["updates"] == other["updates"]
-        for column in ("old", "ref", "new"):
-            assert all(np.array_equal(one[column][c].values, other[column][c].values) for c in range(4)), column
-
-
 def _fetched(rank: int) -> set[int]:
-    from megarl.data.schedule import inference_schedule
-    from megarl.megatron.parallel import GroupCache, build_groups
-    from megarl.megatron.pipeline import micro_batches
-
     chunks, infos = random_chunks()
     recorded = Recorded(chunks)
     (schedule,) = inference_schedule(infos, Layout(pp=4), 40).ranks
@@ -165,10 +122,6 @@ def test_middle_stages_fetch_no_columns(pool: RankPool) -> None:
 
 
 def _given_to_engines(rank: int, overrides: list[str]) -> list[str]:
-    from megarl.config import load
-    from megarl.megatron.worker import MegatronWorker
-    from megarl.megatron.worker_requests import UpdateRequest
-
     done: list[str] = []
 
     def update(*_: Any) -> list[Any]:

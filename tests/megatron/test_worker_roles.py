@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.config import load
+from megarl.data.batches import on_all_tokens
+from megarl.data.schedule import inference_schedule, step_schedule, under_one_length
+from megarl.megatron.worker_requests import ForwardRequest, UpdateRequest
 from tests.megatron.compare import everywhere, state_of
 from tests.megatron.layouts import STEPS, TEXTS, chunks, experience, samples
 from tests.megatron.test_worker import worker_of
@@ -27,11 +31,6 @@ OVERRIDES = [
 
 def _one_step(rank: int, port: int, model: Path, out: Path) -> Any:
     """An optimizer step that takes texts along; then the reference follows, and everything is exported."""
-    from megarl.config import load
-    from megarl.data.batches import on_all_tokens
-    from megarl.data.schedule import inference_schedule, step_schedule, under_one_length
-    from megarl.megatron.worker_requests import ForwardRequest, UpdateRequest
-
     worker = worker_of(rank, OVERRIDES, port, model)
     layout = load("configs/debug/ppo.yaml", OVERRIDES).layout("actor")
     everything, texts = samples(), on_all_tokens(samples())

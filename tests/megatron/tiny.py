@@ -68,43 +68,32 @@ def load_role(
     name: RoleName,
     layout: Layout,
     rank: int,
-    cache: Any,
+    cache: Any = None,
     *,
-    trainable: bool,
-    head: torch.Tensor | None,
-    vocab_size: int | None = None,
+    head: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
-    recompute: Any = "none",
-    layers: Any = "auto",
+    **options: Any,
 ) -> Any:
     """A role with the weights of an HF directory, cut by the shard map from whole tensors.
 
     Args:
+        cache: of groups that roles of a world share.
         head: [1, hidden], the value or score head.
+        options: of the engine.
     """
     import json
 
     from safetensors.torch import load_file
 
     from megarl.megatron.model_engine import ModelEngine
+    from megarl.megatron.parallel import GroupCache
     from megarl.models import model_spec
 
     spec = model_spec(json.loads((directory / "config.json").read_text()))
     whole = load_file(directory / "model.safetensors")
     if head is not None:
         whole["score.weight"] = head
-    role = ModelEngine(
-        name,
-        spec,
-        layout,
-        rank,
-        cache,
-        vocab_size=vocab_size,
-        dtype=dtype,
-        trainable=trainable,
-        recompute=recompute,
-        layers=layers,
-    )
+    role = ModelEngine(name, spec, layout, rank, GroupCache() if cache is None else cache, dtype=dtype, **options)
     local = {param: torch.zeros(info.shape) for param, info in role.shard_map.params.items()}
     for shard in role.shard_map.shards:
         values = whole[shard.name][shard.region.slices]

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
+from megarl.config.schema import Optimizer
+from megarl.data.schedule import update_schedules
+from megarl.megatron.heads import response_logprobs, response_values, row_scores
 from megarl.megatron.loss_metrics import LossMetrics
+from megarl.megatron.optimizer import shards
+from megarl.megatron.parallel import GroupCache
+from megarl.megatron.state import plan_save, restore_role
 from megarl.types import Layout, RoleName
 from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role
@@ -63,8 +69,6 @@ def snapshot(role: Any) -> Snapshot:
 
 
 def _average(role: Any) -> dict[tuple[str, str], tuple[int, torch.Tensor]]:
-    from megarl.megatron.optimizer import shards
-
     runs = {shard.name: shard.span.start for shard in shards(role.model, role.optimizer)}
     return {("average", name): (runs[name], values.clone()) for name, values in role.ema.values.items()}
 
@@ -114,9 +118,6 @@ def make_roles(
     layers: str = "auto",
 ) -> dict[RoleName, Any]:
     """Roles in training, in one world; heads are nonzero."""
-    from megarl.config.schema import Optimizer
-    from megarl.megatron.parallel import GroupCache
-
     cache = GroupCache()
     roles: dict[RoleName, Any] = {}
     for name, layout in layouts.items():
@@ -131,9 +132,6 @@ def make_roles(
 
 def train(role: Any, first: int, steps: int, broken: Sequence[int] = ()) -> list[dict[str, float]]:
     """Optimizer steps, each on different data; the loss of a broken one is NaN."""
-    from megarl.data.schedule import update_schedules
-    from megarl.megatron.heads import response_logprobs, response_values, row_scores
-
     metrics: list[dict[str, float]] = []
     for step in range(first, first + steps):
         rollouts, infos = random_chunks(seed=step)
@@ -153,8 +151,6 @@ def train(role: Any, first: int, steps: int, broken: Sequence[int] = ()) -> list
 
 
 def save(role: Any, directory: Path) -> Any:
-    from megarl.megatron.state import plan_save
-
     return plan_save(role, directory)()
 
 
@@ -162,12 +158,8 @@ def plan(role: Any, directory: Path) -> Any:
     """What writes a copy of the role as it is now; needs a group of its own."""
     import torch.distributed as dist
 
-    from megarl.megatron.state import plan_save
-
     return plan_save(role, directory, dist.new_group(backend="gloo"))
 
 
 def restore(role: Any, directory: Path) -> None:
-    from megarl.megatron.state import restore_role
-
     restore_role(role, directory)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from megarl.config.schema import RewardFunction
+from megarl.data.packing import sample_infos
 from megarl.rewards.functions import Completion
 from megarl.types import Prompt, Ragged, RolloutChunk, SampleInfo
 
@@ -55,15 +57,5 @@ def rollout(prompts: Sequence[Prompt], responses: Sequence[str], finished: Seque
 
 def infos(chunk: int, prompts: Sequence[Prompt], rows: RolloutChunk) -> list[SampleInfo]:
     """The driver's records of a chunk."""
-    return [
-        SampleInfo(
-            sample_id=f"{chunk}.{row}",
-            prompt_id=prompt.prompt_id,
-            chunk=chunk,
-            row=row,
-            prompt_tokens=len(prompt.token_ids),
-            response_tokens=len(rows.response_ids[row]),
-            finished=bool(rows.finished[row]),
-        )
-        for row, prompt in enumerate(prompts)
-    ]
+    made = sample_infos(chunk, rows, [prompt.prompt_id for prompt in prompts])
+    return [replace(info, sample_id=f"{chunk}.{info.row}") for info in made]

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megarl.data.prompts import greedy_requests
 from megarl.models import model_spec
@@ -42,15 +41,6 @@ def resync(engine: EngineProcess, model_dir: Path) -> None:
     sync(engine, model_dir, engine.apply(in_process.version) + 1)
 
 
-def test_a_second_sync_replaces_every_weight(
-    engine: EngineProcess, models: Mapping[str, Path], fresh: Mapping[str, Answers]
-) -> None:
-    resync(engine, models["qwen2"])
-    ask(engine)
-    resync(engine, models["qwen2_later"])
-    assert_same(ask(engine), fresh["qwen2_later"])
-
-
 def test_turns_are_the_responses_to_the_same_requests_and_come_as_they_end(
     engine: EngineProcess, models: Mapping[str, Path]
 ) -> None:
@@ -70,17 +60,6 @@ def test_turns_are_the_responses_to_the_same_requests_and_come_as_they_end(
     lengths = [[len(turn.token_ids) for _, turn in batch] for batch in answers]
     assert len(lengths) == len({length for batch in lengths for length in batch}), "those of a length end together"
     assert engine.apply(in_process.beats), "without an answer, a call returns after a while"
-
-
-def test_an_engine_receives_its_shard_once(engine: EngineProcess, models: Mapping[str, Path]) -> None:
-    trainer = Trainer(engine, models["qwen2"])
-    report = trainer.sync(engine.apply(in_process.version) + 1)
-    (received,) = report.received
-    tensors = load_file(models["qwen2"] / "model.safetensors").values()
-    assert received.nbytes == report.sent[0].nbytes == sum(tensor.nbytes for tensor in tensors)
-    assert received.messages == len({message.bucket for message in trainer.plan.senders[0].messages}) > 5
-    again = trainer.sync(received.version + 1)
-    assert again.received[0].version == engine.apply(in_process.version) == received.version + 1
 
 
 def test_a_sync_refused_before_the_first_write_changes_nothing(

@@ -10,22 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.models import model_spec
 from megarl.models.flops import forward_flops, peak_tflops
-from megarl.types import SampleInfo
+from tests.data.test_schedule import make_samples
 from tests.megatron.tiny import hf_config
 
 MIXTURE = {"num_local_experts": 6, "num_experts_per_tok": 2}
-
-
-def sample(prompt: int, response: int) -> SampleInfo:
-    return SampleInfo(
-        sample_id="s",
-        prompt_id="p",
-        chunk=0,
-        row=0,
-        prompt_tokens=prompt,
-        response_tokens=response,
-        finished=True,
-    )
 
 
 def test_flops_of_a_pass_by_hand() -> None:
@@ -42,8 +30,9 @@ def test_flops_of_a_pass_by_hand() -> None:
     matrices = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16)
     attention = 2 * (15 + 1) * 2 * 2 * 4 * 2  # layers, pairs of positions, two products, 2 per multiplication, heads
     body = 6 * 2 * matrices + attention
-    assert forward_flops(spec, "lm", [sample(3, 2), sample(1, 0)]) == body + 2 * 2 * 8 * 10
-    assert forward_flops(spec, "value", [sample(3, 2), sample(1, 0)]) == body + 2 * 2 * 8
+    samples = make_samples([(3, 2), (1, 0)], chunk_rows=2)
+    assert forward_flops(spec, "lm", samples) == body + 2 * 2 * 8 * 10
+    assert forward_flops(spec, "value", samples) == body + 2 * 2 * 8
 
 
 @pytest.mark.parametrize(
@@ -61,7 +50,8 @@ def test_flops_of_a_pass_equal_those_that_torch_counts(model_type: str, fields: 
     spec = model_spec(config)
     dims = spec.dims
     unneeded = 4 * dims.layers * dims.heads * dims.head_dim * tokens * (tokens - 1) // 2
-    assert counter.get_total_flops() == 3 * (forward_flops(spec, "lm", [sample(0, tokens)]) + unneeded)
+    needed = forward_flops(spec, "lm", make_samples([(0, tokens)], chunk_rows=1))
+    assert counter.get_total_flops() == 3 * (needed + unneeded)
 
 
 @pytest.mark.parametrize(

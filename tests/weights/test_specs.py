@@ -1,4 +1,4 @@
-"""Megatron's configuration of each family; refusals; layers per pipeline stage."""
+"""Refusals of models and layouts, and layers per pipeline stage; test_parity.py of Megatron has the families."""
 
 from __future__ import annotations
 
@@ -21,64 +21,6 @@ from tests.weights.models import (
     qwen3_config,
     qwen3_moe_config,
 )
-
-RMS = {"normalization": "RMSNorm", "gated_linear_unit": True}
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (llama_config(), {**RMS, "layernorm_epsilon": 1e-5, "add_qkv_bias": False, "add_bias_linear": False}),
-        (llama_config(attention_bias=True, mlp_bias=True), {**RMS, "add_bias_linear": True}),
-        (mistral_config(), {**RMS, "num_query_groups": 1, "kv_channels": 6}),
-        (qwen2_config(), {**RMS, "num_query_groups": 2, "add_qkv_bias": True, "add_bias_linear": False}),
-        (qwen3_config(), {**RMS, "qk_layernorm": True, "add_qkv_bias": False, "kv_channels": 10}),
-        (
-            gpt2_config(),
-            {
-                "normalization": "LayerNorm",
-                "gated_linear_unit": False,
-                "add_bias_linear": True,
-                "ffn_hidden_size": 80,
-                "num_query_groups": 4,
-                "kv_channels": 5,
-            },
-        ),
-        (
-            mixtral_config(),
-            {
-                **RMS,
-                "num_moe_experts": 3,
-                "moe_ffn_hidden_size": 24,
-                "moe_router_topk": 2,
-                "moe_router_pre_softmax": False,
-            },
-        ),
-        (
-            qwen3_moe_config(),
-            {
-                **RMS,
-                "qk_layernorm": True,
-                "num_moe_experts": 4,
-                "moe_ffn_hidden_size": 12,
-                "moe_router_pre_softmax": False,
-            },
-        ),
-        (qwen3_moe_config(norm_topk_prob=False), {"moe_router_pre_softmax": True}),
-    ],
-    ids=lambda value: value.get("model_type", ""),
-)
-def test_megatron_configuration(config: dict[str, Any], expected: dict[str, Any]) -> None:
-    arguments = model_spec(config).transformer(2)
-    assert {name: arguments.transformer[name] for name in expected} == expected
-    assert arguments.gpt["vocab_size"] == 128 * -(-config["vocab_size"] // 128)
-    if config["model_type"] == "gpt2":
-        assert (arguments.activation, arguments.gpt["position_embedding_type"]) == ("gelu_tanh", "learned_absolute")
-        assert arguments.gpt["max_sequence_length"] == 48
-        assert arguments.gpt["share_embeddings_and_output_weights"]
-    else:
-        assert (arguments.activation, arguments.gpt["position_embedding_type"]) == ("silu", "rope")
-        assert not arguments.gpt["share_embeddings_and_output_weights"]
 
 
 def test_a_value_head_is_not_tied() -> None:

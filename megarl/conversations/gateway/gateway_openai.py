@@ -169,12 +169,12 @@ def stream_chat(reply: GatewayReply) -> Iterator[dict[str, Any]]:
     """Yields the chunks of the answer: a part of each message has one."""
     head = _head(reply, "chat.completion.chunk", "chatcmpl")
     for index, turn in enumerate(reply.turns):
-        logprobs = _token_logprobs(reply, turn)
-        for part in _message_parts(turn.action):
-            delta = {"role": "assistant", **part}
-            choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs}
-            yield {**head, **_prompt_ids(reply), "choices": [choice]}
-            logprobs = None  # the first part has them
+        first, *others = _message_parts(turn.action)
+        choice = {"index": index, "finish_reason": None, "logprobs": _token_logprobs(reply, turn)}
+        # The first part alone has the role: OpenAI's client joins the roles of all parts to one word.
+        yield {**head, **_prompt_ids(reply), "choices": [{**choice, "delta": {"role": "assistant", **first}}]}
+        for part in others:
+            yield {**head, **_prompt_ids(reply), "choices": [{**choice, "logprobs": None, "delta": part}]}
         yield {**head, "choices": [_choice(reply, index, _finish_reason(turn.action), {"delta": {}})]}
     if reply.request.with_usage:
         yield {**head, "choices": [], "usage": _usage(reply)}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -73,32 +70,6 @@ def test_a_process_missing_on_this_machine_was_killed(run: MadeRun) -> None:
     found = state(run)
     assert (found.name, found.since) == ("killed", NOW - 300)
     assert "process 77 on n1 wrote no reason" in found.message
-
-
-@pytest.mark.process
-def test_a_killed_process_is_distinguished_from_a_running_one(tmp_path: Path) -> None:
-    path = MadeRun(tmp_path / "run").path
-    code = f"""
-import fcntl, pathlib
-from megarl.run.attempts import AttemptLog
-run = pathlib.Path({str(path)!r})
-lock = (run / ".lock").open("a")
-fcntl.flock(lock, fcntl.LOCK_EX)
-AttemptLog(run / "attempts.jsonl").start(0)
-print("started", flush=True)
-input()
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"started\n"
-        assert read_status(path).state.name == "running"
-    finally:
-        process.kill()
-        process.communicate()
-    found = read_status(path)
-    assert found.state.name == "killed"
-    assert f"process {process.pid} on {socket.gethostname()} " in found.state.message
 
 
 @pytest.mark.parametrize(("ago", "name"), [(25 * MINUTE, "running"), (35 * MINUTE, "silent")])

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
 from megarl.dashboard.view.page_export import export
-from megarl.dashboard.view.page_server import PageServer
 from megarl.dashboard.view.run_view import RunView
 from tests.dashboard.status.directories import MadeRun
 from tests.dashboard.view.chromium import PROGRAM, Chromium
-from tests.dashboard.view.viewed_run import SCRIPT, add_lines, conversations, sample, step_samples, viewed_run
+from tests.dashboard.view.viewed_run import SCRIPT, add_lines, conversations, sample, served, step_samples, viewed_run
 from tests.debian import program
 from tests.needs import lacking
 
@@ -45,9 +43,7 @@ def page(browser: Chromium) -> Iterator[Chromium]:
 def test_the_page_shows_a_run_while_it_trains(page: Chromium, tmp_path: Path) -> None:
     run = viewed_run(tmp_path / "run")
     trace = (run.path / "trace.json").rename(tmp_path / "later.json")
-    with PageServer([RunView(run.path, "run")]) as server:
-        thread = Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    with served(run) as server:
         try:
             page.open(server.url)
             page.until("document.querySelectorAll('.chart svg').length >= 3")
@@ -71,17 +67,13 @@ def test_the_page_shows_a_run_while_it_trains(page: Chromium, tmp_path: Path) ->
             search_twice(page, "data/epoch")
         finally:
             page.open("about:blank")
-            server.shutdown()
-            thread.join()
 
 
 def test_samples_appear_in_a_run_that_had_none(page: Chromium, tmp_path: Path) -> None:
     """The page has shown those of another run before; the first ones are of an evaluation, then of the training."""
     first, second = viewed_run(tmp_path / "first"), MadeRun(tmp_path / "second")
     second.start(1, ago=60)
-    with PageServer([RunView(run.path, run.path.name) for run in (first, second)]) as server:
-        thread = Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    with served(first, second) as server:
         try:
             page.open(f"{server.url}#samples")
             page.until(f"{STEP} === 'step 20'")
@@ -98,8 +90,6 @@ def test_samples_appear_in_a_run_that_had_none(page: Chromium, tmp_path: Path) -
             page.until(f"{STEP} === 'step 1'")
         finally:
             page.open("about:blank")
-            server.shutdown()
-            thread.join()
 
 
 def hover(page: Chromium) -> None:

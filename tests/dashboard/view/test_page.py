@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from megarl.cli import app
 from megarl.dashboard.view.page_export import _thinned, export, key
 from megarl.dashboard.view.page_server import PageServer
 from megarl.dashboard.view.run_view import RunView
-from tests.dashboard.view.viewed_run import SCRIPT, viewed_run
+from tests.dashboard.view.viewed_run import SCRIPT, served, viewed_run
 
 
 @pytest.fixture
@@ -26,13 +25,9 @@ def view(tmp_path: Path) -> RunView:
 
 
 @pytest.fixture
-def server(view: RunView) -> Iterator[PageServer]:
-    with PageServer([view]) as server:
-        thread = Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+def server(tmp_path: Path) -> Iterator[PageServer]:
+    with served(viewed_run(tmp_path / "run")) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def get(server: PageServer, path: str, host: str = "127.0.0.1") -> tuple[int, str, str]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+from megarl.dashboard.view.page_server import PageServer
+from megarl.dashboard.view.run_view import RunView
 from tests.dashboard.status.directories import MadeRun
 
 SCRIPT = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -30,6 +34,19 @@ def viewed_run(path: Path, steps: int = 20) -> MadeRun:
     left_out = {"field": "data.prompts", "where": "a.jsonl:3", "fault": "empty", "reason": SCRIPT}
     add_lines(path / "left_out.jsonl", [left_out])
     return run
+
+
+@contextmanager
+def served(*runs: MadeRun) -> Iterator[PageServer]:
+    """A server of the page of some runs, which are named like their directories."""
+    with PageServer([RunView(run.path, run.path.name) for run in runs]) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def step_samples(step: int) -> list[dict[str, Any]]:
