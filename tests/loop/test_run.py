@@ -1,15 +1,19 @@
-"""Checks before a run starts its processes, and a trainer's state from a checkpoint."""
+"""Checks before a run starts its processes; batches of supervised trainers, and trainers' state from a checkpoint."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.algos.kl import KLController
-from megarl.config import ConfigError, load
+from megarl.cluster.ray_worker import ChunkRefs
+from megarl.config import ConfigError, TrainingConfig, load
+from megarl.data.training_texts import TrainingText
 from megarl.loop import train
 from megarl.plan.run_plan import plan_lines
 from megarl.preflight.capacity import capacity
@@ -77,3 +81,48 @@ def test_ppo_restores_all_of_its_state() -> None:
     assert (resumed._kl.coef, resumed._value_norm) == (0.1 + 0.2, {"mean": 1.5})
     assert (resumed._buffer.given, resumed._updater.given) == ({"position": 3}, {"epoch": 2})
     assert resumed.state(Path()) == state
+
+
+def supervised(monkeypatch: pytest.MonkeyPatch, stage: str, responses: int, *overrides: str) -> Any:
+    """The trainer of a stage, without its processes, on six rows with two tokens of prompt and three of response."""
+    role = {"sft": "actor", "reward_model": "reward"}[stage]
+    monkeypatch.setattr(ChunkRefs, "put", lambda chunks: chunks)
+    launched = SimpleNamespace(roles={role: SimpleNamespace(name=role)})
+    monkeypatch.setattr("megarl.loop.supervised.launch_trainers", lambda *_: launched)
+    config = load(f"configs/debug/{stage}.yaml", overrides)
+    assert isinstance(config, TrainingConfig)
+    ids = np.arange(5, dtype=np.int32)
+    rows = [
+        TrainingText(key=str(row), prompt_ids=ids[:2] + row, responses=(ids[2:], ids[:3])[:responses])
+        for row in range(6)
+    ]
+    data: Any = SimpleNamespace(train=rows, held_out=rows, reference=())
+    return train.trainer_class(config)(config, None, "model", data, lambda _: None)
+
+
+@pytest.mark.parametrize(("loss_on", "trained"), [("response", 3), ("all", 4)])
+def test_fine_tuning_learns_the_tokens_that_are_configured(
+    monkeypatch: pytest.MonkeyPatch, loss_on: str, trained: int
+) -> None:
+    trainer = supervised(monkeypatch, "sft", 1, f"data.loss_on={loss_on}")
+    _, _, schedule = trainer._batch(trainer._rows.next(4))
+    rows = [row for rank in schedule.ranks for pack in rank.packs for row in pack]
+    assert [(row.tokens, row.response_tokens) for row in rows] == [(5, trained)] * 4
+    assert {rank.total_response_tokens for rank in schedule.ranks} == {4 * trained}
+
+
+def test_the_responses_of_a_preference_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = supervised(monkeypatch, "reward_model", 2, "normalisation=null", "rollout=null")
+    samples, _, schedule = trainer._batch(trainer._rows.next(4))
+    packs = [[(row.chunk, row.row) for row in pack] for rank in schedule.ranks for pack in rank.packs]
+    for pack in packs:
+        assert [(chunk, row + 1) for chunk, row in pack[0::2]] == pack[1::2]
+    assert sum(map(len, packs)) == len(samples) == 8
+    assert {(rank.rows_per_unit, rank.total_rows) for rank in schedule.ranks} == {(2, 8)}
+
+
+def test_a_resumed_supervised_run_continues_with_the_next_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, resumed = (supervised(monkeypatch, "sft", 1) for _ in range(2))
+    whole._rows.next(8)
+    resumed.load(json.loads(json.dumps(whole.state(Path()))), Path())
+    assert [row.key for row in resumed._rows.next(6)] == [row.key for row in whole._rows.next(6)]
