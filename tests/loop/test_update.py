@@ -10,11 +10,12 @@ import pytest
 from megarl.algos.kl import KLController
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config.schema import Algo, EarlyStop
-from megarl.loop.update import Updater, mean_kl
+from megarl.loop.update import StepPlan, Updater, mean_kl
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import UpdateRequest
 from megarl.stages.ppo.trainer import PPOTrainer
-from megarl.types import RankSchedule, RoleName, Schedule
+from megarl.types import RankSchedule, RoleName, SampleInfo, Schedule
+from tests.config.debug import debug
 from tests.loop.answers import Answered, run
 
 TOKENS = (10, 30)
@@ -101,6 +102,32 @@ def updated(
     made = plan(step, together=stop is None)
     told = run(updater.update(ChunkRefs({}), made, kl_coef=0.5, trained_roles=trained_roles))
     return told, log
+
+
+def test_a_selection_is_all_that_is_trained_on() -> None:
+    samples = [
+        SampleInfo(
+            sample_id=f"1/p{row}/0",
+            prompt_id=f"p{row}",
+            chunk=0,
+            row=row,
+            prompt_tokens=2,
+            response_tokens=row + 1,
+            finished=True,
+        )
+        for row in range(6)
+    ]
+    algo = Algo.model_validate({"mini_batches": 2, "ppo_epochs": 3})
+    for selected, mini_batches in (([4, 1, 2], 2), ([3], 1)):
+        made = StepPlan(debug(), algo, samples, 1, selected=selected)
+        (schedules,) = made.passes("actor")
+        assert (len(schedules), made.total_steps) == (3 * mini_batches, 6)
+        for epoch in range(3):
+            own = schedules[epoch * mini_batches : (epoch + 1) * mini_batches]
+            rows = [row.row for one in own for rank in one.ranks for pack in rank.packs for row in pack]
+            assert sorted(rows) == sorted(selected)
+            tokens = [one.ranks[0].total_response_tokens for one in own]
+            assert sum(tokens) == sum(index + 1 for index in selected)
 
 
 def test_actor_and_critic_take_all_steps_in_one_call_per_role() -> None:
