@@ -1,4 +1,4 @@
-"""Checks before a run starts its processes; batches of supervised trainers, and trainers' state from a checkpoint."""
+"""Checks before a run starts its processes; what supervised trainers ask for, and trainers' state from a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 
 from megarl.algos.kl import KLController
+from megarl.algos.reward_shaping import ScoreScale
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config import ConfigError, TrainingConfig, load
 from megarl.data.training_texts import TrainingText
 from megarl.loop import train
+from megarl.megatron.worker import MegatronWorker
 from megarl.plan.run_plan import plan_lines
 from megarl.preflight.capacity import capacity
 from megarl.preflight.check import check
 from megarl.stages.ppo.trainer import PPOTrainer
+from tests.loop.answers import Answered, answer, run
 from tests.loop.test_model_directory import DEBUG
 
 
@@ -126,3 +129,39 @@ def test_a_resumed_supervised_run_continues_with_the_next_row(monkeypatch: pytes
     whole._rows.next(8)
     resumed.load(json.loads(json.dumps(whole.state(Path()))), Path())
     assert [row.key for row in resumed._rows.next(6)] == [row.key for row in whole._rows.next(6)]
+
+
+class Head:
+    """A role that notes what is asked of it."""
+
+    name = "reward"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def call(self, method: Any, *args: Any) -> Answered:
+        self.asked.append((method, *args))
+        return Answered()
+
+
+def test_the_head_is_scaled_before_the_first_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = supervised(monkeypatch, "reward_model", 2, "normalisation=null", "rollout=null")
+    trainer._role = head = Head()
+    trainer._normalisation = SimpleNamespace(before=True)
+    trainer._reference_scale = lambda: answer(ScoreScale(mean=3.0, std=4.0))
+    assert run(trainer.begin(0)) == {"normalisation/before_mean": 3.0, "normalisation/before_std": 4.0}
+    assert head.asked == [(MegatronWorker.scale_head, 0.25)]
+    assert run(trainer.begin(2)) == {}, "the checkpoint has the scaled head"
+    assert len(head.asked) == 1
+
+
+def test_statistics_compare_the_responses_of_each_held_out_preference(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trainer = supervised(monkeypatch, "reward_model", 2, "normalisation=null", "rollout=null")
+    trainer._role = Head()
+    scores = {f"{row}/0/{place}": score for row in range(6) for place, score in enumerate((row, 2))}
+    trainer._scores = lambda samples, _: answer(np.float32([scores[sample.sample_id] for sample in samples]))
+    metrics = run(trainer.finish(tmp_path))
+    assert metrics["held_out/accuracy"] == 0.5, "3, 4 and 5 are above 2"
+    assert (metrics["held_out/chosen_mean"], metrics["held_out/rejected_mean"]) == (2.5, 2.0)
