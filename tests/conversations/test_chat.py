@@ -262,6 +262,19 @@ def test_other_tools_begin_a_branch() -> None:
         assert tokens.decode(branch.prompt, special=True) == rendered("qwen2.5", chat[:length], tools)
 
 
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_chat_with_another_earlier_message_begins_a_branch(changed: int) -> None:
+    tokens = tokenizer("qwen2.5")
+    session = session_of(renderer_of("qwen2.5"), says("qwen2.5", "ok"))
+    turn = asyncio.run(session.turn([ASKED]))
+    assert turn is not None
+    chat = [ASKED, turn.action.message, ASKED]
+    chat[changed] = {**chat[changed], "content": "another"}
+    asyncio.run(session.turn(chat))
+    assert [len(branch.turns) for branch in session.conversation.branches] == [1, 1]
+    assert tokens.decode(session.conversation.branch.prompt, special=True) == rendered("qwen2.5", chat)
+
+
 def test_a_turn_that_cannot_be_read_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session may ask again: what was given before the turn is there once."""
     renderer, tokens = renderer_of("qwen2.5"), tokenizer("qwen2.5")

@@ -7,6 +7,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -250,6 +251,25 @@ async def test_branches_are_in_the_order_of_their_last_turns_and_seeds_do_not_de
     assert other == [(3, 1), (4, 1)]
     assert {prompt: seeds[prompt] for prompt in ((3, 1), (4, 1))} == {p: again[p] for p in ((3, 1), (4, 1))}
     assert len(set(seeds.values())) == 3
+
+
+async def test_of_branches_with_the_same_ids_the_newest_goes_on() -> None:
+    answers = iter([(0.1, 7), (0.2, 7), (0.3, 9)])
+
+    async def sample(_request: SampleRequest) -> SampledTurn:
+        logprob, token = next(answers)
+        return replace(turn_of(token), logprobs=np.array([-logprob], np.float32))
+
+    renderer: Any = SimpleNamespace(
+        read=lambda ids, finished, **_: Action(text="", content="", token_ids=tuple(ids), finished=finished)
+    )
+    request = SampleRequest(sample_id="1/p/0", prompt=TASKS[0], seed=5)
+    session = ChatSession(Conversation(request=request), renderer, sample, TurnLimits(context=50, turn=5, turns=9))
+    for ids in ([3], [3], [3, 7, 2]):
+        await session.complete(ids)
+    older, newer = session.conversation.branches
+    assert (older.response, newer.response) == ([7], [7, 2, 9])
+    assert newer.logprobs == pytest.approx([-0.2, -0.3]), "a client that asks again goes on from the last answer"
 
 
 async def test_a_session_that_is_closed_leaves_out_turns_in_progress() -> None:

@@ -111,8 +111,20 @@ async def test_offloading_is_timed_separately_from_the_sync(sleep: bool) -> None
     assert report.metrics()["sync/gb_per_second"] == 4e-9
 
 
-@pytest.mark.parametrize(("every", "synced"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
-async def test_weights_are_synced_when_due_and_after_the_last_step(every: int, synced: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("every", "evaluated", "synced"),
+    [
+        (1, None, [1, 2, 3, 4, 5]),
+        (2, None, [2, 4, 5]),
+        (5, None, [5]),
+        (9, None, [5]),
+        (9, 2, [2, 4, 5]),
+        (2, 3, [2, 3, 4, 5]),
+    ],
+)
+async def test_weights_are_synced_when_due_before_evaluations_and_after_the_last_step(
+    every: int, evaluated: int | None, synced: list[int]
+) -> None:
     log = Log()
     trainer: Any = object.__new__(RolloutTrainer)
     trainer._config = SimpleNamespace(rollout=SimpleNamespace(sync_every=every), steps=5)
@@ -127,7 +139,7 @@ async def test_weights_are_synced_when_due_and_after_the_last_step(every: int, s
         return [ProcessUsage(idle=0.0, peak_bytes={"rollout": 2**30}, device_name="")]
 
     trainer._engines = SimpleNamespace(name="rollout", take_usage=take_usage)
-    trainer.evaluate_every = None
+    trainer.evaluate_every = evaluated
     metrics = [await trainer._sync(step) for step in range(1, 6)]
     assert log.new_calls() == [call for step in synced for call in ("prepare", f"sync {step}", f"synced {step}")]
     assert [step for step, of_step in enumerate(metrics, 1) if of_step] == synced

@@ -41,6 +41,7 @@ class Calls:
 
     answers: Iterator[Any] = field(default_factory=lambda: itertools.repeat(None))
     asked: list[tuple[str, Any]] = field(default_factory=list)
+    engines_asked: list[int] = field(default_factory=list)
 
     def call_each(self, method: RemoteMethod[Any, ..., Any], requests: Sequence[Any]) -> Any:
         """All processes of the group answer, each with an answer of its own; an error is that of all of them."""
@@ -57,6 +58,7 @@ class Calls:
         return self.call_each(method, [args] * 4)
 
     def call_at(self, engine: int, method: RemoteMethod[Any, ..., Any], *args: object) -> Any:
+        self.engines_asked.append(engine)
         call = self.call_each(method, args)
         call.processes = [f"engine {engine}"]
         return call
@@ -140,10 +142,20 @@ async def test_each_half_of_the_engines_has_a_connection_if_updated_in_turn() ->
     told = [(request.link, [*request.ranks], request.sync.world_size) for _, request in calls.asked]
     alone = [[0], [1], [2], [3], [4, 5]]
     assert told == [(link, ranks, 6) for link in (0, 1) for ranks in alone]
+    assert calls.engines_asked == [0, 1]
 
 
 def stats(nbytes: int, **seconds: float) -> SyncStats:
     return SyncStats(version=3, nbytes=nbytes, messages=2, peak_staging_bytes=nbytes, seconds=seconds)
+
+
+async def test_all_ranks_are_told_the_version_of_a_sync() -> None:
+    calls = Calls(iter([*[None] * 6, *[stats(0)] * 4, [stats(4)], [stats(4)]]))
+    made = resharder(calls)
+    await made.connect()
+    calls.asked.clear()
+    await made.sync(3)
+    assert calls.asked == [("send_weights", (3, 0))] * 4 + [("receive_weights", 3)] * 2
 
 
 async def test_a_report_sums_bytes_and_has_the_slowest_rank_of_each_stage() -> None:

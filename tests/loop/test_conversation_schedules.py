@@ -5,14 +5,19 @@ from __future__ import annotations
 import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megarl.cluster.calls import Call
+from megarl.conversations.environment_process import TurnRequest
 from megarl.errors import RunError
+from megarl.groups.conversations import ConversationGroup
 from megarl.groups.engines import Turn
-from megarl.types import Pickled, Prompt, SampleRequest
+from megarl.types import Pickled, Prompt, SampleRequest, TurnAnswer
+from tests.loop import answers
+from tests.loop.answers import Answered
 from tests.loop.simulated_conversations import Conversations
 from tests.loop.simulated_engines import Engines
 from tests.loop.simulated_time import SimulatedMonitor, SimulatedTime
@@ -154,3 +159,25 @@ def test_a_turn_goes_to_the_engine_with_its_prefix_unless_that_has_too_many_toke
     monitor.drive(sample())
     monitor.work(30.0)
     assert engines._in_flight == [0, 0, 0]
+
+
+def test_the_next_turn_of_a_conversation_asks_for_the_engine_of_the_last() -> None:
+    asked: list[Turn[Any]] = []
+    engines: Any = SimpleNamespace(index=["first", "second"].index, sample=asked.extend)
+    group: Any = object.__new__(ConversationGroup)
+    group._engines, group._engine_of, group.processes = engines, {}, ["environments"]
+    group._sampling, group._running = set(), [set()]
+    group.call_at = lambda *_: None
+    request = Pickled.of(SampleRequest(sample_id="", prompt=Prompt(prompt_id="", token_ids=(1,)), seed=0))
+
+    def submit(*_: Any, **__: Any) -> Answered:
+        group._running[0].clear()
+        return Answered([TurnRequest(number=7, conversation=name, tokens=9, request=request) for name in "ab"])
+
+    group.submit = submit
+    for _ in range(2):
+        group._running[0].add("item")
+        group._sampling.add(0)
+        answers.run(group._sample(0))
+        group._answer([(asked[0], TurnAnswer(number=7, tokens=1, turn=Pickled.of("turn")))], "second")
+    assert [turn.engine for turn in asked] == [None, None, 1, None], "the second conversation has no turn yet"

@@ -14,7 +14,7 @@ import pytest
 from megarl.config.schema import Evaluation, SourceFields
 from megarl.loop.evaluate import Evaluator, held_out_metrics
 from megarl.loop.scoring import ScoredSamples
-from megarl.types import Prompt, SampleInfo
+from megarl.types import Prompt, SampleInfo, SampleRequest
 from tests.loop.answers import answer, run
 
 Z = 1.959963984540054
@@ -92,8 +92,12 @@ def test_lengths() -> None:
     assert found["truncated_fraction"] == pytest.approx(1 / 3)
 
 
-def test_an_evaluation_takes_the_devices_and_gives_them_back() -> None:
+@pytest.mark.parametrize(("settings", "temperature"), [({"greedy": True}, 0.0), ({"temperature": 0.5}, 0.5)])
+def test_an_evaluation_takes_the_devices_for_the_same_requests_every_time(
+    settings: dict[str, Any], temperature: float
+) -> None:
     calls: list[str] = []
+    asked: list[list[SampleRequest]] = []
     answered = samples("ab")
 
     async def note(call: str) -> None:
@@ -106,16 +110,26 @@ def test_an_evaluation_takes_the_devices_and_gives_them_back() -> None:
         return await work
 
     config: Any = SimpleNamespace(
-        evaluation=evaluation(), run=SimpleNamespace(seed=0), tracking=SimpleNamespace(samples=0, tokens=False)
+        evaluation=evaluation(**settings),
+        run=SimpleNamespace(seed=0),
+        tracking=SimpleNamespace(samples=0, tokens=False),
     )
     data: Any = SimpleNamespace(tokenizer=None, held_out=[Prompt(prompt_id=id, token_ids=(1,)) for id in "ab"])
-    pending = SimpleNamespace(result=lambda: answer(SimpleNamespace(samples=answered)))
+
+    def generate(requests: list[SampleRequest], _chunks: int) -> Any:
+        asked.append(requests)
+        return SimpleNamespace(result=lambda: answer(SimpleNamespace(samples=answered)))
+
     parts: Any = SimpleNamespace(
         engines=SimpleNamespace(require=require),
-        generator=SimpleNamespace(generate=lambda *_: pending),
+        generator=SimpleNamespace(generate=generate),
         scorer=SimpleNamespace(score=scored),
         colocation=SimpleNamespace(to_rollout=lambda: note("rollout"), to_training=lambda: note("training")),
     )
-    result = run(Evaluator(config, data, parts, 1).evaluate(4))
+    evaluator = Evaluator(config, data, parts, 1)
+    result = run(evaluator.evaluate(4))
     assert calls == ["rollout", "training"]
     assert (result.step, result.metrics["eval/f"]) == (4, 2.0)
+    run(evaluator.evaluate(8))
+    assert asked[0] == asked[1]
+    assert [(each.sample_id, each.temperature) for each in asked[0]] == [("0/a/0", temperature), ("0/b/0", temperature)]

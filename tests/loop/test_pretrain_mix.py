@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config import load
 from megarl.data.schedule import step_schedule
 from megarl.data.training_texts import TrainingText
-from megarl.loop.update import PretrainMix
+from megarl.loop.update import PretrainMix, Updater
 from megarl.stages.ppo.config import PPOConfig
 from megarl.types import SampleInfo, Schedule
 
@@ -68,11 +70,16 @@ def test_only_response_tokens_count_if_configured() -> None:
     assert sorted(found) == sorted(3 * [(i + 3, i + 1) for i in range(5)])
 
 
+def updater(mixed: PretrainMix) -> Updater:
+    parts: Any = SimpleNamespace()
+    return Updater(parts, {"actor": parts}, mixed, parts)
+
+
 def test_a_resumed_run_continues_with_the_next_text() -> None:
     straight, first, second = mixture(), mixture(), mixture()
     straight.next(steps(2, straight))
     first.next(steps(2, first))
-    second.load(first.state())
+    updater(second).load(json.loads(json.dumps(updater(first).state())))
     one, other = (mixed.next(steps(3, mixed))[1] for mixed in (straight, second))
     assert [taken(along, one.chunks) for along in one.schedules] == [
         taken(along, other.chunks) for along in other.schedules

@@ -13,11 +13,21 @@ import pytest
 
 from megarl.algos.reward_shaping import ScoreScale
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.config.schema import Algo, Reward, RewardFunction, Scores, Selection
+from megarl.config.schema import (
+    Algo,
+    EnvironmentSettings,
+    JudgeModel,
+    Reward,
+    RewardFunction,
+    Scores,
+    Selection,
+)
 from megarl.experience.records import TokenRewardScale
 from megarl.groups.rollouts import Rollouts
 from megarl.loop.sampler import conversation_metrics, sample_metrics
 from megarl.loop.scoring import (
+    ENVIRONMENT,
+    REWARD_MODEL,
     ScoredBatch,
     ScoredSamples,
     Scorer,
@@ -29,8 +39,11 @@ from megarl.loop.scoring import (
     shuffled_order,
     total_scores,
     unscored_metrics,
+    with_selection,
 )
 from megarl.megatron.worker import MegatronWorker
+from megarl.rewards.functions import labels
+from megarl.rewards.judge import JUDGE_MODEL
 from megarl.types import ConversationOutcome, SampleInfo
 from tests.config.debug import debug
 from tests.loop.answers import Answered, answer, run
@@ -155,20 +168,30 @@ def test_rewards_get_truncated_responses_and_the_reward_model_may_get_full_ones(
         assert (rollouts, token, after) == (whole, 13, 2)
         return cut
 
-    config: Any = debug(*(["reward.dense=scores"] if dense else []))
+    config: Any = debug(*(["reward.dense=scores", "reward.weight=3.0"] if dense else []))
     model: Any = SimpleNamespace(layout=config.layout("reward"), dispatch=dispatch, dispatch_by_chunk=dispatch)
     engines: Any = SimpleNamespace(truncate=truncate)
     truncate_at: Any = None if dense else SimpleNamespace(token=13, after=2)
     scorer = Scorer(config, {"reward": model}, None, engines, truncate_at)
+    scorer._scale = ScoreScale(mean=1.0, std=2.0)
     scored = run(scorer.score(whole, {}, ()))
     if dense:
         assert (asked, scored.dense) == ([(MegatronWorker.token_scores, 5, "whole")], "columns of whole")
-        assert scorer.token_scale == TokenRewardScale(gain=1.0, bias=0.0, differences=False)
+        assert scorer.token_scale == TokenRewardScale(gain=1.5, bias=-1.5, differences=False), "with the weight"
         return
     assert asked == [(MegatronWorker.scores, 1, "cut")]
     assert scored.samples is cut.samples, "finished is what the rewards see"
     assert (scored.dense, scorer.token_scale) == (None, None)
-    assert scored.scores["reward_model"].tolist() == [7]
+    assert scored.scores["reward_model"].tolist() == [3]
+
+
+def test_every_reward_has_the_weight_of_its_own_section() -> None:
+    judge = JudgeModel(path="judge", devices="7", template="{response}", pattern=r"(\d)", weight=5.0)
+    functions = (RewardFunction(name="here:f", weight=2.0), RewardFunction(name="there:f", weight=-1.0))
+    reward = Reward(weight=3.0, functions=functions, judge_model=judge)
+    weights = reward_weights(reward, EnvironmentSettings(name="here:World", weight=7.0))
+    f, other = labels(functions)
+    assert weights == {REWARD_MODEL: 3.0, ENVIRONMENT: 7.0, JUDGE_MODEL: 5.0, f: 2.0, other: -1.0}
 
 
 def test_the_total_is_weighted_then_clipped_and_unfinished_responses_have_a_fixed_score() -> None:
@@ -376,6 +399,7 @@ def test_the_best_of_the_step_are_selected() -> None:
 
     assert chosen(top(0.5)) == [6, 1, 7, 4], "of equals the later first"
     assert chosen(top(0.3, discard_unfinished=True)) == [6, 7]
+    assert chosen(top(0.9, min_score=0.5)) == [6, 1, 7, 4], "the least score is enough"
     assert chosen(top(0.9)) == [6, 1, 7, 4, 5, 3, 0], "samples without a score are never selected"
 
 
@@ -385,3 +409,20 @@ def test_a_repeated_prompt_in_a_step_counts_twice() -> None:
 
 def test_without_any_score_nothing_is_selected() -> None:
     assert chosen(Selection(), scores=[NONE] * 8) == []
+
+
+def test_all_branches_of_a_selected_conversation_are_trained_on() -> None:
+    names = ("1/p/0", "1/p/0#1", "1/p/1", "1/q/0", "1/q/1")
+    samples = [replace(sample(name[2], row, 0, row), sample_id=name) for row, name in enumerate(names)]
+    found = ScoredSamples(samples=samples, scores={"reward_model": np.float32([1, 0, 2, 5])})
+    batch = score_batch(samples, found, None, reward_weights(Reward()), Algo(), order=None)
+    selected = with_selection(batch, samples, Selection(), 2)
+    assert selected.selected == [0, 1, 4]
+    assert (selected.metrics["select/samples"], selected.metrics["select/score"]) == (2, 3.0)
+
+
+def test_roles_without_a_selected_sample_are_not_trained() -> None:
+    batch = scored_batch(VALUES.tolist(), advantage="rloo", scores={"missing_end": "mask"})
+    assert replace(batch, selected=[1, 2]).trained_roles == {"actor", "critic"}
+    assert replace(batch, selected=[2]).trained_roles == {"critic"}, "it is unfinished"
+    assert replace(batch, selected=[]).trained_roles == set()

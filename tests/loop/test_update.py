@@ -5,17 +5,20 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.algos.kl import KLController
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config.schema import Algo, EarlyStop
-from megarl.loop.update import Updater, mean_kl
+from megarl.experience.records import StepContext
+from megarl.loop.update import StepPlan, Updater, mean_kl
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import UpdateRequest
 from megarl.stages.ppo.trainer import PPOTrainer
-from megarl.types import RankSchedule, RoleName, Schedule
-from tests.loop.answers import Answered, run
+from megarl.types import Layout, RankSchedule, RoleName, SampleInfo, Schedule
+from tests.config.debug import debug
+from tests.loop.answers import Answered, answer, run
 
 TOKENS = (10, 30)
 """Response tokens of the two optimizer steps of an epoch."""
@@ -101,6 +104,32 @@ def updated(
     made = plan(step, together=stop is None)
     told = run(updater.update(ChunkRefs({}), made, kl_coef=0.5, trained_roles=trained_roles))
     return told, log
+
+
+def test_a_selection_is_all_that_is_trained_on() -> None:
+    samples = [
+        SampleInfo(
+            sample_id=f"1/p{row}/0",
+            prompt_id=f"p{row}",
+            chunk=0,
+            row=row,
+            prompt_tokens=2,
+            response_tokens=row + 1,
+            finished=True,
+        )
+        for row in range(6)
+    ]
+    algo = Algo.model_validate({"mini_batches": 2, "ppo_epochs": 3})
+    for selected, mini_batches in (([4, 1, 2], 2), ([3], 1)):
+        made = StepPlan(debug(), algo, samples, 1, selected=selected)
+        (schedules,) = made.passes("actor")
+        assert (len(schedules), made.total_steps) == (3 * mini_batches, 6)
+        for epoch in range(3):
+            own = schedules[epoch * mini_batches : (epoch + 1) * mini_batches]
+            rows = [row.row for one in own for rank in one.ranks for pack in rank.packs for row in pack]
+            assert sorted(rows) == sorted(selected)
+            tokens = [one.ranks[0].total_response_tokens for one in own]
+            assert sum(tokens) == sum(index + 1 for index in selected)
 
 
 def test_actor_and_critic_take_all_steps_in_one_call_per_role() -> None:
@@ -199,3 +228,46 @@ def test_the_kl_coefficient_adapts_once_to_the_actors_kl_in_a_steps_updates() ->
     assert trainer._kl.coef == pytest.approx(0.1 * (1 + 0.05 * 10 / 100))  # their mean is 6.3, 5% above the target
     PPOTrainer._adapt_kl_coef(trainer, [of_engines, {}], 10)
     assert trainer._kl.coef == pytest.approx(0.1005)
+
+
+@pytest.mark.parametrize(("algo", "turn_rewards"), [({"advantage": "gae"}, 3.0), ({"advantage": "grpo"}, None)])
+def test_experience_is_built_with_the_version_before_the_step_and_the_weight_of_turns(
+    algo: dict[str, Any], turn_rewards: float | None
+) -> None:
+    sample = SampleInfo(
+        sample_id="5/p/0", prompt_id="p", chunk=0, row=0, prompt_tokens=2, response_tokens=1, finished=True
+    )
+    asked: list[Any] = []
+
+    def dispatch(method: Any, request: Any) -> Answered:
+        assert method is MegatronWorker.build_experience
+        asked.append(request)
+        return Answered(SimpleNamespace(metrics={}, value_norm={"mean": 2.0}), chunks={})
+
+    config = SimpleNamespace(
+        algo=Algo.model_validate(algo),
+        rollout=SimpleNamespace(max_staleness=2),
+        role=lambda _: SimpleNamespace(tokens_per_micro_batch=8),
+    )
+    trainer: Any = object.__new__(PPOTrainer)
+    trainer._config, trainer._kl = config, SimpleNamespace(coef=0.5)
+    trainer._value_norm, trainer._weights = {"mean": 1.0}, {"environment": 3.0}
+    trainer._scorer = SimpleNamespace(token_scale=None)
+    trainer.roles = {"actor": SimpleNamespace(layout=Layout(), dispatch_by_chunk=dispatch)}
+    batch: Any = SimpleNamespace(samples=SimpleNamespace(groups=np.array([0])), metrics={})
+    rollouts = SimpleNamespace(samples=[sample], chunks={})
+    scored = SimpleNamespace(dense=None, seconds=1.5)
+
+    async def build() -> Any:
+        return await trainer._build_experience(SimpleNamespace(scoring=answer(scored), rollouts=rollouts), 5, {}, batch)
+
+    _, metrics = run(build())
+    assert asked[0].context == StepContext(
+        kl_coef=0.5,
+        version=4,
+        groups=1,
+        max_staleness=2,
+        value_norm={"mean": 1.0},
+        turn_rewards=turn_rewards,
+    )
+    assert (metrics["time/reward"], trainer._value_norm) == (1.5, {"mean": 2.0})

@@ -68,6 +68,7 @@ def test_the_driver_sees_absent_ranks_and_aborts_the_others() -> None:
         list(ranks.map(lambda barrier: barrier.meet(connect), barriers))
         assert watch.absent() == []
         watch.begin()
+        assert watch.absent() == [0, 1, 2]
         agreed, ready, done = sync_places(1)
         waiting = [ranks.submit(barrier.meet, agreed) for barrier in barriers[::2]]
         while watch.absent() != [1]:

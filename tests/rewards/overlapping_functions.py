@@ -102,6 +102,10 @@ def ranks(completions: list[Completion]) -> list[int | None]:
     return [order.index(len(c.response)) if c.response else None for c in completions]
 
 
+async def lengths(completions: list[Completion]) -> list[int]:
+    return [len(completion.response) for completion in completions]
+
+
 async def sizes(completions: list[Completion]) -> list[float]:
     return [float(len(completions))] * len(completions)
 

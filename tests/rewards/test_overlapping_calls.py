@@ -38,6 +38,7 @@ def score(
     seconds: float = 120,
 ) -> tuple[list[float], Failures]:
     scorer = RuleScorer([function], None, Reward(time_limit=limit, retries=retries))
+    scorer.start()  # which takes seconds of its own on a busy machine
     scores, failures = scorer.score({"own": 0}, completions, time.monotonic() + seconds)
     scorer.close()
     return scores["own"].tolist(), failures
@@ -59,6 +60,21 @@ def test_no_more_calls_are_in_progress_than_allowed() -> None:
 
 def test_scores_keep_the_order_of_the_responses() -> None:
     assert score(overlapping("last_first"), numbered(8)) == (list(range(8)), {})
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        overlapping("ranks", per="batch"),
+        overlapping("ranks", per="batch", concurrency=2),
+        overlapping("lengths", per="batch"),
+    ],
+    ids=["alone", "threads", "async"],
+)
+def test_scores_of_a_batch_keep_the_order_of_its_responses(function: RewardFunction) -> None:
+    given = [completion("x" * length) for length in (2, 4, 1, 3)]
+    scores, _ = score(function, given)
+    assert sorted(range(4), key=scores.__getitem__) == [2, 0, 3, 1], "longer responses have higher scores"
 
 
 def test_a_process_that_reads_nothing_is_ended_by_the_limit_of_a_call() -> None:
