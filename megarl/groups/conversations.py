@@ -188,7 +188,7 @@ def launch_conversations(
         if place is not None:
             session.remove_at_end(Path(place.file))
     processes = [
-        session.launch_stepping_at(f"environments {index}", index * devices // count, EnvironmentProcess, *args, place)
+        session.launch_at(f"environments {index}", index * devices // count, EnvironmentProcess, *args, place)
         for index, place in enumerate(places)
     ]
     return ConversationGroup(session, processes, engines, gateway=gateway)

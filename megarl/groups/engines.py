@@ -96,7 +96,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         devices = parse_devices(rollout.devices)
 
         def launch(index: int) -> Process[RolloutEngine]:
-            return session.launch_stepping(
+            return session.launch(
                 f"{name} engine {index}",
                 devices[index * rollout.tp : (index + 1) * rollout.tp],
                 engine,

@@ -182,7 +182,7 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
         count = reward.processes
         args = (tokenizer, self._functions, reward, limits.calls)
         processes = [
-            session.launch_at(f"scorer {index}", index * devices // count, (), ScoringProcess, *args)
+            session.launch_at(f"scorer {index}", index * devices // count, ScoringProcess, *args)
             for index in range(count)
         ]
         super().__init__(session, "scorers", processes)
