@@ -252,9 +252,7 @@ class CallMonitor:
         finally:
             self._group = None
             work.close()  # it has not begun if a failure came after the end of an earlier run
-        while isinstance(error, BaseExceptionGroup):
-            error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
-        raise error
+        raise _first(error)
 
     async def _resume(self) -> None:
         """Takes over from an earlier run: calls in progress, and failures that came after its end."""
@@ -412,3 +410,11 @@ class CallMonitor:
         self._error = WorkerError(cause.message(self._failures))
         self._error.repeats = ray_api.repeats(cause.error)
         raise self._error
+
+
+def _first(error: BaseException) -> BaseException:
+    """Returns the first error of groups."""
+    while isinstance(error, BaseExceptionGroup):
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        error = group.exceptions[0]
+    return error

@@ -235,7 +235,7 @@ class SteppingRayWorker(RayProcess):
 
         def call() -> Any:
             result, _ = self._measured(phase, method, functools.partial(self._call, method, args, kwargs))
-            if isinstance(result, Future):
+            if isinstance(cast("object", result), Future):
                 self._work = method  # the steps work on it
             else:
                 self._spans.close()
