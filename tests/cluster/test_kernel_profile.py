@@ -92,7 +92,9 @@ def test_on_a_device_kernels_are_summed() -> None:
 
 
 def test_torch_profiler_events_are_assigned_to_calls(tmp_path: Path) -> None:
-    profiler, matrix, trace = KernelProfiler(), torch.eye(64), tmp_path / "trace.json.gz"
+    profiler = KernelProfiler()
+    matrix = torch.eye(64)
+    trace = tmp_path / "trace.json.gz"
     with profiler.call("start", "load"):
         _ = matrix @ matrix
     profiler.switch(None)
