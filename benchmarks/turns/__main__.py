@@ -32,8 +32,7 @@ async def _launch(session: Session, turns: int, tokens: int) -> ConversationGrou
     rollout = Rollout(devices=f"0-{_ENGINES - 1}", max_new_tokens=1, max_model_len=ROOM)
     engines = RolloutGroup(session, rollout, "", EngineOptions(vocab_size=1, device="cpu"), engine=InstantEngine)
     processes = [
-        session.launch_stepping_at(f"environments {index}", 0, InstantEnvironment, turns, tokens)
-        for index in range(_PROCESSES)
+        session.launch_at(f"environments {index}", 0, InstantEnvironment, turns, tokens) for index in range(_PROCESSES)
     ]
     group = ConversationGroup(session, processes, engines)
     await engines.start()

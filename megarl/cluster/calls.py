@@ -48,8 +48,8 @@ class Process[W_co]:
     """A process with an object of class W; `actor` is the handle of its `RayWorker`.
 
     Args:
-        concurrent: a call does not wait for the end of earlier ones.
-        numbers: of its calls.
+        concurrent: whether a call runs beside earlier ones.
+        numbers: numbers of its calls, in their order.
     """
 
     name: str
@@ -60,26 +60,32 @@ class Process[W_co]:
 
     def log_tail(self) -> list[str]:
         """Returns a heading and the end of the log; nothing of an empty one."""
-        text = self.log_file.read_bytes()[-4000:] if self.log_file.exists() else b""
-        end = printable(text.decode(errors="replace"))
-        return [f"The end of {self.log_file}:", end.rstrip()] if text.strip() else []
+        if not self.log_file.exists():
+            return []
+        end = printable(self.log_file.read_bytes()[-4000:].decode(errors="replace")).rstrip()
+        if not end:
+            return []
+        return [f"The end of {self.log_file}:", end]
 
 
 @dataclass(eq=False, kw_only=True)
 class Call[R]:
-    """A method call on some processes; awaiting it returns their results, without those that failed as tolerated.
+    """A method call on some processes; awaiting it returns their results, except those of tolerated errors.
 
     Args:
         label: name of the call in messages.
-        done: a reference per process to its result for the driver.
+        done: a reference per process to the result for the driver.
         results: results that have arrived, by index of the process.
         seconds: durations of the method, by index of the process.
-        survives_loss: awaiting the call raises ProcessLostError when a process has died or exceeded the time limit;
-            otherwise that ends the run.
-        late: called with the message when processes exceed the time limit; returns whether all get another one.
-        tolerates: errors of this kind end a process's part of the call, as messages in `errors`.
+        survives_loss: whether awaiting the call raises ProcessLostError when a process has died or exceeded the time
+            limit; otherwise that ends the run.
+        late: function that gets the message when processes exceed the time limit, and returns whether all of them get
+            another limit.
+        tolerates: kind of errors that end the call of one process only, as messages in `errors`.
+        errors: messages of tolerated errors, by index of the process.
         after: calls whose results the processes wait for; the time limit begins when they have ended.
-        beside: an earlier call whose processes these meet; the time limit begins with that of this call.
+        beside: an earlier call whose processes these meet; both time limits begin together.
+        order: position in the order of submission.
     """
 
     label: str
@@ -95,6 +101,7 @@ class Call[R]:
     errors: dict[int, str] = field(default_factory=dict[int, str])
     after: Sequence[Call[Any]] = ()
     beside: Call[Any] | None = None
+    order: int = field(default=0, init=False)
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the time limit has begun."""
     ended: asyncio.Future[None] = field(init=False)
@@ -125,11 +132,15 @@ class Call[R]:
     @property
     def unanswered(self) -> list[Process[Any]]:
         """Returns the processes that have not finished."""
-        answered = {*self.results, *self.errors}
-        return [process for index, process in enumerate(self.processes) if index not in answered]
+        return [self.processes[index] for index in self.unanswered_indices()]
+
+    def unanswered_indices(self) -> list[int]:
+        """Returns the indices of the processes that have not finished."""
+        return [index for index in range(len(self.done)) if index not in self.results and index not in self.errors]
 
     def __str__(self) -> str:
-        return f"{', '.join(process.name for process in self.unanswered)} in {self.label}"
+        names = ", ".join(process.name for process in self.unanswered)
+        return f"{names} in {self.label}"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -157,16 +168,39 @@ async def rank0_result[R](call: Call[R | None]) -> R:
 
 @dataclass(frozen=True, kw_only=True)
 class _Failure:
-    """The failure of a process in a call; `order` is the call's position in the order of submission."""
+    """The failure of a process in a call."""
 
-    order: int
     call: Call[Any]
     index: int
     error: BaseException
 
+    @property
+    def process(self) -> Process[Any]:
+        return self.call.processes[self.index]
+
     def priority(self) -> tuple[bool, int, int]:
         """Returns the sort key: the probable cause first. A death comes first, as it breaks connections of others."""
-        return not isinstance(self.error, RayActorError), self.order, self.index
+        return not isinstance(self.error, RayActorError), self.call.order, self.index
+
+    def message(self, failures: Sequence[_Failure] = ()) -> str:
+        """Describes this failure, and names the processes of other failures, which may follow from it."""
+        name = self.process.name
+        label = self.call.label
+        cause = str(self.error).rstrip()
+        if isinstance(self.error, RayTaskError):
+            complete = ray_api.complete_message(self.error)
+            if complete is not None:  # other ranks have the same
+                return printable(f"{name} failed in {label}: {complete}")
+            lines = [f"{name} failed in {label}: {ray_api.raised(self.error)!r}", "", cause]
+        else:
+            ended = ray_api.end_of_ray(self.error)
+            if ended:
+                return f"{ended} It was in {label}."
+            lines = [f"{name} died in {label}.", "", cause, "", *self.process.log_tail()]
+        others = {failure.process.name for failure in failures} - {name}
+        if others:
+            lines += ["", f"Afterwards, perhaps as a consequence, also failed: {', '.join(sorted(others))}."]
+        return printable("\n".join(lines))
 
 
 C = TypeVar("C", bound=Call[Any])
@@ -176,14 +210,14 @@ T = TypeVar("T")
 class CallMonitor:
     """Watches the calls of a session.
 
-    A call has its whole time limit from the moment when all its processes have finished the earlier ones, as those that
-    are ready may wait for the others, and the calls that it waits for have ended.
+    The time limit of a call begins when all its processes have finished their earlier calls, as those that are ready
+    may wait for the others, and when the calls that it waits for have ended.
     """
 
     def __init__(self, limits: TimeLimits) -> None:
         self._limits = limits
-        self._calls: dict[Call[Any], int] = {}  # in progress, with their order of submission
-        self._submitted = 0
+        self._calls: dict[Call[Any], None] = {}  # in progress, in the order of submission
+        self._orders = itertools.count()
         self._last: dict[str, asyncio.Future[None]] = {}  # the end of the last call of each process
         self._failures: list[_Failure] = []
         self._all_answered = asyncio.Event()
@@ -196,7 +230,7 @@ class CallMonitor:
         """Called with a process, its group or role, and what it has done; processes return that with each result."""
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs work to its end, in which calls are made; its background work is ended with it.
+        """Runs work that makes calls to its end, and ends the background work with it.
 
         Raises:
             WorkerError: A process failed or exceeded a time limit, in any call.
@@ -217,11 +251,11 @@ class CallMonitor:
             error = errors
         finally:
             self._group = None
-            work.close()  # it has not begun where an earlier run's failure has come
+            work.close()  # it has not begun if a failure came after the end of an earlier run
         raise _first(error)
 
     async def _resume(self) -> None:
-        """Goes on with what an earlier run has left: calls in progress, and failures that came after its end."""
+        """Takes over from an earlier run: calls in progress, and failures that came after its end."""
         for call in self._calls:
             self.spawn(self._watch(call))
         if self._failures:
@@ -232,7 +266,7 @@ class CallMonitor:
         assert self._group is not None, "calls are made within run"
         try:
             task = self._group.create_task(work)
-        except RuntimeError:  # an error ends the run at the moment
+        except RuntimeError:  # an error is ending the run
             work.close()
             raise
         self._spawned.add(task)
@@ -243,20 +277,19 @@ class CallMonitor:
         """Watches a submitted call, and returns it; attributes that the caller sets at once are respected."""
         loop = asyncio.get_running_loop()
         call.ended = loop.create_future()
-        earlier: list[asyncio.Future[None]] = []
-        for process in call.processes:
-            if process.concurrent:
-                continue
-            if process.name in self._last:
-                earlier.append(self._last[process.name])
-            self._last[process.name] = loop.create_future()
-        call.earlier = earlier
-        ends = [None if process.concurrent else self._last[process.name] for process in call.processes]
-        self._calls[call] = self._submitted
-        self._submitted += 1
+        call.order = next(self._orders)
+        self._calls[call] = None
         self._all_answered.clear()
-        for index, ref in enumerate(call.done):
-            ray_api.when_done(ref, loop, partial(self._arrived, call, index, ends[index]))
+        earlier: list[asyncio.Future[None]] = []
+        for index, (process, ref) in enumerate(zip(call.processes, call.done, strict=True)):
+            end = None
+            if not process.concurrent:
+                if process.name in self._last:
+                    earlier.append(self._last[process.name])
+                end = loop.create_future()
+                self._last[process.name] = end
+            ray_api.when_done(ref, loop, partial(self._arrived, call, index, end))
+        call.earlier = earlier
         self.spawn(self._watch(call))
         return call
 
@@ -269,7 +302,7 @@ class CallMonitor:
         return any(call.phase == "start" and process in call.unanswered for call in self._calls)
 
     def in_progress(self) -> list[str]:
-        """Returns a line per call in progress, with the seconds of its time limit; any thread may ask."""
+        """Returns a line per call in progress, with the seconds of its time limit; works in any thread."""
         lines: list[str] = []
         for call in list(self._calls):
             limit = self.limit_of(call)
@@ -301,7 +334,7 @@ class CallMonitor:
 
     def _expire(self, call: Call[Any]) -> None:
         """Deals with a call that exceeds its time; raises WorkerError unless it gets another limit or survives."""
-        left = [ref for index, ref in enumerate(call.done) if index not in {*call.results, *call.errors}]
+        left = [call.done[index] for index in call.unanswered_indices()]
         if self._failures or len(ray_api.wait(left, count=len(left), timeout=0)) == len(left):
             return  # what came while this process was busy is not late
         message = self._overdue(call)
@@ -324,7 +357,7 @@ class CallMonitor:
         return "\n".join(lines)
 
     def _arrived(self, call: Call[Any], index: int, end: asyncio.Future[None] | None, done: Future[Timed[Any]]) -> None:
-        """Takes the answer of a process. When a failure ends the run, nothing goes on any more."""
+        """Takes the answer of a process. When a failure ends the run, no call ends any more."""
         if end is not None and not end.done():
             end.set_result(None)
         if call not in self._calls:  # it was lost
@@ -332,18 +365,19 @@ class CallMonitor:
         error = done.exception()
         if error is None:
             self._take(call, index, done.result())
-        elif isinstance(error, RayTaskError) and isinstance(ray_api.raised(error), call.tolerates or ()):
-            call.errors[index] = _message(_Failure(order=0, call=call, index=index, error=error), [])
         else:
-            failure = _Failure(order=self._calls[call], call=call, index=index, error=error)
-            if isinstance(error, RayActorError) and call.survives_loss and not self._failures:
-                self._lose(call, _message(failure, []))
+            failure = _Failure(call=call, index=index, error=error)
+            if isinstance(error, RayTaskError) and isinstance(ray_api.raised(error), call.tolerates or ()):
+                call.errors[index] = failure.message()
+            elif isinstance(error, RayActorError) and call.survives_loss and not self._failures:
+                self._lose(call, failure.message())
                 return
-            call.errors[index] = ""  # the process has answered; the message is that of the run
-            self._failures.append(failure)
-            if len(self._failures) == 1 and self._group is not None:
-                with suppress(RuntimeError):  # the run ends already
-                    self.spawn(self._fail())
+            else:
+                call.errors[index] = ""  # the process has answered; the message is that of the run
+                self._failures.append(failure)
+                if len(self._failures) == 1 and self._group is not None:
+                    with suppress(RuntimeError):  # the run ends already
+                        self.spawn(self._fail())
         if call.finished:
             self._forget(call)
             if not self._failures:
@@ -373,7 +407,7 @@ class CallMonitor:
                 async with asyncio.timeout(_GRACE_S):
                     await self._all_answered.wait()
         cause = min(self._failures, key=_Failure.priority)
-        self._error = WorkerError(_message(cause, self._failures))
+        self._error = WorkerError(cause.message(self._failures))
         self._error.repeats = ray_api.repeats(cause.error)
         raise self._error
 
@@ -384,20 +418,3 @@ def _first(error: BaseException) -> BaseException:
         group = cast("BaseExceptionGroup[BaseException]", error)
         error = group.exceptions[0]
     return error
-
-
-def _message(cause: _Failure, failures: Sequence[_Failure]) -> str:
-    process = cause.call.processes[cause.index]
-    where = f"{process.name} {{}} in {cause.call.label}"
-    if isinstance(cause.error, RayTaskError):
-        if (complete := ray_api.complete_message(cause.error)) is not None:  # and the same on other ranks
-            return printable(f"{where.format('failed')}: {complete}")
-        lines = [f"{where.format('failed')}: {ray_api.raised(cause.error)!r}", "", str(cause.error).rstrip()]
-    elif ended := ray_api.end_of_ray(cause.error):
-        return f"{ended} It was in {cause.call.label}."
-    else:
-        lines = [f"{where.format('died')}.", "", str(cause.error).rstrip(), "", *process.log_tail()]
-    others = sorted({failure.call.processes[failure.index].name for failure in failures} - {process.name})
-    if others:
-        lines += ["", f"Afterwards, perhaps as a consequence, also failed: {', '.join(others)}."]
-    return printable("\n".join(lines))

@@ -33,7 +33,14 @@ _BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # Slu
 def marked_processes(mark: str) -> list[int]:
     """Returns the pids of the living processes with this mark, except this one."""
     wanted = f"{MARK}={mark}".encode()
-    return [pid for pid in _pids() if pid != os.getpid() and wanted in _environment(pid) and _alive(pid)]
+    found: list[int] = []
+    for entry in _PROC.iterdir():
+        if not entry.name.isdigit():
+            continue
+        pid = int(entry.name)
+        if pid != os.getpid() and wanted in _environment(pid) and _alive(pid):
+            found.append(pid)
+    return found
 
 
 def shared_memory_of(pids: Collection[int]) -> set[Path]:
@@ -96,21 +103,23 @@ class Guard:
         try:
             # With -m, modules of the working directory would come before the standard library.
             program = f"import sys; sys.path[:] = {sys.path}; from {__name__} import main; main()"
-            command = [sys.executable, "-c", program, mark, directory, *([] if logs is None else [str(logs)])]
+            command = [sys.executable, "-c", program, mark, directory]
+            if logs is not None:
+                command.append(str(logs))
             unmarked = {name: value for name, value in environment.items() if name != MARK}
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=unmarked, start_new_session=True)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def remove(self, file: Path) -> None:
-        """Has the guard remove a file, too, when it cleans up."""
+        """Makes the guard remove a file, too, when it cleans up."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # somebody killed the guard
             self._process.stdin.write(os.fsencode(file.absolute()) + b"\0")
             self._process.stdin.flush()
 
     def finish(self, *, failed: bool) -> bool:
-        """Has the guard clean up, and waits for it; returns whether nothing is left."""
+        """Makes the guard clean up, and waits for it; returns whether nothing is left."""
         try:
             self._process.communicate(b"" if failed else b"done", timeout=_GUARD_S)
             if self._process.returncode < 0:  # somebody killed the guard
@@ -146,10 +155,6 @@ def clean_up(mark: str, directory: str, logs: Path | None) -> None:
         remove_tree(directory)
 
 
-def _pids() -> list[int]:
-    return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
-
-
 def _environment(pid: int) -> list[bytes]:
     return _read(_PROC / str(pid) / "environ").split(b"\0")
 
@@ -177,10 +182,11 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 def main() -> None:
     """Cleans up when the pipe is closed; see `Guard`."""
-    *files, told = sys.stdin.buffer.read().split(b"\0")
-    mark, directory, *logs = sys.argv[1:]
+    *files, message = sys.stdin.buffer.read().split(b"\0")
+    mark, directory, *rest = sys.argv[1:]
+    logs = Path(rest[0]) if rest and not message else None
     try:
-        clean_up(mark, directory, Path(logs[0]) if logs and not told else None)
+        clean_up(mark, directory, logs)
     except RunError as error:
         sys.exit(str(error))
     finally:

@@ -18,24 +18,25 @@ def with_threads[C: RunConfig](config: C, earlier: Mapping[str, Any], cores: int
     """Returns a configuration with numbers for `auto` in `cluster.threads_per_device`.
 
     Args:
-        earlier: the configuration of a run that resumes, whose numbers it keeps; empty for one that begins.
+        earlier: configuration of a resumed run, which keeps its numbers; empty for a new run.
         cores: number of cores; None: those available to this process.
     """
     threads = config.cluster.threads_per_device
     if None not in (threads.trainers, threads.engines):
         return config
-    known = divided(config, usable_cores() if cores is None else cores)
     if config.cluster.device == "cuda":
         known = Threads()
     elif earlier:
         known = Threads.model_validate(earlier.get("cluster", {}).get("threads_per_device", {}))
+    else:
+        known = divided(config, cores or usable_cores())
     numbers = {name: number for name, number in threads if number is not None}
     cluster = config.cluster.model_copy(update={"threads_per_device": known.model_copy(update=numbers)})
     return config.model_copy(update={"cluster": cluster})
 
 
 def kept_message(config: RunConfig, earlier: Mapping[str, Any], cores: int | None = None) -> str | None:
-    """Returns that a resumed run keeps other numbers than `auto` would be now; None if it does not."""
+    """Returns the message that a resumed run keeps other numbers than `auto` would be now; None if they are equal."""
     kept = with_threads(config, earlier, cores).cluster.threads_per_device
     new = with_threads(config, {}, cores).cluster.threads_per_device
     if kept == new:
@@ -46,20 +47,26 @@ def kept_message(config: RunConfig, earlier: Mapping[str, Any], cores: int | Non
 
 def divided(config: RunConfig, cores: int) -> Threads:
     """Divides the cores of each machine among its processes that work at the same time."""
+    trainers: list[int] = []
+    for group in config.groups:
+        trainers += config.device_list(group)
+    engines: list[int] = []
     rollout = config.engine_settings
-    trainers = [device for group in config.groups for device in config.device_list(group)]
-    engines = [] if rollout is None else list(parse_devices(rollout.devices))
-    together = rollout is not None and (rollout.max_staleness > 0 or rollout.inference_parts > 1)
-    among = (trainers + engines, trainers + engines) if together else (trainers, engines)
-    each = [max(1, cores // max(1, _on_one_machine(devices, config.cluster))) for devices in among]
-    return Threads(trainers=each[0], engines=each[1])
+    if rollout is not None:
+        engines += parse_devices(rollout.devices)
+        if rollout.max_staleness > 0 or rollout.inference_parts > 1:  # trainers and engines work at the same time
+            trainers += engines
+            engines = trainers
+    cluster = config.cluster
+    return Threads(trainers=_share(cores, trainers, cluster), engines=_share(cores, engines, cluster))
 
 
-def _on_one_machine(devices: Sequence[int], cluster: Cluster) -> int:
-    """Returns how many of some devices are on the machine that has the most of them."""
-    if cluster.is_here:  # its nodes are virtual
-        return len(devices)
-    return max(Counter(device // cluster.devices_per_node for device in devices).values(), default=0)
+def _share(cores: int, devices: Sequence[int], cluster: Cluster) -> int:
+    """Returns the cores of each of some devices, on the machine that has the most of the devices."""
+    count = len(devices)
+    if not cluster.is_here:  # otherwise its nodes are virtual
+        count = max(Counter(device // cluster.devices_per_node for device in devices).values(), default=0)
+    return max(1, cores // max(1, count))
 
 
 def usable_cores() -> int:

@@ -50,8 +50,9 @@ def temporary_directory() -> Generator[str]:
             tempfile.tempdir = directory  # the cached value of this process
             yield directory
     finally:
-        for name in [name for name, value in os.environ.items() if value.startswith(directory)]:
-            del os.environ[name]  # torch names its cache there, for its children and for itself later
+        for name, value in list(os.environ.items()):
+            if value.startswith(directory):  # torch names its cache there, for its children and for itself later
+                del os.environ[name]
         tempfile.tempdir = usual
         remove_tree(directory)
 

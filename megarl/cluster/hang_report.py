@@ -1,12 +1,14 @@
-"""Why calls exceed their time limits: the stacks of all processes, and which of them has not come to the others."""
+"""Why calls exceed their time limits: the stacks of all processes, and which of them the others wait for."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -41,19 +43,27 @@ def explain(late: Sequence[str], found: Mapping[str, ProcessStacks]) -> list[str
         late: names of the processes that have not answered a call.
         found: stacks by name.
     """
-    silent = {name: found[name].silence if name in found else "there is no such process" for name in late}
-    silent = {name: why for name, why in silent.items() if why}
-    frames = {name: working_frames(found[name].text) for name in late if name not in silent}
-    waiting = {name: own for name, own in frames.items() if _is_in_collective(own)}
+    lines: list[str] = []
+    silent: list[str] = []
+    frames: dict[str, list[StackFrame]] = {}
+    for name in late:
+        why = found[name].silence if name in found else "there is no such process"
+        if why:
+            silent.append(name)
+            lines.append(f"{name} does not answer a signal: {why}.")
+        else:
+            frames[name] = working_frames(found[name].text)
+    waiting = [name for name in frames if _is_in_collective(frames[name])]
     others = [name for name in frames if name not in waiting]
-    lines = [f"{name} does not answer a signal: {why}." for name, why in silent.items()]
     if waiting and (others or silent):
+        verb = "waits" if len(waiting) == 1 else "wait"
         missing = ", ".join([*silent, *others])
-        lines.append(f"Not in the collective in which {', '.join(waiting)} wait{'s' * (len(waiting) == 1)}: {missing}.")
-        lines += _end_of_stack(next(iter(waiting)), frames)
-    elif not silent and (few := _fewest(frames)):
-        others = few
-    lines += [line for name in others[:1] for line in _end_of_stack(name, frames)]
+        lines.append(f"Not in the collective in which {', '.join(waiting)} {verb}: {missing}.")
+        lines += _end_of_stack(waiting[0], frames)
+    elif frames and not silent:
+        others = _fewest(frames)
+    for name in others[:1]:
+        lines += _end_of_stack(name, frames)
     return lines + _collectives({name: found[name].waits for name in frames})
 
 
@@ -63,29 +73,38 @@ def working_frames(text: str) -> list[StackFrame]:
     They are empty for a process that waits for work.
     """
     for thread in text.split("\n\n"):
-        frames = [StackFrame(file, int(line), name) for file, line, name in _FRAME.findall(thread)]
-        ends = [index for index, frame in enumerate(frames) if frame.file.endswith((_WORKER, _EVENT))]
-        if ends and ends[0] > 0:
-            return frames[: ends[0]]
+        frames: list[StackFrame] = []
+        for file, line, name in _FRAME.findall(thread):
+            if file.endswith((_WORKER, _EVENT)):
+                if frames:
+                    return frames
+                break
+            frames.append(StackFrame(file, int(line), name))
     return []
 
 
 def _collectives(waits: Mapping[str, Sequence[str]]) -> list[str]:
     """Returns how far each process is in the groups in which some are in a collective."""
-    groups = {line.partition(":")[0] for lines in waits.values() for line in lines if IN_COLLECTIVE in line}
-    return [f"{name}, {line}." for name, lines in waits.items() for line in lines if line.partition(":")[0] in groups]
+    groups: set[str] = set()
+    for lines in waits.values():
+        groups.update(line.partition(":")[0] for line in lines if IN_COLLECTIVE in line)
+    described: list[str] = []
+    for name, lines in waits.items():
+        described += [f"{name}, {line}." for line in lines if line.partition(":")[0] in groups]
+    return described
 
 
 def _is_in_collective(frames: Sequence[StackFrame]) -> bool:
-    return any(part in frame.file for frame in frames[:3] for part in _COLLECTIVES)
+    files = [frame.file for frame in frames[:3]]
+    return any(part in file for file in files for part in _COLLECTIVES)
 
 
 def _fewest(frames: Mapping[str, Sequence[StackFrame]]) -> list[str]:
-    """Returns the processes at the place where the fewest are; of equals the last ones."""
+    """Returns the processes at the place where the fewest are; the last ones of equally many."""
     places: dict[StackFrame | None, list[str]] = defaultdict(list)
-    for name, own in frames.items():
-        places[own[0] if own else None].append(name)
-    return min(reversed(places.values()), key=len) if places else []
+    for name, stack in frames.items():
+        places[next(iter(stack), None)].append(name)
+    return min(reversed(places.values()), key=len)
 
 
 def _end_of_stack(name: str, frames: Mapping[str, Sequence[StackFrame]]) -> list[str]:
@@ -95,11 +114,11 @@ def _end_of_stack(name: str, frames: Mapping[str, Sequence[StackFrame]]) -> list
 
 
 def report_hang(late: Sequence[str], logs: Path, *, joined: bool) -> list[str]:
-    """Writes the stacks of a run's processes; returns what they tell, and where they are; raises nothing.
+    """Writes the stacks of a run's processes; returns what they show, and where they are; raises nothing.
 
     Args:
         late: names of the processes that have not answered a call.
-        joined: the run may have processes on other nodes.
+        joined: whether the run may have processes on other nodes.
     """
     try:
         return _report(late, logs, joined=joined)
@@ -115,33 +134,33 @@ def _report(late: Sequence[str], logs: Path, *, joined: bool) -> list[str]:
         found += elsewhere
     lines = [f"The node {node} does not answer." for node in unreachable]
     try:
-        where = [f"The stacks of all processes are in {write_stacks(found, logs)}."]
+        where = f"The stacks of all processes are in {write_stacks(found, logs)}."
     except OSError as error:
-        where = [f"The stacks cannot be written: {error}."]
+        where = f"The stacks cannot be written: {error}."
     names = {name.replace(" ", "-"): name for name in late}
-    found = sorted(found, key=lambda each: bool(each.silence))  # the last one of a name counts
-    by_name = {names.get(each.name, each.name): each for each in found}
-    others = [each for name, each in by_name.items() if each.silence and name not in late]
-    lines += [f"{each.name} does not answer a signal: {each.silence}." for each in others]
-    return [*lines, *explain(late, by_name), *where]
+    by_name: dict[str, ProcessStacks] = {}
+    for each in sorted(found, key=lambda each: bool(each.silence)):  # the last one of a name counts
+        by_name[names.get(each.name, each.name)] = each
+    for name, each in by_name.items():
+        if each.silence and name not in late:
+            lines.append(f"{each.name} does not answer a signal: {each.silence}.")
+    return [*lines, *explain(late, by_name), where]
 
 
 def stacks_of_other_nodes(logs: Path) -> tuple[list[ProcessStacks], list[str]]:
     """Returns the stacks on Ray's other nodes, and the addresses of the nodes that do not answer."""
-    own = ray_api.node_address()
+    here = ray_api.node_address()
     task = ray_api.remote(take_stacks)
-    refs = {
-        task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
-            logs
-        ): node["NodeManagerAddress"]
-        for node in ray_api.living_nodes()
-        if node["NodeManagerAddress"] != own
-    }
+    addresses: dict[Any, str] = {}
+    for node in ray_api.living_nodes():
+        address = node["NodeManagerAddress"]
+        if address != here:
+            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            addresses[task.options(num_cpus=0, scheduling_strategy=strategy).remote(logs)] = address
     found: list[ProcessStacks] = []
-    for ref in ray_api.wait(list(refs), count=len(refs), timeout=_NODES_S) if refs else ():
-        try:
-            found += ray_api.get(ref)
-        except RayError:
-            continue
-        del refs[ref]
-    return found, sorted(refs.values())
+    if addresses:
+        for ref in ray_api.wait(list(addresses), count=len(addresses), timeout=_NODES_S):
+            with suppress(RayError):
+                found += ray_api.get(ref)
+                del addresses[ref]
+    return found, sorted(addresses.values())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from megarl.cluster.process_usage import cuda_in_use
 from megarl.remote import Phase
@@ -39,22 +40,8 @@ class CallProfile:
     kernels: Sequence[KernelTime]
 
 
-class ProfiledEvent(Protocol):
-    """What is read of `torch.autograd.profiler_util.FunctionEvent`; times are microseconds."""
-
-    name: str
-    time_range: Any
-    is_user_annotation: bool | None
-    is_async: bool
-
-    @property
-    def device_type(self) -> Any: ...
-    @property
-    def self_cpu_time_total(self) -> float: ...
-
-
 class KernelProfiler:
-    """Profiles the calls of a process, all in the same thread. Without `switch` it does nothing."""
+    """Profiles the calls of a process, which run in one thread, after `switch` has begun it."""
 
     def __init__(self) -> None:
         self._profiler: Any = None
@@ -62,18 +49,20 @@ class KernelProfiler:
         self._on_device = False
 
     def switch(self, trace: str | None) -> Sequence[CallProfile]:
-        """Begins to profile; with the file of a trace for Perfetto, ends it, writes this, and returns the kernels."""
+        """Begins a profile; with the file of a trace for Perfetto, writes that instead, and returns the kernels."""
         if trace is None:
             self._start()
             return ()
         return self._stop(trace)
 
     def _start(self) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it notes each start and stop
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs each start and stop
         from torch.profiler import ProfilerActivity, profile
 
         self._on_device = cuda_in_use() is not None
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_device else [])]
+        activities = [ProfilerActivity.CPU]
+        if self._on_device:
+            activities.append(ProfilerActivity.CUDA)
         self._profiler = profile(activities=activities)
         self._profiler.start()
 
@@ -98,44 +87,47 @@ class KernelProfiler:
         return by_call(profiler.events(), self._names, on_device=self._on_device)
 
 
-def by_call(events: Iterable[ProfiledEvent], names: set[str], *, on_device: bool) -> list[CallProfile]:
+def by_call(events: Iterable[Any], names: set[str], *, on_device: bool) -> list[CallProfile]:
     """Adds up kernels by the name of the call in which they began; those of no call are left out.
 
     Args:
-        names: of the annotations that are calls, which do not overlap.
-        on_device: count what ran on the device, instead of operators on the CPU. A call ends after its kernels, as it
-            reads their results.
+        events: events of torch's profiler, `torch.autograd.profiler_util.FunctionEvent`.
+        names: names of the annotations that are calls, which do not overlap.
+        on_device: whether to count what ran on the device, instead of operators on the CPU. A call ends after its
+            kernels, as it reads their results.
     """
     events = [event for event in events if not event.is_async]
     calls = [event for event in events if event.name in names and event.is_user_annotation and _on_cpu(event)]
     calls.sort(key=lambda call: call.time_range.start)
     starts = [call.time_range.start for call in calls]
-    seconds = dict.fromkeys(names, 0.0)
-    found = {name: dict[str, tuple[int, float]]() for name in names}
+    seconds: defaultdict[str, float] = defaultdict(float)
     for call in calls:
         seconds[call.name] += call.time_range.elapsed_us() / 1e6
+    counts: defaultdict[tuple[str, str], int] = defaultdict(int)  # by call and kernel
+    spent: defaultdict[tuple[str, str], float] = defaultdict(float)
     for event in events:
         index = bisect_right(starts, event.time_range.start) - 1
         if _on_cpu(event) is on_device or index < 0 or event.time_range.start > calls[index].time_range.end:
             continue
         if on_device and event.is_user_annotation:
             continue
-        name = PYTHON if event is calls[index] else event.name
-        spent = event.time_range.elapsed_us() if on_device else event.self_cpu_time_total
-        count, before = found[calls[index].name].get(name, (0, 0.0))
-        found[calls[index].name][name] = (count + 1, before + spent / 1e6)
-    return [
-        CallProfile(name=name, seconds=seconds[name], kernels=longest_first(found[name]))
-        for name in sorted(names, key=lambda name: -seconds[name])
-        if seconds[name]
-    ]
+        call = calls[index]
+        kernel = (call.name, PYTHON if event is call else event.name)
+        counts[kernel] += 1
+        took = event.time_range.elapsed_us() if on_device else event.self_cpu_time_total
+        spent[kernel] += took / 1e6
+    profiles: list[CallProfile] = []
+    for name in sorted(seconds, key=lambda name: -seconds[name]):
+        if seconds[name] == 0:
+            continue
+        kernels: list[KernelTime] = []
+        for (call_name, kernel), total in spent.items():
+            if call_name == name:
+                kernels.append(KernelTime(name=kernel, calls=counts[call_name, kernel], seconds=total))
+        kernels.sort(key=lambda kernel: -kernel.seconds)
+        profiles.append(CallProfile(name=name, seconds=seconds[name], kernels=kernels))
+    return profiles
 
 
-def longest_first(kernels: dict[str, tuple[int, float]]) -> list[KernelTime]:
-    """Returns kernels, given as (calls, seconds) by name."""
-    times = [KernelTime(name=name, calls=calls, seconds=spent) for name, (calls, spent) in kernels.items()]
-    return sorted(times, key=lambda kernel: -kernel.seconds)
-
-
-def _on_cpu(event: ProfiledEvent) -> bool:
+def _on_cpu(event: Any) -> bool:
     return event.device_type.name == "CPU"

@@ -48,16 +48,15 @@ class Placement:
     decides what may overlap.
 
     Args:
-        virtual: all nodes are on this machine; otherwise each is a node of the cluster.
+        virtual: whether all nodes are on this machine; otherwise each is a node of the cluster.
 
     Raises:
         MissingNodesError: The cluster has too few nodes with so many free devices.
     """
 
     def __init__(self, nodes: int, devices_per_node: int, *, virtual: bool) -> None:
-        self._group: PlacementGroup = placement_group(
-            [{DEVICE: devices_per_node}] * nodes, strategy="STRICT_PACK" if virtual else "STRICT_SPREAD"
-        )
+        strategy = "STRICT_PACK" if virtual else "STRICT_SPREAD"
+        self._group: PlacementGroup = placement_group([{DEVICE: devices_per_node}] * nodes, strategy=strategy)
         if not self._group.wait(_WAIT_S):
             raise MissingNodesError(
                 f"the run needs {nodes} x {devices_per_node} devices, and the nodes of the cluster offer {_offer()}: "
@@ -65,12 +64,11 @@ class Placement:
                 "runs that hold devices, or lower cluster.nodes or cluster.devices_per_node",
                 nodes=sum(count >= devices_per_node for _, count in _nodes()),
             )
-        hosts = ray_api.nodes_of(self._group)
-        self.slots: tuple[Slot, ...] = tuple(
-            Slot(device=node * devices_per_node + local, node=node, local=local, bundle=bundle)
-            for node, bundle in enumerate(order_bundles(hosts, _node_numbers()))
-            for local in range(devices_per_node)
-        )
+        slots: list[Slot] = []
+        for node, bundle in enumerate(order_bundles(ray_api.nodes_of(self._group), _node_numbers())):
+            for local in range(devices_per_node):
+                slots.append(Slot(device=len(slots), node=node, local=local, bundle=bundle))
+        self.slots: tuple[Slot, ...] = tuple(slots)
 
     def strategy(self, device: int) -> PlacementGroupSchedulingStrategy:
         """Returns Ray's scheduling strategy for a process on this device."""
@@ -90,7 +88,8 @@ def order_bundles(hosts: Mapping[int, str], numbers: Mapping[str, int]) -> list[
 def _offer() -> str:
     """Describes the devices of the living nodes and how many of them are free."""
     free = int(ray_api.free_resources().get(DEVICE, 0))
-    return f"{', '.join(f'{name}: {count}' for name, count in _nodes())}, of which {free} are free"
+    nodes = ", ".join(f"{name}: {count}" for name, count in _nodes())
+    return f"{nodes}, of which {free} are free"
 
 
 def _nodes() -> list[tuple[str, int]]:
@@ -100,8 +99,11 @@ def _nodes() -> list[tuple[str, int]]:
 
 def _node_numbers() -> dict[str, int]:
     """Returns the number in the run by node id, for nodes that were started with one."""
-    labels = {node["NodeID"]: node["Labels"] for node in ray_api.living_nodes()}
-    return {node: int(own[NODE_LABEL]) for node, own in labels.items() if NODE_LABEL in own}
+    numbers: dict[str, int] = {}
+    for node in ray_api.living_nodes():
+        if NODE_LABEL in node["Labels"]:
+            numbers[node["NodeID"]] = int(node["Labels"][NODE_LABEL])
+    return numbers
 
 
 def visible_devices(local: Sequence[int], inherited: str | None) -> str:
@@ -111,5 +113,7 @@ def visible_devices(local: Sequence[int], inherited: str | None) -> str:
         local: numbers of its devices on the node.
         inherited: the node's CUDA_VISIBLE_DEVICES, which `local` indexes; None for all GPUs of the machine.
     """
-    names = inherited.split(",") if inherited else None
-    return ",".join(names[i] if names else str(i) for i in local)
+    if not inherited:
+        return ",".join(map(str, local))
+    names = inherited.split(",")
+    return ",".join(names[number] for number in local)

@@ -24,9 +24,9 @@ class ProcessUsage:
     """What a process used since the last reading.
 
     Args:
-        idle: fraction of the time in which it ran no call.
+        idle: fraction of the time in which it ran neither a call nor a step.
         peak_bytes: most memory by phase: allocated by torch on a GPU, or else resident.
-        device_name: torch's, of the GPU; empty without one.
+        device_name: name of the GPU in torch; empty without one.
     """
 
     idle: float
@@ -44,7 +44,7 @@ class UsageMeter:
         self._since = time.perf_counter()
 
     def enter(self, phase: Phase) -> None:
-        """Begins a call of a phase, or goes on with it."""
+        """Notes the phase of the work that follows."""
         if phase != self._phase:
             self._note_peak()
             self._phase = phase
@@ -58,11 +58,9 @@ class UsageMeter:
         self._note_peak()
         now = time.perf_counter()
         cuda = cuda_in_use()
-        usage = ProcessUsage(
-            idle=max(0.0, 1 - self._busy / (now - self._since)),
-            peak_bytes=self._peaks,
-            device_name="" if cuda is None else cuda.get_device_name(),
-        )
+        device_name = "" if cuda is None else cuda.get_device_name()
+        idle = max(0.0, 1 - self._busy / (now - self._since))
+        usage = ProcessUsage(idle=idle, peak_bytes=self._peaks, device_name=device_name)
         self._peaks = {}
         self._busy = 0.0
         self._since = now
@@ -82,7 +80,9 @@ def take_peak_memory() -> int:
     found = re.search(r"VmHWM:\s+(\d+) kB", (_PROCESS / "status").read_text())
     with suppress(OSError):  # in a sandbox, where it is the peak since the start
         (_PROCESS / "clear_refs").write_text(_RESET_PEAK)
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if found is None else int(found[1]))
+    if found is None:
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return 1024 * int(found[1])
 
 
 def cuda_in_use() -> Any:

@@ -84,12 +84,13 @@ class RayNode:
     def command(self) -> list[str]:
         """Returns the command that runs the node; when it is killed, Ray's processes end, too."""
         gcs, client, dashboard, manager, store, agent, agent_grpc, runtime_env, metrics, first_worker, *_ = self.ports
-        # Ray needs a port for the dashboard even without one.
-        head = [f"--port={gcs}", f"--ray-client-server-port={client}", f"--dashboard-port={dashboard}"]
-        place = ["--head", *head, "--include-dashboard=false", "--no-monitor"]
+        place = [f"--address={self.head}"]
+        if self.index == 0:  # Ray needs a port for the dashboard even without one
+            place = ["--head", f"--port={gcs}", f"--ray-client-server-port={client}", f"--dashboard-port={dashboard}"]
+            place += ["--include-dashboard=false", "--no-monitor"]
         return [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
-            *(place if self.index == 0 else [f"--address={self.head}"]),
+            *place,
             f"--node-ip-address={self.address}",
             f"--node-name={self.name}",
             f"--labels={NODE_LABEL}={self.index}",
@@ -131,11 +132,10 @@ def main(head: str, devices: str, *names: str) -> None:
     def missing_nodes() -> list[str]:
         # A new client each time: one that cannot connect for a while ends its process.
         nodes = untyped.GcsClient(address=head).get_all_node_info(timeout=_ANSWER_S).values()
-        up = {
-            int(node.labels[NODE_LABEL])
-            for node in nodes
-            if node.state == 0 and node.resources_total.get(DEVICE, 0) == int(devices)
-        }
+        up: set[int] = set()
+        for node in nodes:
+            if node.state == 0 and node.resources_total.get(DEVICE, 0) == int(devices):
+                up.add(int(node.labels[NODE_LABEL]))
         return [name for index, name in enumerate(names) if index not in up]
 
     printed = ""
@@ -144,8 +144,10 @@ def main(head: str, devices: str, *names: str) -> None:
             missing = missing_nodes()
         except Exception as error:  # whatever Ray raises while its head does not answer
             missing = [f"{names[0]} ({type(error).__name__}: {error})"]
-        if (now := f"waiting for Ray on {', '.join(missing)}" if missing else READY) != printed:
-            print(printed := now, flush=True)
+        now = f"waiting for Ray on {', '.join(missing)}" if missing else READY
+        if now != printed:
+            printed = now
+            print(printed, flush=True)
         time.sleep(_LOOK_S)
     while True:
         time.sleep(_WATCH_S)

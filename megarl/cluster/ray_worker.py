@@ -64,14 +64,18 @@ class ChunkRefs[T]:
 
     @classmethod
     def of(cls, parts: Iterable[ChunkRefs[T]]) -> ChunkRefs[T]:
-        """Returns the chunks of all parts under their own numbers, in the order of these."""
-        refs = {chunk: ref for part in parts for chunk, ref in part._refs.items()}
-        return ChunkRefs({chunk: refs[chunk] for chunk in sorted(refs)})
+        """Returns the chunks of all parts, which keep their numbers, in the order of these."""
+        refs: dict[int, ObjectRef[T]] = {}
+        for part in parts:
+            refs |= part._refs
+        return ChunkRefs(dict(sorted(refs.items())))
 
     @classmethod
     def joined(cls, parts: Iterable[ChunkRefs[T]]) -> ChunkRefs[T]:
         """Returns the chunks of all parts, numbered consecutively."""
-        refs = [ref for part in parts for _, ref in sorted(part._refs.items())]
+        refs: list[ObjectRef[T]] = []
+        for part in parts:
+            refs += dict(sorted(part._refs.items())).values()
         return ChunkRefs(dict(enumerate(refs)))
 
     def __reduce__(self) -> tuple[type[ChunkRefs[T]], tuple[dict[int, ObjectRef[T]]]]:
@@ -155,6 +159,20 @@ class RayProcess:
         """Returns what the process has used since the last reading."""
         return Timed(result=self._usage.take(), seconds=0.0)
 
+    def _measured[T](self, phase: Phase, name: str, work: Callable[[], T]) -> tuple[T, float]:
+        """Returns the result of a call or a step, and its seconds, which are counted."""
+        self._usage.enter(phase)
+        start = time.perf_counter()
+        with self._profiler.call(phase, name):
+            result = work()
+        end = time.perf_counter()
+        self._usage.add(end - start)
+        self._spans.add(name, start, end)
+        return result, end - start
+
+    def _call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return getattr(self._object, method)(*args, **kwargs)
+
 
 class RayWorker(RayProcess):
     """Runs the methods of its object one at a time, in the order of the calls."""
@@ -168,31 +186,25 @@ class RayWorker(RayProcess):
         phase: Phase = "start",
         number: int = 0,
     ) -> Any:
-        """Runs a method; returns see `_returned`."""
+        """Runs a method; returns the values of `_returned`."""
         del number  # they come in order
-        self._usage.enter(phase)
-        start = time.perf_counter()
-        with self._profiler.call(phase, method):
-            result = getattr(self._object, method)(*args, **kwargs)
-        end = time.perf_counter()
-        self._usage.add(end - start)
-        self._spans.add(method, start, end)
+        result, seconds = self._measured(phase, method, functools.partial(self._call, method, args, kwargs))
         self._spans.close()
-        return _returned(result, end - start, chunks, self._spans.take())
+        return _returned(result, seconds, chunks, self._spans.take())
 
     def profile(self, trace: str | None) -> Timed[Sequence[CallProfile]]:
         """Begins to profile the calls; with the file of the trace, ends it and returns what the calls computed."""
         return Timed(result=self._profiler.switch(trace), seconds=0.0)
 
 
-_Asked = tuple[str, Callable[[], Any], Future[Any]]
-"""A method's name, its call, and the future of its result."""
+_PendingCall = tuple[Callable[[], Any], Future[Any]]
+"""A call, and the future of its result."""
 
 
 class SteppingRayWorker(RayProcess):
     """Runs the methods of its object in the order of the calls, and between them the object's `step()`.
 
-    `step()` takes a step of the object's own work, and returns whether there is more of it. A method may return a
+    `step()` does a step of work that calls have begun, and returns whether there is more of it. A method may return a
     future of such work: its call ends when the future does, and later calls run meanwhile. All of it runs in one
     thread. Its spans have the names of the methods; steps have that of the last one that returned a future.
     """
@@ -200,8 +212,8 @@ class SteppingRayWorker(RayProcess):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         ray_api.allow_blocking_get()  # calls fetch chunks in the thread below, not in the event loop
-        self._calls: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
-        self._early: dict[int, _Asked] = {}
+        self._calls: queue.SimpleQueue[_PendingCall] = queue.SimpleQueue()
+        self._early: dict[int, _PendingCall] = {}
         self._next = 0
         self._work = "step"
         threading.Thread(target=self._loop, daemon=True).start()
@@ -215,16 +227,22 @@ class SteppingRayWorker(RayProcess):
         phase: Phase,
         number: int,
     ) -> Any:
-        """Runs a method after those of smaller numbers; waits for the future that it may return, see `_returned`."""
+        """Runs a method after those of smaller numbers, and waits for the future that it may return.
+
+        Returns the values of `_returned`.
+        """
         start = time.perf_counter()
-        done: Future[Any] = Future()
 
         def call() -> Any:
-            self._usage.enter(phase)
-            with self._profiler.call(phase, method):
-                return getattr(self._object, method)(*args, **kwargs)
+            result, _ = self._measured(phase, method, functools.partial(self._call, method, args, kwargs))
+            if isinstance(cast("object", result), Future):
+                self._work = method  # the steps work on it
+            else:
+                self._spans.close()
+            return result
 
-        self._early[number] = (method, call, done)
+        done: Future[Any] = Future()
+        self._early[number] = (call, done)
         while self._next in self._early:  # Ray may swap the calls of an asynchronous actor
             self._calls.put(self._early.pop(self._next))
             self._next += 1
@@ -237,9 +255,9 @@ class SteppingRayWorker(RayProcess):
         """Returns at once, whatever the thread does."""
 
     async def profile(self, trace: str | None) -> Timed[Sequence[CallProfile]]:
-        """Does as `RayWorker.profile`, between two steps."""
+        """Begins or ends a profile like `RayWorker.profile`, between two steps."""
         done: Future[Any] = Future()
-        self._calls.put(("profile", functools.partial(self._profiler.switch, trace), done))
+        self._calls.put((functools.partial(self._profiler.switch, trace), done))
         return Timed(result=await asyncio.wrap_future(done), seconds=0.0)
 
     def _loop(self) -> None:
@@ -248,36 +266,20 @@ class SteppingRayWorker(RayProcess):
         try:
             while True:
                 try:
-                    asked = self._calls.get(block=not more)
+                    call, done = self._calls.get(block=not more)
                 except queue.Empty:
-                    self._usage.enter("rollout")
-                    start = time.perf_counter()
-                    with self._profiler.call("rollout", self._work):
-                        more = self._object.step()
-                    self._spans.add(self._work, start, time.perf_counter())
+                    more, _ = self._measured("rollout", self._work, self._object.step)
                     if not more:
                         self._spans.close()
-                else:
-                    more = self._answer(*asked)
+                    continue
+                try:
+                    done.set_result(call())
+                except Exception as error:
+                    done.set_exception(error)
+                more = "_object" in self.__dict__  # a call may have brought work
         except BaseException:
             traceback.print_exc()
             os._exit(1)
-
-    def _answer(self, method: str, call: Callable[[], Any], done: Future[Any]) -> bool:
-        """Runs a call; returns whether the object can take steps."""
-        start = time.perf_counter()
-        try:
-            result = call()
-        except Exception as error:
-            done.set_exception(error)
-        else:
-            self._spans.add(method, start, time.perf_counter())
-            if isinstance(result, Future):
-                self._work = method  # the steps work on it
-            else:
-                self._spans.close()
-            done.set_result(result)
-        return "_object" in self.__dict__
 
 
 def _returned(result: Any, seconds: float, chunks: Sequence[int] | None, spans: tuple[Span, ...]) -> Any:
@@ -289,9 +291,14 @@ def _returned(result: Any, seconds: float, chunks: Sequence[int] | None, spans: 
     """
     if chunks is None:
         return Timed(result=result, seconds=seconds, spans=spans)
-    by_chunk, small = cast("tuple[Any, Any]", result) if isinstance(result, tuple) else (result, None)
-    first = Timed(result=small, seconds=seconds, spans=spans)
-    return (first, *(by_chunk[chunk] for chunk in chunks)) if chunks else first
+    by_chunk = result
+    for_driver = None
+    if isinstance(result, tuple):
+        by_chunk, for_driver = cast("tuple[Any, Any]", result)
+    first = Timed(result=for_driver, seconds=seconds, spans=spans)
+    if not chunks:
+        return first
+    return (first, *(by_chunk[chunk] for chunk in chunks))
 
 
 def _print_to(log_file: str) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
+from ray import ObjectRef
 from ray.exceptions import RayError
 
 from megarl.cluster import ray_api
@@ -31,9 +32,10 @@ from megarl.cluster.hang_report import report_hang
 from megarl.cluster.kernel_profile import CallProfile
 from megarl.cluster.placement import Placement
 from megarl.cluster.ray_node import DEVICE, ENVIRONMENT, ray_directory
-from megarl.cluster.ray_worker import RayProcess, RayWorker, SteppingRayWorker
+from megarl.cluster.ray_worker import RayWorker, SteppingRayWorker
 from megarl.config.schema import Cluster
 from megarl.errors import RunError
+from megarl.remote import Phase
 from megarl.stacks import answering
 
 W = TypeVar("W")
@@ -44,11 +46,8 @@ _LOCAL_ENV = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
 _END_GRACE_S = 5.0
 _SIGN_OF_LIFE_S = 10.0
 _MIB = 1 << 20
-_CONCURRENT: Mapping[type[RayProcess], Mapping[str, int]] = {
-    RayWorker: {},
-    SteppingRayWorker: {"max_concurrency": 1 << 16},  # calls in progress, far above what engines generate at once
-}
-"""Ray's options of the processes that take a call before the last one has ended."""
+_MAX_CALLS = 1 << 16
+"""Ray's limit of the calls in progress of a stepping process, far above what an engine generates at once."""
 
 
 class Session:
@@ -93,9 +92,8 @@ class Session:
                     ending.callback(ray_api.shutdown)
                     ending.callback(ignore_interrupts)
                     self._join()
-            self.placement = Placement(
-                self._cluster.nodes, self._cluster.devices_per_node, virtual=self._address is None
-            )
+            cluster = self._cluster
+            self.placement = Placement(cluster.nodes, cluster.devices_per_node, virtual=self._address is None)
             ending.enter_context(self._runner)
             self._ending = ending.pop_all()
         return self
@@ -103,7 +101,8 @@ class Session:
     def __exit__(self, *exception: Any) -> None:
         """Ends the session; raises WorkerError in place of an error of Ray, as after the loss of a node."""
         self._ending.__exit__(*exception)
-        if isinstance(error := exception[1], RayError):
+        error = exception[1]
+        if isinstance(error, RayError):
             raise WorkerError(f"An object of Ray's was lost, or there was no room for it: {error}") from error
 
     def run[X](self, work: Coroutine[Any, Any, X]) -> X:
@@ -117,64 +116,56 @@ class Session:
     def launch(
         self, name: str, devices: Sequence[int], worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
     ) -> Process[W]:
-        """Starts a process on the node of the first of its devices; see `launch_at`."""
+        """Starts a process that uses devices, on the node of the first of them; see `launch_at`."""
         threads = self._cluster.threads_per_device.trainers
-        return self._launch(name, devices[0], devices, RayWorker, threads, worker, args, kwargs)
+        if _steps(worker):
+            threads = self._cluster.threads_per_device.engines
+        return self._launch(name, devices[0], devices, threads, worker, args, kwargs)
 
-    def launch_stepping(
-        self, name: str, devices: Sequence[int], worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
-    ) -> Process[W]:
-        """Like `launch`; the process takes steps of its object between calls, see `SteppingRayWorker`."""
-        threads = self._cluster.threads_per_device.engines
-        return self._launch(name, devices[0], devices, SteppingRayWorker, threads, worker, args, kwargs)
+    def launch_at(self, name: str, place: int, worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Process[W]:
+        """Starts a process without devices, and returns at once; it creates its object, a `worker`, at the first call.
 
-    def launch_stepping_at(
-        self, name: str, place: int, worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
-    ) -> Process[W]:
-        """Like `launch_at`, without devices; a call does not wait for the end of earlier ones."""
-        return self._launch(name, place, (), SteppingRayWorker, 1, worker, args, kwargs)
-
-    def launch_at(
-        self, name: str, place: int, devices: Sequence[int], worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
-    ) -> Process[W]:
-        """Starts a process, and returns at once; the process creates its object, a `worker`, at the first call.
+        If the object has a method `step`, the process takes steps between calls; see `SteppingRayWorker`.
 
         Args:
-            name: used in messages and for the log file, such as `train rank 0`.
+            name: name in messages and of the log file, such as `train rank 0`.
             place: a device of the node on which the process runs.
-            devices: devices that the process uses.
         """
-        return self._launch(name, place, devices, RayWorker, 1, worker, args, kwargs)
+        return self._launch(name, place, (), 1, worker, args, kwargs)
 
     def _launch(
         self,
         name: str,
         place: int,
         devices: Sequence[int],
-        kind: type[RayWorker | SteppingRayWorker],
         threads: int | None,
         worker: Callable[..., W],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Process[W]:
         log_file = self._log_dir.absolute() / f"{name.replace(' ', '-')}.log"
-        gpus = tuple(self.placement.slots[device].local for device in devices)
-        on_cpu = self._cluster.device == "cpu"
-        strategy = self.placement.strategy(place)
-        actor = (
-            ray_api.remote(kind)
-            .options(num_cpus=0, scheduling_strategy=strategy, **_CONCURRENT[kind])
-            .remote(
-                f"{worker.__module__}:{worker.__qualname__}",  # imported by the process, in its environment
-                args,
-                kwargs,
-                directory=os.getcwd(),
-                env=_cpu_environment(threads) if on_cpu else {},
-                local_devices=None if on_cpu else gpus,
-                log_file=str(log_file),
-            )
+        stepping = _steps(worker)
+        options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": self.placement.strategy(place)}
+        actor_class = ray_api.remote(RayWorker)
+        if stepping:
+            options["max_concurrency"] = _MAX_CALLS
+            actor_class = ray_api.remote(SteppingRayWorker)
+        env: Mapping[str, str] = {}
+        gpus: tuple[int, ...] | None = None
+        if self._cluster.device == "cpu":
+            env = _cpu_environment(threads)
+        else:
+            gpus = tuple(self.placement.slots[device].local for device in devices)
+        actor = actor_class.options(**options).remote(
+            f"{worker.__module__}:{worker.__qualname__}",  # imported by the process, in its environment
+            args,
+            kwargs,
+            directory=os.getcwd(),
+            env=env,
+            local_devices=gpus,
+            log_file=str(log_file),
         )
-        process = Process[W](name=name, actor=actor, log_file=log_file, concurrent=bool(_CONCURRENT[kind]))
+        process = Process[W](name=name, actor=actor, log_file=log_file, concurrent=stepping)
         self._processes.append(process)
         return process
 
@@ -198,41 +189,38 @@ class Session:
 
     async def begin_profile(self, names: Collection[str]) -> list[Process[Any]]:
         """Begins to profile processes; returns them, without those that are still starting or are lost."""
-        chosen = (process for process in self._processes if process.name in names)
-        ready = [process for process in chosen if not self.monitor.starts(process)]
-        return list(await self._profile(dict.fromkeys(ready)))
+        traces: dict[Process[Any], None] = {}
+        for process in self._processes:
+            if process.name in names and not self.monitor.starts(process):
+                traces[process] = None
+        return list(await self._profile(traces))
 
-    async def end_profile(self, traces: Mapping[Process[Any], str]) -> dict[str, Sequence[CallProfile]]:
+    async def end_profile(self, traces: Mapping[Process[Any], str]) -> dict[Process[Any], Sequence[CallProfile]]:
         """Ends the profiles of processes, each with the file of its trace.
 
-        Returns what the processes computed, by name, without those that were replaced or are lost.
+        Returns what the processes computed, without those that were replaced or are lost.
         """
-        found = await self._profile({process: traces[process] for process in traces if process in self._processes})
-        return {process.name: calls for process, calls in found.items()}
+        return await self._profile({process: traces[process] for process in traces if process in self._processes})
 
     async def _profile(self, traces: Mapping[Process[Any], str | None]) -> dict[Process[Any], Sequence[CallProfile]]:
         """Begins profiles, or ends those with a trace. A lost process has none; what calls it next deals with that."""
-        calls: list[Call[Sequence[CallProfile]]] = []
+        calls: dict[Process[Any], Call[Sequence[CallProfile]]] = {}
         for process, trace in traces.items():
-            done = [process.actor.profile.remote(trace)]
-            call = Call[Sequence[CallProfile]](
-                label="profile",
-                phase="checkpoint",
-                processes=[process],
-                done=done,
-                monitor=self.monitor,
-                survives_loss=True,
-            )
-            calls.append(self.monitor.follow(call))
+            done = process.actor.profile.remote(trace)
+            calls[process] = self._call(process, "profile", "checkpoint", done)
+            calls[process].survives_loss = True
         profiles: dict[Process[Any], Sequence[CallProfile]] = {}
-        for call in calls:
-            (process,) = call.processes
+        for process, call in calls.items():
             try:
                 (profiles[process],) = await call
             except ProcessLostError as error:
                 cause = str(error).splitlines()[0]
                 print(f"{cause} There is no profile of {process.name}.", file=sys.stderr, flush=True)
         return profiles
+
+    def _call(self, process: Process[Any], label: str, phase: Phase, done: ObjectRef[Any]) -> Call[Any]:
+        call = Call[Any](label=label, phase=phase, processes=[process], done=[done], monitor=self.monitor)
+        return self.monitor.follow(call)
 
     @property
     def host(self) -> str:
@@ -241,9 +229,8 @@ class Session:
 
     async def free_address(self, process: Process[Any]) -> str:
         """Returns a free `host:port` of a process: on loopback for a Ray of its own, else on its node's address."""
-        done = [process.actor.free_address.remote(_LOOPBACK if self._address is None else None)]
-        call = Call[str](label="free_address", phase="start", processes=[process], done=done, monitor=self.monitor)
-        (address,) = await self.monitor.follow(call)
+        host = _LOOPBACK if self._address is None else None
+        (address,) = await self._call(process, "free_address", "start", process.actor.free_address.remote(host))
         return address
 
     def _remove_files(self) -> None:
@@ -300,9 +287,14 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+def _steps(worker: Callable[..., object]) -> bool:
+    return hasattr(worker, "step")
+
+
 def _cpu_environment(threads: int | None) -> dict[str, str]:
     """Returns the environment of a process on virtual devices."""
     assert threads is not None, "with_threads comes first"
-    # Threads that wait actively would take the cores from those that they wait for, where others work, too.
-    waiting = {"OMP_WAIT_POLICY": "PASSIVE"} if threads > 1 else {}
-    return {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", **waiting}
+    variables = {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+    if threads > 1:
+        variables["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that wait actively would take cores from other processes
+    return variables

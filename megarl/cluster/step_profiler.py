@@ -7,7 +7,9 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from megarl.cluster.calls import Process
 from megarl.cluster.kernel_profile import CallProfile
 from megarl.cluster.session import Session
 from megarl.config import TrainingConfig
@@ -22,7 +24,7 @@ class StepProfiler:
     """Profiles the steps and processes that `profile` names.
 
     Args:
-        directory: gets `step-N.json` with all kernels, and `step-N-PROCESS.json.gz`, a trace for Perfetto.
+        directory: directory of `step-N.json`, which has all kernels, and `step-N-PROCESS.json.gz`, traces for Perfetto.
     """
 
     def __init__(self, config: TrainingConfig, session: Session, directory: Path) -> None:
@@ -30,12 +32,13 @@ class StepProfiler:
         self._directory = directory.absolute()
         self._steps: tuple[int, ...] = ()
         self._names: list[str] = []
-        if config.profile is not None:
-            self._steps = config.profile.profiled_steps(config.steps)
-            self._names += [f"{group} rank {rank}" for group in config.groups for rank in config.profile.ranks]
-            self._names += [
-                f"rollout engine {engine}" for engine in config.profile.profiled_engines(config.engine_settings)
-            ]
+        profile = config.profile
+        if profile is not None:
+            self._steps = profile.profiled_steps(config.steps)
+            for group in config.groups:
+                self._names += [f"{group} rank {rank}" for rank in profile.ranks]
+            for engine in profile.profiled_engines(config.engine_settings):
+                self._names.append(f"rollout engine {engine}")
 
     @asynccontextmanager
     async def step(self, step: int) -> AsyncGenerator[None]:
@@ -46,13 +49,18 @@ class StepProfiler:
         self._directory.mkdir(exist_ok=True)
         begun = await self._session.begin_profile(self._names)
         yield
-        traces = {name: self._directory / f"step-{step}-{name.replace(' ', '-')}.json.gz" for name in self._names}
-        profiles = await self._session.end_profile({process: str(traces[process.name]) for process in begun})
-        found = {name: [asdict(call) for call in calls] for name, calls in profiles.items()}
+        traces: dict[Process[Any], str] = {}
+        for process in begun:
+            name = process.name.replace(" ", "-")
+            traces[process] = str(self._directory / f"step-{step}-{name}.json.gz")
+        profiles = await self._session.end_profile(traces)
+        found: dict[str, list[dict[str, Any]]] = {}
+        for process, calls in profiles.items():
+            found[process.name] = [asdict(call) for call in calls]
         write_durably(self._directory / f"step-{step}.json", json.dumps(found, indent=1) + "\n")
-        for name, calls in profiles.items():
-            head = f"profile of step {step}, {name}; the trace is {traces[name]}"
-            print("\n".join([head, *kernel_rows(calls)]), flush=True)
+        for process, calls in profiles.items():
+            print(f"profile of step {step}, {process.name}; the trace is {traces[process]}")
+            print("\n".join(kernel_rows(calls)), flush=True)
 
 
 def kernel_rows(calls: Sequence[CallProfile]) -> Iterator[str]:

@@ -89,22 +89,23 @@ class WorkerGroup[W]:
     ) -> ChunkCall[Any, Any]:
         """Calls a method on the first `len(args)` processes, with arguments that are not checked.
 
-        Without `chunks`, the whole result goes to the driver.
-
         Args:
-            processes: other processes than the first ones of the group.
+            chunks: chunks of each process, whose results stay in the object store; None: all goes to the driver.
+            processes: processes to call instead of the first ones of the group.
         """
-        processes = self.processes[: len(args)] if processes is None else processes
+        if processes is None:
+            processes = self.processes[: len(args)]
         done: list[ObjectRef[Any]] = []
         refs: dict[int, ObjectRef[Any]] = {}
-        for process, arguments, numbers in zip(processes, args, chunks or [None] * len(args), strict=True):
+        for index, (process, arguments) in enumerate(zip(processes, args, strict=True)):
+            numbers = None if chunks is None else chunks[index]
             run = process.actor.run.options(num_returns=1 + len(numbers or ()))
-            number = next(process.numbers)
             given = (*method.args, *arguments)
-            returned = run.remote(method.name, given, kwargs or {}, numbers, method.phase, number)
-            first, *values = returned if numbers else [returned]  # Ray returns a single reference without a list
-            done.append(first)
-            refs.update(zip(numbers or (), values, strict=True))
+            returned = run.remote(method.name, given, kwargs or {}, numbers, method.phase, next(process.numbers))
+            if numbers:
+                returned, *values = returned
+                refs.update(zip(numbers, values, strict=True))
+            done.append(returned)
         call = ChunkCall[Any, Any](
             label=f"{self.name}.{method.name}",
             phase=method.phase,
@@ -120,16 +121,13 @@ class WorkerGroup[W]:
         return await self._call_usage(self.processes)
 
     def spawn[X](self, work: Coroutine[Any, Any, X]) -> asyncio.Task[X]:
-        """Starts work beside that of the driver, which its error ends."""
+        """Starts work beside that of the driver; its error ends both."""
         return self._session.monitor.spawn(work)
 
     def _call_usage(self, processes: Sequence[Process[W]]) -> Call[ProcessUsage]:
         done = [process.actor.usage.remote() for process in processes]
-        call = Call[ProcessUsage](
-            label=f"{self.name}.usage",
-            phase="start",
-            processes=processes,
-            done=done,
-            monitor=self._session.monitor,
+        label = f"{self.name}.usage"
+        monitor = self._session.monitor
+        return monitor.follow(
+            Call[ProcessUsage](label=label, phase="start", processes=processes, done=done, monitor=monitor)
         )
-        return self._session.monitor.follow(call)

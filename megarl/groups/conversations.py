@@ -47,7 +47,7 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
     another, so the time of this process per turn falls with their number.
 
     Args:
-        gateway: the environment is one.
+        gateway: whether the environment is a gateway.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
         self._engines = engines
         self._gateway = gateway
         self._running: list[set[GenerateCall]] = [set() for _ in processes]  # calls for items
-        self._sampling: set[int] = set()  # processes that are asked for turns
+        self._sampling: set[int] = set()  # processes whose turns are awaited
         self._engine_of: dict[str, Process[RolloutEngine]] = {}  # that sampled the last turn of a conversation
         self._reported: set[str] = set()  # kinds of failures
         engines.turns_answered = self._answer
@@ -145,14 +145,15 @@ def conversation_failures(samples: Sequence[SampleInfo]) -> dict[str, str]:
     """Returns the first failure of each kind: of each exception, or of each sentence."""
     failures: dict[str, str] = {}
     for sample in samples:
-        if sample.outcome is not None and (reason := sample.outcome.failure) is not None:
-            kind = reason.strip().rpartition("\n")[2].partition(":")[0]
-            told = f"the conversation on prompt {sample.prompt_id!r} failed: {reason.strip()}"
-            failures.setdefault(kind, printable(told))
+        if sample.outcome is None or sample.outcome.failure is None:
+            continue
+        reason = sample.outcome.failure.strip()
+        kind = reason.rpartition("\n")[2].partition(":")[0]
+        failures.setdefault(kind, printable(f"the conversation on prompt {sample.prompt_id!r} failed: {reason}"))
     return failures
 
 
-def _gateway_place(config: SamplingConfig, index: int) -> GatewayConfig:
+def _gateway_config(config: SamplingConfig, index: int) -> GatewayConfig:
     rollout = config.rollout
     sampling = Sampling(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
     functions = config.scored_functions
@@ -178,17 +179,15 @@ def launch_conversations(
         min_turn=rollout.min_new_tokens,
     )
     tokenizer = config.model.tokenizer_directory(model_dir)
-    arguments = data.chat_template_kwargs
     ends = (*stop_token_ids(model_dir), *rollout.stop_token_ids)
+    args = (settings, tokenizer, data.chat_template_kwargs, limits, ends)
     devices = len(session.placement.slots)
-    count = settings.processes
-    args = (settings, tokenizer, arguments, limits, ends)
-    places = [_gateway_place(config, index) if gateway else None for index in range(count)]
-    for place in places:
-        if place is not None:
+    processes: list[Process[EnvironmentProcess]] = []
+    for index in range(settings.processes):
+        place = None
+        if gateway:
+            place = _gateway_config(config, index)
             session.remove_at_end(Path(place.file))
-    processes = [
-        session.launch_stepping_at(f"environments {index}", index * devices // count, EnvironmentProcess, *args, place)
-        for index, place in enumerate(places)
-    ]
+        device = index * devices // settings.processes
+        processes.append(session.launch_at(f"environments {index}", device, EnvironmentProcess, *args, place))
     return ConversationGroup(session, processes, engines, gateway=gateway)

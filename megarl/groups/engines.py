@@ -6,7 +6,6 @@ import asyncio
 import heapq
 import itertools
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -18,6 +17,7 @@ from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import RunConfig, parse_devices
 from megarl.config.schema import Cluster, Rollout
+from megarl.groups.engine_load import EngineLoad
 from megarl.groups.rollouts import GenerateCall, PendingRollouts, Rollouts, split, work_items
 from megarl.models import model_spec
 from megarl.remote import RemoteMethod
@@ -38,9 +38,9 @@ class Turn[S]:
     """A turn of a conversation to sample.
 
     Args:
-        tokens: of the prompt, and those that may be sampled.
-        engine: has the beginning of the prompt in its cache.
-        source: who asks for the turn; comes back with the answer.
+        tokens: number of tokens of the prompt and of those that may be sampled.
+        engine: engine that has the beginning of the prompt in its cache.
+        source: sender of the turn, which comes back with the answer.
     """
 
     request: Pickled[SampleRequest]
@@ -69,7 +69,7 @@ class _Item:
 class RolloutGroup(WorkerGroup[RolloutEngine]):
     """vLLM engines, each on `rollout.tp` devices.
 
-    Items of work and turns of conversations wait here in the order in which they were asked for. Of the engines that
+    Items of work and turns of conversations wait here in the order of the requests. Of the engines that
     have room and are not held, the one with the fewest tokens in flight takes the next one: those of prompts, and those
     that may be sampled. A turn goes to the engine that has its beginning, unless that is overloaded. An engine gets the
     turns that are ready at the same time in one call, and returns those that are finished in another; requests and
@@ -78,8 +78,8 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
 
     Args:
         model_dir: Hugging Face directory of the model.
-        name: of the processes.
-        replacements: how many engines may be replaced.
+        name: name of the processes.
+        replacements: number of engines that may be replaced.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         devices = parse_devices(rollout.devices)
 
         def launch(index: int) -> Process[RolloutEngine]:
-            return session.launch_stepping(
+            return session.launch(
                 f"{name} engine {index}",
                 devices[index * rollout.tp : (index + 1) * rollout.tp],
                 engine,
@@ -116,18 +116,14 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self._numbers = itertools.count()
         self._waiting: list[tuple[int, _Item | Turn[Any]]] = []  # a heap
         self._turns: list[dict[int, Turn[Any]]] = [{} for _ in range(rollout.engines)]  # being sampled
-        self._listening: set[int] = set()  # engines that are asked for sampled turns
+        self._listening: set[int] = set()  # engines whose sampled turns are awaited
         self.turns_answered: Callable[[Sequence[tuple[Turn[Any], TurnAnswer]], Process[RolloutEngine]], None]
         """Called with sampled turns and the process that sampled them."""
         self._room = [0] * rollout.engines  # responses that each generates at once
         self._starting: dict[int, Call[int]] = {}  # of replaced engines, until they have weights
-        self._in_progress = [0] * rollout.engines  # responses
-        self._in_flight = [0] * rollout.engines  # tokens
+        self._load = EngineLoad(rollout.engines)
         self._new_tokens = rollout.max_new_tokens
         self._held: set[int] = set()
-        self._busy_s = [0.0] * rollout.engines
-        self._tokens = [0] * rollout.engines
-        self._changed = [time.perf_counter()] * (rollout.engines + 1)  # of each engine, and of the last reading
         self._change = asyncio.Event()  # of what `until` waits for
 
     async def start(self) -> None:
@@ -166,13 +162,16 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
     @property
     def idle(self) -> bool:
         """Returns whether no engine has responses in progress; items may wait."""
-        return not any(self._in_progress)
+        return not any(self._load.responses)
 
     @property
     def started(self) -> list[int]:
         """Returns the engines that can get weights: all but replaced ones that are still starting."""
-        starting = {engine for engine, call in self._starting.items() if not call.finished}
-        return [engine for engine in range(len(self.processes)) if engine not in starting]
+        started: list[int] = []
+        for engine in range(len(self.processes)):
+            if engine not in self._starting or self._starting[engine].finished:
+                started.append(engine)
+        return started
 
     @property
     def replaceable(self) -> bool:
@@ -189,26 +188,8 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         return len(self._starting) == len(self.processes)
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the engines' idle fraction and speed since the last reading.
-
-        An engine is busy while it has responses in progress, whose tokens count when all of a chunk are finished.
-        """
-        for engine in range(len(self.processes)):
-            self._count(engine, 0)
-        now = time.perf_counter()
-        before = self._changed[-1]
-        busy = self._busy_s
-        self._busy_s = [0.0] * len(self.processes)
-        self._changed[-1] = now
-        tokens = self._tokens
-        self._tokens = [0] * len(self.processes)
-        metrics = {"rollout/engine_idle": 1 - sum(busy) / len(busy) / (now - before)}
-        speeds = [written / seconds for written, seconds in zip(tokens, busy, strict=True) if written]
-        if speeds:
-            metrics["perf/rollout_tokens_per_second"] = sum(tokens) / max(busy)
-            metrics["perf/engine_tokens_per_second_min"] = min(speeds)
-            metrics["perf/engine_tokens_per_second_max"] = max(speeds)
-        return metrics
+        """Returns the engines' idle fraction and speed since the last reading."""
+        return self._load.take_metrics()
 
     async def take_usage(self) -> list[ProcessUsage]:
         """Like that of other groups, but without engines that are starting or are lost meanwhile."""
@@ -225,25 +206,23 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
 
     def _count(self, engine: int, responses: int, tokens: int = 0) -> None:
         """Adds to an engine's responses in progress, and to its tokens in flight."""
-        now = time.perf_counter()
-        if self._in_progress[engine]:
-            self._busy_s[engine] += now - self._changed[engine]
-        self._changed[engine] = now
-        self._in_progress[engine] += responses
-        self._in_flight[engine] += tokens
+        self._load.add(engine, responses, tokens)
         self._notify()
 
     def _tokens_of(self, item: WorkItem) -> int:
         """Returns the tokens that an item may come to have."""
-        return sum(len(each.prompt.token_ids) + (each.max_new_tokens or self._new_tokens) for each in item.requests)
+        tokens = 0
+        for request in item.requests:
+            tokens += len(request.prompt.token_ids) + (request.max_new_tokens or self._new_tokens)
+        return tokens
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Waits until something holds of the engines: what is in progress, or which of them have started."""
+        """Waits until a condition on the engines holds: on what is in progress, or on which of them have started."""
         while not holds():
             await self._change.wait()
 
     def _notify(self) -> None:
-        """Lets `until` look again."""
+        """Makes `until` check its condition again."""
         self._change.set()
         self._change = asyncio.Event()
 
@@ -264,7 +243,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         """Lets engines take no further items until `readmit`; with `drain`, waits until they have finished theirs."""
         self._held.update(engines)
         if drain:
-            await self.until(lambda: not any(self._in_progress[engine] for engine in engines))
+            await self.until(lambda: not any(self._load.responses[engine] for engine in engines))
 
     def readmit(self, engines: Iterable[int]) -> None:
         """Reopens engines that have current weights."""
@@ -277,22 +256,28 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
     def close(self) -> Call[None]:
         """Lets every engine end by itself; returns at once. Those that are still starting are ended."""
         started = self.started
-        for engine in set(range(len(self.processes))).difference(started):
-            del self._starting[engine]
-            self._session.end(self.processes[engine])
-        return self.submit(RolloutEngine.close, [()] * len(started), processes=[self.processes[e] for e in started])
+        processes: list[Process[RolloutEngine]] = []
+        for engine, process in enumerate(self.processes):
+            if engine in started:
+                processes.append(process)
+            else:
+                del self._starting[engine]
+                self._session.end(process)
+        return self.submit(RolloutEngine.close, [()] * len(processes), processes=processes)
 
     def _assign(self) -> None:
         """Gives waiting items and turns to engines with room."""
         turns: dict[int, list[tuple[int, Pickled[SampleRequest]]]] = {}
         while self._waiting:
-            able = set(range(len(self.processes))) - self._held
-            free = [engine for engine in sorted(able) if self._in_progress[engine] < self._room[engine]]
+            free: list[int] = []
+            for engine, responses in enumerate(self._load.responses):
+                if engine not in self._held and responses < self._room[engine]:
+                    free.append(engine)
             if not free:
                 break
             number, work = heapq.heappop(self._waiting)
-            in_flight = self._in_flight
-            engine = min(free, key=lambda index: in_flight[index])
+            in_flight = self._load.tokens
+            engine = min(free, key=in_flight.__getitem__)
             if work.engine in free and in_flight[work.engine] <= _OVERLOAD * (in_flight[engine] + work.tokens):
                 engine = work.engine
             self._count(engine, work.responses, work.tokens)
@@ -327,12 +312,12 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             return
         if self.processes[engine] is process:
             self._count(engine, -work.responses, -work.tokens)
-            self._tokens[engine] += sum(sample.response_tokens for sample in samples)
+            self._load.wrote(engine, sum(sample.response_tokens for sample in samples))
         work.done.set_result(call)
         self._assign()
 
     async def _take_turns(self, engine: int) -> None:
-        """Hands on the turns that an engine has sampled, as long as it has any; those of a lost one wait again."""
+        """Passes on the turns that an engine samples, as long as it has any; those of a lost engine wait again."""
         process = self.processes[engine]
         while self._turns[engine]:
             call: Call[Any] = self.call_at(engine, RolloutEngine.sampled_turns)
@@ -349,7 +334,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             for answer in sampled:
                 turn = self._turns[engine].pop(answer.number)
                 self._count(engine, -1, -turn.tokens)
-                self._tokens[engine] += answer.tokens
+                self._load.wrote(engine, answer.tokens)
                 answers.append((turn, answer))
             self.turns_answered(answers, process)
             self._assign()
@@ -364,7 +349,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             self._lose(engine, process, error)
 
     def _lose(self, engine: int, process: Process[RolloutEngine], error: ProcessLostError) -> None:
-        """Replaces a lost engine, and lets others answer what it was asked."""
+        """Replaces a lost engine, and gives its work to others."""
         self.replace(engine, process, str(error))
         self._assign()
 
@@ -380,7 +365,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             limit = f"rollout.max_replacements = {self._replacements}"
             raise WorkerError(f"{cause}\nNo engine is replaced any more: {limit} is reached.")
         self.replaced.append(cause)
-        self._count(engine, -self._in_progress[engine], -self._in_flight[engine])
+        self._count(engine, -self._load.responses[engine], -self._load.tokens[engine])
         self._room[engine] = 0
         for number, turn in self._turns[engine].items():
             heapq.heappush(self._waiting, (number, turn))
@@ -407,8 +392,9 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
 
     async def pick(self, rollouts: Rollouts, samples: Sequence[SampleInfo], chunks: int) -> Rollouts:
         """Copies samples, in their order, into at most `chunks` new chunks, branches together."""
-        conversations = [list(group) for _, group in itertools.groupby(samples, key=lambda sample: sample.conversation)]
-        rows: dict[int, list[tuple[int, int]]] = {}  # of each new chunk
+        by_conversation = itertools.groupby(samples, key=lambda sample: sample.conversation)
+        conversations = [list(branches) for _, branches in by_conversation]
+        rows: dict[int, list[tuple[int, int]]] = {}  # by new chunk
         picked: list[SampleInfo] = []
         for new, part in enumerate(split(conversations, chunks)):
             rows[new] = []
@@ -417,8 +403,10 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
                 rows[new].append((sample.chunk, sample.row))
 
         def request(numbers: Sequence[int]) -> PickRequest:
-            old = rollouts.chunks.only({chunk for new in numbers for chunk, _ in rows[new]})
-            return PickRequest(chunks=old, rows={new: rows[new] for new in numbers})
+            old: set[int] = set()
+            for new in numbers:
+                old.update(chunk for chunk, _ in rows[new])
+            return PickRequest(chunks=rollouts.chunks.only(old), rows={new: rows[new] for new in numbers})
 
         calls = await self._divide(RolloutEngine.pick, request, list(rows))
         return Rollouts(samples=tuple(picked), chunks=ChunkRefs[RolloutChunk].of(call.chunks for call in calls))
@@ -471,13 +459,15 @@ def engine_options(
     cluster: Cluster, vocab_size: int, weights: Literal["sync", "files"], tokenizer: str | None = None
 ) -> EngineOptions:
     """Returns the options of engines on a run's devices."""
-    gib = cluster.device_memory_gib
+    memory = None
+    if cluster.device_memory_gib is not None:
+        memory = int(cluster.device_memory_gib * 2**30)
     return EngineOptions(
         vocab_size=vocab_size,
         device=cluster.device,
         tokenizer=tokenizer,
         weights=weights,
-        device_memory=None if gib is None else int(gib * 2**30),
+        device_memory=memory,
         threads=cluster.threads_per_device.engines or 1,
     )
 

@@ -13,7 +13,7 @@ from megarl.config import SamplingConfig
 from megarl.config.schema import JudgeModel
 from megarl.groups.engines import RolloutGroup, engine_options
 from megarl.groups.rollouts import Rollouts
-from megarl.groups.scorers import RuleScorers, ScoredRows
+from megarl.groups.scorers import Question, RuleScorers, ScoredRows
 from megarl.models import model_spec
 from megarl.types import Prompt, SampleRequest
 from megarl.weights.hf_files import read_config
@@ -25,7 +25,7 @@ class Judge:
     """Engines that answer questions, which scoring processes ask and read.
 
     Args:
-        engines: with the judge's weights.
+        engines: engines with the judge's weights.
     """
 
     def __init__(self, settings: JudgeModel, engines: RolloutGroup, scorers: RuleScorers) -> None:
@@ -48,17 +48,20 @@ class Judge:
             prompts: by prompt id.
         """
         asking = self._scorers.questions(rollouts, prompts)
-        questions = [question for part in await asking for question in part]
-        requests = [
-            SampleRequest(
+        questions: list[Question] = []
+        for part in await asking:
+            questions += part
+        requests: list[SampleRequest] = []
+        for number, question in enumerate(questions):
+            if question.problem is not None:
+                continue
+            request = SampleRequest(
                 sample_id=f"judge/{number}",
                 prompt=Prompt(prompt_id=question.prompt_id, token_ids=question.token_ids),
                 seed=zlib.crc32(np.array(question.token_ids, np.int32).tobytes()),
                 temperature=self._settings.temperature,
             )
-            for number, question in enumerate(questions)
-            if question.problem is None
-        ]
+            requests.append(request)
         if not requests:
             return self._scorers.read(questions, None), await asking.longest()
         answers = self._engines.generate(requests, _CHUNKS_PER_ENGINE * len(self._engines.processes))

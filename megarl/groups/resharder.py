@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megarl.cluster.calls import Process
+from megarl.cluster.calls import Call, Process
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import RolloutTrainingConfig, parse_devices
@@ -49,27 +49,31 @@ class SyncReport:
     def of(cls, senders: Sequence[SyncStats], receivers: Sequence[SyncStats], seconds: float) -> SyncReport:
         """Combines the measurements of all ranks."""
         ranks = [*senders, *receivers]
-        stages = dict.fromkeys(stage for rank in ranks for stage in rank.seconds)
+        stages: dict[str, float] = {}
+        for rank in ranks:
+            for stage, taken in rank.seconds.items():
+                stages[stage] = max(taken, stages.get(stage, 0.0))
         return cls(
             version=receivers[0].version,
             nbytes=sum(rank.nbytes for rank in receivers),
             messages=sum(rank.messages for rank in receivers),
             staging_bytes=max(rank.peak_staging_bytes for rank in ranks),
             seconds=seconds,
-            stages={stage: max(rank.seconds.get(stage, 0.0) for rank in ranks) for stage in stages},
+            stages=stages,
         )
 
-    @classmethod
-    def joined(cls, parts: Sequence[SyncReport]) -> SyncReport:
-        """Adds up the measurements of engines that were updated one after the other."""
-        stages = dict.fromkeys(stage for part in parts for stage in part.stages)
-        return cls(
-            version=parts[0].version,
-            nbytes=sum(part.nbytes for part in parts),
-            messages=sum(part.messages for part in parts),
-            staging_bytes=max(part.staging_bytes for part in parts),
-            seconds=sum(part.seconds for part in parts),
-            stages={stage: sum(part.stages.get(stage, 0.0) for part in parts) for stage in stages},
+    def plus(self, later: SyncReport) -> SyncReport:
+        """Adds the measurements of engines that were updated later."""
+        stages = dict(self.stages)
+        for stage, seconds in later.stages.items():
+            stages[stage] = stages.get(stage, 0.0) + seconds
+        return replace(
+            self,
+            nbytes=self.nbytes + later.nbytes,
+            messages=self.messages + later.messages,
+            staging_bytes=max(self.staging_bytes, later.staging_bytes),
+            seconds=self.seconds + later.seconds,
+            stages=stages,
         )
 
     def with_offload(self, seconds: float) -> SyncReport:
@@ -108,13 +112,12 @@ class SyncPlanner:
     def spec(self, engines: Sequence[int], name: str) -> SyncSpec:
         """Returns the specification of a connection; its name is new."""
         config = self._config
-        places = self._places(engines)
         return SyncSpec.of(
             self.plan(engines),
             name=name,
             host=self._host,
             port=self._store.port,
-            places=[*self._trainers, *places],
+            places=[*self._trainers, *self._places(engines)],
             device=config.cluster.device,
             transport=config.resharding.transport,
             verify=config.resharding.verify,
@@ -135,7 +138,10 @@ class SyncPlanner:
         return BarrierWatch(self._store, spec.name, spec.world_size)
 
     def _places(self, engines: Sequence[int]) -> list[Place]:
-        return [self._engine_ranks[engine * self.tp + rank] for engine in engines for rank in range(self.tp)]
+        places: list[Place] = []
+        for engine in engines:
+            places += self._engine_ranks[engine * self.tp : (engine + 1) * self.tp]
+        return places
 
 
 class EngineLink:
@@ -145,8 +151,8 @@ class EngineLink:
     connection. The new one takes part in the first sync after its start.
 
     Args:
-        members: of the engines.
-        drain: engines finish their responses before a sync.
+        members: numbers of the engines.
+        drain: whether engines finish their responses before a sync.
     """
 
     def __init__(
@@ -168,7 +174,7 @@ class EngineLink:
         self._connected: list[Process[RolloutEngine]] = []
         self._connections = 0
         self._watch: BarrierWatch
-        self._ranks: Mapping[int, int] = {}
+        self._ranks: dict[int, int] = {}
 
     async def connect(self) -> bool:
         """Connects the actor's ranks with the engines that have started; returns whether all of these are connected.
@@ -180,19 +186,18 @@ class EngineLink:
         if self._connected == processes:
             return True
         self._connected = []
-        self._connections = self._connections + 1
+        self._connections += 1
         spec = self._planner.spec(engines, f"actor-to-engines-{self._number}-{self._connections}")
         self._watch = self._planner.watch(spec)
         first = len(self._senders.processes)
-        tp = self._planner.tp
-        self._ranks = {rank: engines[(rank - first) // tp] for rank in range(first, first + len(engines) * tp)}
         sent = self._senders.call_each(MegatronWorker.connect, [self._request(spec, [rank]) for rank in range(first)])
-        received = {
-            engine: self._engines.call_at(
-                engine, RolloutEngine.connect, self._request(spec, range(first + i * tp, first + (i + 1) * tp))
-            )
-            for i, engine in enumerate(engines)
-        }
+        self._ranks = {}
+        received: dict[int, Call[None]] = {}
+        for engine in engines:
+            start = first + len(self._ranks)
+            ranks = range(start, start + self._planner.tp)
+            self._ranks |= dict.fromkeys(ranks, engine)
+            received[engine] = self._engines.call_at(engine, RolloutEngine.connect, self._request(spec, ranks))
         attempt = SyncAttempt(self._engines, self._watch, self._ranks, sent, received)
         if not await attempt.succeeds() or attempt.lost:
             return False
@@ -214,17 +219,21 @@ class EngineLink:
                 continue
             self._watch.begin()
             sent = self._senders.call(MegatronWorker.send_weights, version, self._number)
-            received = {
-                engine: self._engines.call_at(engine, RolloutEngine.receive_weights, version) for engine in engines
-            }
+            received: dict[int, Call[list[SyncStats]]] = {}
+            for engine in engines:
+                received[engine] = self._engines.call_at(engine, RolloutEngine.receive_weights, version)
             attempt = SyncAttempt(self._engines, self._watch, self._ranks, sent, received)
             if not await attempt.succeeds():
                 continue
             # One that has answered may be lost afterwards, while it generates.
-            left = [engine for engine in engines if self._processes([engine]) == received[engine].processes]
+            left: list[int] = []
+            receivers: list[SyncStats] = []
+            for engine, call in received.items():
+                if self._processes([engine]) == call.processes:
+                    left.append(engine)
+                    receivers += call.results[0]
             if left:
                 self._engines.readmit(left)
-                receivers = [rank for engine in left for rank in received[engine].results[0]]
                 return SyncReport.of([*sent.results.values()], receivers, time.perf_counter() - start)
         return None
 
@@ -252,10 +261,9 @@ class Resharder:
             parts = [range(first, rollout.engines, 2) for first in range(2)]
         senders = actor.group.named(actor.name)
         drain = rollout.mode != "inflight"
-        self._links = [
-            EngineLink(number, part, planner, senders, engines, drain=drain) for number, part in enumerate(parts)
-        ]
-        for part in parts:
+        self._links: list[EngineLink] = []
+        for number, part in enumerate(parts):
+            self._links.append(EngineLink(number, part, planner, senders, engines, drain=drain))
             planner.plan(part)
 
     async def connect(self) -> None:
@@ -274,11 +282,13 @@ class Resharder:
         Raises:
             WorkerError: The sync was aborted, or a process failed.
         """
-        reports: list[SyncReport] = []
-        while not reports:
+        report: SyncReport | None = None
+        while report is None:
             await self._engines.until(lambda: bool(self._engines.started))
             for link in self._links:
-                report = await link.update(version)
-                if report is not None:
-                    reports.append(report)
-        return SyncReport.joined(reports)
+                part = await link.update(version)
+                if report is None:
+                    report = part
+                elif part is not None:
+                    report = report.plus(part)
+        return report

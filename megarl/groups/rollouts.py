@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,24 +22,21 @@ class Rollouts:
     @classmethod
     def joined(cls, parts: Sequence[Rollouts]) -> Rollouts:
         """Returns the rollouts of all parts, with consecutive numbers of their chunks."""
-        before = itertools.accumulate((len(part.chunks) for part in parts), initial=0)
-        return cls(
-            samples=tuple(
-                replace(sample, chunk=start + sample.chunk)
-                for part, start in zip(parts, before, strict=False)
-                for sample in part.samples
-            ),
-            chunks=ChunkRefs[RolloutChunk].joined(part.chunks for part in parts),
-        )
+        samples: list[SampleInfo] = []
+        before = 0
+        for part in parts:
+            samples += [replace(sample, chunk=before + sample.chunk) for sample in part.samples]
+            before += len(part.chunks)
+        chunks = ChunkRefs[RolloutChunk].joined(part.chunks for part in parts)
+        return cls(samples=tuple(samples), chunks=chunks)
 
     def parts(self, count: int) -> list[Rollouts]:
         """Returns the samples in at most `count` parts of adjacent chunks, which keep their numbers."""
-        return [
-            Rollouts(
-                samples=tuple(sample for sample in self.samples if sample.chunk in own), chunks=self.chunks.only(own)
-            )
-            for own in split(range(len(self.chunks)), count)
-        ]
+        parts: list[Rollouts] = []
+        for numbers in split(range(len(self.chunks)), count):
+            samples = tuple(sample for sample in self.samples if sample.chunk in numbers)
+            parts.append(Rollouts(samples=samples, chunks=self.chunks.only(numbers)))
+        return parts
 
     def truncated(self, ends: Mapping[int, ResponseEnds], chunks: ChunkRefs[RolloutChunk]) -> Rollouts:
         """Returns the samples with other ends of their responses, at the same chunks and rows.
@@ -61,7 +57,7 @@ GenerateCall = ChunkCall[list[SampleInfo], RolloutChunk]
 
 @dataclass(frozen=True, kw_only=True)
 class PendingRollouts:
-    """Rollouts that are being generated; `answers` are of the items, in the order of their chunks."""
+    """Rollouts that are being generated; `answers` has the calls of the items, in the order of their chunks."""
 
     answers: Sequence[asyncio.Future[GenerateCall]]
 
@@ -81,17 +77,25 @@ class PendingRollouts:
 
     async def longest(self) -> float:
         """Waits for the rollouts, and returns the seconds of the slowest call."""
-        return max([await (await answer).longest() for answer in self.answers])
+        seconds: list[float] = []
+        for answer in self.answers:
+            call = await answer
+            seconds.append(await call.longest())
+        return max(seconds)
 
 
 def split[T](items: Sequence[T], count: int) -> list[Sequence[T]]:
     """Splits into at most `count` parts of adjacent items, with sizes that differ by at most 1."""
     count = min(count, len(items))
-    bounds = itertools.pairwise(len(items) * part // count for part in range(count + 1))
-    return [items[start:stop] for start, stop in bounds]
+    parts: list[Sequence[T]] = []
+    for part in range(count):
+        parts.append(items[len(items) * part // count : len(items) * (part + 1) // count])
+    return parts
 
 
 def work_items(requests: Sequence[SampleRequest], chunks: int) -> list[WorkItem]:
     """Splits requests into at most `chunks` items."""
-    parts = enumerate(split(requests, chunks))
-    return [WorkItem(chunk=chunk, requests=tuple(part)) for chunk, part in parts]
+    items: list[WorkItem] = []
+    for chunk, part in enumerate(split(requests, chunks)):
+        items.append(WorkItem(chunk=chunk, requests=tuple(part)))
+    return items

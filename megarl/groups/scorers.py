@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from megarl.cluster.calls import Call
+from megarl.cluster.calls import Call, Process
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
@@ -23,6 +23,7 @@ from megarl.data.tokenizer import has_tokenizer, load_tokenizer
 from megarl.groups.rollouts import Rollouts, split
 from megarl.remote import RemoteMethod, remote
 from megarl.rewards.adapters import Failure
+from megarl.rewards.completion import Completion
 from megarl.rewards.functions import labels
 from megarl.rewards.judge import JUDGE_MODEL, JudgePrompts
 from megarl.rewards.scorer import Failures, RuleScorer, Scores, Unscored
@@ -61,7 +62,7 @@ class ScoredRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question to the judge about the sample in a row of a chunk; one with a problem is not asked."""
+    """A question to the judge about the sample in a row of a chunk; a question with a problem is left out."""
 
     place: tuple[int, int]
     prompt_id: str
@@ -105,18 +106,17 @@ class ScoringProcess:
     def score(self, request: ScoreRequest) -> ScoredRows:
         """Scores some rows of chunks."""
         deadline = time.monotonic() + self._seconds
-        completions = [
-            completion
-            for chunk, prompts in request.prompts.items()
-            for completion in self._scorer.completions(request.rollouts[chunk], prompts)
-        ]
-        places = [(chunk, row) for chunk, prompts in request.prompts.items() for row in prompts]
+        completions: list[Completion] = []
+        places: list[tuple[int, int]] = []
+        for chunk, prompts in request.prompts.items():
+            completions += self._scorer.completions(request.rollouts[chunk], prompts)
+            places += [(chunk, row) for row in prompts]
         scores, failures = self._scorer.score(request.functions, completions, deadline)
         return ScoredRows(places=places, scores=scores, failures=failures)
 
     @remote(phase="scoring")
     def questions(self, request: ScoreRequest) -> list[Question]:
-        """Returns what the judge is asked about some rows of chunks."""
+        """Returns the questions to the judge about some rows of chunks."""
         assert self._judge is not None
         found: list[Question] = []
         for chunk, prompts in request.prompts.items():
@@ -133,13 +133,14 @@ class ScoringProcess:
         """Returns the scores in the judge's answers."""
         assert self._judge is not None
         scores = np.full(len(request.questions), math.nan, np.float32)
-        failures = dict[tuple[str, str], Unscored]()
-        for index, (question, at) in enumerate(request.questions):
+        failures: dict[tuple[str, str], Unscored] = {}
+        for index, (question, place) in enumerate(request.questions):
             try:
-                if at is None:
+                if place is None:
                     raise ValueError(question.problem)
-                chunk = request.answers[at[0]]
-                scores[index] = self._judge.read(chunk.response_ids[at[1]].tolist(), bool(chunk.finished[at[1]]))
+                chunk = request.answers[place[0]]
+                ids = chunk.response_ids[place[1]].tolist()
+                scores[index] = self._judge.read(ids, bool(chunk.finished[place[1]]))
             except ValueError as error:
                 failure = Failure(kind=type(error).__name__, reason=str(error))
                 unscored = Unscored(prompt_id=question.prompt_id, failure=failure, calls=1)
@@ -159,7 +160,7 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
     Args:
         tokenizer: directory of the tokenizer; None without one.
         functions: all functions of the run.
-        warn: called with the first failure of each kind of each function.
+        warn: function that gets the first failure of each kind of each function.
 
     Attributes:
         failures: the last ones, one of each kind of each function.
@@ -181,10 +182,10 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
         devices = len(session.placement.slots)
         count = reward.processes
         args = (tokenizer, self._functions, reward, limits.calls)
-        processes = [
-            session.launch_at(f"scorer {index}", index * devices // count, (), ScoringProcess, *args)
-            for index in range(count)
-        ]
+        processes: list[Process[ScoringProcess]] = []
+        for index in range(count):
+            place = index * devices // count
+            processes.append(session.launch_at(f"scorer {index}", place, ScoringProcess, *args))
         super().__init__(session, "scorers", processes)
 
     async def start(self) -> None:
@@ -202,12 +203,14 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
 
         Processes share the chunks, or the prompts if a function scores all responses to one together.
         """
-        indices = {label: self._functions.index(own) for label, own in zip(labels(functions), functions, strict=True)}
+        indices: dict[str, int] = {}
+        for label, function in zip(labels(functions), functions, strict=True):
+            indices[label] = self._functions.index(function)
         by_prompt = any(function.unit == "group" for function in functions)
         return self._share(ScoringProcess.score, indices, rollouts, prompts, by_prompt=by_prompt)
 
     def questions(self, rollouts: Rollouts, prompts: Mapping[str, Prompt]) -> Call[list[Question]]:
-        """Writes what the judge is asked about every sample; returns at once. `prompts` are by prompt id."""
+        """Writes the questions to the judge about every sample; returns at once. `prompts` are by prompt id."""
         return self._share(ScoringProcess.questions, {}, rollouts, prompts)
 
     def read(self, questions: Sequence[Question], answers: Rollouts | None) -> Call[ScoredRows]:
@@ -215,13 +218,16 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
         samples = iter(() if answers is None else answers.samples)
         placed: list[tuple[Question, tuple[int, int] | None]] = []
         for question in questions:
-            answer = None if question.problem is not None else next(samples)
-            placed.append((question, None if answer is None else (answer.chunk, answer.row)))
+            place = None
+            if question.problem is None:
+                answer = next(samples)
+                place = (answer.chunk, answer.row)
+            placed.append((question, place))
         requests: list[AnswerRequest] = []
+        chunks = ChunkRefs[RolloutChunk]({}) if answers is None else answers.chunks
         for part in split(placed, len(self.processes)):
-            chunks = ChunkRefs[RolloutChunk]({}) if answers is None else answers.chunks
-            own = chunks.only({at[0] for _, at in part if at is not None})
-            requests.append(AnswerRequest(questions=part, answers=own))
+            numbers = {place[0] for _, place in part if place is not None}
+            requests.append(AnswerRequest(questions=part, answers=chunks.only(numbers)))
         return self.call_each(ScoringProcess.read, requests)
 
     def _share(
@@ -234,50 +240,57 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
         by_prompt: bool = False,
     ) -> Call[R]:
         """Calls a method with every sample, by chunk or by prompt."""
-        numbers: dict[str, int] = {}  # of the prompts
+        numbers: dict[str, int] = {}  # by prompt
         shares: dict[int, dict[int, dict[int, Prompt]]] = {}  # by process, chunk and row
         for sample in sorted(rollouts.samples, key=lambda sample: (sample.chunk, sample.row)):
-            number = numbers.setdefault(sample.prompt_id, len(numbers)) if by_prompt else sample.chunk
-            own = shares.setdefault(number % len(self.processes), {})
-            own.setdefault(sample.chunk, {})[sample.row] = prompts[sample.prompt_id]
-        requests = [
-            ScoreRequest(functions=functions, rollouts=rollouts.chunks.only(own), prompts=own)
-            for own in shares.values()
-        ]
-        processes = [self.processes[index] for index in shares]
-        return self.submit(method, [(request,) for request in requests], processes=processes)
+            number = sample.chunk
+            if by_prompt:
+                number = numbers.setdefault(sample.prompt_id, len(numbers))
+            share = shares.setdefault(number % len(self.processes), {})
+            share.setdefault(sample.chunk, {})[sample.row] = prompts[sample.prompt_id]
+        requests: list[tuple[ScoreRequest]] = []
+        for share in shares.values():
+            chunks = rollouts.chunks.only(share)
+            requests.append((ScoreRequest(functions=functions, rollouts=chunks, prompts=share),))
+        return self.submit(method, requests, processes=[self.processes[index] for index in shares])
 
     async def gather(self, call: Call[ScoredRows]) -> dict[int, Scores]:
-        """Waits for the scores of `submit`, by chunk, and warns of failures; a sample without a score has NaN."""
+        """Waits for scores, by chunk, and warns of failures; a sample without a score has NaN."""
         results = await call
-        failures = {kind: unscored for result in reversed(results) for kind, unscored in result.failures.items()}
+        failures: dict[tuple[str, str], Unscored] = {}
+        places: list[tuple[int, int]] = []
+        for result in results:
+            places += result.places
+            for kind, unscored in result.failures.items():
+                failures.setdefault(kind, unscored)
         if failures:
-            self.failures = [
-                f"reward function {name!r} on prompt {unscored.prompt_id!r}: {unscored.failure.reason}"
-                for (name, _), unscored in failures.items()
-            ]
+            self.failures = []
         for (name, kind), unscored in failures.items():
-            if (name, kind) in self._reported:
-                continue
-            self._reported.add((name, kind))
-            self._warn(
-                f"reward function {name!r} gave prompt {unscored.prompt_id!r} no score (calls: {unscored.calls}); the "
-                "response counts as unscored. Similar failures are not shown again; rewards/unscored counts them all.\n"
-                f"{printable(unscored.failure.reason)}"
-            )
-        chunks, rows = np.array([place for result in results for place in result.places]).T
+            reason = unscored.failure.reason
+            self.failures.append(f"reward function {name!r} on prompt {unscored.prompt_id!r}: {reason}")
+            if (name, kind) not in self._reported:
+                self._reported.add((name, kind))
+                self._warn(
+                    f"reward function {name!r} gave prompt {unscored.prompt_id!r} no score (calls: {unscored.calls}); "
+                    "the response counts as unscored. Similar failures are not shown again; rewards/unscored counts "
+                    f"them all.\n{printable(reason)}"
+                )
+        chunks, rows = np.array(places).T
         order = np.lexsort((rows, chunks))
-        columns = {name: np.concatenate([result.scores[name] for result in results]) for name in results[0].scores}
-        return {
-            int(chunk): {name: column[order][chunks[order] == chunk] for name, column in columns.items()}
-            for chunk in np.unique(chunks)
-        }
+        chunks = chunks[order]
+        scores: dict[int, Scores] = {int(chunk): {} for chunk in np.unique(chunks)}
+        for name in results[0].scores:
+            column = np.concatenate([result.scores[name] for result in results])[order]
+            for chunk, columns in scores.items():
+                columns[name] = column[chunks == chunk]
+        return scores
 
 
 def launch_scorers(config: SamplingConfig, session: Session, model_dir: str) -> RuleScorers | None:
     """Launches the scoring processes, and returns at once; None without reward functions and a judge."""
-    evaluated = config.evaluation.functions if config.evaluation is not None else ()
-    functions = [*config.reward.functions, *evaluated]
+    functions = [*config.reward.functions]
+    if config.evaluation is not None:
+        functions += config.evaluation.functions
     if not functions and config.reward.judge_model is None:
         return None
     directory = config.model.tokenizer_directory(model_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -17,8 +18,8 @@ class SyncAttempt:
     Where engines may be replaced, one that dies or hangs ends the attempt, as the others get out of it.
 
     Args:
-        watch: the barriers where all of them meet.
-        ranks: the engine of each rank that is an engine's.
+        watch: barriers where all of them meet.
+        ranks: engine of each rank of the engines.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class SyncAttempt:
         Raises:
             WorkerError: They have aborted it though no engine was lost, or a process failed.
         """
-        received = [self._engines.spawn(self._receive(engine, call)) for engine, call in self._received.items()]
+        receiving: list[asyncio.Task[None]] = []
+        for engine, call in self._received.items():
+            receiving.append(self._engines.spawn(self._receive(engine, call)))
         await self._sent
-        for each in received:
-            await each
+        for task in receiving:
+            await task
         errors: list[str] = []
         for call in (self._sent, *self._received.values()):
             errors += call.errors.values()

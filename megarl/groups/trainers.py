@@ -8,7 +8,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 
-from megarl.cluster.calls import Call, ChunkCall
+from megarl.cluster.calls import Call, ChunkCall, Process
 from megarl.cluster.process_usage import ProcessUsage
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
@@ -82,7 +82,9 @@ class RemoteRole:
     ) -> ChunkCall[Any, Any]:
         """Like `dispatch`, but the results by chunk stay in the object store."""
         parts = self._parts(request)
-        chunks = [part.schedule.chunks if self.layout.reports(rank) else [] for rank, part in enumerate(parts)]
+        chunks: list[Sequence[int]] = []
+        for rank, part in enumerate(parts):
+            chunks.append(part.schedule.chunks if self.layout.reports(rank) else [])
         return self._ranks.call_by_chunk(method.bind(self.name), parts, chunks)
 
     def _parts(self, request: Divisible[Q]) -> list[Q]:
@@ -142,7 +144,8 @@ async def start_all(
 
     Args:
         model_dir: Hugging Face directory of the model.
-        sleep: engines share devices with the trainers and end their start asleep, so the trainers start after them.
+        sleep: whether engines share devices with the trainers. Then they end their start asleep, and the trainers start
+            after them.
 
     Raises:
         WorkerError: A process failed to start.
@@ -158,20 +161,22 @@ async def start_all(
 
 async def close_all(trainers: Trainers, engines: RolloutGroup | None = None, services: Sequence[Service] = ()) -> None:
     """Lets every process end by itself."""
-    calls = [] if engines is None else [engines.close()]
+    calls: list[Call[None]] = []
+    if engines is not None:
+        calls.append(engines.close())
     calls += [service.close() for service in services]
-    calls += [group.call(MegatronWorker.close) for group in trainers.groups.values()]
+    for group in trainers.groups.values():
+        calls.append(group.call(MegatronWorker.close))
     await _all(calls)
 
 
 def launch_trainers(config: RunConfig, session: Session) -> Trainers:
     """Launches the processes of every group, and returns at once."""
     groups = {name: launch_group(session, config, name, MegatronWorker) for name in config.groups}
-    roles: dict[RoleName, RemoteRole] = {
-        role: RemoteRole(groups[name], role, config.layout(role))
-        for name, group in config.groups.items()
-        for role in group.roles
-    }
+    roles: dict[RoleName, RemoteRole] = {}
+    for name, group in config.groups.items():
+        for role in group.roles:
+            roles[role] = RemoteRole(groups[name], role, config.layout(role))
     return Trainers(session=session, groups=groups, roles=roles)
 
 
@@ -179,18 +184,14 @@ def launch_group[W](
     session: Session, config: RunConfig, name: str, worker: Callable[[RunConfig, str, int], W]
 ) -> WorkerGroup[W]:
     """Launches a process with a `worker` on each device of a group, and returns at once."""
-    processes = [
-        session.launch(f"{name} rank {rank}", [device], worker, config, name, rank)
-        for rank, device in enumerate(config.device_list(name))
-    ]
+    processes: list[Process[W]] = []
+    for rank, device in enumerate(config.device_list(name)):
+        processes.append(session.launch(f"{name} rank {rank}", [device], worker, config, name, rank))
     return WorkerGroup(session, name, processes)
 
 
 def check_gpus(config: RunConfig) -> None:
-    """Raises ConfigError if the run starts a Ray of its own and needs other machines' GPUs, or this one lacks some.
-
-    Or if it has another vLLM.
-    """
+    """Raises ConfigError if a run that starts Ray lacks GPUs on this machine, or has the vLLM of another device."""
     cluster = config.cluster
     if cluster.address is not None:
         return
@@ -199,11 +200,13 @@ def check_gpus(config: RunConfig) -> None:
         value = str(cluster.nodes)
         fix = "start it with megarl launch slurm or ray, or join a running Ray with cluster.address"
         raise ConfigError([Problem(field="cluster.nodes", value=value, rule=rule, fix=fix)])
-    if cluster.device == "cuda" and (found := torch.cuda.device_count()) < cluster.devices_per_node:
-        rule = f"at most the GPUs of this machine, {found}"
-        fix = "lower it, join a cluster with cluster.address, or set cluster.device=cpu"
-        value = str(cluster.devices_per_node)
-        raise ConfigError([Problem(field="cluster.devices_per_node", value=value, rule=rule, fix=fix)])
+    if cluster.device == "cuda":
+        found = torch.cuda.device_count()
+        if found < cluster.devices_per_node:
+            rule = f"at most the GPUs of this machine, {found}"
+            fix = "lower it, join a cluster with cluster.address, or set cluster.device=cpu"
+            value = str(cluster.devices_per_node)
+            raise ConfigError([Problem(field="cluster.devices_per_node", value=value, rule=rule, fix=fix)])
     built = vllm_device()
     rollout = config.engine_settings
     if rollout is not None and built not in (None, cluster.device):

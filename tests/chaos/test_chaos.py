@@ -240,7 +240,9 @@ def test_conversations_survive_the_loss_of_their_environments(
 
 
 def test_a_run_survives_five_faults(straight: Callable[[str], Path], tmp_path: Path) -> None:
-    chance, directory, restarts = random.Random(0), tmp_path / "run", 0
+    chance = random.Random(0)
+    directory = tmp_path / "run"
+    restarts = 0
     whole = straight("ten faults")
     with started(command("ten faults", directory, "run.max_restarts=9")) as program:
         for kind in chance.sample(SURVIVED, len(SURVIVED)):
@@ -258,7 +260,9 @@ def test_a_run_survives_five_faults(straight: Callable[[str], Path], tmp_path: P
 
 def test_a_run_that_five_faults_end_resumes_each_time(straight: Callable[[str], Path], tmp_path: Path) -> None:
     """The fifth is the damaged checkpoint of a killed driver."""
-    chance, directory, whole = random.Random(1), tmp_path / "disk" / "run", straight("ten faults")
+    chance = random.Random(1)
+    directory = tmp_path / "disk" / "run"
+    whole = straight("ten faults")
     with SmallDisk(tmp_path / "disk", DISK_KIB) as disk:
         for attempts, kind in enumerate(chance.sample(ENDING, len(ENDING))):
             fault = blow(kind, "driver")

@@ -44,7 +44,9 @@ class Run:
     """The parts that the phases need, of the classes of a real run."""
 
     def __init__(self, config: PPOConfig, session: Session, directory: Path) -> None:
-        self._config, self._session, self._directory = config, session, directory
+        self._config = config
+        self._session = session
+        self._directory = directory
         self._schedule = Schedule(ranks=(_one_row(0), _one_row(1)))
 
     async def start(self) -> None:

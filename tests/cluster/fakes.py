@@ -74,8 +74,8 @@ class FakeWorker:
         time.sleep(others_wait_s)
 
     @remote(phase="checkpoint")
-    def fill_the_disk(self, path: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device (8 MiB needed, 0 B free)", path)
+    def fill_the_disk(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device (8 MiB needed, 0 B free)", "run/0.bin")
 
     @remote(phase="update")
     def fail_for_column(self, rank: int) -> dict[int, np.ndarray]:

@@ -16,7 +16,7 @@ from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.schema import TimeLimits
 from megarl.errors import RunError
-from megarl.remote import Phase
+from megarl.remote import Phase, RemoteMethod
 from tests.cluster.conftest import MakeGroup, answer_of, forget_calls
 from tests.cluster.fakes import FakeWorker
 
@@ -41,7 +41,8 @@ async def test_calls_return_at_once_and_run_in_the_order_of_submission(group: Gr
 
 
 async def test_another_thread_is_told_the_calls_in_progress_and_their_time(group: Group) -> None:
-    slow, later = group.call(FakeWorker.note, "slow", 2.0), group.call(FakeWorker.noted)
+    slow = group.call(FakeWorker.note, "slow", 2.0)
+    later = group.call(FakeWorker.noted)
     told: list[str] = []
     asking = threading.Timer(0.7, lambda: told.extend(slow.monitor.in_progress()))
     asking.start()
@@ -63,6 +64,8 @@ async def test_a_column_comes_back_by_chunk_from_the_ranks_that_report_it(group:
 async def test_a_reporting_rank_without_chunks_still_returns_its_result(group: Group) -> None:
     call = group.call_by_chunk(FakeWorker.column, [{0: [], 1: [0]}] * 3, [(), (0,), ()])
     assert await call == ["by 0", "by 1", None]
+    assert not call.chunks[0].flags.owndata, "the chunk is not mapped from the object store"
+    assert not call.chunks[0].flags.writeable
 
 
 async def test_workers_read_columns_by_reference_before_the_driver_waits(group: Group) -> None:
@@ -70,12 +73,6 @@ async def test_workers_read_columns_by_reference_before_the_driver_waits(group: 
     means = group.call(FakeWorker.means, column, [2, 0])
     assert await means == [[2.0, 0.0]] * 3
     assert not column._fetched, "the driver has fetched a chunk"
-
-
-async def test_a_worker_maps_a_chunk_from_the_object_store(group: Group) -> None:
-    column = group.call_by_chunk(FakeWorker.column, [{0: [0]}] * 3, [(0,), (), ()]).chunks
-    assert not column[0].flags.owndata
-    assert not column[0].flags.writeable
 
 
 async def test_a_process_on_a_virtual_device_computes_on_one_thread_and_sees_no_gpu(group: Group) -> None:
@@ -103,21 +100,23 @@ def test_one_failing_rank_ends_the_wait_for_the_others(session: Session, make_gr
         session.run(answer_of(lambda: group.call(FakeWorker.noted)))
 
 
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (FakeWorker.give_up, "sync aborted: rank 1: lm_head.weight is missing"),
+        (
+            FakeWorker.fill_the_disk,
+            "run/0.bin: No space left on device (8 MiB needed, 0 B free); make space, and start the run again",
+        ),
+    ],
+)
 @pytest.mark.usefixtures("drop_broken_calls")
-def test_equal_errors_of_all_ranks_make_one_message(session: Session, group: Group) -> None:
+def test_equal_errors_of_all_ranks_make_one_line(
+    session: Session, group: Group, method: RemoteMethod[FakeWorker, [], None], message: str
+) -> None:
     with pytest.raises(WorkerError) as failure:
-        session.run(answer_of(lambda: group.named("actor").call(FakeWorker.give_up)))
-    expected = r"train rank \d failed in actor.give_up: sync aborted: rank 1: lm_head.weight is missing"
-    assert re.fullmatch(expected, str(failure.value)), failure.value
-
-
-@pytest.mark.usefixtures("drop_broken_calls")
-def test_a_full_disk_is_told_in_one_line(session: Session, group: Group) -> None:
-    path = "run/checkpoints/0.bin"
-    with pytest.raises(WorkerError) as failure:
-        session.run(answer_of(lambda: group.named("actor").call(FakeWorker.fill_the_disk, path)))
-    what = f"{path}: No space left on device (8 MiB needed, 0 B free); make space, and start the run again"
-    assert re.fullmatch(f"train rank \\d failed in actor.fill_the_disk: {re.escape(what)}", str(failure.value))
+        session.run(answer_of(lambda: group.named("actor").call(method)))
+    assert re.fullmatch(rf"train rank \d failed in actor.{method.name}: {re.escape(message)}", str(failure.value))
 
 
 async def test_a_tolerated_error_is_part_of_the_result(group: Group) -> None:
@@ -208,11 +207,3 @@ def test_a_rank_that_does_not_answer_is_named(session: Session, make_group: Make
     assert second == "Raise cluster.time_limits.update if it may take longer."
     assert "train rank 1 in critic.note" in third
     assert "I sit down" in words
-
-
-@pytest.mark.usefixtures("limited")
-async def test_a_queued_call_has_its_full_time_limit(make_group: MakeGroup) -> None:
-    group = make_group()
-    await group.call(FakeWorker.noted)
-    calls = [group.named("actor").call(FakeWorker.note, str(turn), 0.5) for turn in range(7)]
-    assert await calls[-1] == [0, 1, 2]  # 3.5 s after it was submitted

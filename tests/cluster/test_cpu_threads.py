@@ -111,8 +111,8 @@ async def test_processes_get_their_threads(session: Session, monkeypatch: pytest
     cluster = load(DEBUG, ["cluster.threads_per_device={trainers: 2, engines: 3}"]).cluster
     monkeypatch.setattr(session, "_cluster", cluster)
     trainer = session.launch("train rank 0", [0], FakeWorker, None, "train", 0)
-    scorer = session.launch_at("scorer 0", 0, (), FakeWorker, None, "scorers", 0)
-    engine = session.launch_stepping("engine", [0], FakeStepper)
+    scorer = session.launch_at("scorer 0", 0, FakeWorker, None, "scorers", 0)
+    engine = session.launch("engine", [0], FakeStepper)
     workers = WorkerGroup(session, "train", [trainer, scorer])
     assert await workers.call(FakeWorker.environment, "OMP_NUM_THREADS") == ["2", "1"]
     assert await workers.call(FakeWorker.environment, "OMP_WAIT_POLICY") == ["PASSIVE", None]

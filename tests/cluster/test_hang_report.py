@@ -114,7 +114,9 @@ def test_a_process_goes_on_answering_after_an_error_in_what_it_waits_for(tmp_pat
 
 def test_an_event_loop_that_is_blocked_works(tmp_path: Path) -> None:
     """Beside another one that waits, as Ray's does in a process whose conversations have a loop of their own."""
-    begun, ends, loops = threading.Event(), threading.Event(), [asyncio.new_event_loop() for _ in range(2)]
+    begun = threading.Event()
+    ends = threading.Event()
+    loops = [asyncio.new_event_loop() for _ in range(2)]
 
     async def block_the_loop() -> None:
         begun.set()

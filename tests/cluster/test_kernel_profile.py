@@ -92,7 +92,9 @@ def test_on_a_device_kernels_are_summed() -> None:
 
 
 def test_torch_profiler_events_are_assigned_to_calls(tmp_path: Path) -> None:
-    profiler, matrix, trace = KernelProfiler(), torch.eye(64), tmp_path / "trace.json.gz"
+    profiler = KernelProfiler()
+    matrix = torch.eye(64)
+    trace = tmp_path / "trace.json.gz"
     with profiler.call("start", "load"):
         _ = matrix @ matrix
     profiler.switch(None)
@@ -122,14 +124,14 @@ def test_torch_profiler_events_are_assigned_to_calls(tmp_path: Path) -> None:
 
 @pytest.mark.process
 async def test_engine_steps_are_profiled_under_their_request(session: Session, tmp_path: Path) -> None:
-    process = session.launch_stepping("profiled engine", [0], FakeStepper, 0.02)
+    process = session.launch("profiled engine", [0], FakeStepper, 0.02)
     stepper = WorkerGroup(session, "rollout", [process])
     work = stepper.call(FakeStepper.work, 60)
     assert await session.begin_profile(["profiled engine", "of no process"]) == [process]
     await stepper.call(FakeStepper.note, "a")
     time.sleep(0.1)
     profiles = await session.end_profile({process: str(tmp_path / "trace.json")})
-    steps, note = profiles["profiled engine"]
+    steps, note = profiles[process]
     assert (steps.name, note.name) == ("rollout.work", "update.note")
     (python,) = steps.kernels
     assert python.name == PYTHON

@@ -108,7 +108,9 @@ class Ranks:
     def call_by_chunk(
         self, method: RemoteMethod[Any, ..., Any], requests: Sequence[Any], chunks: Sequence[Any]
     ) -> None:
-        self.role, self.requests, self.chunks = method.args, requests, chunks
+        self.role = method.args
+        self.requests = requests
+        self.chunks = chunks
 
 
 def test_the_last_stage_reports_the_chunks_of_its_replica() -> None:

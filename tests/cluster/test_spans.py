@@ -75,7 +75,7 @@ async def test_a_worker_returns_its_spans_with_its_results(session: Session, rep
 
 @pytest.mark.process
 async def test_engine_steps_are_recorded_under_their_request(session: Session, reported: Reported) -> None:
-    process = session.launch_stepping("engine", [0], FakeStepper, 0.02)
+    process = session.launch("engine", [0], FakeStepper, 0.02)
     stepper = WorkerGroup(session, "rollout", [process])
     work = stepper.call(FakeStepper.work, 20)
     await stepper.call(FakeStepper.noted)

@@ -28,7 +28,7 @@ def make(session: Session) -> Iterator[MakeStepper]:
     made: list[Stepper] = []
 
     async def stepper(step_s: float) -> Stepper:
-        process = session.launch_stepping("stepper", [0], FakeStepper, step_s)
+        process = session.launch("stepper", [0], FakeStepper, step_s)
         made.append(WorkerGroup(session, "fake", [process]))
         await made[-1].call(FakeStepper.noted)
         return made[-1]

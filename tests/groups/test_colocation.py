@@ -11,6 +11,7 @@ import pytest
 
 from megarl.cluster.process_usage import ProcessUsage
 from megarl.groups.colocation import Colocation
+from megarl.groups.engine_load import EngineLoad
 from megarl.groups.engines import RolloutGroup
 from megarl.groups.resharder import SyncReport
 from megarl.loop.rollout_trainer import RolloutTrainer
@@ -148,9 +149,9 @@ async def test_weights_are_synced_when_due_before_evaluations_and_after_the_last
 
 async def test_the_first_step_does_not_count_the_start_of_the_engines() -> None:
     engines: Any = object.__new__(RolloutGroup)
-    engines.processes, engines._in_progress, engines._in_flight, engines._tokens = ["engine"], [0], [0], [0]
+    engines._load = EngineLoad(1)
+    engines._load._read -= 1000.0
     engines._change = asyncio.Event()
-    engines._busy_s, engines._changed = [0.0], [time.perf_counter() - 1000.0] * 2
     trainer: Any = object.__new__(RolloutTrainer)
     trainer._config = SimpleNamespace(resharding=SimpleNamespace(logprob_check=None))
     trainer._phase, trainer._engines = (lambda _name: None), engines

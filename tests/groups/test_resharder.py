@@ -176,7 +176,7 @@ def test_reports_of_engines_updated_in_turn_are_summed() -> None:
         SyncReport.of([stats(0, pack=1.0)], [stats(8, load=2.0)], 3.0),
         SyncReport.of([stats(0, pack=0.5)], [stats(6, load=4.0)], 5.0),
     ]
-    report = SyncReport.joined(parts)
+    report = parts[0].plus(parts[1])
     assert (report.version, report.nbytes, report.messages, report.staging_bytes) == (3, 14, 4, 8)
     assert (report.seconds, report.stages) == (8.0, {"pack": 1.5, "load": 6.0})
 

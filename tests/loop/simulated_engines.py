@@ -58,7 +58,7 @@ class Engines(RolloutGroup):
         self, monitor: SimulatedMonitor, chance: random.Random, *, engines: int, mode: str, losses: int, start_s: float
     ) -> None:
         session: Any = SimpleNamespace(
-            monitor=monitor, launch_stepping=lambda *_, **__: object(), end=self._kill, silent=self._silent
+            monitor=monitor, launch=lambda *_, **__: object(), end=self._kill, silent=self._silent
         )
         rollout: Any = SimpleNamespace(devices=f"0-{engines - 1}", tp=1, engines=engines, max_new_tokens=7)
         super().__init__(session, rollout, "nowhere", OPTIONS, replacements=losses)

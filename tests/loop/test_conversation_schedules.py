@@ -145,11 +145,11 @@ def test_a_turn_goes_to_the_engine_with_its_prefix_unless_that_has_too_many_toke
     engines._room = [99] * 3
 
     def taken_by(prompt: int, engine: int | None = None) -> int:
-        before = list(engines._in_progress)
+        before = list(engines._load.responses)
         ids = tuple(range(prompt))
         request = SampleRequest(sample_id="1/a/0/turn-0", prompt=Prompt(prompt_id="a", token_ids=ids), seed=0)
         engines.sample([Turn(request=Pickled.of(request), tokens=prompt + 7, engine=engine, source=None)])
-        return next(index for index in range(3) if engines._in_progress[index] > before[index])
+        return next(index for index in range(3) if engines._load.responses[index] > before[index])
 
     async def sample() -> None:
         assert [taken_by(93), taken_by(33), taken_by(33), taken_by(33)] == [0, 1, 2, 1], "100, 80 and 40 tokens"
@@ -158,7 +158,7 @@ def test_a_turn_goes_to_the_engine_with_its_prefix_unless_that_has_too_many_toke
 
     monitor.drive(sample())
     monitor.work(30.0)
-    assert engines._in_flight == [0, 0, 0]
+    assert engines._load.tokens == [0, 0, 0]
 
 
 def test_the_next_turn_of_a_conversation_asks_for_the_engine_of_the_last() -> None:
