@@ -101,7 +101,7 @@ def find_checkpoint(path: Path, *, role: RoleName | None = None, step: int | Non
 
 
 def _step_directory(run: Path, step: int | None) -> Path:
-    steps = Checkpoints(run / CHECKPOINTS, keep=1).steps()
+    steps = Checkpoints(run / CHECKPOINTS).steps()
     if not steps:
         raise UsageError(f"{run} has no checkpoint yet; choose another one")
     if step is None:

@@ -38,6 +38,11 @@ class Rollouts:
             parts.append(Rollouts(samples=samples, chunks=self.chunks.only(numbers)))
         return parts
 
+    def fetched(self) -> list[RolloutChunk]:
+        """Fetches all chunks, which these rollouts do not keep."""
+        chunks = self.chunks.only(range(len(self.chunks)))
+        return [chunks[chunk] for chunk in range(len(chunks))]
+
     def truncated(self, ends: Mapping[int, ResponseEnds], chunks: ChunkRefs[RolloutChunk]) -> Rollouts:
         """Returns the samples with other ends of their responses, at the same chunks and rows.
 

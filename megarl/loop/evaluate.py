@@ -34,10 +34,7 @@ class Evaluator:
     def __init__(self, config: SamplingConfig, data: PromptSets, parts: RolloutParts, chunks: int) -> None:
         assert config.evaluation is not None
         self._evaluation = evaluation = config.evaluation
-        self._engines = parts.engines
-        self._generator = parts.generator
-        self._scorer = parts.scorer
-        self._colocation = parts.colocation
+        self._parts = parts
         self._chunks = chunks
         self._tokenizer = data.tokenizer
         self._tracking = config.tracking
@@ -49,25 +46,25 @@ class Evaluator:
 
     async def evaluate(self, step: int) -> EvaluationResult:
         """Evaluates the weights after a step, which the engines have."""
-        await self._colocation.to_rollout()
-        return await self._engines.require(self.measure(step))
+        await self._parts.colocation.to_rollout()
+        return await self._parts.engines.require(self.measure(step))
 
     async def measure(self, step: int) -> EvaluationResult:
         """Evaluates the engines' weights; afterwards the trainers have the devices."""
-        rollouts = await self._generator.generate(self._requests, self._chunks).result()
-        await self._colocation.to_training()
-        scored = await self._scorer.score(rollouts, self._prompts, self._evaluation.functions)
+        rollouts = await self._parts.generator.generate(self._requests, self._chunks).result()
+        await self._parts.colocation.to_training()
+        scored = await self._parts.scorer.score(rollouts, self._prompts, self._evaluation.functions)
         scores = scored.scores
         whole = Branches.of(rollouts.samples).whole(rollouts.samples)
         metrics = held_out_metrics(scores, whole, self._evaluation)
         total = scores.get(REWARD_MODEL, next(iter(scores.values())))
-        tokenizer = self._tokenizer
         count = self._tracking.samples
         columns = no_columns if self._tracking.tokens else None
+        samples = shown_samples(rollouts, self._prompts, total, scores, self._tokenizer, count, columns=columns)
         return EvaluationResult(
             step=step,
             metrics={f"eval/{name}": value for name, value in metrics.items()},
-            samples=shown_samples(rollouts, self._prompts, total, scores, tokenizer, count, columns=columns),
+            samples=samples,
             prompts=prompt_scores(whole, scores),
         )
 
@@ -80,29 +77,35 @@ def held_out_metrics(scores: ScoresByReward, samples: Sequence[SampleInfo], eval
     and intervals of a single prompt are left out.
     """
     groups = torch.as_tensor(group_numbers(samples))
-    named = {"score" if name == REWARD_MODEL else name: values for name, values in scores.items()}
+    named = dict(scores)
+    if REWARD_MODEL in named:
+        named = {"score": named.pop(REWARD_MODEL), **named}
     lengths = np.array([sample.response_tokens for sample in samples], dtype=np.float32)
     truncated = np.array([not sample.finished for sample in samples], dtype=np.float32)
     metrics: dict[str, float] = {"prompts": int(groups.max()) + 1, "samples": len(samples)}
     for name, values in named.items():
-        metrics.update(_mean(name, values, groups))
+        metrics |= _mean(name, values, groups)
     for name, values in named.items():
         if name != "score" or len(named) == 1:
-            metrics.update(_pass_at_k(name, values, groups, evaluation))
-    metrics.update(_mean("response_length", lengths, groups))
+            metrics |= _pass_at_k(name, values, groups, evaluation)
+    metrics |= _mean("response_length", lengths, groups)
     metrics["response_length_max"] = int(lengths.max())
-    metrics.update(_mean("truncated_fraction", truncated, groups))
-    unscored = unscored_metrics(named)
-    counts = {name.removeprefix("rewards/"): count for name, count in unscored.items()}
-    return {**metrics, **counts, **conversation_metrics(samples)}
+    metrics |= _mean("truncated_fraction", truncated, groups)
+    for name, count in unscored_metrics(named).items():
+        metrics[name.removeprefix("rewards/")] = count
+    return metrics | conversation_metrics(samples)
 
 
 def _mean(name: str, values: Values, groups: torch.Tensor) -> dict[str, float]:
     """Returns the mean of the values that are not NaN, and half the width of its interval."""
     known = torch.as_tensor(~np.isnan(values))
     mean, error = clustered_mean(torch.as_tensor(values)[known], groups[known])
-    metrics = {name: mean, f"{name}_ci95": _STANDARD_ERRORS * error}
-    return {key: value for key, value in metrics.items() if not math.isnan(value)}
+    metrics: dict[str, float] = {}
+    if not math.isnan(mean):
+        metrics[name] = mean
+    if not math.isnan(error):
+        metrics[f"{name}_ci95"] = _STANDARD_ERRORS * error
+    return metrics
 
 
 def _pass_at_k(name: str, values: Values, groups: torch.Tensor, evaluation: Evaluation) -> dict[str, float]:
@@ -116,5 +119,5 @@ def _pass_at_k(name: str, values: Values, groups: torch.Tensor, evaluation: Eval
     for k in evaluation.pass_at:
         enough = samples >= k
         rates = pass_rate(successes[enough], samples[enough], k=k)
-        metrics.update(_mean(f"{name}_pass_at_{k}", rates.float().numpy(), torch.arange(len(rates))))
+        metrics |= _mean(f"{name}_pass_at_{k}", rates.float().numpy(), torch.arange(len(rates)))
     return metrics

@@ -40,10 +40,8 @@ class ForwardPasses:
             self._names.remove("logprobs")
         self._early = self._names
         if config.rollout.max_staleness:
-            reference = roles.get("reference")
-            moves = algo.kl.reference_sync is not None
-            apart = reference is not None and reference.group is not roles["actor"].group
-            self._early = ["ref"] if apart and not moves else []
+            is_apart = "ref" in self._roles and self._roles["ref"].group is not self._roles["logprobs"].group
+            self._early = ["ref"] if is_apart and algo.kl.reference_sync is None else []
 
     def begin(self, part: Rollouts) -> Forwards:
         """Starts the passes over a part of a step that need not wait for its training; returns at once."""
@@ -66,9 +64,11 @@ class ForwardPasses:
 
     def _call(self, name: str, rollouts: Rollouts) -> Forward:
         role = self._roles[name]
-        rollout = self._config.rollout
         budget = self._config.role(role.name).tokens_per_micro_batch
-        schedule = inference_schedule(rollouts.samples, role.layout, budget)
-        request = ForwardRequest(schedule=schedule, chunks=rollouts.chunks, temperature=rollout.temperature)
+        request = ForwardRequest(
+            schedule=inference_schedule(rollouts.samples, role.layout, budget),
+            chunks=rollouts.chunks,
+            temperature=self._config.rollout.temperature,
+        )
         method = MegatronWorker.values if role.name == "critic" else MegatronWorker.logprobs
         return role.dispatch_by_chunk(method, request)

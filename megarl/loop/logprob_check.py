@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -37,6 +38,7 @@ class DisagreementError(RunError):
     """The trainer and the engines disagree on log-probabilities, so rollouts are not samples of the policy."""
 
 
+@dataclass(frozen=True)
 class LogprobCheck:
     """Random sequences and the actor's log-probabilities of them.
 
@@ -44,10 +46,9 @@ class LogprobCheck:
         limit: largest mean absolute difference of an engine, in nats per token.
     """
 
-    def __init__(self, sequences: Sequence[npt.NDArray[np.int32]], logprobs: Ragged, limit: float) -> None:
-        self._sequences = sequences
-        self._logprobs = logprobs
-        self._limit = limit
+    sequences: Sequence[npt.NDArray[np.int32]]
+    logprobs: Ragged
+    limit: float
 
     @classmethod
     async def begin(cls, config: RolloutTrainingConfig, actor: RemoteRole) -> LogprobCheck:
@@ -59,12 +60,12 @@ class LogprobCheck:
         limit = agreement.max_mean_abs_diff or TOLERANCES[spec.dtype]
         vocab = spec.ids_in_use(config.model.vocab_size)
         sequences = random_sequences(agreement, vocab=vocab, longest=longest, seed=config.run.seed)
-        rows = [TrainingText(key=str(i), prompt_ids=ids[:1], responses=(ids[1:],)) for i, ids in enumerate(sequences)]
-        samples, chunks = text_batch(rows, actor.layout.dp)
-        budget = config.role("actor").tokens_per_micro_batch
-        request = ForwardRequest(
-            schedule=inference_schedule(samples, actor.layout, budget), chunks=ChunkRefs[TextChunk].put(chunks)
-        )
+        texts: list[TrainingText] = []
+        for index, ids in enumerate(sequences):
+            texts.append(TrainingText(key=str(index), prompt_ids=ids[:1], responses=(ids[1:],)))
+        samples, chunks = text_batch(texts, actor.layout.dp)
+        schedule = inference_schedule(samples, actor.layout, config.role("actor").tokens_per_micro_batch)
+        request = ForwardRequest(schedule=schedule, chunks=ChunkRefs[TextChunk].put(chunks))
         by_chunk = await gather_by_chunk(actor.dispatch(MegatronWorker.logprobs, request))
         logprobs = Ragged.from_rows((by_chunk[sample.chunk][sample.row] for sample in samples), np.float32)
         return cls(sequences, logprobs, limit)
@@ -75,8 +76,8 @@ class LogprobCheck:
         Raises:
             DisagreementError: An engine's mean absolute difference is above the limit, or NaN.
         """
-        found = await engines.call(RolloutEngine.logprobs, [ids.tolist() for ids in self._sequences])
-        return compare_logprobs(self._logprobs, found, self._limit)
+        found = await engines.call(RolloutEngine.logprobs, [ids.tolist() for ids in self.sequences])
+        return compare_logprobs(self.logprobs, found, self.limit)
 
 
 def random_sequences(
@@ -93,10 +94,7 @@ def compare_logprobs(trainer: Ragged, engines: Sequence[Ragged], limit: float) -
 
     Args:
         trainer, engines: raw log-probabilities in nats, T - 1 for a sequence of T ids: from its second token on.
-        limit: largest mean absolute difference of an engine, in nats per token.
-
-    Raises:
-        DisagreementError: See `LogprobCheck.compare`.
+        limit: largest mean absolute difference of an engine, in nats per token; above it, raises DisagreementError.
     """
     diffs = [np.abs(engine.values.astype(np.float64) - trainer.values) for engine in engines]
     lines = ["The trainer and the engines disagree on log-probabilities, with the same weights."]

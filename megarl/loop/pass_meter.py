@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -26,14 +27,16 @@ class _Pass:
     seconds: float = 0.0
 
     def metrics(self, name: str, peak: float | None) -> dict[str, float]:
-        tflops = self.flops / 1e12 / self.seconds / self.devices
+        tflops_per_device = self.flops / 1e12 / self.seconds / self.devices
         metrics = {
             f"perf/tokens/{name}": self.tokens,
             f"perf/tflop/{name}": self.flops / 1e12,
             f"perf/tokens_per_second/{name}": self.tokens / self.seconds,
-            f"perf/tflops_per_device/{name}": tflops,
+            f"perf/tflops_per_device/{name}": tflops_per_device,
         }
-        return metrics if peak is None else {**metrics, f"perf/mfu/{name}": tflops / peak}
+        if peak is not None:
+            metrics[f"perf/mfu/{name}"] = tflops_per_device / peak
+        return metrics
 
 
 class PassMeter:
@@ -49,28 +52,32 @@ class PassMeter:
     ) -> None:
         """Counts a pass of a role over sequences, which a backward pass may have followed."""
         counted = list(sequences)
-        flops = forward_flops(self._spec(role), HEADS[role], counted) * (3 if backward else 1)
-        tokens = sum(sequence.tokens for sequence in counted)
+        flops = forward_flops(self._spec(role), HEADS[role], counted)
+        if backward:
+            flops *= 3
         total = self._passes.setdefault(name, _Pass(devices=self._config.layout(role).world_size))
-        total.tokens += tokens
+        total.tokens += sum(sequence.tokens for sequence in counted)
         total.flops += flops
         total.seconds += seconds
 
     def add_update(self, role: RoleName, schedules: Iterable[Schedule], seconds: float) -> None:
         """Counts optimizer steps of a role."""
-        rows = (row for schedule in schedules for rank in schedule.ranks for rows in rank.packs for row in rows)
+        rows: list[TokenCounts] = []
+        for schedule in schedules:
+            for rank in schedule.ranks:
+                rows += itertools.chain.from_iterable(rank.packs)
         self.add(f"{role}_update", role, rows, seconds, backward=True)
 
     def take(self, usages: Mapping[str, Sequence[ProcessUsage]]) -> Metrics:
         """Returns the metrics of the passes and of the groups' processes, and forgets the passes."""
-        names = {usage.device_name for group in usages.values() for usage in group}
-        peaks = {self._config.cluster.peak_tflops or peak_tflops(name) for name in names}
+        peaks: set[float | None] = set()
+        for usage in itertools.chain.from_iterable(usages.values()):
+            peaks.add(self._config.cluster.peak_tflops or peak_tflops(usage.device_name))
         peak = peaks.pop() if len(peaks) == 1 else None
-        passes = self._passes
-        self._passes = {}
         metrics: dict[str, float] = {}
-        for name, counted in passes.items():
+        for name, counted in self._passes.items():
             metrics |= counted.metrics(name, peak)
+        self._passes = {}
         for group, processes in usages.items():
             metrics[f"perf/idle/{group}"] = sum(usage.idle for usage in processes) / len(processes)
             metrics |= memory_metrics(group, processes)

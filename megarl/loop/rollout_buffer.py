@@ -14,7 +14,6 @@ samples, in their order. The modes differ in what happens to responses in progre
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, replace
@@ -36,7 +35,7 @@ from megarl.loop.sampler import Sampled, Sampler, Scoring, known_scores
 from megarl.loop.scoring import ScoredSamples
 from megarl.rollout.completions import load_chunks, save_chunks
 from megarl.rollout.requests import sampling_settings
-from megarl.types import ConversationOutcome, RolloutChunk
+from megarl.types import ConversationOutcome, RolloutChunk, SampleInfo
 
 _FORMAT = 2
 """Of saved rollouts: their scores are those of conversations, and the rewards of turns are raw."""
@@ -149,24 +148,21 @@ class RolloutBuffer:
         """Other work that is in progress."""
         return [task for task in self._background if not task.done()]
 
-    @property
-    def _admitted(self) -> list[int]:
-        """Steps that may be sampled now, and are not."""
-        last = min(self.version + 1 + self._staleness, self._last)
-        return [step for step in range(self._taken + 1, last + 1) if step not in self._steps]
-
     def _admit(self) -> None:
         """Starts to sample further steps within the staleness bound, where they overlap."""
         if not self._overlaps:
             return
-        while self._admitted and not (self._mode == "exact" and self._in_progress):
-            self._start(self._admitted[0])
+        last = min(self.version + 1 + self._staleness, self._last)
+        for step in range(self._taken + 1, last + 1):
+            if self._mode == "exact" and self._in_progress:
+                return
+            self._start(step)
 
     def _start(self, step: int) -> asyncio.Task[Sampled]:
         """Starts to sample a step, or to score one that was loaded, unless that has begun."""
         if step not in self._steps:
-            loaded = self._loaded.pop(step, None)
-            sampling = self._engines.spawn(self._sampler.sample(step) if loaded is None else loaded())
+            sample = self._loaded.pop(step, partial(self._sampler.sample, step))
+            sampling = self._engines.spawn(sample())
             self._steps[step] = sampling
             sampling.add_done_callback(self._sampled)
         return self._steps[step]
@@ -177,12 +173,14 @@ class RolloutBuffer:
 
     def state(self, directory: Path) -> dict[str, Any]:
         """Returns the position in the prompts, and what is sampled; writes the rollouts of the latter to files."""
-        sampled = {str(step): task.result() for step, task in sorted(self._steps.items()) if task.done()}
-        steps = {step: _save(each, directory / f"step-{step}") for step, each in sampled.items()}
-        if not steps:
-            return dict(self._sampler.state())
-        sampling = sampling_settings(self._rollout)
-        return {**self._sampler.state(), "sampled": steps, "sampling": sampling, "format": _FORMAT}
+        state = self._sampler.state()
+        steps: dict[str, Any] = {}
+        for step, sampling in sorted(self._steps.items()):
+            if sampling.done():
+                steps[str(step)] = _save(sampling.result(), directory / f"step-{step}")
+        if steps:
+            state |= {"sampled": steps, "sampling": sampling_settings(self._rollout), "format": _FORMAT}
+        return state
 
     def load(self, state: Mapping[str, Any], directory: Path) -> None:
         """Loads `state()`; raises ValueError if the prompts have changed.
@@ -190,23 +188,24 @@ class RolloutBuffer:
         Samples that have become too old for the configuration, or too few, or are of another distribution or format,
         are generated again.
         """
-        others = ("sampled", "sampling", "format")
-        self._sampler.load({name: value for name, value in state.items() if name not in others})
-        for step, saved in state.get("sampled", {}).items():
-            if state.get("sampling") != sampling_settings(self._rollout) or state.get("format") != _FORMAT:
-                continue
+        position = dict(state)
+        steps = position.pop("sampled", {})
+        kind = position.pop("sampling", None), position.pop("format", None)
+        self._sampler.load(position)
+        if kind != (sampling_settings(self._rollout), _FORMAT):
+            return
+        for step, saved in steps.items():
             prompts = [self._sampler.prompt(prompt_id) for prompt_id in saved["prompts"]]
             rollouts, scoring = _load(saved["samples"], directory / f"step-{step}.npz")
             greedy = greedy_scoring = None
             if saved["greedy"] is not None:
                 greedy, greedy_scoring = _load(saved["greedy"], directory / f"step-{step}-greedy.npz")
-            if _oldest(rollouts) < int(step) - 1 - self._staleness:
-                continue
-            if (len(prompts), len(Branches.of(rollouts.samples).last) // len(prompts)) != self._sizes:
-                continue
-            self._loaded[int(step)] = partial(
-                self._sampler.score, prompts, rollouts, greedy, saved["metrics"], scoring, greedy_scoring
-            )
+            is_fresh = _oldest(rollouts) >= int(step) - 1 - self._staleness
+            sizes = (len(prompts), len(Branches.of(rollouts.samples).last) // len(prompts))
+            if is_fresh and sizes == self._sizes:
+                self._loaded[int(step)] = partial(
+                    self._sampler.score, prompts, rollouts, greedy, saved["metrics"], scoring, greedy_scoring
+                )
 
 
 def _save(sampled: Sampled, path: Path) -> dict[str, Any]:
@@ -225,46 +224,54 @@ def _save(sampled: Sampled, path: Path) -> dict[str, Any]:
 
 def _save_rollouts(rollouts: Rollouts, scoring: Scoring | None, path: Path) -> dict[str, Any]:
     """Writes rollouts; returns their prompts by chunk and row, their scores as far as they are known, and outcomes."""
-    numbers = range(len(rollouts.chunks))
-    prompt_ids: list[list[str]] = [[] for _ in numbers]
+    chunks = rollouts.fetched()
+    save_chunks(path, chunks)
+    prompt_ids: list[list[str]] = [[] for _ in chunks]
+    outcomes: list[dict[str, Any] | None] = []
     for sample in rollouts.samples:
         prompt_ids[sample.chunk].append(sample.prompt_id)
-    fetched = rollouts.chunks.only(numbers)
-    save_chunks(path, [fetched[chunk] for chunk in numbers])
-    scored = None
-    known = scoring.result() if scoring is not None and scoring.done() else None
-    if known is not None and known.dense is None:  # scores of tokens are computed again
-        columns = {name: values.astype(float).tolist() for name, values in known.scores.items()}
-        scored = {
-            "ends": [(sample.response_tokens, sample.finished, sample.given_tokens) for sample in known.samples],
-            "scores": {name: [x if math.isfinite(x) else None for x in own] for name, own in columns.items()},
-        }
-    outcomes = [sample.outcome and asdict(sample.outcome) for sample in rollouts.samples]
-    return {"prompt_ids": prompt_ids, "scored": scored, **({"outcomes": outcomes} if any(outcomes) else {})}
+        outcomes.append(None if sample.outcome is None else asdict(sample.outcome))
+    saved: dict[str, Any] = {"prompt_ids": prompt_ids, "scored": None}
+    if any(outcomes):
+        saved["outcomes"] = outcomes
+    if scoring is None or not scoring.done():
+        return saved
+    known = scoring.result()
+    if known.dense is None:  # scores of tokens are computed again
+        scores: dict[str, list[float | None]] = {}
+        for name, values in known.scores.items():
+            numbers = values.astype(object)
+            numbers[~np.isfinite(values)] = None
+            scores[name] = numbers.tolist()
+        ends = [(sample.response_tokens, sample.finished, sample.given_tokens) for sample in known.samples]
+        saved["scored"] = {"ends": ends, "scores": scores}
+    return saved
 
 
 def _load(saved: Mapping[str, Any], path: Path) -> tuple[Rollouts, Scoring | None]:
     """Reads rollouts, and their scores if they were known."""
     chunks = load_chunks(path)
-    infos = [info for i, chunk in enumerate(chunks) for info in sample_infos(i, chunk, saved["prompt_ids"][i])]
-    if "outcomes" in saved:
-        held = [outcome and ConversationOutcome(**outcome) for outcome in saved["outcomes"]]
-        infos = [replace(info, outcome=outcome) for info, outcome in zip(infos, held, strict=True)]
-    rollouts = Rollouts(samples=tuple(infos), chunks=ChunkRefs[RolloutChunk].put(chunks))
-    if saved["scored"] is None:
+    samples: list[SampleInfo] = []
+    for index, (chunk, prompt_ids) in enumerate(zip(chunks, saved["prompt_ids"], strict=True)):
+        samples += sample_infos(index, chunk, prompt_ids)
+    for index, outcome in enumerate(saved.get("outcomes", ())):
+        if outcome is not None:
+            samples[index] = replace(samples[index], outcome=ConversationOutcome(**outcome))
+    rollouts = Rollouts(samples=tuple(samples), chunks=ChunkRefs[RolloutChunk].put(chunks))
+    scored = saved["scored"]
+    if scored is None:
         return rollouts, None
-    seen = [  # checkpoints may have pairs, without a number of given tokens
-        replace(info, response_tokens=tokens, finished=finished, given_tokens=sum(given))
-        for info, (tokens, finished, *given) in zip(infos, saved["scored"]["ends"], strict=True)
-    ]
-    columns: dict[str, list[float | None]] = saved["scored"]["scores"]
-    scores = {name: np.array(column, dtype=np.float32) for name, column in columns.items()}  # None becomes NaN
-    return rollouts, known_scores(ScoredSamples(samples=seen, scores=scores))
+    truncated: list[SampleInfo] = []
+    for sample, (tokens, finished, given) in zip(samples, scored["ends"], strict=True):
+        truncated.append(replace(sample, response_tokens=tokens, finished=finished, given_tokens=given))
+    scores = {name: np.array(column, dtype=np.float32) for name, column in scored["scores"].items()}  # None becomes NaN
+    return rollouts, known_scores(ScoredSamples(samples=truncated, scores=scores))
 
 
 def _oldest(rollouts: Rollouts) -> int:
     """Returns the oldest version that wrote a token, which conversations that failed may lack."""
-    numbers = range(len(rollouts.chunks))
-    chunks = rollouts.chunks.only(numbers)
-    versions = (span.version for chunk in numbers for spans in chunks[chunk].versions for span in spans)
-    return min(versions, default=sys.maxsize)
+    oldest = sys.maxsize
+    for chunk in rollouts.fetched():
+        for spans in chunk.versions:
+            oldest = min([oldest, *(span.version for span in spans)])
+    return oldest

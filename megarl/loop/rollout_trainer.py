@@ -64,7 +64,6 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
             self._trainers, self._engines, self._resharder, sleep=config.rollout.sleep, shared=shared
         )
         self._parts = RolloutParts.launch(config, session, model_dir, self._trainers, self._colocation, truncate_at)
-        self._scorer = self._parts.scorer
         self._weights = reward_weights(config.reward, config.environment)
         self._buffer: RolloutBuffer
         self._meter = PassMeter(config)
@@ -84,14 +83,15 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
 
     async def begin(self, step: int) -> Metrics:
         """Moves the actor's weights into the engines, and compares the log-probabilities of both."""
-        agreement = self._config.resharding.logprob_check
-        check = None if agreement is None else await LogprobCheck.begin(self._config, self.roles["actor"])
+        check = None
+        if self._config.resharding.logprob_check is not None:
+            check = await LogprobCheck.begin(self._config, self.roles["actor"])
         self._phase("weights into the engines")
         report = await self._colocation.sync(step)
         metrics = report.metrics()
         if check is not None:
             self._phase("log-probabilities compared")
-            metrics = {**metrics, **(await check.compare(self._engines))}
+            metrics |= await check.compare(self._engines)
         self._engines.take_metrics()  # the start is no part of a step
         self._buffer.begin(step)
         return metrics
@@ -127,7 +127,6 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         all_metrics = {
             "version": step,
             **self._engines.take_metrics(),
-            **self._asynchronous_metrics(),
             **metrics,
             **sample_metrics(rollouts.samples, self._config.rollout.max_new_tokens),
             **sampled.metrics,
@@ -136,6 +135,10 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
             "perf/tokens_per_second": tokens / timings["time/step"],
             **self._meter.take(await self._trainers.take_usage()),
         }
+        if self._config.rollout.max_staleness:
+            all_metrics["rollout/queue_depth"] = self._buffer.depth
+        if self._config.rollout.max_replacements:
+            all_metrics["rollout/engines_replaced"] = len(self._engines.replaced)
         prompts = {prompt.prompt_id: prompt for prompt in sampled.prompts}
         tracking = self._config.tracking
         shown = shown_samples(
@@ -148,17 +151,9 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
             batch.samples.sequence_advantages,
             columns if tracking.tokens else None,
         )
-        rules = self._scorer.rules
+        rules = self._parts.scorer.rules
         failures = (*conversation_failures(rollouts.samples).values(), *(rules.failures if rules else ()))
         return StepResult(step=step, metrics=all_metrics, updates=updates, samples=shown, failures=failures)
-
-    def _asynchronous_metrics(self) -> Metrics:
-        metrics: dict[str, float] = {}
-        if self._config.rollout.max_staleness:
-            metrics["rollout/queue_depth"] = self._buffer.depth
-        if self._config.rollout.max_replacements:
-            metrics["rollout/engines_replaced"] = len(self._engines.replaced)
-        return metrics
 
     async def evaluate(self, step: int) -> EvaluationResult | None:
         """Evaluates the weights of the last sync; without `evaluation.blocking`, `evaluations` returns the result."""

@@ -95,18 +95,6 @@ class RolloutParts:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DynamicSampling:
-    """Drops draws that a filter rejects, and draws further prompts until the step is full.
-
-    Args:
-        rounds: maximum rounds of generation; if the step is not full then, the first rejected draws fill it.
-    """
-
-    keep: SampleFilter
-    rounds: int
-
-
 class Sampler:
     """Samples and scores the rollouts of a step.
 
@@ -115,6 +103,8 @@ class Sampler:
 
     Args:
         chunks: maximum number of chunks of a step's samples.
+        keep: filter of draws; further prompts are drawn for those that it rejects.
+        max_rounds: maximum rounds of generation with a filter; then the first rejected draws fill the step.
         begin_forwards: starts forward passes over a part of the samples.
         greedy: also score the greedy response to each prompt.
     """
@@ -126,41 +116,40 @@ class Sampler:
         parts: RolloutParts,
         chunks: int,
         *,
-        dynamic: DynamicSampling | None = None,
+        keep: SampleFilter | None = None,
+        max_rounds: int = 1,
         greedy: bool = False,
         begin_forwards: Callable[[Rollouts], Forwards] | None = None,
     ) -> None:
         self._stream = Stream(prompts, config.run.seed)
-        self._engines = parts.engines
-        self._generator = parts.generator
-        self._scorer = parts.scorer
-        self._colocation = parts.colocation
+        self._parts = parts
         self._functions = config.reward.functions
         self._prompts_per_step = config.data.prompts_per_step
         self._samples_per_prompt = config.data.samples_per_prompt
         self._seed = config.run.seed
         self._chunks = chunks
-        self._parts = config.rollout.inference_parts
-        self._dynamic = dynamic
+        self._part_count = config.rollout.inference_parts
+        self._keep = keep
+        self._max_rounds = max_rounds
         self._greedy = greedy
         self._begin_forwards = begin_forwards
         self._drawn: dict[int, list[str]] = {}  # the prompts of steps that have not been trained on
-        self._asked: Counter[int] = Counter()  # how many of them were asked in this process
+        self._requested: Counter[int] = Counter()  # how many of them this process has requested
 
     async def sample(self, step: int) -> Sampled:
         """Generates the rollouts of a step and starts to score them; afterwards the trainers have the devices."""
         metrics: Mapping[str, float] = {}
         forwards: Sequence[Forwards] = ()
         greedy = None
-        if self._dynamic is None:
-            await self._colocation.to_rollout()
+        if self._keep is None:
+            await self._parts.colocation.to_rollout()
             prompts = self._draw(step)
             rollouts, scoring, forwards = await self._generate(prompts, (), step)
         else:
-            prompts, rollouts, scoring, metrics = await self._filtered(self._dynamic, step)
+            prompts, rollouts, scoring, metrics = await self._filtered(self._keep, step)
         if self._greedy:
-            await self._colocation.to_rollout()
-            greedy = await self._generator.generate(greedy_requests(prompts, step=step), self._chunks).result()
+            await self._parts.colocation.to_rollout()
+            greedy = await self._parts.generator.generate(greedy_requests(prompts, step=step), self._chunks).result()
         return await self.score(prompts, rollouts, greedy, metrics, scoring, forwards=forwards)
 
     async def score(
@@ -174,9 +163,10 @@ class Sampler:
         forwards: Sequence[Forwards] = (),
     ) -> Sampled:
         """Starts whatever scoring has not started yet; gives the devices to the trainers."""
-        await self._colocation.to_training()
+        await self._parts.colocation.to_training()
         if scoring is None:
-            scoring = self._join([self._score(part, prompts) for part in rollouts.parts(self._parts)])
+            scorings = [self._score(part, prompts) for part in rollouts.parts(self._part_count)]
+            scoring = self._parts.engines.spawn(_join(scorings))
         if greedy is None and greedy_rollouts is not None:
             greedy = self._score(greedy_rollouts, prompts)
         return Sampled(
@@ -195,27 +185,30 @@ class Sampler:
     def forget(self, step: int) -> None:
         """Ends the record of a step's prompts, when it was trained on."""
         self._drawn.pop(step, None)
-        del self._asked[step]
+        del self._requested[step]
 
     def state(self) -> dict[str, Any]:
         """Returns the position in the prompts, and those of steps that have not been trained on."""
-        drawn = {str(step): prompts for step, prompts in sorted(self._drawn.items())}
-        return {**asdict(self._stream.state()), **({"drawn": drawn} if drawn else {})}
+        state = asdict(self._stream.state())
+        if self._drawn:
+            state["drawn"] = {str(step): prompts for step, prompts in sorted(self._drawn.items())}
+        return state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Loads `state()`; raises ValueError if the prompts have changed. Steps get the same prompts again."""
-        position = {name: value for name, value in state.items() if name != "drawn"}
+        position = dict(state)
+        drawn = position.pop("drawn", {})
         self._stream.load(StreamState(**position))
-        self._drawn = {int(step): list(prompts) for step, prompts in state.get("drawn", {}).items()}
+        self._drawn = {int(step): list(prompts) for step, prompts in drawn.items()}
 
     def _draw(self, step: int) -> list[Prompt]:
         """Returns the next prompts of a step; those that an earlier process drew come first."""
         drawn = self._drawn.setdefault(step, [])
-        first = self._asked[step]
-        self._asked[step] += self._prompts_per_step
-        missing = max(self._asked[step] - len(drawn), 0)
-        drawn += [prompt.prompt_id for prompt in self._stream.next(missing)]
-        return [self._stream[prompt_id] for prompt_id in drawn[first : self._asked[step]]]
+        first = self._requested[step]
+        stop = first + self._prompts_per_step
+        self._requested[step] = stop
+        drawn += [prompt.prompt_id for prompt in self._stream.next(max(stop - len(drawn), 0))]
+        return [self._stream[prompt_id] for prompt_id in drawn[first:stop]]
 
     async def _generate(
         self, prompts: Sequence[Prompt], earlier: Sequence[Prompt], step: int
@@ -225,17 +218,17 @@ class Sampler:
         Where the trainers have devices of their own, their scores and forward passes have begun.
         """
         requests = sample_requests([*earlier, *prompts], self._samples_per_prompt, seed=self._seed, step=step)
-        pending = self._generator.generate(requests[len(earlier) * self._samples_per_prompt :], self._chunks)
-        if self._colocation.shared:
+        pending = self._parts.generator.generate(requests[len(earlier) * self._samples_per_prompt :], self._chunks)
+        if self._parts.colocation.shared:
             return await pending.result(), None, ()
-        parts = [self._engines.spawn(self._begin(part, prompts)) for part in pending.parts(self._parts)]
+        parts = [self._parts.engines.spawn(self._begin(part, prompts)) for part in pending.parts(self._part_count)]
         scorings: list[Scoring] = []
         forwards: list[Forwards] = []
         for part in parts:
             scoring, begun = await part
             scorings.append(scoring)
             forwards.append(begun)
-        return await pending.result(), self._join(scorings), forwards
+        return await pending.result(), self._parts.engines.spawn(_join(scorings)), forwards
 
     async def _begin(self, part: PendingRollouts, prompts: Sequence[Prompt]) -> tuple[Scoring, Forwards]:
         """Starts forward passes and scores of a part of some samples when its responses have arrived."""
@@ -248,33 +241,28 @@ class Sampler:
     def _score(self, rollouts: Rollouts, prompts: Sequence[Prompt]) -> Scoring:
         """Starts to score rollouts."""
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
-        return self._engines.spawn(self._scorer.score(rollouts, by_id, self._functions))
-
-    def _join(self, parts: Sequence[Scoring]) -> Scoring:
-        """Returns the scores of all parts."""
-
-        async def joined() -> ScoredSamples:
-            return ScoredSamples.joined([await part for part in parts])
-
-        return self._engines.spawn(joined())
+        return self._parts.engines.spawn(self._parts.scorer.score(rollouts, by_id, self._functions))
 
     async def _filtered(
-        self, dynamic: DynamicSampling, step: int
+        self, keep: SampleFilter, step: int
     ) -> tuple[list[Prompt], Rollouts, Scoring, Mapping[str, float]]:
         """Returns prompts, rollouts, scores and metrics of the first draws that pass the filter."""
         wanted = self._prompts_per_step
         size = self._samples_per_prompt
-        prompts, rounds, scorings, kept = await self._rounds(dynamic, step)
+        prompts, rounds, scorings, kept = await self._rounds(keep, step)
         others = sorted(set(range(len(prompts))) - set(kept))
         chosen = sorted([*kept, *others][:wanted])
         rollouts = Rollouts.joined(rounds)
-        conversations = [draw * size + index for draw in chosen for index in range(size)]
         branches = Branches.of(rollouts.samples)
+        conversations: list[int] = []
+        for draw in chosen:
+            conversations += range(draw * size, (draw + 1) * size)
         rows: list[int] = []
         for conversation in conversations:
             rows += branches.rows(conversation)
         if len(rows) < len(rollouts.samples):
-            rollouts = await self._engines.pick(rollouts, [rollouts.samples[row] for row in rows], self._chunks)
+            picked = [rollouts.samples[row] for row in rows]
+            rollouts = await self._parts.engines.pick(rollouts, picked, self._chunks)
         scored = ScoredSamples.joined(scorings)
         selected = ScoredSamples(
             samples=[scored.samples[row] for row in rows],
@@ -290,29 +278,34 @@ class Sampler:
         return [prompts[draw] for draw in chosen], rollouts, known_scores(selected), metrics
 
     async def _rounds(
-        self, dynamic: DynamicSampling, step: int
+        self, keep: SampleFilter, step: int
     ) -> tuple[list[Prompt], list[Rollouts], list[ScoredSamples], list[int]]:
         """Samples rounds until enough draws pass; returns all draws, each round's samples, and which draws passed."""
         drawn: list[Prompt] = []
         rounds: list[Rollouts] = []
         scorings: list[ScoredSamples] = []
         kept: list[int] = []
-        while len(rounds) < dynamic.rounds and len(kept) < self._prompts_per_step:
-            await self._colocation.to_rollout()
+        while len(rounds) < self._max_rounds and len(kept) < self._prompts_per_step:
+            await self._parts.colocation.to_rollout()
             prompts = self._draw(step)
             rollouts, scoring, _ = await self._generate(prompts, drawn, step)
             if scoring is None:
-                if self._scorer.model is not None:
-                    await self._colocation.to_training()
+                if self._parts.scorer.model is not None:
+                    await self._parts.colocation.to_training()
                 scoring = self._score(rollouts, prompts)
             scored = await scoring
             rounds.append(rollouts)
             scorings.append(scored)
             whole = Branches.of(scored.samples).whole(scored.samples)
-            keeps = dynamic.keep(scored.scores, whole)[:: self._samples_per_prompt]
+            keeps = keep(scored.scores, whole)[:: self._samples_per_prompt]
             kept += (len(drawn) + np.flatnonzero(keeps)).tolist()
             drawn += prompts
         return drawn, rounds, scorings, kept
+
+
+async def _join(parts: Sequence[Scoring]) -> ScoredSamples:
+    """Waits for the scores of all parts."""
+    return ScoredSamples.joined([await part for part in parts])
 
 
 def known_scores(scored: ScoredSamples) -> Scoring:
@@ -325,7 +318,7 @@ def known_scores(scored: ScoredSamples) -> Scoring:
 def sample_metrics(samples: Sequence[SampleInfo], max_new_tokens: int) -> dict[str, float]:
     """Returns metrics of the lengths and the ends of a step's rollouts; branches count as one."""
     samples = Branches.of(samples).whole(samples)
-    finished = float(np.mean([sample.finished for sample in samples]))
+    finished = sum(sample.finished for sample in samples) / len(samples)
     metrics: dict[str, float] = {"rollout/samples": len(samples)}
     for name in ("response", "prompt"):
         lengths = np.array([getattr(sample, f"{name}_tokens") for sample in samples])
@@ -334,8 +327,8 @@ def sample_metrics(samples: Sequence[SampleInfo], max_new_tokens: int) -> dict[s
         metrics[f"{name}_length/max"] = float(lengths.max())
     conversations = conversation_metrics(samples)
     if not conversations:  # of a conversation, each turn has this limit
-        clipped = [sample.response_tokens >= max_new_tokens for sample in samples]
-        metrics["response_length/clip_ratio"] = float(np.mean(clipped))
+        clipped = sum(sample.response_tokens >= max_new_tokens for sample in samples)
+        metrics["response_length/clip_ratio"] = clipped / len(samples)
     return {**metrics, "truncated_fraction": 1 - finished, "stop_token_fraction": finished, **conversations}
 
 
@@ -348,17 +341,24 @@ def conversation_metrics(samples: Sequence[SampleInfo]) -> dict[str, float]:
     held = [outcome for outcome in outcomes.values() if outcome is not None]
     if not held:
         return {}
-    turns = np.array([outcome.turns for outcome in held])
-    limits = Counter(outcome.limit for outcome in held if outcome.limit is not None)
-    own: dict[str, list[float]] = {}
+    turns: list[int] = []
+    failed = 0
+    truncated = 0
+    limits = Counter[str]()
+    environment_values: dict[str, list[float]] = {}
     for outcome in held:
+        turns.append(outcome.turns)
+        failed += outcome.failure is not None
+        truncated += outcome.truncated
+        if outcome.limit is not None:
+            limits[outcome.limit] += 1
         for name, value in outcome.metrics.items():
-            own.setdefault(name, []).append(value)
-    return {
-        **{f"environment/{name}": float(np.mean(values)) for name, values in own.items()},
-        "environment/turns/mean": float(turns.mean()),
-        "environment/turns/max": int(turns.max()),
-        "environment/failed": sum(outcome.failure is not None for outcome in held),
-        "environment/truncated": float(np.mean([outcome.truncated for outcome in held])),
-        **{f"environment/truncated/{limit}": count / len(held) for limit, count in limits.items()},
-    }
+            environment_values.setdefault(name, []).append(value)
+    metrics = {f"environment/{name}": float(np.mean(values)) for name, values in environment_values.items()}
+    metrics["environment/turns/mean"] = float(np.mean(turns))
+    metrics["environment/turns/max"] = max(turns)
+    metrics["environment/failed"] = failed
+    metrics["environment/truncated"] = truncated / len(held)
+    for limit, count in limits.items():
+        metrics[f"environment/truncated/{limit}"] = count / len(held)
+    return metrics

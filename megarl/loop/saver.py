@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Final, Protocol
 
+from megarl.cluster.calls import Call
 from megarl.cluster.driver_environment import ignore_interrupts
 from megarl.cluster.session import Session
 from megarl.config import TrainingConfig
@@ -27,7 +28,7 @@ _INTERVAL_S: Final = 1.0
 """Time between two questions to the ranks whether they have written."""
 
 
-class Saved(Protocol):
+class Checkpointable(Protocol):
     """What is saved; see `loop.train.Trainer`."""
 
     @property
@@ -61,7 +62,9 @@ class Saver:
     to time whether they have written; when all have, a thread of the driver verifies and commits.
     """
 
-    def __init__(self, config: TrainingConfig, directory: RunDirectory, trainer: Saved, session: Session) -> None:
+    def __init__(
+        self, config: TrainingConfig, directory: RunDirectory, trainer: Checkpointable, session: Session
+    ) -> None:
         self._config = config
         self._directory = directory
         self._trainer = trainer
@@ -81,10 +84,10 @@ class Saver:
         await self._trainer.to_training()
         staged = self._directory.checkpoints.stage(step)
         background = self._config.checkpoint.async_save and step < self._config.steps
-        calls = {
-            role.name: role.call(MegatronWorker.save, str(staged / role.name), in_background=background)
-            for role in self._roles
-        }
+        calls: dict[str, Call[list[FileRecord] | None]] = {}
+        for role in self._roles:
+            path = str(staged / role.name)
+            calls[role.name] = role.call(MegatronWorker.save, path, in_background=background)
         with writing(step):
             state = copy.deepcopy(self._trainer.state(staged / ROLLOUTS))
         files = {name: await call for name, call in calls.items()}
@@ -125,7 +128,7 @@ class Saver:
     @property
     def expected_s(self) -> float:
         """Returns the seconds of the longest save so far, to its commit; twice while one is being written."""
-        return self._longest_s * (1 if self._writing is None else 2)
+        return self._longest_s if self._writing is None else 2 * self._longest_s
 
     def close(self) -> None:
         """Lets a commit in progress finish, within the limit of a checkpoint; it can no longer be interrupted."""
@@ -142,19 +145,22 @@ class Saver:
 
     async def _commit_written(self, saved: _Writing, *, wait: bool) -> None:
         """Begins to commit a checkpoint, if all ranks have written, and it has not begun."""
-        calls = {role.name: role.call(MegatronWorker.saved, wait=wait) for role in self._roles}
-        files = {name: await call for name, call in calls.items()}
-        if saved.commit is None and all(records is not None for ranks in files.values() for records in ranks):
-            saved.commit = commit = Future[None]()
+        calls = [role.call(MegatronWorker.saved, wait=wait) for role in self._roles]
+        files: dict[str, list[list[FileRecord] | None]] = {}
+        for role, call in zip(self._roles, calls, strict=True):
+            files[role.name] = await call
+        if saved.commit is not None or any(None in ranks for ranks in files.values()):
+            return
+        saved.commit = commit = Future[None]()
 
-            def run() -> None:
-                try:
-                    commit.set_result(self._finish(saved, files))
-                except BaseException as error:
-                    commit.set_exception(error)
+        def run() -> None:
+            try:
+                commit.set_result(self._finish(saved, files))
+            except BaseException as error:
+                commit.set_exception(error)
 
-            # The end of the program does not wait for it: a file system may never answer.
-            Thread(target=run, name="checkpoint", daemon=True).start()
+        # The end of the program does not wait for it: a file system may never answer.
+        Thread(target=run, name="checkpoint", daemon=True).start()
 
     def _finish(self, saved: _Writing, files: Mapping[str, Sequence[list[FileRecord] | None]]) -> None:
         complete: dict[str, list[list[FileRecord]]] = {}

@@ -81,16 +81,16 @@ class ScoredSamples:
     def joined(cls, parts: Sequence[ScoredSamples]) -> ScoredSamples:
         """Returns the scores of the parts of some samples; `seconds` adds up."""
         samples: list[SampleInfo] = []
+        seconds = 0.0
+        dense: list[ChunkRefs[Ragged]] = []
         for part in parts:
             samples += part.samples
+            seconds += part.seconds
+            if part.dense is not None:
+                dense.append(part.dense)
         scores = {name: np.concatenate([part.scores[name] for part in parts]) for name in parts[0].scores}
-        dense = [part.dense for part in parts if part.dense is not None]
-        return cls(
-            samples=samples,
-            scores=scores,
-            seconds=sum(part.seconds for part in parts),
-            dense=ChunkRefs[Ragged].of(dense) if dense else None,
-        )
+        refs = ChunkRefs[Ragged].of(dense) if dense else None
+        return cls(samples=samples, scores=scores, seconds=seconds, dense=refs)
 
 
 class Scorer:
@@ -153,13 +153,14 @@ class Scorer:
         if self.rules is not None and functions:
             rules.append(self.rules.score(functions, whole, prompts))
         if self.rules is not None and self._judge is not None:
-            judged, asked_s = await self._judge.score(whole, prompts)
+            judged, judge_s = await self._judge.score(whole, prompts)
             rules.append(judged)
-            seconds.append(asked_s)
+            seconds.append(judge_s)
         scores: dict[str, Values] = {}
         if model is not None:
             raw = gather_rows(await gather_by_chunk(model))[branches.last]
-            scores[REWARD_MODEL] = self._scale.apply(torch.as_tensor(np.where(np.isfinite(raw), raw, np.nan))).numpy()
+            known = torch.as_tensor(np.where(np.isfinite(raw), raw, np.nan))
+            scores[REWARD_MODEL] = self._scale.apply(known).numpy()
             seconds.append(await model.longest())
         for call in rules:
             assert self.rules is not None
@@ -173,8 +174,10 @@ class Scorer:
 
 def gather_columns(columns: Mapping[int, Mapping[str, Values]]) -> dict[str, Values]:
     """Returns the scores of all chunks by reward."""
-    names = next(iter(columns.values()))
-    return {name: gather_rows({chunk: scores[name] for chunk, scores in columns.items()}) for name in names}
+    gathered: dict[str, Values] = {}
+    for name in next(iter(columns.values())):
+        gathered[name] = gather_rows({chunk: scores[name] for chunk, scores in columns.items()})
+    return gathered
 
 
 def gather_rows(columns: Mapping[int, Values]) -> Values:
@@ -190,13 +193,16 @@ def total_scores(
     Args:
         samples: [C].
     """
-    total = sum((weights[name] * values for name, values in scores.items()), np.zeros(len(samples)))
-    shaped = torch.as_tensor(np.asarray(total, dtype=np.float32))
+    total = np.zeros(len(samples))
+    for name, values in scores.items():
+        total = total + weights[name] * values
+    shaped = torch.as_tensor(total.astype(np.float32))
     scored = shaped.isfinite()
     if shaping.clip is not None:
         shaped = clip_scores(shaped, *shaping.clip)
-    if shaping.missing_end is not None and shaping.missing_end.name in MISSING_ENDS:
-        shape = bound(MISSING_ENDS, shaping.missing_end.name, shaping.missing_end.options)
+    missing_end = shaping.missing_end
+    if missing_end is not None and missing_end.name in MISSING_ENDS:
+        shape = bound(MISSING_ENDS, missing_end.name, missing_end.options)
         shaped = shape(shaped, torch.tensor([sample.finished for sample in samples]))
     return torch.where(scored, shaped, torch.nan).numpy()
 
@@ -215,11 +221,6 @@ def reward_weights(reward: Reward, environment: EnvironmentSettings | None = Non
     return weights
 
 
-def score_metrics(scores: ScoresByReward) -> dict[str, float]:
-    """Returns the mean of each reward, `scores/NAME`, and `rewards/unscored`."""
-    return {**known_means({f"scores/{name}": values for name, values in scores.items()}), **unscored_metrics(scores)}
-
-
 def unscored_metrics(scores: ScoresByReward) -> dict[str, int]:
     """Returns the number of samples without a score: `rewards/unscored`, and by reward `rewards/unscored/NAME`."""
     missing = ~np.isfinite(np.stack(list(scores.values())))
@@ -229,10 +230,10 @@ def unscored_metrics(scores: ScoresByReward) -> dict[str, int]:
     return metrics
 
 
-def known_means(named: Mapping[str, Values]) -> dict[str, float]:
-    """Returns the mean of the finite values of each entry that has any."""
-    known = {name: values[np.isfinite(values)] for name, values in named.items()}
-    return {name: float(values.mean()) for name, values in known.items() if len(values)}
+def known_mean(name: str, values: Values) -> dict[str, float]:
+    """Returns the mean of the finite values by name; nothing if there are none."""
+    known = values[np.isfinite(values)]
+    return {name: float(known.mean())} if len(known) else {}
 
 
 def shuffled_order(count: int, run_seed: int, step: int) -> npt.NDArray[np.int64]:
@@ -301,34 +302,40 @@ def score_batch(
     chunks = np.array([sample.chunk for sample in samples])
     assert (np.diff(chunks) >= 0).all(), "samples are in the order of their chunks"
     finished = np.array([sample.finished for sample in whole])
-    masks_unfinished = algo.scores.missing_end is not None and algo.scores.missing_end.name == "mask"
+    actor_mask = np.ones_like(finished)
+    if algo.scores.missing_end is not None and algo.scores.missing_end.name == "mask":
+        actor_mask = finished
     sequence_advantages = None
     if not algo.from_token_rewards:
         tensor = torch.as_tensor(scores)
-        lengths = np.array([sample.response_tokens for sample in branches.whole(samples)], dtype=np.int64)
+        lengths = [sample.response_tokens for sample in branches.whole(samples)]
         compared = Samples(
             scores=tensor,
             groups=torch.as_tensor(groups[branches.last]),
-            lengths=torch.as_tensor(lengths),
+            lengths=torch.tensor(lengths),
             finished=torch.as_tensor(finished),
             scored=tensor.isfinite(),
             components=torch.as_tensor(components),
             weights=[weights[name] for name in by_reward],
-            greedy_scores=None if greedy is None else _greedy_scores(greedy, whole, weights, algo.scores),
         )
+        if greedy is not None:
+            compared = replace(compared, greedy_scores=_greedy_scores(greedy, whole, weights, algo.scores))
         advantages = bound(GROUP_ADVANTAGES, algo.advantage.name, algo.advantage.options)(compared).float().numpy()
         sequence_advantages = advantages[branches.conversation]
+    means: dict[str, float] = {}
+    for name, values in by_reward.items():
+        means |= known_mean(f"scores/{name}", values)
     return ScoredBatch(
         samples=SampleScores(
             chunks=chunks,
             scores=scores[branches.conversation],
             groups=groups,
             sequence_advantages=sequence_advantages,
-            actor_mask=(finished if masks_unfinished else np.ones_like(finished))[branches.conversation],
+            actor_mask=actor_mask[branches.conversation],
         ),
         totals=totals,
         scores_by_reward=by_reward,
-        metrics={**score_metrics(by_reward), **_group_metrics(totals, groups[branches.last])},
+        metrics={**means, **unscored_metrics(by_reward), **_group_metrics(totals, groups[branches.last])},
     )
 
 
@@ -342,9 +349,8 @@ def with_selection(
         samples_per_prompt: neighbors that answer the same draw of a prompt.
     """
     branches = Branches.of(samples)
-    totals = batch.totals
-    conversations = select_samples(totals, branches.whole(samples), selection, samples_per_prompt)
-    metrics = {"select/samples": len(conversations), **known_means({"select/score": totals[conversations]})}
+    conversations = select_samples(batch.totals, branches.whole(samples), selection, samples_per_prompt)
+    metrics = {"select/samples": len(conversations), **known_mean("select/score", batch.totals[conversations])}
     selected: list[int] = []
     for conversation in conversations.tolist():
         selected += branches.rows(conversation)

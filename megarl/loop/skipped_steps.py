@@ -27,8 +27,9 @@ class SkippedSteps:
     """Counts each role's last optimizer steps that were skipped, up to `run.max_skipped_steps` or all of a run."""
 
     def __init__(self, config: TrainingConfig, paths: RunPaths) -> None:
-        limit = config.run.max_skipped_steps
-        self._limit = None if limit is None else min(limit, config.steps * config.updates_per_step)
+        self._limit = config.run.max_skipped_steps
+        if self._limit is not None:
+            self._limit = min(self._limit, config.steps * config.updates_per_step)
         self._batches = f"the rows of these steps are in {paths.skipped}"
         if isinstance(config, RolloutTrainingConfig):
             self._batches = f"rollout.replay={config.rollout.replay or paths.skipped} repeats these steps"
@@ -41,22 +42,21 @@ class SkippedSteps:
         for update in result.updates:
             for role in self._count(update):
                 if self._limit is not None and self._in_a_row[role] >= self._limit:
-                    raise RunError(self._message(role))
+                    steps = f"{self._in_a_row[role]} optimizer steps in a row (run.max_skipped_steps)"
+                    raise RunError(
+                        f"{role}: the loss or the gradient was not finite in {steps}; the weights are those before. "
+                        f"Lower the learning rate, or look for the cause: {self._batches}"
+                    )
 
     def _count(self, update: Mapping[str, Any]) -> list[str]:
         """Counts an optimizer step; returns the roles that skipped it."""
         skipped = skipped_roles(update)
-        for role in {name.partition("/")[0] for name in update}.difference(skipped):
-            del self._in_a_row[role]
+        for name in update:
+            role = name.partition("/")[0]
+            if role not in skipped:
+                del self._in_a_row[role]
         self._in_a_row.update(skipped)
         return skipped
-
-    def _message(self, role: str) -> str:
-        steps = f"{self._in_a_row[role]} optimizer steps in a row (run.max_skipped_steps)"
-        return (
-            f"{role}: the loss or the gradient was not finite in {steps}; the weights are those before. Lower the "
-            f"learning rate, or look for the cause: {self._batches}"
-        )
 
 
 class SkippedBatches:
@@ -65,8 +65,10 @@ class SkippedBatches:
     def __init__(self, config: TrainingConfig) -> None:
         paths = RunPaths(config.run.dir)
         self._directory = paths.skipped
-        before = read_lines(paths.updates, last=config.updates_per_step)  # the run may have resumed
-        self._last: int | None = max((each["step"] for each in before if skipped_roles(each)), default=None)
+        self._last: int | None = None
+        for update in read_lines(paths.updates, last=config.updates_per_step):  # the run may have resumed
+            if skipped_roles(update):
+                self._last = update["step"]
 
     def add(self, step: int, updates: Sequence[Metrics], write: Callable[[Path], None]) -> None:
         """Calls `write` with the directory if a step has skipped optimizer steps; a full disk ends nothing."""
@@ -84,8 +86,10 @@ class SkippedBatches:
 
 def write_rollouts(sampled: Sampled, rollout: Rollout, directory: Path) -> None:
     """Writes the rollouts of a step for `rollout.replay`."""
-    for rollouts in filter(None, (sampled.rollouts, sampled.greedy_rollouts)):
-        chunks = rollouts.chunks.only(range(len(rollouts.chunks)))
+    for rollouts in (sampled.rollouts, sampled.greedy_rollouts):
+        if rollouts is None:
+            continue
+        chunks = rollouts.fetched()
         for sample in rollouts.samples:
             write_sample(directory, chunks[sample.chunk], sample.row, rollout)
 
@@ -93,4 +97,5 @@ def write_rollouts(sampled: Sampled, rollout: Rollout, directory: Path) -> None:
 def write_rows(step: int, samples: Sequence[SampleInfo], directory: Path) -> None:
     """Writes the numbers of a step's rows in their order."""
     rows = list(dict.fromkeys(sample.prompt_id for sample in samples))
-    (directory / f"step-{step}.json").write_text(json.dumps({"step": step, "rows": rows}) + "\n", encoding="utf-8")
+    line = json.dumps({"step": step, "rows": rows}) + "\n"
+    (directory / f"step-{step}.json").write_text(line, encoding="utf-8")

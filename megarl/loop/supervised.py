@@ -15,6 +15,7 @@ from megarl.config import TrainingConfig
 from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.schedule import step_schedule
 from megarl.data.stream import Stream, StreamState
+from megarl.data.training_texts import TrainingText
 from megarl.groups.trainers import close_all, launch_trainers
 from megarl.loop.pass_meter import PassMeter
 from megarl.loop.skipped_steps import SkippedBatches, write_rows
@@ -24,7 +25,7 @@ from megarl.preflight.datasets import PairSets, TextSets
 from megarl.run.results import EvaluationResult, StepResult
 from megarl.run.sinks import Metrics
 from megarl.run.timers import Timers
-from megarl.types import RoleName, SampleInfo, Schedule, TextChunk
+from megarl.types import SampleInfo, Schedule, TextChunk
 
 
 class SupervisedTrainer:
@@ -34,7 +35,6 @@ class SupervisedTrainer:
         model_dir: Hugging Face directory of the model.
         phase: called with the name of each phase that begins.
         evaluate_every: steps between evaluations; None: before the first step and after the last.
-        sequences_per_row: 1, or the number of responses of a preference.
         all_tokens: the loss includes the tokens of the prompts.
     """
 
@@ -46,9 +46,7 @@ class SupervisedTrainer:
         data: TextSets | PairSets,
         phase: Callable[[str], None],
         *,
-        role: RoleName,
         evaluate_every: int | None,
-        sequences_per_row: int = 1,
         all_tokens: bool = False,
     ) -> None:
         self._config = config
@@ -56,15 +54,15 @@ class SupervisedTrainer:
         self._phase = phase
         self._trainers = launch_trainers(config, session)
         self.roles = self._trainers.roles
+        (role,) = config.trained
         self._role = self.roles[role]
         self._meter = PassMeter(config)
         self._skipped = SkippedBatches(config)
-        self._layout = config.layout(role)
+        self._layout = self._role.layout
         self._budget = config.role(role).tokens_per_micro_batch
         self._rows = Stream(data.train, config.run.seed)
         self._held_out = data.held_out
         self._rows_per_step = config.rows_per_step
-        self._sequences_per_row = sequences_per_row
         self._all_tokens = all_tokens
         self.evaluate_every = evaluate_every
 
@@ -107,10 +105,10 @@ class SupervisedTrainer:
         metrics = await rank0_result(self._role.dispatch(MegatronWorker.evaluate, request))
         return EvaluationResult(step=step, metrics={"eval/samples": len(self._held_out), **metrics})
 
-    def _batch(self, rows: Sequence[Any]) -> tuple[tuple[SampleInfo, ...], ChunkRefs[TextChunk], Schedule]:
+    def _batch(self, rows: Sequence[TrainingText]) -> tuple[tuple[SampleInfo, ...], ChunkRefs[TextChunk], Schedule]:
         samples, chunks = text_batch(rows, self._layout.dp)
         trained = on_all_tokens(samples) if self._all_tokens else samples
-        schedule = step_schedule(trained, self._layout, self._budget, rows_per_unit=self._sequences_per_row)
+        schedule = step_schedule(trained, self._layout, self._budget, rows_per_unit=len(rows[0].responses))
         return samples, ChunkRefs[TextChunk].put(chunks), schedule
 
     async def evaluations(self, *, wait: bool) -> Sequence[EvaluationResult]:

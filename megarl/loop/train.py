@@ -208,7 +208,8 @@ def checked[C: RunConfig](config: C) -> tuple[C, Any]:
     check_gpus(config)
     check_memory(config)
     earlier = resumed_config(config)
-    if (message := kept_message(config, earlier)) is not None:
+    message = kept_message(config, earlier)
+    if message is not None:
         print(message, flush=True)
     return with_threads(config, earlier), data
 
@@ -254,8 +255,9 @@ class UnscoredSteps:
     """Counts the last steps without a scored response, up to `reward.max_unscored_steps` or all steps of a run."""
 
     def __init__(self, config: TrainingConfig) -> None:
-        limit = config.reward.max_unscored_steps if isinstance(config, RolloutTrainingConfig) else None
-        self._limit = None if limit is None else min(limit, config.steps)
+        self._limit: int | None = None
+        if isinstance(config, RolloutTrainingConfig) and config.reward.max_unscored_steps is not None:
+            self._limit = min(config.reward.max_unscored_steps, config.steps)
         self._steps = 0
 
     def add(self, result: StepResult) -> None:
@@ -264,8 +266,7 @@ class UnscoredSteps:
         unscored = sampled > 0 and result.metrics.get("rewards/unscored") == sampled
         self._steps = self._steps + 1 if unscored else 0
         if self._limit is not None and self._steps >= self._limit:
-            steps = counted(self._steps, "step")
-            message = f"no response of the last {steps} has a score (reward.max_unscored_steps)"
+            message = f"no response of the last {counted(self._steps, 'step')} has a score (reward.max_unscored_steps)"
             causes = result.failures or ["rewards/unscored in metrics.jsonl has the reward at fault"]
             raise RunError("\n".join([f"{message}; correct the reward, and start the run again", *causes]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import ChainMap
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict
@@ -68,8 +69,9 @@ class StepPlan:
             seed=self._config.run.seed,
             step=self.step,
         )
-        size = len(steps) if self._algo.early_stop is None else self._mini_batches
-        return [steps[start : start + size] for start in range(0, len(steps), size)]
+        if self._algo.early_stop is None:
+            return [steps]
+        return list(itertools.batched(steps, self._mini_batches))
 
 
 class PretrainMix:
@@ -89,9 +91,10 @@ class PretrainMix:
         lengthened: list[Schedule] = []
         texts: list[Schedule] = []
         for index, step in enumerate(steps):
-            own = step_schedule(trained[index * per_step : (index + 1) * per_step], self._layout, self._budget)
-            for schedules, schedule in zip((lengthened, texts), under_one_length(step, own), strict=True):
-                schedules.append(schedule)
+            rows = trained[index * per_step : (index + 1) * per_step]
+            longer_step, text = under_one_length(step, step_schedule(rows, self._layout, self._budget))
+            lengthened.append(longer_step)
+            texts.append(text)
         return tuple(lengthened), UpdateRequest(schedules=texts, chunks=ChunkRefs[TextChunk].put(chunks))
 
     def state(self) -> dict[str, Any]:
@@ -147,29 +150,32 @@ class Updater:
             kl_coef: coefficient of a KL penalty in the loss, per nat.
             trained_roles: roles with scored samples.
         """
-        algo = self._algo
         trained = await self._trained(plan, trained_roles)
+        stop = self._algo.early_stop
         updates: list[dict[str, float]] = []
         for by_role in zip(*(plan.passes(role.name) for role in trained), strict=True):
             calls: list[Call[list[dict[str, float]] | None]] = []
-            requests: list[UpdateRequest[Schedule]] = []
+            passes: list[list[Schedule]] = []
             for role, schedules in zip(trained, by_role, strict=True):
-                requests.append(self._request(role, schedules, experience, kl_coef))
-                calls.append(role.dispatch(MegatronWorker.update, requests[-1]))
+                request = self._request(role, schedules, experience, kl_coef)
+                calls.append(role.dispatch(MegatronWorker.update, request))
+                passes.append([*request.schedules])
+                if request.texts is not None:
+                    passes[-1] += request.texts.schedules
             metrics = [await rank0_result(call) for call in calls]
-            for role, request, call in zip(trained, requests, calls, strict=True):
-                texts = () if request.texts is None else request.texts.schedules
-                self._meter.add_update(role.name, [*request.schedules, *texts], await call.longest())
-            steps = [dict(ChainMap(*of_step)) for of_step in zip(*metrics, strict=True)]
+            for role, schedules, call in zip(trained, passes, calls, strict=True):
+                self._meter.add_update(role.name, schedules, await call.longest())
+            steps = [dict(ChainMap(*reports)) for reports in zip(*metrics, strict=True)]
             updates += steps
-            stop = algo.early_stop if self._actor in trained else None
-            if stop is not None and exceeds_target(mean_kl(steps, by_role[0]), target=stop.kl, factor=stop.factor):
+            if stop is None or self._actor not in trained:
+                continue
+            if exceeds_target(mean_kl(steps, by_role[0]), target=stop.kl, factor=stop.factor):
                 break
         left = plan.total_steps - len(updates)
         if left:
             for call in [role.call(MegatronWorker.skip_steps, left) for role in trained]:
                 await call
-        sync = algo.kl.reference_sync
+        sync = self._algo.kl.reference_sync
         if sync is not None and plan.step % sync.every == 0:
             await self._actor.call(MegatronWorker.soft_update_reference)
         return updates
@@ -178,8 +184,10 @@ class Updater:
         """Returns the values of the tokens in the last update, where `tracking.tokens` keeps them."""
         if not self._token_values:
             return {}
-        parts = await self._actor.call(MegatronWorker.take_token_values)
-        return {sample: values for part in parts for sample, values in part.items()}
+        values: TokenValues = {}
+        for part in await self._actor.call(MegatronWorker.take_token_values):
+            values |= part
+        return values
 
     def state(self) -> dict[str, Any]:
         """Returns the position in the pretraining texts."""
@@ -200,13 +208,14 @@ class Updater:
     async def _trained(self, plan: StepPlan, trained_roles: Container[RoleName]) -> list[RemoteRole]:
         """Returns the roles that take optimizer steps; other roles with a schedule skip theirs."""
         trained: list[RemoteRole] = []
-        for role in (self._actor, self._critic):
-            if role is None or (role is self._actor and self._warms_up(plan.step)):
-                continue
-            if role.name in trained_roles or (role is self._actor and self.trains_actor(plan.step, trained_roles)):
-                trained.append(role)
-            else:
-                await role.call(MegatronWorker.skip_steps, plan.total_steps)
+        if self.trains_actor(plan.step, trained_roles):
+            trained.append(self._actor)
+        elif not self._warms_up(plan.step):
+            await self._actor.call(MegatronWorker.skip_steps, plan.total_steps)
+        if self._critic is not None and "critic" in trained_roles:
+            trained.append(self._critic)
+        elif self._critic is not None:
+            await self._critic.call(MegatronWorker.skip_steps, plan.total_steps)
         return trained
 
     def _request(
@@ -221,6 +230,10 @@ class Updater:
 def mean_kl(updates: Sequence[Mapping[str, float]], schedules: Sequence[Schedule]) -> float:
     """Returns the mean of log p(old) - log p(new) over the tokens of some optimizer steps, in nats; 0 without any."""
     name = "policy/ppo_kl"  # missing in a step in which no token has a weight
-    known = [(update[name], schedule) for update, schedule in zip(updates, schedules, strict=True) if name in update]
-    tokens = [schedule.ranks[0].total_response_tokens for _, schedule in known]
-    return float(np.average([kl for kl, _ in known], weights=tokens)) if known else 0.0
+    known: list[float] = []
+    tokens: list[int] = []
+    for update, schedule in zip(updates, schedules, strict=True):
+        if name in update:
+            known.append(update[name])
+            tokens.append(schedule.ranks[0].total_response_tokens)
+    return float(np.average(known, weights=tokens)) if known else 0.0

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, get_args
 
 from megarl.errors import RunError
-from megarl.files import FileRecord, read_json, read_lines, sync, write_durably
+from megarl.files import FileRecord, read_json, sync, write_durably
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -100,11 +100,11 @@ class CheckpointManifest:
             for role, ranks in fields["roles"].items():
                 if role not in get_args(RoleName):
                     raise ValueError(f"{_shown(role)} is no role")
-                roles[role] = [_records(records) for records in ranks]
+                roles[role] = [list(map(_record, records)) for records in ranks]
             step = fields["step"]
             if type(step) is not int or step < 0:
                 raise ValueError(f"the step is {_shown(step)}")
-            rollouts = _records(fields.get("rollouts", ()))
+            rollouts = [_record(entry) for entry in fields.get("rollouts", ())]
             return cls(step=step, roles=roles, state=_record(fields["state"]), rollouts=rollouts)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BrokenCheckpointError(directory, [f"{MANIFEST} cannot be read: {error}"]) from None
@@ -112,10 +112,6 @@ class CheckpointManifest:
 
 def _shown(value: object) -> str:
     return f"{value!a:.100}"
-
-
-def _records(entries: Sequence[Mapping[str, Any]]) -> list[FileRecord]:
-    return [_record(fields) for fields in entries]
 
 
 def _record(fields: Mapping[str, Any]) -> FileRecord:
@@ -165,16 +161,14 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of a run, managed by the driver alone, which keeps the last `keep` of them.
+    """The checkpoints of a run, managed by the driver alone.
 
     `stage` creates a directory that the ranks write into; `commit` verifies and renames it. A process that is killed at
     any moment leaves the earlier checkpoints intact, and at most a directory that `clean` removes.
     """
 
-    def __init__(self, directory: Path, keep: int) -> None:
-        assert keep >= 1
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._keep = keep
 
     def stage(self, step: int) -> Path:
         """Returns a new empty directory, into which each role writes one; raises RunError if it cannot be made."""
@@ -191,14 +185,14 @@ class Checkpoints:
         step: int,
         roles: Mapping[str, Sequence[Sequence[FileRecord]]],
         state: Mapping[str, Any],
-        kept: Callable[[Sequence[int]], Container[int]] = lambda _: (),
-    ) -> Checkpoint:
-        """Verifies the staged files, makes them the latest checkpoint, and removes the oldest ones.
+        kept: Callable[[Sequence[int]], Container[int]] = lambda steps: steps[-1:],
+    ) -> None:
+        """Verifies the staged files, makes them the latest checkpoint, and removes others.
 
         Args:
             roles: files by role and rank.
             state: state of the driver, as JSON.
-            kept: function that chooses steps whose checkpoints stay in any case.
+            kept: function that chooses the steps whose checkpoints stay.
 
         Raises:
             BrokenCheckpointError: a staged file is missing, differs or is not listed; nothing has changed.
@@ -216,10 +210,9 @@ class Checkpoints:
             sync(self.directory)
         steps = self.steps()
         stay = kept(steps)
-        for old in steps[: -self._keep]:
-            if old not in stay:
-                self._remove(old)
-        return Checkpoint(path=self.path(step), step=step, roles=tuple(roles), state=state)
+        for other in steps:
+            if other not in stay:
+                self._remove(other)
 
     def latest(self) -> Checkpoint | None:
         """Verifies and returns the newest checkpoint, if any; raises BrokenCheckpointError if its files changed."""
@@ -269,33 +262,6 @@ class Checkpoints:
 
     def _staged(self, step: int) -> Path:
         return self.directory / f".step-{step}.staged"
-
-
-def steps_to_keep(
-    steps: Sequence[int], evaluations: Path, *, keep: int, keep_every: int | None, best: tuple[str, str] | None
-) -> set[int]:
-    """Returns the steps whose checkpoints stay.
-
-    Args:
-        steps: steps with a checkpoint, in order.
-        evaluations: file of the run's evaluations.
-        keep: number of the newest checkpoints that stay.
-        keep_every: number of steps whose multiples stay.
-        best: metric of the evaluations by which one more stays, and "max" or "min".
-    """
-    kept = set(steps[-keep:])
-    if keep_every is not None:
-        kept.update(step for step in steps if step % keep_every == 0)
-    if best is not None:
-        metric, mode = best
-        values: dict[int, float] = {}
-        for line in read_lines(evaluations):
-            if line["step"] in steps and line.get(metric) is not None:
-                values[line["step"]] = line[metric]
-        if values:
-            choose = max if mode == "max" else min
-            kept.add(choose(sorted(values), key=lambda step: values[step]))  # the first of equals
-    return kept
 
 
 @contextmanager

@@ -7,16 +7,17 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from megarl.cluster.driver_environment import ignore_interrupts, interrupts_raise
 from megarl.config import ConfigError, RunConfig, TrainingConfig, save
-from megarl.config.schema import RandomModel
+from megarl.config.schema import CheckpointSettings, RandomModel
 from megarl.errors import PreemptedError, RunError
 from megarl.files import FileRecord, full_disk, read_lines, sync, truncate_lines, write_durably, write_errors
 from megarl.run.attempts import AttemptLog, EndReason
-from megarl.run.checkpoints import Checkpoint, Checkpoints, steps_to_keep
+from megarl.run.checkpoints import Checkpoint, Checkpoints
 from megarl.run.frozen_weights import FROZEN, digest_frozen_weights
 from megarl.run.paths import RunPaths, acquire_lock, ema_export
 from megarl.run.resume import (
@@ -44,7 +45,7 @@ class RunDirectory(RunPaths):
     def __init__(self, config: TrainingConfig) -> None:
         super().__init__(config.run.dir)
         self._keeping = config.checkpoint
-        self.checkpoints = Checkpoints(self.checkpoint_dir, keep=config.checkpoint.keep)
+        self.checkpoints = Checkpoints(self.checkpoint_dir)
         self.latest: Checkpoint | None = None
         """The checkpoint that the run resumes from; None when it starts from the beginning."""
         self._frozen = digest_frozen_weights(config)
@@ -82,15 +83,7 @@ class RunDirectory(RunPaths):
                 sync(path)
         if self._frozen:
             state = {**state, FROZEN: self._frozen}
-        self.checkpoints.commit(step, files, state, self._steps_to_keep)
-
-    def _steps_to_keep(self, steps: Sequence[int]) -> set[int]:
-        best = None
-        if self._keeping.best is not None:
-            best = (self._keeping.best.metric, self._keeping.best.mode)
-        return steps_to_keep(
-            steps, self.evaluations, keep=self._keeping.keep, keep_every=self._keeping.keep_every, best=best
-        )
+        self.checkpoints.commit(step, files, state, partial(steps_to_keep, self._keeping, self.evaluations))
 
     def close(self) -> None:
         """Removes an unfinished checkpoint and releases the lock."""
@@ -116,6 +109,26 @@ class EvaluationDirectory(RunPaths):
 
     def close(self) -> None:
         self._lock.close()
+
+
+def steps_to_keep(settings: CheckpointSettings, evaluations: Path, steps: Sequence[int]) -> set[int]:
+    """Returns those of the steps with a checkpoint, in order, whose checkpoints stay.
+
+    Args:
+        evaluations: file of the run's evaluations.
+    """
+    kept = set(steps[-settings.keep :])
+    if settings.keep_every is not None:
+        kept.update(step for step in steps if step % settings.keep_every == 0)
+    if settings.best is not None:
+        values: dict[int, float] = {}
+        for line in read_lines(evaluations):
+            if line["step"] in steps and line.get(settings.best.metric) is not None:
+                values[line["step"]] = line[settings.best.metric]
+        if values:
+            choose = max if settings.best.mode == "max" else min
+            kept.add(choose(sorted(values), key=lambda step: values[step]))  # the first of equals
+    return kept
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Final
@@ -28,6 +28,8 @@ _SAMPLED = "rollout/samples"
 _UNSCORED = "rewards/unscored"
 _SKIPPED = "/skipped"
 _SHOWN = 4
+_QUIET = 5
+"""The fewest healthy steps that end a finding: one that comes and goes is reported once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +96,6 @@ def metric_values(lines: Lines, metric: str) -> list[float]:
 
 _EARLIER = 20
 _JUMP = 10.0
-
-
 _JUMPED = f"more than {_JUMP:g} times that of the steps before"
 
 
@@ -126,21 +126,14 @@ def _gradient_jump(role: str) -> Check:
 _AVERAGED = 5  # steps
 
 
-def _averages(values: Sequence[float]) -> list[float]:
-    return [fmean(values[end - _AVERAGED : end]) for end in range(_AVERAGED, len(values) + 1)]
-
-
-def _noise(values: Sequence[float]) -> float:
-    """Returns the standard deviation of a step's value around the trend, from the mean absolute change."""
-    return fmean(abs(b - a) for a, b in pairwise(values)) / 1.128
-
-
 def _score_fell(lines: Lines) -> bool | None:
     scores = metric_values(lines, "objective/score")
     if lines[-1].get("objective/score") is None or len(scores) < 2 * _AVERAGED:
         return None
-    averages = _averages(scores)
-    return max(averages) - averages[-1] > 4 * _noise(scores)
+    averages = [fmean(scores[end - _AVERAGED : end]) for end in range(_AVERAGED, len(scores) + 1)]
+    # The standard deviation of a step's value around the trend, from the mean absolute change.
+    noise = fmean(abs(b - a) for a, b in pairwise(scores)) / 1.128
+    return max(averages) - averages[-1] > 4 * noise
 
 
 def _some_unscored(lines: Lines) -> bool | None:
@@ -348,17 +341,19 @@ class _Watch:
     finding: HealthFinding | None = None
 
 
-@dataclass(kw_only=True)
 class HealthMonitor:
-    """Applies checks to a run's lines, in order; `findings` are those that began, the last ones may last."""
+    """Applies all checks to a run's lines, in order; `findings` are those that began, the last ones may last.
 
-    checks: Sequence[Check] = CHECKS
-    findings: list[HealthFinding] = field(default_factory=list)
-    _lines: deque[Line] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _watches: Sequence[_Watch] = field(init=False)
+    Args:
+        lines: lines of the first steps; `add` takes further ones.
+    """
 
-    def __post_init__(self) -> None:
-        self._watches = [_Watch(check=check) for check in self.checks]
+    def __init__(self, lines: Lines = (), limits: Limits | None = None) -> None:
+        self.findings: list[HealthFinding] = []
+        self._lines = deque[Line](maxlen=WINDOW)
+        self._watches = [_Watch(check=check) for check in limited_checks(limits or {})]
+        for line in lines:
+            self.add(line)
 
     def finding_at(self, step: int, metrics: Collection[str]) -> HealthFinding | None:
         """Returns the first finding about one of some metrics that began with a step; None without one."""
@@ -400,15 +395,3 @@ class HealthMonitor:
             watch.finding = None
             return f"healthy again: {check.metric}, since step {last + 1}"
         return None
-
-
-_QUIET = 5
-"""The fewest healthy steps that end a finding: one that comes and goes is reported once."""
-
-
-def watch(lines: Lines, limits: Limits | None = None) -> HealthMonitor:
-    """Returns the monitor of all checks after some lines."""
-    monitor = HealthMonitor(checks=limited_checks(limits or {}))
-    for line in lines:
-        monitor.add(line)
-    return monitor

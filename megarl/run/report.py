@@ -20,7 +20,7 @@ from megarl.files import read_lines, write_durably
 from megarl.run.attempts import read_attempts
 from megarl.run.directory import RunDirectory
 from megarl.run.display import COLUMNS, Column, Display, metrics_table, phase_line
-from megarl.run.health import HealthFinding, shown_limits, watch
+from megarl.run.health import HealthFinding, HealthMonitor, shown_limits
 from megarl.run.paths import RunPaths
 from megarl.run.results import EvaluationResult, ShownSample, StepResult
 from megarl.run.sinks import (
@@ -40,8 +40,6 @@ from megarl.run.trace import Trace
 from megarl.run.verdict import judge
 from megarl.texts import counted
 
-_SAMPLED: Final = "rollout/samples"
-_UNSCORED: Final = "rewards/unscored"
 _TRACKERS: Final[Mapping[str, Callable[..., Sink]]] = {
     "wandb_project": WandbSink,
     "mlflow_experiment": MlflowSink,
@@ -170,7 +168,7 @@ class Reporter:
         self._start: Metrics = {}
         self._last_step: Metrics = {}
         self._evaluation: Metrics = {}
-        self._health = watch(read_lines(directory.metrics), config.health.limits)
+        self._health = HealthMonitor(read_lines(directory.metrics), config.health.limits)
 
     def __enter__(self) -> Self:
         config = self._config
@@ -180,13 +178,8 @@ class Reporter:
             self._updates = opened.enter_context(closing(JsonlSink(directory.updates)))
             self._evaluations = opened.enter_context(EvaluationReporter(config, directory, taken=self._taken))
             self.trace = opened.enter_context(closing(Trace(directory.trace, read_attempts(directory.attempts))))
-            display = Display(
-                config.stage,
-                run_columns(config),
-                steps=config.steps,
-                console=self._evaluations.console,
-                done=self._taken,
-            )
+            console = self._evaluations.console
+            display = Display(config.stage, run_columns(config), steps=config.steps, console=console, done=self._taken)
             self._display = opened.enter_context(closing(display))
             self._opened = opened.pop_all()
         return self
@@ -249,6 +242,9 @@ class Reporter:
         """Writes and returns the summary with the export's metrics, and prints it."""
         seconds = self._clock()
         lines = read_lines(self._directory.metrics)
+        findings: list[dict[str, str | int | None]] = []
+        for each in self._health.findings:
+            findings.append({"metric": each.check.metric, "first": each.first, "last": each.last, "text": each.text})
         summary = Summary(
             stage=self._config.stage,
             steps=self._config.steps,
@@ -258,7 +254,7 @@ class Reporter:
             responses=_count_responses(lines),
             evaluation=self._evaluation,
             export=export,
-            findings=[_entry(finding) for finding in self._health.findings],
+            findings=findings,
             verdict=judge(lines, read_lines(self._directory.evaluations), self._health.findings),
         )
         summary.write(self._directory.summary)
@@ -312,13 +308,11 @@ def _fields(sample: ShownSample) -> dict[str, Any]:
     return fields
 
 
-def _entry(finding: HealthFinding) -> dict[str, str | int | None]:
-    return {"metric": finding.check.metric, "first": finding.first, "last": finding.last, "text": finding.text}
-
-
 def _count_responses(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Returns the totals of all steps; none in a stage that samples no responses."""
-    steps = [step for step in lines if _UNSCORED in step]
-    if not steps:
-        return {}
-    return {"sampled": sum(step[_SAMPLED] for step in steps), "unscored": sum(step[_UNSCORED] for step in steps)}
+    counts: dict[str, int] = {}
+    for step in lines:
+        if "rewards/unscored" in step:
+            counts["sampled"] = counts.get("sampled", 0) + step["rollout/samples"]
+            counts["unscored"] = counts.get("unscored", 0) + step["rewards/unscored"]
+    return counts

@@ -91,7 +91,7 @@ def resumed_config(config: RunConfig) -> Mapping[str, Any]:
     if not isinstance(config, TrainingConfig):
         return {}
     paths = RunPaths(config.run.dir)
-    if not Checkpoints(paths.checkpoint_dir, keep=config.checkpoint.keep).steps():
+    if not Checkpoints(paths.checkpoint_dir).steps():
         return {}
     return read_config(paths.config)
 
@@ -104,7 +104,7 @@ def describe_run(config: RunConfig) -> str | None:
     if not isinstance(config, TrainingConfig):
         refuse_other_runs(config, paths)
         return None
-    checkpoints = Checkpoints(paths.checkpoint_dir, keep=config.checkpoint.keep)
+    checkpoints = Checkpoints(paths.checkpoint_dir)
     point = find_resume_point(config, paths, checkpoints, digest_frozen_weights(config))
     if point is None:
         return None

@@ -56,7 +56,10 @@ class Trace:
 
     def ran(self, process: str, group: str, spans: Sequence[Span]) -> None:
         """Adds what a process of the run has done for a group or a role."""
-        row = self._row(process)
+        if process not in self._rows:
+            self._rows[process] = len(self._rows)
+            self._name(process, self._rows[process])
+        row = self._rows[process]
         for span in spans:
             name = span.name if span.name == WAIT else f"{group}.{span.name}"
             self._complete(row, name, span.start, span.end)
@@ -97,12 +100,6 @@ class Trace:
     def _finish(self) -> None:
         self._file.write("]\n")
         self._file.close()
-
-    def _row(self, process: str) -> int:
-        if process not in self._rows:
-            self._rows[process] = len(self._rows)
-            self._name(process, self._rows[process])
-        return self._rows[process]
 
     def _name(self, process: str, row: int) -> None:
         self._event("M", tid=row, name="thread_name", args={"name": process})

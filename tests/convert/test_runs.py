@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, pool: RankPool) -> Path:
     directory = tmp_path_factory.mktemp("convert") / "run"
     model = save_model(directory.parent / "model", "qwen2", 0, dtype="bfloat16", tie_word_embeddings=True)
     (model / "tokenizer.json").write_text("{}")
-    checkpoints = Checkpoints(directory / "checkpoints", keep=2)
+    checkpoints = Checkpoints(directory / "checkpoints")
     ranks = pool.run(_saved, dict.fromkeys(LAYOUTS, model), checkpoints.stage(4), world_size=4)
     checkpoints.commit(4, {name: [rank[name] for rank in ranks] for name in LAYOUTS}, state={})
     config = load(DEBUG.with_stem("sft"), ["model.random=null", f"model.path={model}"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,9 @@ from megarl.types import Pickled, SampledTurn, SampleRequest, TurnAnswer, Versio
 from tests.cluster.fakes import OPTIONS
 from tests.loop.simulated_sync import Meeting, call_of
 from tests.loop.simulated_time import SimulatedMonitor
+
+seeded = cache(stable_hash)
+"""Schedules have the same requests."""
 
 
 @dataclass(eq=False)
@@ -85,7 +88,7 @@ class Engines(RolloutGroup):
         assert mine in self.versions, "an engine without weights"
         assert mine not in self._mixed, "an engine with half of its weights"
         self.begun_in_syncs += any(self.processes[engine] in self.versions for engine in self._held)
-        running = [self._begin(mine, stable_hash(request.seed, "tokens") % 7 + 1) for request in item.requests]
+        running = [self._begin(mine, seeded(request.seed, "tokens") % 7 + 1) for request in item.requests]
         call = self._chunk_call("generate", mine)
 
         def finish() -> None:
@@ -157,7 +160,7 @@ class Engines(RolloutGroup):
         self.begun_in_syncs += any(self.processes[engine] in self.versions for engine in self._held)
         for number, pickled in requests:
             request = pickled.value()
-            response = self._begin(mine, stable_hash(request.seed, "tokens") % 7 + 1)
+            response = self._begin(mine, seeded(request.seed, "tokens") % 7 + 1)
             self._clock.after(response.seconds, partial(self._end_turn, process, mine, number, request, response))
         self._clock.after(0.01 * self._chance.random(), lambda: self._answer(call, None))
 
@@ -297,18 +300,19 @@ class Engines(RolloutGroup):
 
 def answer(request: SampleRequest, response: Running, engine: int) -> Response:
     """Tokens of the seed and their versions; of whole responses, every other one has a given token before each."""
-    sampled = [stable_hash(request.seed, version) % 97 for version in versions_of(response, engine)]
-    talks = request.seed % 2 == 1 and "/turn-" not in request.sample_id
+    spans = response.spans(engine)
+    token_ids: list[int] = []
+    loss_mask = None
+    for span in spans:
+        token_ids += [seeded(request.seed, span.version) % 97] * (span.stop - span.start)
+    if request.seed % 2 == 1 and "/turn-" not in request.sample_id:
+        token_ids = [token for sampled in token_ids for token in (97, sampled)]
+        loss_mask = [False, True] * response.tokens
     return Response(
         request=request,
-        token_ids=[token for own in sampled for token in (97, own)] if talks else sampled,
+        token_ids=token_ids,
         logprobs=[0.0] * response.tokens,
         finished=True,
-        versions=response.spans(engine),
-        loss_mask=[False, True] * response.tokens if talks else None,
+        versions=spans,
+        loss_mask=loss_mask,
     )
-
-
-def versions_of(response: Running, engine: int) -> list[int]:
-    """The version of each token."""
-    return [span.version for span in response.spans(engine) for _ in range(span.start, span.stop)]

@@ -21,7 +21,7 @@ from megarl.groups.rollouts import Rollouts
 from megarl.loop.forward_passes import ForwardPasses
 from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.rollout_trainer import RolloutTrainer
-from megarl.loop.sampler import DynamicSampling, RolloutParts, Sampled, Sampler
+from megarl.loop.sampler import RolloutParts, Sampled, Sampler
 from megarl.loop.scoring import ScoredSamples, ScoresByReward
 from megarl.megatron.worker_requests import ForwardRequest
 from megarl.run.results import EvaluationResult
@@ -115,9 +115,10 @@ class Role:
         self.begun.append(self._generating())
         columns: dict[int, Ragged] = {}
         for rank in request.schedule.ranks:
-            seeds = {
-                (row.chunk, row.row): stable_hash(self.name, self.version, pack) for pack in rank.packs for row in pack
-            }
+            seeds: dict[tuple[int, int], int] = {}
+            for pack in rank.packs:
+                seed = stable_hash(self.name, self.version, hash(pack))
+                seeds.update({(row.chunk, row.row): seed for row in pack})
             for index in rank.chunks:
                 chunk = request.chunks[index]
                 rows = range(len(chunk.response_ids))
@@ -169,14 +170,14 @@ class Simulation:
         moves = resharder(self.monitor, chance, self.engines, config.rollout)
         self.devices: Any = Devices(self.engines, moves, shared=setup.shared)
         scorer: Any = Scorer(chance)
-        dynamic = DynamicSampling(keep=differ, rounds=3) if setup.filtered else None
         begin = None if setup.filtered else self.passes.begin
         sampler = Sampler(
             config,
             PROMPTS,
             RolloutParts(engines=self.engines, generator=self.generator, scorer=scorer, colocation=self.devices),
             CHUNKS,
-            dynamic=dynamic,
+            keep=differ if setup.filtered else None,
+            max_rounds=3,
             greedy=setup.greedy,
             begin_forwards=begin,
         )

@@ -22,8 +22,9 @@ from tests.loop.simulated_conversations import Conversations
 from tests.loop.simulated_engines import Engines
 from tests.loop.simulated_time import SimulatedMonitor, SimulatedTime
 from tests.loop.simulation import Setup, Simulation, assert_trained_once, content, oldest, resumed, run, saved, trained
+from tests.unit_profile import fewer
 
-STEPS, SCHEDULES = 5, 8
+STEPS, SCHEDULES = 5, fewer(9)
 MODES = [("exact", 0), ("exact", 1), ("exact", 2), ("bounded", 1), ("bounded", 3), ("inflight", 1), ("inflight", 3)]
 
 

@@ -88,12 +88,12 @@ def test_ppo_restores_all_of_its_state() -> None:
 
 def supervised(monkeypatch: pytest.MonkeyPatch, stage: str, responses: int, *overrides: str) -> Any:
     """The trainer of a stage, without its processes, on six rows with two tokens of prompt and three of response."""
-    role = {"sft": "actor", "reward_model": "reward"}[stage]
-    monkeypatch.setattr(ChunkRefs, "put", lambda chunks: chunks)
-    launched = SimpleNamespace(roles={role: SimpleNamespace(name=role)})
-    monkeypatch.setattr("megarl.loop.supervised.launch_trainers", lambda *_: launched)
     config = load(f"configs/debug/{stage}.yaml", overrides)
     assert isinstance(config, TrainingConfig)
+    (role,) = config.trained
+    launched = SimpleNamespace(roles={role: SimpleNamespace(name=role, layout=config.layout(role))})
+    monkeypatch.setattr(ChunkRefs, "put", lambda chunks: chunks)
+    monkeypatch.setattr("megarl.loop.supervised.launch_trainers", lambda *_: launched)
     ids = np.arange(5, dtype=np.int32)
     rows = [
         TrainingText(key=str(row), prompt_ids=ids[:2] + row, responses=(ids[2:], ids[:3])[:responses])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megarl.groups.rollouts import Rollouts
-from megarl.loop.sampler import DynamicSampling, RolloutParts, Sampled, Sampler
+from megarl.loop.sampler import RolloutParts, Sampled, Sampler
 from megarl.loop.scoring import ScoredSamples, ScoresByReward
 from megarl.types import Prompt, SampleInfo, SampleRequest
 from tests.loop.answers import run
@@ -116,8 +116,8 @@ def sampler(world: World, *, rounds: int = 0, greedy: bool = False) -> Sampler:
     )
     part: Any = world
     parts = RolloutParts(engines=part, generator=part, scorer=part, colocation=part)
-    dynamic = DynamicSampling(keep=differ, rounds=rounds) if rounds else None
-    return Sampler(config, PROMPTS, parts, 4, dynamic=dynamic, greedy=greedy)
+    keep = differ if rounds else None
+    return Sampler(config, PROMPTS, parts, 4, keep=keep, max_rounds=rounds, greedy=greedy)
 
 
 def take(sampler: Sampler, step: int) -> Sampled:

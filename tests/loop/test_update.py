@@ -252,7 +252,7 @@ def test_experience_is_built_with_the_version_before_the_step_and_the_weight_of_
     trainer: Any = object.__new__(PPOTrainer)
     trainer._config, trainer._kl = config, SimpleNamespace(coef=0.5)
     trainer._value_norm, trainer._weights = {"mean": 1.0}, {"environment": 3.0}
-    trainer._scorer = SimpleNamespace(token_scale=None)
+    trainer._parts = SimpleNamespace(scorer=SimpleNamespace(token_scale=None))
     trainer.roles = {"actor": SimpleNamespace(layout=Layout(), dispatch_by_chunk=dispatch)}
     batch: Any = SimpleNamespace(samples=SimpleNamespace(groups=np.array([0])), metrics={})
     rollouts = SimpleNamespace(samples=[sample], chunks={})

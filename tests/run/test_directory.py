@@ -39,8 +39,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def save(directory: RunDirectory, step: int) -> None:
-    checkpoints = directory.checkpoints
-    checkpoints.commit(step, write_roles(checkpoints.stage(step)), {"version": step})
+    directory.commit(step, write_roles(directory.checkpoints.stage(step)), {"version": step})
 
 
 def report(directory: RunDirectory, step: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.learning import CONTROLS, ROWS
 from megarl.config.schema.training_sections import CheckedMetric, LimitedMetric
-from megarl.run.health import CHECKS, HealthMonitor, limited_checks, shown_limits, watch
+from megarl.run.health import CHECKS, HealthMonitor, limited_checks, shown_limits
 from megarl.run.verdict import judge
 
 HEALTHY = (
@@ -70,7 +70,7 @@ def changed(since: int, **metrics: Callable[[int, float], Any]) -> Lines:
 
 
 def begun(lines: Lines) -> list[tuple[str, int]]:
-    return [(finding.check.metric, finding.first) for finding in watch(lines).findings]
+    return [(finding.check.metric, finding.first) for finding in HealthMonitor(lines).findings]
 
 
 BROKEN: Mapping[str, tuple[Lines, list[tuple[str, int]]]] = {
@@ -162,7 +162,7 @@ def test_limits_may_be_others_or_none() -> None:
     lines = changed(30, policy__approxkl=lambda step, value: 0.12)
 
     def found(limit: float | None) -> list[int]:
-        return [finding.first for finding in watch(lines, limits={"policy/approxkl": limit}).findings]
+        return [finding.first for finding in HealthMonitor(lines, limits={"policy/approxkl": limit}).findings]
 
     assert [found(limit) for limit in (0.02, 0.1, 0.15, None)] == [[30], [32], [], []]
     assert shown_limits({"policy/approxkl": 0.1})["policy/approxkl"] == "< 0.1"
@@ -173,7 +173,7 @@ def test_limits_may_be_others_or_none() -> None:
 def test_metrics_without_a_limit_may_get_one() -> None:
     lines = [{**line, "objective/kl": 31.0 if line["step"] >= 12 else 1.0} for line in healthy()]
     assert begun(lines) == []
-    monitor = watch(lines, limits={"objective/kl": 30.0})
+    monitor = HealthMonitor(lines, limits={"objective/kl": 30.0})
     assert [(finding.check.metric, finding.first) for finding in monitor.findings] == [("objective/kl", 14)]
     assert (monitor.finding_at(13, ["objective/kl"]), monitor.finding_at(14, ["skipped"])) == (None, None)
     assert monitor.finding_at(14, ["objective/kl"]) is monitor.findings[0]
@@ -209,7 +209,7 @@ def test_every_limit_is_documented() -> None:
 
 def verdict(name: str, *, evaluated: bool = True) -> str:
     lines = recorded(name)
-    return judge(lines, recorded(name, "evaluations") if evaluated else [], watch(lines).findings)
+    return judge(lines, recorded(name, "evaluations") if evaluated else [], HealthMonitor(lines).findings)
 
 
 def test_verdicts_on_held_out_prompts() -> None:
@@ -234,7 +234,7 @@ def test_a_score_that_rose_does_not_hide_a_harmful_finding() -> None:
 
     def judged(**metrics: Callable[[int, float], Any]) -> str:
         lines = changed(24, **metrics)
-        return judge(lines, evaluations, watch(lines).findings)
+        return judge(lines, evaluations, HealthMonitor(lines).findings)
 
     learned = "learned: held-out right 0 ± 0.02 -> 1 ± 0.02"
     assert judged(policy__entropy=lambda step, value: 0.01).startswith(
@@ -257,8 +257,8 @@ def test_a_run_that_lost_its_gain_has_collapsed() -> None:
     measured = "held-out right 0.1 ± 0.04 -> 0.08 ± 0.04, best 0.52 ± 0.04 at step 20"
     assert judge([], evaluations, []) == f"collapsed at step 30: {measured}"
     lines = changed(24, policy__grad_norm=lambda step, value: 40.0 if step == 24 else value)
-    assert judge(lines, evaluations, watch(lines).findings) == f"collapsed at step 30: {measured}"
+    assert judge(lines, evaluations, HealthMonitor(lines).findings) == f"collapsed at step 30: {measured}"
     lines = changed(24, policy__approxkl=lambda step, value: 0.4)
-    assert judge(lines, evaluations, watch(lines).findings).startswith(
+    assert judge(lines, evaluations, HealthMonitor(lines).findings).startswith(
         f"collapsed at step 24: {measured}; policy/approxkl"
     )

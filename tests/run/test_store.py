@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 
+from megarl.config.schema import CheckpointSettings
 from megarl.errors import RunError
-from megarl.run.checkpoints import BrokenCheckpointError, Checkpoints, steps_to_keep
+from megarl.run.checkpoints import BrokenCheckpointError, Checkpoints
+from megarl.run.directory import steps_to_keep
 from tests.disk import SmallDisk
 from tests.run.staging import content, write_role, write_roles
 
 STATE = {"version": 3, "stream": {"position": 7, "epoch": 1}, "kl": {"coef": 0.1 + 0.2}}
 
 
-def save(checkpoints: Checkpoints, step: int, seed: int = 0) -> None:
-    checkpoints.commit(step, write_roles(checkpoints.stage(step), seed=seed), {**STATE, "step": step})
+def save(checkpoints: Checkpoints, step: int, seed: int = 0, **options: Any) -> None:
+    checkpoints.commit(step, write_roles(checkpoints.stage(step), seed=seed), {**STATE, "step": step}, **options)
 
 
 def latest_step(checkpoints: Checkpoints) -> int:
@@ -32,13 +34,13 @@ def latest_step(checkpoints: Checkpoints) -> int:
 
 
 def test_the_latest_checkpoint_has_what_was_committed(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
     assert checkpoints.latest() is None
     for step in (1, 9, 10):  # as text, 10 sorts before 9
-        save(checkpoints, step, seed=step)
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-10", "step-9"], "the newest are kept"
+        save(checkpoints, step, seed=step, kept=lambda steps: steps[-2:])
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-10", "step-9"], "others are removed"
     assert checkpoints.steps() == [9, 10]
-    latest = Checkpoints(tmp_path / "checkpoints", keep=2).latest()
+    latest = Checkpoints(tmp_path / "checkpoints").latest()
     assert latest is not None
     assert (latest.step, latest.roles) == (10, ("actor", "critic"))
     assert latest.state == {**STATE, "step": 10}
@@ -63,24 +65,17 @@ VALUES = {0: 9.0, 10: 0.25, 20: 0.75, 30: None, 40: 0.75, 50: 0.5}
     [
         ({}, {50, 60}),
         ({"keep_every": 30}, {30, 50, 60}),
-        ({"best": ("eval/score", "max")}, {20, 50, 60}),
-        ({"best": ("eval/score", "min")}, {10, 50, 60}),
-        ({"keep": 1, "best": ("eval/other", "max")}, {60}),
+        ({"best": {"metric": "eval/score", "mode": "max"}}, {20, 50, 60}),
+        ({"best": {"metric": "eval/score", "mode": "min"}}, {10, 50, 60}),
+        ({"keep": 1, "best": {"metric": "eval/other", "mode": "max"}}, {60}),
     ],
 )
 def test_checkpoints_stay_for_a_reason(tmp_path: Path, more: dict[str, Any], kept: set[int]) -> None:
     """Of equal values the first is the best; what has no checkpoint, no evaluation, or no number, cannot be."""
     lines = tmp_path / "evaluations.jsonl"
     lines.write_text("".join(json.dumps({"step": s, "eval/score": v}) + "\n" for s, v in VALUES.items()))
-    settings = {"keep": 2, "keep_every": None, "best": None, **more}
-    assert steps_to_keep([10, 20, 30, 40, 50, 60], lines, **settings) == kept
-
-
-def test_what_stays_in_any_case_is_not_removed(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    for step in range(1, 8):
-        checkpoints.commit(step, write_roles(checkpoints.stage(step)), STATE, lambda steps: {steps[0], 4, 9})
-    assert checkpoints.steps() == [1, 4, 7]
+    settings = CheckpointSettings.model_validate({"keep": 2, **more})
+    assert steps_to_keep(settings, lines, [10, 20, 30, 40, 50, 60]) == kept
 
 
 def flip(path: Path) -> None:
@@ -103,7 +98,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_neither_committed_nor_resumed(tmp_path: Path, damage: str) -> None:
     """An older one is not used silently either: the user decides."""
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path)
     save(checkpoints, 1)
     before = content(tmp_path / "step-1")
     spoil, message = DAMAGES[damage]
@@ -121,7 +116,7 @@ def test_a_damaged_checkpoint_is_neither_committed_nor_resumed(tmp_path: Path, d
 
 
 def test_all_problems_are_reported(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = Checkpoints(tmp_path)
     save(checkpoints, 1)
     flip(tmp_path / "step-1/actor/0-0.bin")
     (tmp_path / "step-1/critic/1-1.bin").unlink()
@@ -146,7 +141,7 @@ def test_all_problems_are_reported(tmp_path: Path) -> None:
     ],
 )
 def test_an_unreadable_manifest_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = Checkpoints(tmp_path)
     save(checkpoints, 1)
     manifest = tmp_path / "step-1/manifest.json"
     manifest.unlink()
@@ -157,7 +152,7 @@ def test_an_unreadable_manifest_is_refused(tmp_path: Path, text: str | None, mes
 
 
 def test_a_state_that_json_cannot_represent_is_not_committed(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = Checkpoints(tmp_path)
     records = write_roles(checkpoints.stage(1))
     with pytest.raises(ValueError, match="not JSON compliant"):
         checkpoints.commit(1, records, {"coef": float("nan")})
@@ -167,7 +162,7 @@ def test_a_state_that_json_cannot_represent_is_not_committed(tmp_path: Path) -> 
 @pytest.mark.process
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     with SmallDisk(tmp_path / "disk", 400) as disk:
-        checkpoints = Checkpoints(disk.path / "checkpoints", keep=1)
+        checkpoints = Checkpoints(disk.path / "checkpoints")
         save(checkpoints, 1)
         records = write_roles(checkpoints.stage(2))
         disk.fill(0)
@@ -194,7 +189,7 @@ def _killed_at(call: int, directory: Path) -> None:
 
     for name in ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir"):
         setattr(os, name, counting(getattr(os, name)))
-    save(Checkpoints(directory, keep=1), 2, seed=2)
+    save(Checkpoints(directory), 2, seed=2)
     os._exit(0)
 
 
@@ -205,11 +200,11 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path) -> No
     outcomes: list[int] = []
     for call in range(1, 200):
         directory = tmp_path / f"kill-{call}"
-        save(Checkpoints(directory, keep=1), 1, seed=1)
+        save(Checkpoints(directory), 1, seed=1)
         process = context.Process(target=_killed_at, args=(call, directory))
         process.start()
         process.join()
-        checkpoints = Checkpoints(directory, keep=1)
+        checkpoints = Checkpoints(directory)
         checkpoints.clean()
         latest = checkpoints.latest()
         assert latest is not None, f"killed at change {call}"
@@ -229,7 +224,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path) -> No
 
 
 def test_staging_again_discards_the_first_attempt(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = Checkpoints(tmp_path)
     write_role(checkpoints.stage(1) / "actor", 3)
     save(checkpoints, 1)
     assert checkpoints.latest() is not None

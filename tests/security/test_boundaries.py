@@ -108,17 +108,17 @@ def test_an_index_names_files_beside_it_alone(tmp_path: Path, name: str) -> None
 
 @pytest.mark.parametrize("name", ["../../outside", "/dev/zero", "0-0.bin/..", "", "x\n"])
 def test_a_manifest_names_files_of_its_checkpoint_alone(tmp_path: Path, name: str) -> None:
-    Checkpoints(tmp_path, keep=1).commit(1, write_roles(tmp_path / ".step-1.staged"), {})
+    Checkpoints(tmp_path).commit(1, write_roles(tmp_path / ".step-1.staged"), {})
     manifest = tmp_path / "step-1/manifest.json"
     fields = json.loads(manifest.read_text())
     fields["roles"]["actor"][0][0]["path"] = name
     manifest.write_text(json.dumps(fields))
     with pytest.raises(BrokenCheckpointError, match=r"manifest.json cannot be read: "):
-        Checkpoints(tmp_path, keep=1).latest()
+        Checkpoints(tmp_path).latest()
     fields["roles"] = {"../../outside": []}
     manifest.write_text(json.dumps(fields))
     with pytest.raises(BrokenCheckpointError, match="is no role"):
-        Checkpoints(tmp_path, keep=1).latest()
+        Checkpoints(tmp_path).latest()
 
 
 @pytest.fixture

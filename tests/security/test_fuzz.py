@@ -178,7 +178,7 @@ def test_rows(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_manifest(tmp_path: Path) -> None:
-    Checkpoints(tmp_path / "good", keep=1).commit(3, write_roles(tmp_path / "good/.step-3.staged"), {"prompts": {}})
+    Checkpoints(tmp_path / "good").commit(3, write_roles(tmp_path / "good/.step-3.staged"), {"prompts": {}})
     good = tmp_path / "good/step-3"
     fields = json.loads((good / "manifest.json").read_text())
     (tmp_path / "outside").write_bytes(b"x")
@@ -189,6 +189,6 @@ def test_a_checkpoint_manifest(tmp_path: Path) -> None:
         if chance.random() < MISPLACED:
             (tmp_path / f"{number}/step-3/actor/0-0.bin").unlink()
             misplaced(chance, tmp_path / f"{number}/step-3/actor/0-0.bin")
-        return Checkpoints(tmp_path / f"{number}", keep=1).latest, BrokenCheckpointError
+        return Checkpoints(tmp_path / f"{number}").latest, BrokenCheckpointError
 
-    counted("checkpoint manifest", Checkpoints(tmp_path / "good", keep=1).latest, inputs)
+    counted("checkpoint manifest", Checkpoints(tmp_path / "good").latest, inputs)

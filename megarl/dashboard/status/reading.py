@@ -16,7 +16,16 @@ from megarl.errors import UsageError
 from megarl.files import read_lines
 from megarl.run.attempts import Attempt, AttemptEnd, read_attempts
 from megarl.run.checkpoints import Checkpoints
-from megarl.run.health import WINDOW, HealthFinding, Limits, Lines, health_limits, metric_values, shortened, watch
+from megarl.run.health import (
+    WINDOW,
+    HealthFinding,
+    HealthMonitor,
+    Limits,
+    Lines,
+    health_limits,
+    metric_values,
+    shortened,
+)
 from megarl.run.paths import RunPaths, is_locked, read_config
 from megarl.run.sinks import WRITTEN
 
@@ -157,7 +166,7 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
     written = max(_write_times(run), default=None)
     state = _state(run, attempts, written, host or socket.gethostname(), now)
     progress = _progress(config, lines, attempts, written or now)
-    store = Checkpoints(run.checkpoint_dir, keep=1)
+    store = Checkpoints(run.checkpoint_dir)
     return RunStatus(
         directory=str(run_dir),
         now=now,
@@ -244,7 +253,7 @@ def measure_pace(lines: Lines, starts: Sequence[float]) -> Pace | None:
 
 def find_warnings(lines: Lines, logs: Path, limits: Limits) -> Iterator[str]:
     """Yields a sentence per finding of the health checks, and one for logs that are not empty."""
-    for finding in watch(lines, limits=limits).findings:
+    for finding in HealthMonitor(lines, limits=limits).findings:
         yield f"{_when(finding, lines[0]['step'])}: {finding.text}"
     if files := sorted(path.name for path in logs.glob("*.log") if path.stat().st_size):
         yield f"printed into {logs}: {shortened(files)}"

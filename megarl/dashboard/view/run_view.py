@@ -15,7 +15,7 @@ from megarl.dashboard.view.sample_index import HeldOutPrompts, SampleIndex
 from megarl.dashboard.view.timeline import Timeline
 from megarl.files import LineFollower, read_lines
 from megarl.run.display import COLUMNS
-from megarl.run.health import HealthMonitor, health_limits, shown_limits, watch
+from megarl.run.health import HealthMonitor, health_limits, shown_limits
 from megarl.run.paths import RunPaths, read_config
 from megarl.run.sinks import WRITTEN, flat
 
@@ -138,7 +138,7 @@ class MetricTable:
 
     def _clear(self) -> None:
         self.series: dict[str, list[tuple[int, float | None]]] = {}
-        self.health: HealthMonitor = watch([], limits=health_limits(read_config(self._config)))
+        self.health = HealthMonitor(limits=health_limits(read_config(self._config)))
 
     def update(self) -> None:
         """Reads what has been written since the last call."""

@@ -43,7 +43,7 @@ class EvalConfig(SamplingConfig):
 
     @classmethod
     def default_roles(cls, raw: Mapping[str, Any]) -> list[RoleName]:
-        return ["reward"] if raw_section(raw, "reward").get("path") is not None else []
+        return [] if raw_section(raw, "reward").get("path") is None else ["reward"]
 
     def read_sets(self, reader: Any) -> Any:
         from megarl.preflight.datasets import prompt_sets
@@ -62,5 +62,7 @@ class EvalConfig(SamplingConfig):
         if self.environment is not None:
             sources.append("environment")
         sources += [function.name for function in evaluation.functions]
-        passes = f"; pass@k for k in {list(evaluation.pass_at)}" if evaluation.pass_at else ""
-        yield "scores", ", ".join(sources) + passes
+        scores = ", ".join(sources)
+        if evaluation.pass_at:
+            scores += f"; pass@k for k in {list(evaluation.pass_at)}"
+        yield "scores", scores

@@ -52,10 +52,17 @@ class PPOConfig(RolloutTrainingConfig):
         """The roles in checkpoints, with a reference that moves towards the actor."""
         return super().saved if self.algo.kl.reference_sync is None else (*super().saved, "reference")
 
+    @property
+    def critic_warmup_steps(self) -> int:
+        """First steps of the run, in which the critic alone is trained."""
+        return 0 if self.critic is None else self.critic.warmup_steps
+
     def optimizer_steps(self, role: RoleName) -> int:
         """Returns the optimizer steps of a trained role in the run; the actor has none in the critic's warm-up."""
-        waited = self.critic.warmup_steps if role == "actor" and self.critic is not None else 0
-        return (self.steps - waited) * self.updates_per_step
+        steps = self.steps
+        if role == "actor":
+            steps -= self.critic_warmup_steps
+        return steps * self.updates_per_step
 
     @property
     def largest_batches(self) -> LargestBatches:
@@ -138,14 +145,21 @@ class PPOConfig(RolloutTrainingConfig):
     def plan_lines(self, rows: Mapping[str, str], count: int) -> Iterator[tuple[str, str]]:
         data = self.data
         samples = counted(data.prompts_per_step * data.samples_per_prompt, "sample")
-        made = f"{count} {'random ones' if data.tasks is None else 'tasks of the environment'}"
-        source = made if data.prompts is None else f"{data.prompts.path}: {rows['data.prompts']}"
-        least = "" if self.algo.filter is None else "at least "
-        yield "prompts", f"{source}; {least}{epochs_text(self.steps, data.prompts_per_step, count)}"
+        epochs = epochs_text(self.steps, data.prompts_per_step, count)
+        if self.algo.filter is not None:
+            epochs = f"at least {epochs}"
+        source = f"{count} random ones"
+        if data.prompts is not None:
+            source = f"{data.prompts.path}: {rows['data.prompts']}"
+        elif data.tasks is not None:
+            source = f"{count} tasks of the environment"
+        yield "prompts", f"{source}; {epochs}"
         yield "step", f"{counted(data.prompts_per_step, 'prompt')} x {data.samples_per_prompt} = {samples}"
         yield "lengths", lengths_text(self.rollout)
-        shuffled = ", shuffled" if self.reward.shuffle else ""
-        yield "scores", " + ".join(_sources(self)) + shuffled
+        scores = " + ".join(_sources(self))
+        if self.reward.shuffle:
+            scores += ", shuffled"
+        yield "scores", scores
         yield "algo", section_text(self.algo)
         if self.algo.has_logprob_pass or self.algo.old_logprobs_from_update:
             yield "old logprobs", _old_logprobs(self)
@@ -165,8 +179,10 @@ class PPOConfig(RolloutTrainingConfig):
 def _sources(config: PPOConfig) -> Iterator[str]:
     reward = config.reward
     if config.has_role("reward"):
-        dense = f" after every token ({reward.dense})" if reward.dense else ""
-        yield f"{reward.weight:g} x {reward.path or 'a random reward model'}{dense}"
+        model = f"{reward.weight:g} x {reward.path or 'a random reward model'}"
+        if reward.dense:
+            model += f" after every token ({reward.dense})"
+        yield model
     if config.environment is not None:
         yield f"{config.environment.weight:g} x environment"
     for function in reward.functions:
@@ -188,6 +204,7 @@ def _old_logprobs(config: PPOConfig) -> str:
     readers = config.algo.reads_old_logprobs
     if readers:
         return f"by a forward pass before the update, for {', '.join(readers)}"
-    steps = 0 if config.critic is None else config.critic.warmup_steps
-    alone = f"; in the critic's {counted(steps, 'step')} alone by a pass" if steps else ""
-    return f"those of the update, as a step is one optimizer step; no pass before it{alone}"
+    text = "those of the update, as a step is one optimizer step; no pass before it"
+    if config.critic_warmup_steps:
+        text += f"; in the critic's {counted(config.critic_warmup_steps, 'step')} alone by a pass"
+    return text

@@ -5,6 +5,7 @@ Calls of roles return at once. Calls on one group run in the order of this file,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +25,7 @@ from megarl.experience.records import ExperienceChunk, StepContext
 from megarl.loop.forward_passes import ROLES, Forward, ForwardPasses
 from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.rollout_trainer import RolloutTrainer
-from megarl.loop.sampler import DynamicSampling, Sampled, Sampler
+from megarl.loop.sampler import Sampled, Sampler
 from megarl.loop.scoring import ENVIRONMENT, ScoredBatch, sample_filter, score_batch, shuffled_order, with_selection
 from megarl.loop.update import PretrainMix, StepPlan, Updater
 from megarl.megatron.worker import MegatronWorker
@@ -46,17 +47,20 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         algo = config.algo
         super().__init__(config, session, model_dir, data, phase, algo.scores.truncate_at)
         self._forward_passes = ForwardPasses(config, algo, self.roles)
-        dynamic = None
+        keep = None
+        begin_forwards = self._forward_passes.begin
         if algo.filter is not None:
-            dynamic = DynamicSampling(keep=sample_filter(self._weights, algo), rounds=algo.filter_rounds)
+            keep = sample_filter(self._weights, algo)
+            begin_forwards = None
         sampler = Sampler(
             config,
             data.train,
             self._parts,
             self._trainers.chunks(config.rollout.inference_parts),
-            dynamic=dynamic,
+            keep=keep,
+            max_rounds=algo.filter_rounds,
             greedy=algo.advantage.name == "remax",
-            begin_forwards=self._forward_passes.begin if dynamic is None else None,
+            begin_forwards=begin_forwards,
         )
         self._buffer = RolloutBuffer(config, sampler, self._engines, self._colocation)
         pretrain_mix = None if config.ptx is None else PretrainMix(config, config.ptx, data.texts)
@@ -65,7 +69,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             self.roles,
             pretrain_mix,
             self._meter,
-            warmup_steps=0 if config.critic is None else config.critic.warmup_steps,
+            warmup_steps=config.critic_warmup_steps,
             token_values=config.tracking.tokens,
         )
         self._kl = KLController(algo.kl.coef, target=algo.kl.target, horizon=algo.kl.horizon)
@@ -129,26 +133,31 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             values=by_role.get("values"),
             dense=scored.dense,
         )
+        turn_rewards = None
+        if self._config.algo.from_token_rewards:
+            turn_rewards = self._weights.get(ENVIRONMENT)
         context = StepContext(
             kl_coef=self._kl.coef,
             version=step - 1,
             max_staleness=self._config.rollout.max_staleness,
             groups=int(batch.samples.groups.max()) + 1,
             value_norm=self._value_norm,
-            turn_rewards=self._weights.get(ENVIRONMENT) if self._config.algo.from_token_rewards else None,
-            dense=self._scorer.token_scale,
+            turn_rewards=turn_rewards,
+            dense=self._parts.scorer.token_scale,
         )
         schedule = inference_schedule(samples, actor.layout, self._config.role("actor").tokens_per_micro_batch)
         request = ExperienceRequest(
             schedule=schedule, rollouts=sampled.rollouts.chunks, columns=columns, context=context
         )
         call = actor.dispatch_by_chunk(MegatronWorker.build_experience, request)
-        call.after = tuple(part for parts in forwards.values() for part in parts)
+        call.after = tuple(itertools.chain(*forwards.values()))
         report = await rank0_result(call)
         self._value_norm = report.value_norm
         timings = {"time/reward": scored.seconds}
         for name, parts in forwards.items():
-            seconds = sum([await part.longest() for part in parts])
+            seconds = 0.0
+            for part in parts:
+                seconds += await part.longest()
             self._meter.add(name, ROLES[name], samples, seconds)
             timings[f"time/{name}"] = seconds
         return call.chunks, {**report.metrics, **batch.metrics, **timings}
@@ -188,16 +197,15 @@ def token_columns(
     passes = {"logprobs": "old_logprobs", "ref": "ref_logprobs", "values": "old_values"}
 
     def columns(chunk: int) -> Mapping[str, Ragged]:
-        own = experience[chunk]
-        forward = {passes[name]: column[chunk] for name, column in by_role.items()}
-        learned = {"advantages": own.advantages, "weights": own.weights, "actor_mask": own.actor_mask}
-        values = [in_update.get((chunk, row), {}) for row in range(len(own.response_ids))]
-        names: dict[str, None] = {}
-        for row_values in values:
-            names.update(dict.fromkeys(row_values))
-        updated: dict[str, Ragged] = {}
-        for name in names:
-            updated[name] = Ragged.from_rows([row.get(name, ()) for row in values], np.float32)
-        return forward | {name: column for name, column in learned.items() if column is not None} | updated
+        built = experience[chunk]
+        found = {passes[name]: column[chunk] for name, column in by_role.items()}
+        for name in ("advantages", "weights", "actor_mask"):
+            column: Ragged | None = getattr(built, name)
+            if column is not None:
+                found[name] = column
+        rows = [in_update.get((chunk, row), {}) for row in range(len(built.response_ids))]
+        for name in dict.fromkeys(itertools.chain(*rows)):
+            found[name] = Ragged.from_rows([row.get(name, ()) for row in rows], np.float32)
+        return found
 
     return columns

@@ -52,8 +52,8 @@ class RewardModelConfig(TrainingConfig):
 
     @property
     def shown_metrics(self) -> tuple[str, ...]:
-        own = ("reward_model/loss", "reward_model/accuracy", "reward_model/lr", "reward_model/grad_norm")
-        return (*own, "perf/tokens_per_second", "time/step")
+        metrics = ("reward_model/loss", "reward_model/accuracy", "reward_model/lr", "reward_model/grad_norm")
+        return (*metrics, "perf/tokens_per_second", "time/step")
 
     @classmethod
     def default_roles(cls, raw: Mapping[str, Any]) -> list[RoleName]:

@@ -45,16 +45,7 @@ class RewardModelTrainer(SupervisedTrainer):
     def __init__(
         self, config: RewardModelConfig, session: Session, model_dir: str, data: PairSets, phase: Callable[[str], None]
     ) -> None:
-        super().__init__(
-            config,
-            session,
-            model_dir,
-            data,
-            phase,
-            role="reward",
-            evaluate_every=config.data.evaluate_every,
-            sequences_per_row=len(data.train[0].responses),
-        )
+        super().__init__(config, session, model_dir, data, phase, evaluate_every=config.data.evaluate_every)
         self._preferences = data.held_out
         self._reference_prompts = data.reference
         self._normalisation = config.normalisation

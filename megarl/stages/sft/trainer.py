@@ -22,7 +22,6 @@ class SFTTrainer(SupervisedTrainer):
             model_dir,
             data,
             phase,
-            role="actor",
             evaluate_every=config.data.evaluate_every,
             all_tokens=config.data.loss_on == "all",
         )
