@@ -83,7 +83,8 @@ def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
 def profile_steps(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Train a few steps of CONFIG in RUN_DIR-profile with torch's profiler, and print the longest kernels of each call.
 
-    The steps, ranks and engines are those of `profile`. Nothing is evaluated or saved, and a second call starts again.
+    The steps, ranks and engines are those of `profile`. Nothing is evaluated or saved, and a second
+    call starts again.
     """
     _show_imports()
     from megarl.config import load

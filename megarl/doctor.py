@@ -1,6 +1,7 @@
 """Checks of the environment: versions, imports, devices, kernels, and fixes.
 
-Each package is imported in its own process: a broken one must not end the report, nor Megatron and vLLM share one.
+Each package is imported in its own process: a broken one must not end the report, nor Megatron and
+vLLM share one.
 """
 
 from __future__ import annotations

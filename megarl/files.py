@@ -98,8 +98,8 @@ def read_json(path: str | Path, max_bytes: int = 64 << 20) -> Any:
 def parse_json(text: str | bytes) -> Any:
     """Returns the value of a text in JSON, which anybody may have written.
 
-    Raises ValueError where it is not JSON in UTF-8, or has what cannot be written again: numbers of thousands of
-    digits, halves of characters, or values in more than a hundred others.
+    Raises ValueError where it is not JSON in UTF-8, or has what cannot be written again: numbers of
+    thousands of digits, halves of characters, or values in more than a hundred others.
     """
     try:
         if isinstance(text, bytes):

@@ -14,9 +14,9 @@ from typing import Any, cast
 def compiled_at_first_call() -> Iterator[None]:
     """Defers the compilation of functions that torch.compile wraps in the block to their first call.
 
-    torch.compile imports the compiler, which takes longer than all of megatron-core. Megatron-core (0.19.2) and vLLM
-    (0.32) wrap functions at import that few runs call. With TORCH_COMPILE_DISABLE=1, where torch compiles nothing, the
-    compiler is not imported at all.
+    torch.compile imports the compiler, which takes longer than all of megatron-core. Megatron-core
+    (0.19.2) and vLLM (0.32) wrap functions at import that few runs call. With
+    TORCH_COMPILE_DISABLE=1, where torch compiles nothing, the compiler is not imported at all.
     """
     import torch
 

@@ -40,7 +40,8 @@ class RoleSpec:
         new_head: head in place of the checkpoint's.
         vocab_size: number of token ids in use; None: all of the model's.
         training: settings of the training; None for inference only.
-        reference_weight: weight of the actor in a soft update of this role; None without soft updates.
+        reference_weight: weight of the actor in a soft update of this role; None
+            without soft updates.
     """
 
     name: RoleName

@@ -1,8 +1,9 @@
 """Stacks of a run's processes, which each of them writes when a signal asks for them, and what they wait for.
 
-The handler needs neither the interpreter nor its lock, so that a process answers while it hangs in C++. It writes into
-an anonymous file, whose name other processes of the machine find in /proc. A thread of the interpreter writes what the
-process waits for into a second one, when another process has emptied it.
+The handler needs neither the interpreter nor its lock, so that a process answers while it hangs in
+C++. It writes into an anonymous file, whose name other processes of the machine find in /proc. A
+thread of the interpreter writes what the process waits for into a second one, when another process
+has emptied it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class ProcessStacks:
 
     Args:
         name: name of the process's log.
-        text: stacks as faulthandler writes them, the innermost frame first; empty without an answer.
+        text: stacks as faulthandler writes them, the innermost frame first; empty
+            without an answer.
         silence: reason why there is no answer.
         waits: lines that say what the driver or a rank waits for.
     """

@@ -1,6 +1,7 @@
 """The records that cross a boundary: frozen, keyword-only, free of torch.
 
-Columns are numpy arrays, which a reader in another process maps from the object store without a copy.
+Columns are numpy arrays, which a reader in another process maps from the object store
+without a copy.
 Shape legend: N rows (samples) of a chunk, T all tokens of a column.
 """
 
@@ -35,11 +36,13 @@ class RankCoords:
 class Layout:
     """How a role is split over the ranks of its group.
 
-    Ranks are numbered TP fastest, then DP, then PP (Megatron's default order): a TP group is on neighboring devices.
+    Ranks are numbered TP fastest, then DP, then PP (Megatron's default order): a TP group is on
+    neighboring devices.
 
     Args:
         vpp: model chunks per pipeline stage (1: no interleaving).
-        ep: neighboring replicas that share a layer's experts; must divide dp, or ValueError is raised.
+        ep: neighboring replicas that share a layer's experts; must divide dp, or
+            ValueError is raised.
         sequence_parallel: whether activations between the TP regions are split along the sequence.
     """
 
@@ -175,18 +178,22 @@ class VersionSpan:
 class RolloutChunk:
     """N samples as an engine wrote them: the unit in which rollouts move.
 
-    The response of a conversation of several turns is all that follows its first prompt: sampled tokens, and those
-    given in between by a template, a tool or an environment. Given tokens are attended to, and otherwise exist in
-    ``response_ids`` and ``loss_mask`` alone: all columns of tokens have one value per sampled token.
+    The response of a conversation of several turns is all that follows its first prompt: sampled
+    tokens, and those given in between by a template, a tool or an environment. Given tokens are
+    attended to, and otherwise exist in ``response_ids`` and ``loss_mask`` alone: all columns of
+    tokens have one value per sampled token.
 
     Args:
         prompt_ids, response_ids: N rows of int32 token ids; responses include the end token.
-        rollout_logprobs: N rows of float32 nats, one per sampled token, under the distribution sampled from.
-        finished: [N] bool; True where an end token or a stop text ended the response, False where the length limit did.
+        rollout_logprobs: N rows of float32 nats, one per sampled token, under the
+            distribution sampled from.
+        finished: [N] bool; True where an end token or a stop text ended the response, False where
+            the length limit did.
         versions: N tuples of spans that cover the sampled tokens in order.
         loss_mask: N rows of bool, True where a response token was sampled; None where all were.
         rewards: [N] float32, rewards of the environment; NaN for a failed conversation.
-        turns, turn_rewards: N rows of int32 and float64: the sampled tokens up to the end of each turn, and its reward.
+        turns, turn_rewards: N rows of int32 and float64: the sampled tokens up to the end of each
+            turn, and its reward.
     """
 
     sample_ids: tuple[str, ...]
@@ -248,8 +255,10 @@ class TextChunk:
     """N tokenized rows of a data set: the unit in which demonstrations and preferences move.
 
     Args:
-        prompt_ids, response_ids: N rows of int32 token ids, the end token included. The responses of a preference are
-            neighbors, the best one first: of pairs, row 2i is the chosen response and row 2i + 1 the rejected one.
+        prompt_ids, response_ids: N rows of int32 token ids, the end token included. The responses
+            of a preference are
+            neighbors, the best one first: of pairs, row 2i is the chosen response and row 2i + 1
+                the rejected one.
         margins: [N] float32, margin of the best response in a row's preference; None where unknown.
     """
 
@@ -295,11 +304,12 @@ class SampleInfo:
     Args:
         response_tokens: number of sampled tokens, which count in losses, lengths and limits.
         given_tokens: number of given tokens between them, which only cost compute.
-        reward: reward of the environment; NaN for a failed conversation, None without an environment.
+        reward: reward of the environment; NaN for a failed conversation, None without
+            an environment.
         outcome: outcome of a conversation that was held in this run.
 
-    A conversation whose chat template rewrites earlier turns has several rows, its branches, as neighbors; the ids of
-    all but the first end in # and a number.
+    A conversation whose chat template rewrites earlier turns has several rows, its branches, as
+    neighbors; the ids of all but the first end in # and a number.
     """
 
     sample_id: str
@@ -327,7 +337,8 @@ class SampleInfo:
 class PackRow:
     """A sample in a pack: its chunk and row, and its lengths as in ``SampleInfo``.
 
-    ``sequence_tokens`` counts the sampled tokens of all branches of its conversation, if there are others.
+    ``sequence_tokens`` counts the sampled tokens of all branches of its conversation,
+    if there are others.
     """
 
     chunk: int
@@ -351,9 +362,10 @@ class RankSchedule:
     Args:
         packs: rows of each micro-batch; a pack without rows is a masked filler.
         pack_tokens: size to which every pack is padded.
-        total_rows, total_sequences, total_response_tokens: global denominators of losses, over all ranks: samples,
-            conversations with a response token, and sampled response tokens.
-        rows_per_unit: number of neighboring rows that stay in one pack and in order: 2 for preference pairs.
+        total_rows, total_sequences, total_response_tokens: global denominators of losses, over all
+            ranks: samples, conversations with a response token, and sampled response tokens.
+        rows_per_unit: number of neighboring rows that stay in one pack and in order: 2 for
+            preference pairs.
     """
 
     packs: tuple[tuple[PackRow, ...], ...]

@@ -1,7 +1,8 @@
 """Size and density of the package: python tools/density.py; `make lint` fails where a limit is exceeded.
 
-Counts are per 1,000 lines, but for `long`, lines over 100 columns in per cent, and `nodes`, AST nodes per line. Who
-lowers a number lowers its limit; a feature may raise that of `lines`, and its commit says by how many and why.
+Counts are per 1,000 lines, but for `long`, lines over 100 columns in per cent, and `nodes`, AST
+nodes per line. Who lowers a number lowers its limit; a feature may raise that of `lines`, and its
+commit says by how many and why.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from pathlib import Path
 
 ROOTS = ("megarl", "launchers", "tools")
 LIMITS = {
-    "lines": 46_400,
-    "parallel assignments": 0.1,
-    "conditional expressions": 9.3,
-    "comprehensions": 20.5,
-    "classes": 11.3,
-    "long": 5.4,
-    "nodes": 6.8,
+    "lines": 46_700,
+    "parallel assignments": 0.0,
+    "conditional expressions": 8.1,
+    "comprehensions": 17.6,
+    "classes": 11.2,
+    "long": 4.4,
+    "nodes": 6.74,
 }
 
 

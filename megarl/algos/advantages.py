@@ -34,9 +34,10 @@ def gae(
 
         delta[t] = r[t] + gamma * V[t'] - V[t];  A[t] = delta[t] + gamma * lam * A[t'];  returns[t] = A[t] + V[t]
 
-    t' is the next counting token of the row; V and A are 0 after the last. Tokens that do not count (of a tool, say)
-    are skipped, without a discount. Source: Schulman et al., "High-dimensional continuous control using generalized
-    advantage estimation" (2016); skipped tokens as in verl and AReaL.
+    t' is the next counting token of the row; V and A are 0 after the last. Tokens that do not count
+    (of a tool, say) are skipped, without a discount. Source: Schulman et al., "High-dimensional
+    continuous control using generalized advantage estimation" (2016); skipped tokens
+    as in verl and AReaL.
 
     Args:
         bootstrap: [B], value of the state after the last token, for truncated rows; None is 0.
@@ -60,12 +61,15 @@ def vapo(
 
         returns = A(lam_value) + V;  advantages = A(lam_policy), or A(1 - 1 / max(length_alpha * n, 1))
 
-    A(lam) is that of ``gae``, n the counting tokens of the row. Source: VAPO (Yue et al., 2025); NeMo-RL.
+    A(lam) is that of ``gae``, n the counting tokens of the row. Source: VAPO (Yue et
+    al., 2025); NeMo-RL.
 
     Args:
         lam_value: decay per token of the critic's returns.
-        lam_policy: decay per token of the advantages; None is 1 - 1 / (length_alpha * tokens of the response).
-        length_alpha: growth of the advantages' decay with the response's length, where lam_policy is None.
+        lam_policy: decay per token of the advantages; None is 1 - 1 / (length_alpha *
+            tokens of the response).
+        length_alpha: growth of the advantages' decay with the response's length,
+            where lam_policy is None.
     """
     by_length = 1 - 1 / (length_alpha * response_mask.sum(-1).to(values.dtype)).clamp(min=1)
     lam = by_length if lam_policy is None else lam_policy
@@ -79,10 +83,10 @@ def reinforce(
 ) -> tuple[Tensor, Tensor]:
     """The discounted return of each token, without a critic: A[t] = G[t] = r[t] + gamma * G[t'].
 
-    t' is the next counting token of the row; advantages and returns are the same. ``algo.normalise.advantages: auto``
-    whitens ``reinforce_pp`` (REINFORCE++) over the tokens of the step, with the penalties in the rewards.
-    Source: Williams, "Simple statistical gradient-following algorithms" (1992); REINFORCE++ (Hu et al., 2025); OpenRLHF
-    and verl.
+    t' is the next counting token of the row; advantages and returns are the same.
+    ``algo.normalise.advantages: auto`` whitens ``reinforce_pp`` (REINFORCE++) over the tokens of
+    the step, with the penalties in the rewards. Source: Williams, "Simple statistical
+    gradient-following algorithms" (1992); REINFORCE++ (Hu et al., 2025); OpenRLHF and verl.
     """
     del values
     returns = on_mask(discounted_returns(rewards, response_mask, gamma=gamma), response_mask)

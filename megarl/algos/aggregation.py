@@ -1,8 +1,9 @@
 """Weights of token losses: loss = sum over all tokens of weight * value.
 
-The weights contain the denominator of the whole optimizer step, over its micro-batches and ranks, so that the loss does
-not depend on how the step is split. Tokens that a correction drops stay in the denominator. An aggregation is a
-function of (response_mask), with total_tokens, total_sequences and options by keyword:
+The weights contain the denominator of the whole optimizer step, over its micro-batches and ranks,
+so that the loss does not depend on how the step is split. Tokens that a correction drops stay in
+the denominator. An aggregation is a function of (response_mask), with total_tokens, total_sequences
+and options by keyword:
 
     response_mask: [B, R] bool, of some rows of the step.
     total_tokens: counting tokens of the step, over all micro-batches and ranks.
@@ -46,7 +47,8 @@ def sequence_mean(
 ) -> Tensor:
     """The mean over sequences of the means over their tokens.
 
-    A token of a row with n counting tokens weighs 1 / (n * total_sequences); rows without one are left out.
+    A token of a row with n counting tokens weighs 1 / (n * total_sequences); rows
+    without one are left out.
     Source: GRPO (Shao et al., 2024) and GSPO (Zheng et al., 2025).
     """
     del total_tokens
@@ -70,8 +72,8 @@ def sequence_sum_norm(
 ) -> Tensor:
     """The mean over sequences of the sums over their tokens, divided by a constant length.
 
-    Every counting token weighs 1 / (total_sequences * tokens). Source: Dr. GRPO, Liu et al., "Understanding
-    R1-Zero-like training" (2025), with the longest response as the constant.
+    Every counting token weighs 1 / (total_sequences * tokens). Source: Dr. GRPO, Liu et al.,
+    "Understanding R1-Zero-like training" (2025), with the longest response as the constant.
 
     Args:
         tokens: the constant length, such as that of the longest response.

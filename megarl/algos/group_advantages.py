@@ -1,7 +1,8 @@
 """An advantage per sample, from comparing the scores of a prompt's samples.
 
-A group advantage is a function of (samples), which are ``Samples``, with options by keyword, that returns [N]. Samples
-without a score are left out of every statistic and get 0, as does the only scored sample of a group.
+A group advantage is a function of (samples), which are ``Samples``, with options by keyword, that
+returns [N]. Samples without a score are left out of every statistic and get 0, as does the only
+scored sample of a group.
 
     eps: added to the deviation.
     ddof: the deviation's delta degrees of freedom: 1 is the sample deviation, 0 the population's.
@@ -29,14 +30,17 @@ class Samples:
     """All samples of a step, on all ranks; those of a group need not be neighbors.
 
     Args:
-        scores: [N] float32 or float64, total scores after clipping; in a run float32, NaN where not ``scored``.
+        scores: [N] float32 or float64, total scores after clipping; in a run float32,
+            NaN where not ``scored``.
         groups: [N] int64, the number of each sample's prompt, from 0 on.
         lengths: [N] int64, response tokens.
         finished: [N] bool, True where the model ended the response itself.
         scored: [N] bool, False without a score, for example after a reward function failed.
-        components: [N, K] floats, the scores of each reward before weights and clipping; None outside of a run.
+        components: [N, K] floats, the scores of each reward before weights and clipping; None
+            outside of a run.
         weights: K floats, of the rewards in the score.
-        greedy_scores: [N], of the greedy response to the same prompt, NaN without a score; None but for ``remax``.
+        greedy_scores: [N], of the greedy response to the same prompt, NaN without a score; None but
+            for ``remax``.
     """
 
     scores: Tensor
@@ -52,8 +56,9 @@ class Samples:
 def grpo(samples: Samples, *, eps: NotNegative = 1e-6, ddof: DDof = 1, singleton: Singleton = "zero") -> Tensor:
     """(s - mean) / (deviation + eps), within each group; exactly 0 where all scores of a group are equal.
 
-    ``ddof`` 1 is the sample deviation; ``singleton`` raw is verl's. Source: Shao et al., "DeepSeekMath" (2024); eps is
-    1e-6 in verl, slime and NeMo-RL, 1e-4 in TRL, 1e-5 in AReaL, and 1e-9 in OpenRLHF (group_norm).
+    ``ddof`` 1 is the sample deviation; ``singleton`` raw is verl's. Source: Shao et al.,
+    "DeepSeekMath" (2024); eps is 1e-6 in verl, slime and NeMo-RL, 1e-4 in TRL, 1e-5 in AReaL, and
+    1e-9 in OpenRLHF (group_norm).
     """
 
     def standardised(scores: Tensor, _: Tensor) -> Tensor:
@@ -66,8 +71,9 @@ def dr_grpo(samples: Samples, *, singleton: Singleton = "zero") -> Tensor:
     """s - mean, within each group.
 
     ``reinforce_pp_baseline`` (REINFORCE++-baseline, OpenRLHF's ``reinforce_baseline``) is the same;
-    ``algo.normalise.advantages: auto`` then whitens over the tokens of the step. Source: Liu et al., "Understanding
-    R1-Zero-like training" (2025), there with the aggregation sequence_sum_norm; Hu, "REINFORCE++" (2025).
+    ``algo.normalise.advantages: auto`` then whitens over the tokens of the step. Source: Liu et
+    al., "Understanding R1-Zero-like training" (2025), there with the aggregation sequence_sum_norm;
+    Hu, "REINFORCE++" (2025).
     """
     return _within_groups(samples, lambda scores, _: _centred(scores), singleton=singleton)
 
@@ -83,8 +89,8 @@ def rloo(samples: Samples, *, singleton: Singleton = "zero") -> Tensor:
 def masked_rloo(samples: Samples) -> Tensor:
     """s - (sum of the scores of the others that finished) / (n - 1), within each group, where n samples finished.
 
-    A group with less than two finished samples gets 0. The advantages of unfinished samples have no meaning: mask them
-    out of the loss. Source: NeMo-Aligner, REINFORCE.
+    A group with less than two finished samples gets 0. The advantages of unfinished samples have no
+    meaning: mask them out of the loss. Source: NeMo-Aligner, REINFORCE.
     """
 
     def over_finished(scores: Tensor, members: Tensor) -> Tensor:
@@ -101,7 +107,8 @@ def masked_rloo(samples: Samples) -> Tensor:
 def rloo_std(samples: Samples, *, eps: NotNegative = 1e-6) -> Tensor:
     """(s - mean of the others) / (deviation of the others + eps), not divided where the others do not differ.
 
-    The deviation is the sample deviation, within each group. Source: NeMo-RL, leave-one-out baseline and deviation.
+    The deviation is the sample deviation, within each group. Source: NeMo-RL, leave-one-out
+    baseline and deviation.
     """
 
     def over_others(scores: Tensor, _: Tensor) -> Tensor:
@@ -131,8 +138,8 @@ def opo(samples: Samples, *, singleton: Singleton = "zero") -> Tensor:
 def pass_at_k(samples: Samples, *, eps: NotNegative = 1e-6) -> Tensor:
     """(best - second best) / (deviation + eps) for the best sample of each group, 0 for the others.
 
-    The deviation is the sample deviation; several equally good best samples get 0. Source: Chen et al., "Pass@k
-    training" (2025); verl.
+    The deviation is the sample deviation; several equally good best samples get 0. Source: Chen et
+    al., "Pass@k training" (2025); verl.
     """
 
     def lead_of_best(scores: Tensor, _: Tensor) -> Tensor:
@@ -155,8 +162,8 @@ def batch_std(samples: Samples, *, eps: NotNegative = 1e-6, ddof: DDof = 1) -> T
 def gpg(samples: Samples) -> Tensor:
     """alpha * (s - mean), within each group; alpha = samples / samples whose s - mean is not 0, over the step.
 
-    Source: Chu et al., "GPG: a simple and strong reinforcement learning baseline" (2025); verl counts the scores that
-    are not 0 instead.
+    Source: Chu et al., "GPG: a simple and strong reinforcement learning baseline" (2025); verl
+    counts the scores that are not 0 instead.
     """
     centred = dr_grpo(samples)
     return centred * (samples.scored.sum() / (centred != 0).sum().clamp(min=1))
@@ -165,7 +172,8 @@ def gpg(samples: Samples) -> Tensor:
 def remax(samples: Samples) -> Tensor:
     """s - score of the greedy response to the same prompt, 0 where that has no score.
 
-    The greedy response is generated in addition to the samples. Source: Li et al., "ReMax" (2023); verl.
+    The greedy response is generated in addition to the samples. Source: Li et al.,
+    "ReMax" (2023); verl.
     """
     assert samples.greedy_scores is not None
     comparable = samples.scored & samples.greedy_scores.isfinite()
@@ -175,7 +183,8 @@ def remax(samples: Samples) -> Tensor:
 def gdpo(samples: Samples, *, eps: NotNegative = 1e-6) -> Tensor:
     """sum over the rewards k of weight[k] * (s[k] - mean) / (deviation + eps), within each group.
 
-    It is the weighted sum of grpo of each reward, with the sample deviation. Source: GDPO (Liu et al., 2026); verl.
+    It is the weighted sum of grpo of each reward, with the sample deviation. Source: GDPO (Liu et
+    al., 2026); verl.
     """
     assert samples.components is not None
     advantages = [
@@ -188,7 +197,8 @@ def gdpo(samples: Samples, *, eps: NotNegative = 1e-6) -> Tensor:
 def none(samples: Samples) -> Tensor:
     """No advantages: 0 for every sample.
 
-    For a policy loss that reads none, such as sft. Source: reward-ranked fine-tuning (RAFT, Dong et al., 2023).
+    For a policy loss that reads none, such as sft. Source: reward-ranked fine-tuning
+    (RAFT, Dong et al., 2023).
     """
     return torch.zeros_like(samples.scores)
 

@@ -1,14 +1,14 @@
 """Estimators of KL(policy || reference) in nats, and the controller of its coefficient.
 
-Each estimates from d = log policy - log reference at a token sampled from the policy (J. Schulman, "Approximating KL
-divergence", 2020); elementwise, and differentiable in ``logprobs``, for a penalty in the loss. An estimator is a
-function of (logprobs, ref_logprobs), with options by keyword; with ``algo.kl.importance`` it is called with
-(logprobs, ref_logprobs, importance):
+Each estimates from d = log policy - log reference at a token sampled from the policy (J. Schulman,
+"Approximating KL divergence", 2020); elementwise, and differentiable in ``logprobs``, for a penalty
+in the loss. An estimator is a function of (logprobs, ref_logprobs), with options by keyword; with
+``algo.kl.importance`` it is called with (logprobs, ref_logprobs, importance):
 
     logprobs: any shape, nats, of the policy.
     ref_logprobs: same shape, nats, of the reference.
-    importance: same shape, without a gradient: the ratio of the policy to the one that sampled the tokens, which
-        multiplies the estimates before they are limited.
+    importance: same shape, without a gradient: the ratio of the policy to the one that sampled the
+        tokens, which multiplies the estimates before they are limited.
 
 Options of several, where what is clamped has no gradient:
 
@@ -36,8 +36,9 @@ def k1(
 ) -> Tensor:
     """d: unbiased, of either sign.
 
-    Its gradient has mean 0 over the policy's tokens: as a loss it has no effect on average. Source: Ziegler et al.,
-    "Fine-tuning language models from human preferences" (2019); OpenRLHF and AReaL limit it to 10.
+    Its gradient has mean 0 over the policy's tokens: as a loss it has no effect on average.
+    Source: Ziegler et al., "Fine-tuning language models from human preferences" (2019); OpenRLHF
+    and AReaL limit it to 10.
     """
     return _limited(_log_ratio(logprobs, ref_logprobs, max_log_ratio), importance, limit)
 
@@ -67,8 +68,8 @@ def k3(
 ) -> Tensor:
     """exp(-d) - 1 + d: unbiased, never negative.
 
-    Its gradient is 1 - exp(-d), that of KL(reference || policy) on average. Source: Schulman (2020); the limits are
-    verl's and NeMo-RL's.
+    Its gradient is 1 - exp(-d), that of KL(reference || policy) on average. Source: Schulman
+    (2020); the limits are verl's and NeMo-RL's.
     """
     d = _log_ratio(logprobs, ref_logprobs, max_log_ratio)
     return _limited(torch.expm1(-d) + d, importance, limit)
@@ -124,8 +125,8 @@ def k3_plus(
 def full(logits: Tensor, ref_logits: Tensor) -> Tensor:
     """sum over the vocabulary of p * (log p - log q), [...] nats: the exact KL; in the loss alone.
 
-    The reference runs again before each optimizer step, in the actor's group and layout, and a hidden state per token
-    is kept. Source: TRL 0.10, "full".
+    The reference runs again before each optimizer step, in the actor's group and layout, and a
+    hidden state per token is kept. Source: TRL 0.10, "full".
 
     Args:
         logits: [..., V], of the policy, divided by the temperature; may carry a gradient.
@@ -153,12 +154,13 @@ def _straight_through(value: Tensor, slope: Tensor) -> Tensor:
 class KLController:
     """The coefficient of the penalty; with a target, it adapts to the observed KL.
 
-    coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon. A KL of NaN changes nothing. Source: Ziegler et
-    al., "Fine-tuning language models from human preferences" (2019).
+    coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon. A KL of NaN changes nothing.
+    Source: Ziegler et al., "Fine-tuning language models from human preferences" (2019).
 
     Args:
         coef: coefficient at the start, reward or loss per nat.
-        target: mean KL of a response, the sum over its tokens or their mean, nats; None keeps ``coef``.
+        target: mean KL of a response, the sum over its tokens or their mean, nats;
+            None keeps ``coef``.
         horizon: number of samples over which the coefficient adapts.
     """
 

@@ -29,9 +29,10 @@ def averaged(means: Means, reduce: Reduce) -> dict[str, float]:
 def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor) -> Means:
     """How far the trainer's policy is from the one that sampled: over tokens, and over sequences.
 
-    d = old - rollout, and a sequence's sum of d, are clamped to +-20 before they are doubled or exponentiated. The gap,
-    mean |d|, is rounding alone with the same weights, and without top-p and top-k, which the engine's numbers contain.
-    Source of the others: verl's and NeMo-RL's rollout metrics.
+    d = old - rollout, and a sequence's sum of d, are clamped to +-20 before they are doubled or
+    exponentiated. The gap, mean |d|, is rounding alone with the same weights, and without top-p and
+    top-k, which the engine's numbers contain. Source of the others: verl's and
+    NeMo-RL's rollout metrics.
     """
     old = old_logprobs.double()
     rollout = rollout_logprobs.double()
@@ -111,8 +112,8 @@ def policy_drift(
 
     Args:
         kl: [B, R] nats, from the reference; None on all ranks without one.
-        lengths: [B] int64, response tokens of all branches of a row's conversation, which count as one response; None
-            without branches.
+        lengths: [B] int64, response tokens of all branches of a row's conversation, which count as
+            one response; None without branches.
     """
     tokens = response_mask.sum()
     counts = response_mask.sum(-1)
@@ -158,7 +159,8 @@ def objective_metrics(scores: Tensor, penalties: Tensor, response_mask: Tensor, 
 def value_metrics(returns: Tensor, old_values: Tensor, response_mask: Tensor, *, reduce: Reduce) -> dict[str, float]:
     """How well the critic's values before the update predict the returns; empty where no token of any rank counts.
 
-    The explained variance is 1 - var(returns - values) / (var(returns) + 1e-5), with sample variances.
+    The explained variance is 1 - var(returns - values) / (var(returns) + 1e-5), with
+    sample variances.
     """
     target = masked_moments(returns, response_mask, reduce)
     error = masked_moments(returns - old_values, response_mask, reduce)
@@ -208,7 +210,8 @@ def pass_rate(successes: Tensor, samples: Tensor, *, k: int) -> Tensor:
 
         1 - C(n - c, k) / C(n, k) = 1 - prod_{i < k} (n - c - i) / (n - i)
 
-    The mean over all sets of k of the n samples, so without bias; 1 - (1 - c / n)^k would be too low.
+    The mean over all sets of k of the n samples, so without bias; 1 - (1 - c / n)^k
+    would be too low.
     Source: Chen et al. 2021, "Evaluating large language models trained on code".
 
     Args:
@@ -225,13 +228,15 @@ def clustered_mean(values: Tensor, clusters: Tensor) -> tuple[float, float]:
 
         mean = sum(x) / N,  error^2 = G / (G - 1) * sum_g (sum_{i in g} (x_i - mean))^2 / N^2
 
-    Samples of one prompt are alike: counting them as independent makes the error too small. With clusters of one size
-    it is the standard error of the mean of the clusters' means, with clusters of one value the ordinary one.
-    Source: Liang and Zeger 1986, "Longitudinal data analysis using generalized linear models".
+    Samples of one prompt are alike: counting them as independent makes the error too small. With
+    clusters of one size it is the standard error of the mean of the clusters' means, with clusters
+    of one value the ordinary one. Source: Liang and Zeger 1986, "Longitudinal data analysis using
+    generalized linear models".
 
     Args:
         values: [N]; without any, the mean is NaN.
-        clusters: [N] int64, the number of each value's cluster, from 0 on; with fewer than two the error is NaN.
+        clusters: [N] int64, the number of each value's cluster, from 0 on; with fewer
+            than two the error is NaN.
     """
     values = values.double()
     mean = values.mean()

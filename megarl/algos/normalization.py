@@ -1,9 +1,11 @@
 """Moments over all ranks, and the normalization of token rewards and advantages with them.
 
-Statistics are taken in float64 and in two passes: the mean, then the squares around it. Every rank calls ``reduce``
-equally often, whether it has rows or not: a rank that left it out would block the others.
+Statistics are taken in float64 and in two passes: the mean, then the squares around it. Every rank
+calls ``reduce`` equally often, whether it has rows or not: a rank that left it out
+would block the others.
 
-A normaliser of advantages is a function of (advantages, response_mask, groups, reduce), with options by keyword:
+A normaliser of advantages is a function of (advantages, response_mask, groups, reduce), with
+options by keyword:
 
 Args:
     advantages: [B, R], this rank's rows.
@@ -146,9 +148,10 @@ def whiten_advantages(
 ) -> Tensor:
     """(A - mean) / sqrt(variance + eps), over the response tokens of the step.
 
-    ``ddof`` 1 is the sample variance. ``form`` var_clamp divides by sqrt(max(variance, eps)), std_plus_eps by
-    sqrt(variance) + eps; with ``mean_only`` nothing is divided. Source: lm-human-preferences and NeMo-Aligner (as
-    here); verl and TRL (ddof 1); OpenRLHF (var_clamp, and mean_only); AReaL (std_plus_eps, eps 1e-5).
+    ``ddof`` 1 is the sample variance. ``form`` var_clamp divides by sqrt(max(variance, eps)),
+    std_plus_eps by sqrt(variance) + eps; with ``mean_only`` nothing is divided.
+    Source: lm-human-preferences and NeMo-Aligner (as here); verl and TRL (ddof 1); OpenRLHF
+    (var_clamp, and mean_only); AReaL (std_plus_eps, eps 1e-5).
 
     Args:
         form: the divisor: sqrt(variance + eps), sqrt(max(variance, eps)), or the deviation + eps.
@@ -186,10 +189,11 @@ def levels(
 ) -> Tensor:
     """(A - mean) / (deviation + eps), each over the step (batch), over each prompt's samples (group), or not (None).
 
-    c = A - mean, with ``leave_one_out`` the mean of the other tokens, which is 0 for a single token. The deviation is
-    sqrt(sum(c^2) / n), around the mean that was subtracted; with ``unbiased`` n - 1 replaces n, and the deviation of a
-    single token is 1. Source: AReaL, NormConfig; its presets are batch and batch (PPO), group and batch (LitePPO),
-    group and none (Dr. GRPO; with leave_one_out RLOO).
+    c = A - mean, with ``leave_one_out`` the mean of the other tokens, which is 0 for a single
+    token. The deviation is sqrt(sum(c^2) / n), around the mean that was subtracted; with
+    ``unbiased`` n - 1 replaces n, and the deviation of a single token is 1. Source: AReaL,
+    NormConfig; its presets are batch and batch (PPO), group and batch (LitePPO), group and none
+    (Dr. GRPO; with leave_one_out RLOO).
 
     Args:
         mean: level of the mean; None subtracts nothing.

@@ -1,9 +1,11 @@
 """Policy-gradient losses.
 
-The loss of an optimizer step is ``weighted_sum(loss.values, weights)``, added up over micro-batches and ranks: the
-weights of ``aggregation`` contain the denominator. Metrics are per token too, and reported as means over tokens.
+The loss of an optimizer step is ``weighted_sum(loss.values, weights)``, added up over micro-batches
+and ranks: the weights of ``aggregation`` contain the denominator. Metrics are per token too, and
+reported as means over tokens.
 
-A loss takes those of the following arguments that its signature names, by keyword, and options. What no loss names
+A loss takes those of the following arguments that its signature names, by keyword, and options.
+What no loss names
 is not computed.
 
     new_logprobs: [B, R] nats, of the policy in training; carries the gradient.
@@ -14,15 +16,18 @@ is not computed.
     advantages: [B, R].
     values: [B, R], by the critic before the update; needs the role critic.
     entropy: [B, R] nats, of the policy in training at each token; carries its gradient.
-    response_mask: [B, R] bool, True on response tokens, also on those that are dropped from the loss afterwards
-        (rejected, masked or unscored).
+    response_mask: [B, R] bool, True on response tokens, also on those that are dropped from the
+        loss afterwards (rejected, masked or unscored).
     clip: how far the ratio may fall below 1: its lower bound is 1 - clip.
-    clip_high: how far the ratio may rise above 1: its upper bound is 1 + clip_high (DAPO: 0.28); None takes clip.
-    dual_clip: the loss of a token with a negative advantage A is at most dual_clip * |A|; None sets no bound.
+    clip_high: how far the ratio may rise above 1: its upper bound is 1 + clip_high (DAPO: 0.28);
+        None takes clip.
+    dual_clip: the loss of a token with a negative advantage A is at most
+        dual_clip * |A|; None sets no bound.
 
-With d = new - old, r = exp(d), d clamped to +-20 nats (not an option) without a gradient beyond. Metrics of all losses
-with a ratio: ``approxkl``, d^2 / 2 nats; ``ppo_kl``, -d nats; ``clipfrac``, 1 where a clip decides; ``clipfrac_lower``,
-1 where the bound of a dual clip is the loss; and the spread of ``ratio``, r.
+With d = new - old, r = exp(d), d clamped to +-20 nats (not an option) without a gradient beyond.
+Metrics of all losses with a ratio: ``approxkl``, d^2 / 2 nats; ``ppo_kl``, -d nats; ``clipfrac``, 1
+where a clip decides; ``clipfrac_lower``, 1 where the bound of a dual clip is the loss; and the
+spread of ``ratio``, r.
 """
 
 from __future__ import annotations
@@ -44,7 +49,8 @@ class LossTerms:
     Args:
         values: [B, R] by token, or [P] by pair; differentiable.
         metrics: by name, detached floats of the same shape; their means over the step are reported.
-        spreads: likewise, optional; reported as ``{name}_mean``, ``{name}_var``, ``{name}_max``, ``{name}_min``.
+        spreads: likewise, optional; reported as ``{name}_mean``, ``{name}_var``, ``{name}_max``,
+            ``{name}_min``.
     """
 
     values: Tensor
@@ -61,7 +67,8 @@ def with_term(loss: LossTerms, name: str, values: Tensor, *, coef: float) -> Los
 def weighted(loss: LossTerms, weights: Tensor) -> LossTerms:
     """w * l, after any clipping; the metrics stay those of all tokens.
 
-    Where a weight is 0, the term and its gradient are exactly 0, even if the term is NaN. Weights have no gradient.
+    Where a weight is 0, the term and its gradient are exactly 0, even if the term is NaN. Weights
+    have no gradient.
     """
     kept = torch.where(weights != 0, loss.values, torch.zeros_like(loss.values))
     return replace(loss, values=kept * weights)
@@ -84,11 +91,12 @@ def ppo(
 ) -> LossTerms:
     """PPO's clipped objective, a maximum of two terms per token.
 
-    l = max(-A * r, -A * clamp(r, 1 - clip, 1 + clip_high)) with r = exp(new - old). With ``dual_clip`` c, l is at most
-    -A * c where A < 0; with ``delta``, the first term is -A * min(r, delta); with ``ratio_clamp`` (low, high), r is
-    clamped to it before all else. Source: Schulman et al., "Proximal policy optimization algorithms" (2017); clip_high
-    is DAPO's (Yu et al., 2025); dual_clip that of Ye et al., "Mastering complex control in MOBA games" (2020); delta is
-    TRL's and INTELLECT-2's; ratio_clamp ColossalChat's.
+    l = max(-A * r, -A * clamp(r, 1 - clip, 1 + clip_high)) with r = exp(new - old). With
+    ``dual_clip`` c, l is at most -A * c where A < 0; with ``delta``, the first term is -A * min(r,
+    delta); with ``ratio_clamp`` (low, high), r is clamped to it before all else. Source: Schulman
+    et al., "Proximal policy optimization algorithms" (2017); clip_high is DAPO's (Yu et al., 2025);
+    dual_clip that of Ye et al., "Mastering complex control in MOBA games" (2020); delta is TRL's
+    and INTELLECT-2's; ratio_clamp ColossalChat's.
 
     Args:
         delta: largest ratio of the unclipped branch; None does not limit it.
@@ -116,9 +124,10 @@ def gspo(
 ) -> LossTerms:
     """PPO's clipped objective with one ratio per sequence, the geometric mean of its tokens' ratios.
 
-    l = max(-A * s, -A * clamp(s, 1 - clip, 1 + clip_high)) with s = exp(mean(new - old)) over the counting tokens of
-    the response. With ``dual_clip`` c, l is at most -A * c where A < 0. Its aggregation is sequence_mean. Source: Zheng
-    et al., "Group sequence policy optimization" (2025); with a dual clip as in OpenRLHF and AReaL.
+    l = max(-A * s, -A * clamp(s, 1 - clip, 1 + clip_high)) with s = exp(mean(new - old)) over the
+    counting tokens of the response. With ``dual_clip`` c, l is at most -A * c where A < 0. Its
+    aggregation is sequence_mean. Source: Zheng et al., "Group sequence policy optimization" (2025);
+    with a dual clip as in OpenRLHF and AReaL.
 
     Metrics also: ``sequence_ratio``, s.
 
@@ -144,8 +153,9 @@ def cispo(
 ) -> LossTerms:
     """REINFORCE with a clipped importance weight: every token keeps its gradient.
 
-    l = -w * A * new with w = clamp(exp(new - old), 1 - clip, 1 + clip_high), which has no gradient. Source: MiniMax,
-    "MiniMax-M1: scaling test-time compute efficiently with lightning attention" (2025), where clip is 1 or more.
+    l = -w * A * new with w = clamp(exp(new - old), 1 - clip, 1 + clip_high), which has no gradient.
+    Source: MiniMax, "MiniMax-M1: scaling test-time compute efficiently with lightning attention"
+    (2025), where clip is 1 or more.
     """
     difference, advantages = _masked(new_logprobs - old_logprobs, advantages, response_mask)
     high = 1 + (clip if clip_high is None else clip_high)
@@ -162,8 +172,8 @@ def cispo_upper(
 ) -> LossTerms:
     """CISPO whose importance weight has only an upper bound.
 
-    l = -w * A * new with w = min(exp(new - old), max_ratio), which has no gradient. Source: TRL's CISPO, whose
-    ``epsilon_high`` is this bound.
+    l = -w * A * new with w = min(exp(new - old), max_ratio), which has no gradient. Source: TRL's
+    CISPO, whose ``epsilon_high`` is this bound.
 
     Args:
         max_ratio: the largest ratio.
@@ -183,9 +193,9 @@ def sapo(
 ) -> LossTerms:
     """A soft gate in place of the clip.
 
-    l = -(4 / tau) * sigmoid(tau * (r - 1)) * A with r = exp(new - old) and tau = tau_pos where A > 0, else tau_neg; at
-    r = 1 the gradient is that of PPO. Source: Gao et al., "Soft adaptive policy optimization" (2025), as in verl, TRL
-    and AReaL.
+    l = -(4 / tau) * sigmoid(tau * (r - 1)) * A with r = exp(new - old) and tau = tau_pos where A >
+    0, else tau_neg; at r = 1 the gradient is that of PPO. Source: Gao et al., "Soft adaptive policy
+    optimization" (2025), as in verl, TRL and AReaL.
 
     Args:
         tau_pos: steepness of the gate where the advantage is positive.
@@ -209,9 +219,10 @@ def gmpo(
 ) -> LossTerms:
     """The geometric mean of the clipped token ratios of a sequence.
 
-    l = -mean(A) * exp(mean(e)) over the counting tokens of the response, on each of them; with d = new - old, e =
-    min(d, clamp(d, -clip, clip_high)) where A >= 0, and the maximum of the two elsewhere. Its aggregation is
-    sequence_mean. Source: Zhao et al., "Geometric-mean policy optimization" (2025).
+    l = -mean(A) * exp(mean(e)) over the counting tokens of the response, on each of them; with d =
+    new - old, e = min(d, clamp(d, -clip, clip_high)) where A >= 0, and the maximum of the two
+    elsewhere. Its aggregation is sequence_mean. Source: Zhao et al., "Geometric-mean policy
+    optimization" (2025).
 
     Metrics also: ``sequence_ratio``, exp(mean(e)).
 
@@ -236,8 +247,8 @@ def reinforce(
 ) -> LossTerms:
     """The plain policy gradient, without a ratio.
 
-    l = -A * new. Source: Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement
-    learning" (1992).
+    l = -A * new. Source: Williams, "Simple statistical gradient-following algorithms for
+    connectionist reinforcement learning" (1992).
     """
     difference, advantages = _masked(new_logprobs - old_logprobs, advantages, response_mask)
     return _loss_terms(-advantages * new_logprobs, difference, None)
@@ -246,8 +257,8 @@ def reinforce(
 def sft(new_logprobs: Tensor) -> LossTerms:
     """The negative log-likelihood of the samples, usually those that ``algo.select`` chooses, at temperature 1.
 
-    l = -new. It reads no advantages: ``algo.advantage`` is none. Source: reward-ranked fine-tuning (RAFT, Dong et al.,
-    2023) and rejection sampling in general.
+    l = -new. It reads no advantages: ``algo.advantage`` is none. Source: reward-ranked fine-tuning
+    (RAFT, Dong et al., 2023) and rejection sampling in general.
     """
     return LossTerms(values=-new_logprobs, metrics={})
 

@@ -7,8 +7,8 @@ A function of your own is one of (chosen, rejected), with options by keyword:
 
 The loss is the mean of its values over all pairs of the step.
 
-Metrics of all: ``accuracy``, 1 where the preferred response scores higher than every other; of pairs also ``margin``,
-chosen - rejected, and the scores, ``chosen`` and ``rejected``.
+Metrics of all: ``accuracy``, 1 where the preferred response scores higher than every other; of
+pairs also ``margin``, chosen - rejected, and the scores, ``chosen`` and ``rejected``.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ def pairwise(
     """The negative log-likelihood of the preferences under the Bradley-Terry model.
 
     logsigmoid: l = -log sigmoid(chosen - rejected - margin) + centering * (chosen + rejected)^2;
-    logexp: the same as log(1 + exp(rejected - chosen)), without a margin. Both are computed without overflow.
-    Source: Bradley and Terry (1952); the margin is that of Llama 2 (Touvron et al., 2023), the term that keeps the
-    scores around 0 that of Eisenstein et al., "Helping or herding?" (2023); logexp as in ColossalChat and OpenRLHF.
+    logexp: the same as log(1 + exp(rejected - chosen)), without a margin. Both are
+    computed without overflow.
+    Source: Bradley and Terry (1952); the margin is that of Llama 2 (Touvron et al., 2023), the term
+    that keeps the scores around 0 that of Eisenstein et al., "Helping or herding?" (2023); logexp
+    as in ColossalChat and OpenRLHF.
 
     Args:
         margins: [P], of the rows; needed with ``margin``.
@@ -58,8 +60,8 @@ def pairwise(
 def best_of_n(scores: Tensor, best: Tensor) -> LossTerms:
     """Cross-entropy of the best of N responses to a prompt under the softmax of their scores.
 
-    l = logsumexp(scores) - scores[best]. Source: Ziegler et al., "Fine-tuning language models from human preferences"
-    (2019), with N = 4.
+    l = logsumexp(scores) - scores[best]. Source: Ziegler et al., "Fine-tuning language models from
+    human preferences" (2019), with N = 4.
 
     Args:
         scores: [P, N]; carries the gradient.
@@ -112,8 +114,9 @@ def spans_of(chosen_ids: Tensor, rejected_ids: Tensor, *, pad: int) -> Spans:
 def span(chosen: Tensor, rejected: Tensor, spans: Spans) -> LossTerms:
     """The Bradley-Terry loss at every token where the responses differ, averaged per pair.
 
-    l = mean over the span of -log sigmoid(chosen[t] - rejected[t]), of the scores after each token, [P, T]. The scores
-    of the metrics are those of the last tokens. Source: DeepSpeed-Chat's reward model.
+    l = mean over the span of -log sigmoid(chosen[t] - rejected[t]), of the scores after each token,
+    [P, T]. The scores of the metrics are those of the last tokens.
+    Source: DeepSpeed-Chat's reward model.
     """
     counted = on_mask(chosen - rejected, spans.mask)
     values = -(functional.logsigmoid(counted) * spans.mask).sum(-1) / spans.mask.sum(-1).clamp(min=1)

@@ -1,7 +1,8 @@
 """The algorithms that a configuration names, and their arguments.
 
-The keyword-only parameters of the function of a name are its options in a configuration, with their bounds and
-defaults. A user's own function is named ``package.module:function``. Imports torch with the first function only.
+The keyword-only parameters of the function of a name are its options in a configuration, with their
+bounds and defaults. A user's own function is named ``package.module:function``. Imports torch with
+the first function only.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Kind[F: Callable[..., Any]]:
         functions: functions of the module, by their names in a configuration.
         presets: keyword arguments of the function that a name implies.
         arguments: positional arguments of every call.
-        named: whether a function takes those of the arguments alone that its parameters name, by keyword.
+        named: whether a function takes those of the arguments alone that its
+            parameters name, by keyword.
         further: positional arguments of some calls, each with the field that adds it.
         keywords: keyword arguments of every call, besides the options.
         level: level of the user's functions, where the field takes two kinds of them; else None.

@@ -1,7 +1,7 @@
 """The shaping of response scores, and the rewards of response tokens.
 
-The order is: the scale of the reward model, the clip, the treatment of unfinished responses; then group advantages or
-token rewards.
+The order is: the scale of the reward model, the clip, the treatment of unfinished responses; then
+group advantages or token rewards.
 
     scores: [N].
     finished: [N] bool, True where the model ended the response itself.
@@ -30,11 +30,12 @@ def first_end(
     """Ends each response at the first of the end tokens ``tokens`` at an index of at least ``after``.
 
     It looks for the tokens, not for padding, so that the padding token may be an end token. Source:
-    lm-human-preferences, whose reward model sees a response up to its first full stop or line break after a minimum of
-    tokens; verl, get_response_mask, for several end tokens.
+    lm-human-preferences, whose reward model sees a response up to its first full stop or line break
+    after a minimum of tokens; verl, get_response_mask, for several end tokens.
 
     Returns:
-        The tokens up to and including the end token, or all of them, [B, R] bool; whether there is one, [B] bool.
+        The tokens up to and including the end token, or all of them, [B, R] bool; whether there is
+        one, [B] bool.
     """
     columns = torch.arange(response_ids.shape[1], device=response_ids.device)
     ends = torch.isin(response_ids, torch.tensor(tokens, device=response_ids.device)) & response_mask
@@ -54,8 +55,8 @@ def clip_scores(scores: Tensor, low: float, high: float) -> Tensor:
 def replace_missing_end(scores: Tensor, finished: Tensor, *, score: float = -1.0) -> Tensor:
     """An unfinished response gets a fixed score, which is not clipped: s = score.
 
-    Source: lm-human-preferences, where a sample without the stop token scores -1; OpenRLHF, a negative
-    stop_properly_penalty_coef.
+    Source: lm-human-preferences, where a sample without the stop token scores -1; OpenRLHF, a
+    negative stop_properly_penalty_coef.
     """
     return torch.where(finished, scores, torch.full_like(scores, score))
 
@@ -87,9 +88,9 @@ def zero_missing_end(scores: Tensor, finished: Tensor) -> Tensor:
 def keep_finished(response_mask: Tensor, finished: Tensor) -> Tensor:
     """The tokens of finished responses, [B, R] bool: the policy does not learn from the others.
 
-    The scores of the others still count in the baselines of their groups, and their tokens in the denominators. Where
-    no response of a step is finished, the actor takes no optimizer step. Source: TRL, mask_truncated_completions;
-    NeMo-Aligner, is_end.
+    The scores of the others still count in the baselines of their groups, and their tokens in the
+    denominators. Where no response of a step is finished, the actor takes no optimizer step.
+    Source: TRL, mask_truncated_completions; NeMo-Aligner, is_end.
     """
     return response_mask & finished[:, None]
 
@@ -98,7 +99,8 @@ def keep_finished(response_mask: Tensor, finished: Tensor) -> Tensor:
 class ScoreScale:
     """score = gain * raw + bias, which maps raw scores of ``mean`` and ``std`` to ``target_mean`` and ``target_std``.
 
-    Source: lm-human-preferences, which measures before the training of a reward model and again after it.
+    Source: lm-human-preferences, which measures before the training of a reward model
+    and again after it.
     """
 
     mean: float = 0.0
@@ -152,7 +154,8 @@ def head_std(hidden: int, *, rule: Literal["inverse_sqrt", "inverse"] = "inverse
 def kl_penalties(kl: Tensor, response_mask: Tensor, *, kl_coef: float) -> Tensor:
     """-kl_coef * kl[t], the part of a token's reward that is not the score; 0 off the mask.
 
-    Source: lm-human-preferences; Stiennon et al., "Learning to summarize from human feedback" (2020).
+    Source: lm-human-preferences; Stiennon et al., "Learning to summarize from human
+    feedback" (2020).
 
     Args:
         kl: [B, R] nats.
@@ -170,9 +173,10 @@ def token_rewards(
 ) -> Tensor:
     """The penalties, plus the score at one token of the row.
 
-    ``placement``: last_valid, the row's last counting token; every_valid, each counting token, which multiplies the
-    score by the length. A row without a counting token has no reward. Source: InstructGPT (Ouyang et al., 2022),
-    OpenRLHF, verl (last_valid); ColossalChat (every_valid).
+    ``placement``: last_valid, the row's last counting token; every_valid, each counting token,
+    which multiplies the score by the length. A row without a counting token has no reward.
+    Source: InstructGPT (Ouyang et al., 2022), OpenRLHF, verl (last_valid); ColossalChat
+    (every_valid).
 
     Args:
         scores: [B].
@@ -195,8 +199,8 @@ def dense_rewards(
 ) -> Tensor:
     """The penalties, plus the score of the response so far, or with ``differences`` what the token adds to it.
 
-    Tokens that do not count (of a tool, say) have no reward, and nobody gets what they add. Source: AReaL (legacy),
-    dense rewards and reward_delta.
+    Tokens that do not count (of a tool, say) have no reward, and nobody gets what they add.
+    Source: AReaL (legacy), dense rewards and reward_delta.
 
     Args:
         before, after: [B, R], the score before and after each token; ``clip`` bounds them first.

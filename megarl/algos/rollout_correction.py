@@ -1,15 +1,16 @@
 """Corrections for the difference between the policy that sampled a response and the one that is trained.
 
-The engines compute with other numerics and, with ``rollout.max_staleness`` above 0 or ``rollout.sync_every`` above 1,
-with older weights. The loss of a token is made in this order:
+The engines compute with other numerics and, with ``rollout.max_staleness`` above 0 or
+``rollout.sync_every`` above 1, with older weights. The loss of a token is made in this order:
 
 1. l = policy_loss(new, old, A), where ``old_logprobs`` of the configuration selects old.
 2. l is multiplied by ``weights``, and by 0 where ``sequence_mask`` drops the response.
-3. The KL penalty (with ``algo.kl.in: loss``) and the entropy bonus are added; steps 1 and 2 do not affect them.
+3. The KL penalty (with ``algo.kl.in: loss``) and the entropy bonus are added; steps 1
+and 2 do not affect them.
 4. Tokens dropped by ``reject`` or ``m2po`` leave the whole sum, KL and entropy included.
 
-Corrections change neither the advantages, nor the critic's loss, nor the denominators of ``algo.aggregation``.
-Throughout, d = old - rollout in nats per token, clamped to +-20, and
+Corrections change neither the advantages, nor the critic's loss, nor the denominators of
+``algo.aggregation``. Throughout, d = old - rollout in nats per token, clamped to +-20, and
 
     old_logprobs: [B, R] nats, by the trainer before the update.
     rollout_logprobs: [B, R] nats, by the engine that sampled.
@@ -46,23 +47,26 @@ def rollout_weights(
     batch_normalise: bool = False,
 ) -> Tensor:
     """Importance weights of the token losses: the probability ratio r of the old policy to the engines', of each token,
-    of the sequence, or its geometric mean over the sequence; truncated at its bounds, or 0 beyond them.
+    of the sequence, or its geometric mean over the sequence; truncated at its bounds,
+    or 0 beyond them.
 
-    token: r is exp(d) of each token; sequence: exp(sum of d) over the response; geometric: exp(mean of d) over the
-    response. truncate: w = clamp(r, lower, upper), which trades the variance of the tail for bias; mask: w = r where
-    lower <= r <= upper, else 0; geometric_mask drops responses by r, and the others keep exp(d) of each token.
+    token: r is exp(d) of each token; sequence: exp(sum of d) over the response; geometric: exp(mean
+    of d) over the response. truncate: w = clamp(r, lower, upper), which trades the variance of the
+    tail for bias; mask: w = r where lower <= r <= upper, else 0; geometric_mask drops responses by
+    r, and the others keep exp(d) of each token.
 
-    Source: token_truncate is TIS of Yao et al., "Your efficient RL framework secretly brings you off-policy RL
-    training" (2025), as in verl and OpenRLHF; token_mask IcePop (Ling team, "Every step evolves", 2025), and with an
-    upper bound alone the behaviour cap of AReaL's decoupled PPO (Fu et al., 2025), where it is 5; sequence_truncate
-    verl's; sequence_mask TRL's, with upper 3; geometric_truncate AReaL's rejection settings at the level of sequences;
-    geometric_mask OpenRLHF's seq-mask-tis.
+    Source: token_truncate is TIS of Yao et al., "Your efficient RL framework secretly brings you
+    off-policy RL training" (2025), as in verl and OpenRLHF; token_mask IcePop (Ling team, "Every
+    step evolves", 2025), and with an upper bound alone the behaviour cap of AReaL's decoupled PPO
+    (Fu et al., 2025), where it is 5; sequence_truncate verl's; sequence_mask TRL's, with upper 3;
+    geometric_truncate AReaL's rejection settings at the level of sequences; geometric_mask
+    OpenRLHF's seq-mask-tis.
 
     Args:
         upper: upper bound of the ratio.
         lower: lower bound of the ratio; None is none.
-        batch_normalise: scale the weights to mean 1 over the tokens of the step, or over its responses where a response
-            has one weight; dropped ones count as 0.
+        batch_normalise: scale the weights to mean 1 over the tokens of the step, or over its
+            responses where a response has one weight; dropped ones count as 0.
     """
     difference = old_logprobs - rollout_logprobs
     match level:
@@ -96,10 +100,11 @@ def rejection(
 ) -> Tensor:
     """The tokens in a hard trust region around the rollout policy, whose statistic is within its bounds; [B, R] bool.
 
-    With d = old - rollout, per token k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d; of a sequence their sum, mean or
-    maximum over its tokens, which are kept or dropped together. k2 and k3 must be at most ``upper``; the bounds of k1
-    are bounds of exp(-d), that is log(lower) <= k1 <= log(upper), where ``lower`` None is 1 / upper. Several regions
-    keep the tokens that are in all of them. Source: verl's rollout rejection.
+    With d = old - rollout, per token k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d; of a sequence
+    their sum, mean or maximum over its tokens, which are kept or dropped together. k2 and k3 must
+    be at most ``upper``; the bounds of k1 are bounds of exp(-d), that is log(lower) <= k1 <=
+    log(upper), where ``lower`` None is 1 / upper. Several regions keep the tokens that are in all
+    of them. Source: verl's rollout rejection.
     """
     level, _, kind = statistic.rpartition("_")
     difference = (old_logprobs - rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -124,9 +129,10 @@ def off_policy_sequences(
 ) -> Tensor:
     """The sequences that off-policy sequence masking keeps, [B, 1] bool.
 
-    A row is dropped where A < 0 and mean(rollout - new) > delta over its counting tokens, nats, with the
-    log-probabilities new of the policy in training: it should become less likely, and already has. Advantages have one
-    sign per row. Source: DeepSeek-V3.2 (2025), as in TRL and slime.
+    A row is dropped where A < 0 and mean(rollout - new) > delta over its counting tokens, nats,
+    with the log-probabilities new of the policy in training: it should become less likely, and
+    already has. Advantages have one sign per row. Source: DeepSeek-V3.2 (2025), as in
+    TRL and slime.
     """
     distance = row_mean(k1(rollout_logprobs, new_logprobs.detach()), response_mask)
     return ~((row_mean(advantages, response_mask) < 0) & (distance > delta))
@@ -135,11 +141,13 @@ def off_policy_sequences(
 def proximal_weights(versions: Tensor, current_version: int) -> Tensor:
     """Where each token's proximal policy lies between the one that sampled it (0) and the one in training (1), [B, R].
 
-    alpha = clamp((n - 1 - v) / (n - v), 0, 1) with n the current version and v the token's: the proximal policy is one
-    version behind. Source: AReaL's approximation of the proximal policy without a forward pass.
+    alpha = clamp((n - 1 - v) / (n - v), 0, 1) with n the current version and v the token's: the
+    proximal policy is one version behind. Source: AReaL's approximation of the proximal policy
+    without a forward pass.
 
     Args:
-        versions: [B, R], the policy version that sampled each token; negative for none, whose alpha is 0.
+        versions: [B, R], the policy version that sampled each token; negative for
+            none, whose alpha is 0.
         current_version: version of the policy after the update, one more than the engines can have.
     """
     behind = (current_version - versions).to(torch.get_default_dtype())
@@ -152,8 +160,8 @@ def proximal_logprobs(
 ) -> Tensor:
     """Log-probabilities of the proximal policy, without a gradient, interpolated by the ``proximal_weights`` alpha.
 
-    loglinear: rollout + alpha * (new - rollout); linear: log((1 - alpha) * exp(rollout) + alpha * exp(new)), where new
-    is of the policy in training. Source: AReaL.
+    loglinear: rollout + alpha * (new - rollout); linear: log((1 - alpha) * exp(rollout) + alpha *
+    exp(new)), where new is of the policy in training. Source: AReaL.
     """
     new = new_logprobs.detach()
     if method == "loglinear":
@@ -170,10 +178,11 @@ def m2po(
 ) -> Tensor:
     """Drops the tokens of the step with the largest squared log-ratios until their mean is below ``threshold``, nats^2.
 
-    With x = (rollout - old)^2, it keeps the most tokens with the smallest x whose mean is below the threshold, and at
-    least the smallest. Tokens with equal x stay or go together, so that nothing depends on their order or on the ranks.
-    Calls ``reduce`` eight times at most. Source: Zheng et al., "Prosperity before collapse: how far can off-policy RL
-    reach with stale data on LLMs?" (2025), as in AReaL.
+    With x = (rollout - old)^2, it keeps the most tokens with the smallest x whose mean is below the
+    threshold, and at least the smallest. Tokens with equal x stay or go together, so that nothing
+    depends on their order or on the ranks. Calls ``reduce`` eight times at most. Source: Zheng et
+    al., "Prosperity before collapse: how far can off-policy RL reach with stale data on LLMs?"
+    (2025), as in AReaL.
     """
     squares = (rollout_logprobs.double() - old_logprobs.double()).square()
     first_out, none_smaller = _first_out(squares[response_mask], reduce, threshold)
@@ -183,9 +192,9 @@ def m2po(
 def _first_out(values: Tensor, reduce: Reduce, threshold: float) -> tuple[float, bool]:
     """The smallest value at which the mean of all values up to it reaches the threshold, and whether it is the minimum.
 
-    The mean of the n smallest grows with n: there is one such value, or none (infinity). It is a radix search over the
-    bits of the floats, which sort like the numbers as none is negative: each round adds up, by their next digit, the
-    values that agree with the digits found so far.
+    The mean of the n smallest grows with n: there is one such value, or none (infinity). It is a
+    radix search over the bits of the floats, which sort like the numbers as none is negative: each
+    round adds up, by their next digit, the values that agree with the digits found so far.
     """
     bits = values.view(torch.int64)
     known = 0

@@ -6,8 +6,8 @@ A filter is a function of (scores), with options by keyword, that is called once
 
 It returns a bool, whether the prompt is kept. A prompt without a scored sample is not kept.
 
-A selection of rejection fine-tuning is a function of (scores, groups, discarded), which returns the indices of the
-selected samples, [K] int64:
+A selection of rejection fine-tuning is a function of (scores, groups, discarded), which returns the
+indices of the selected samples, [K] int64:
 
     scores: [N], of the samples of all ranks.
     groups: [N] int64, the number of each sample's prompt.
@@ -27,7 +27,8 @@ from megarl.bounds import BelowOne, NotNegative
 def best_of_groups(scores: Tensor, groups: Tensor, discarded: Tensor) -> Tensor:
     """The best sample of each prompt, the first of equals, in the order of the prompts' numbers.
 
-    A prompt whose samples are all discarded has none. Source: RAFT (Dong et al., 2023) as LMFlow's "local" selection.
+    A prompt whose samples are all discarded has none. Source: RAFT (Dong et al., 2023) as LMFlow's
+    "local" selection.
     """
     candidates = scores.masked_fill(discarded, -math.inf)
     best: list[int] = []
@@ -55,7 +56,8 @@ def best_fraction(scores: Tensor, groups: Tensor, discarded: Tensor, *, fraction
 def nonzero_std(scores: Tensor, *, tol: NotNegative = 0.0) -> bool:
     """Whether the population deviation of the scores of a prompt's samples is above ``tol``.
 
-    With tol 0, exactly whether they differ. Source: DAPO's dynamic sampling (Yu et al., 2025), as in verl and slime.
+    With tol 0, exactly whether they differ. Source: DAPO's dynamic sampling (Yu et al., 2025), as
+    in verl and slime.
 
     Args:
         tol: the largest deviation that is too small.

@@ -1,8 +1,8 @@
 """Options of algorithms, read from the source of their functions, so that it works without torch.
 
-An option is a keyword-only parameter. Its annotation may use ``Literal``, the names of ``megarl.bounds`` and those of
-the module itself, such as ``Level = Literal["batch", "group"]``. Its meaning is its entry in the ``Args`` of the
-function's docstring, or else of the module's.
+An option is a keyword-only parameter. Its annotation may use ``Literal``, the names of
+``megarl.bounds`` and those of the module itself, such as ``Level = Literal["batch", "group"]``. Its
+meaning is its entry in the ``Args`` of the function's docstring, or else of the module's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def signature_of(module: str, function: str, given: tuple[str, ...] = ()) -> Sig
         given: keyword-only parameters that are not options.
 
     Raises:
-        TypeError: the module has no such function, or an option has no meaning, or a type that is not known here.
+        TypeError: the module has no such function, or an option has no meaning, or a type that is
+            not known here.
     """
     source = _source(module)
     if function not in source.functions:

@@ -8,7 +8,8 @@ All are functions of (values, old_values, returns) and options:
     clip: largest distance of a value from its old one; None does not clip.
     scale: factor of the loss.
 
-Metrics of all: ``vpred``, V; ``error``, (V - G)^2; ``clipfrac``, 1 where the clipped branch is the larger.
+Metrics of all: ``vpred``, V; ``error``, (V - G)^2; ``clipfrac``, 1 where the clipped
+branch is the larger.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def mse(
 ) -> LossTerms:
     """The larger one of the squared errors of the value and of the value clipped to its old one.
 
-    l = scale * max((V - G)^2, (clamp(V, V_old - clip, V_old + clip) - G)^2) of a value V and a return G; without a
-    clip, scale * (V - G)^2. Where the clipped branch wins there is no gradient. Source: the PPO of openai/baselines and
-    lm-human-preferences.
+    l = scale * max((V - G)^2, (clamp(V, V_old - clip, V_old + clip) - G)^2) of a value V and a
+    return G; without a clip, scale * (V - G)^2. Where the clipped branch wins there is no gradient.
+    Source: the PPO of openai/baselines and lm-human-preferences.
     """
     return _clipped(values, old_values, returns, torch.square, clip=clip, scale=scale)
 
@@ -48,9 +49,9 @@ def huber(
 ) -> LossTerms:
     """The squared error, linear for errors above delta so that outliers weigh less; clipped as mse.
 
-    l = scale * max(h(V - G), h(clamp(V, V_old - clip, V_old + clip) - G)) of a value V and a return G, with h(e) = e^2
-    where |e| <= delta, else delta * (2 * |e| - delta). Source: AReaL's critic; Huber, "Robust estimation of a location
-    parameter" (1964), whose function is h / 2.
+    l = scale * max(h(V - G), h(clamp(V, V_old - clip, V_old + clip) - G)) of a value V and a return
+    G, with h(e) = e^2 where |e| <= delta, else delta * (2 * |e| - delta). Source: AReaL's critic;
+    Huber, "Robust estimation of a location parameter" (1964), whose function is h / 2.
 
     Args:
         delta: error from which the loss is linear.
@@ -89,7 +90,8 @@ def _clipped(
 class ValueMoments:
     """Running moments of the returns: the critic learns normalised returns, and its values are denormalised.
 
-    Moving averages that start at 0, of the returns, of their squares and of the constant 1 (``weight``).
+    Moving averages that start at 0, of the returns, of their squares and of the
+    constant 1 (``weight``).
     """
 
     mean: float = 0.0
@@ -99,9 +101,9 @@ class ValueMoments:
     def update(self, returns: Tensor, response_mask: Tensor, reduce: Reduce, *, beta: float = 0.99995) -> ValueMoments:
         """The moments of the returns, with which they are normalised, after another batch.
 
-        m <- beta * m + (1 - beta) * mean over the batch, of the returns, of their squares and of 1. A batch without
-        tokens, or with a return that is not finite, changes nothing. Source: AReaL, exponential running moments; PopArt
-        (van Hasselt et al., 2016).
+        m <- beta * m + (1 - beta) * mean over the batch, of the returns, of their squares and of 1.
+        A batch without tokens, or with a return that is not finite, changes nothing. Source: AReaL,
+        exponential running moments; PopArt (van Hasselt et al., 2016).
         """
         counted = returns[response_mask].double()
         count = counted.new_tensor(counted.numel())

@@ -1,7 +1,8 @@
 """Calls on processes. They are watched together, because one process that fails or hangs blocks the others.
 
-Calls are made and awaited within `CallMonitor.run`. It ends with the first failure of any call, whose peers may wait in
-a collective forever, and with an error where a call exceeds the time limit of its phase.
+Calls are made and awaited within `CallMonitor.run`. It ends with the first failure of any call,
+whose peers may wait in a collective forever, and with an error where a call exceeds
+the time limit of its phase.
 """
 
 from __future__ import annotations
@@ -77,13 +78,14 @@ class Call[R]:
         done: a reference per process to the result for the driver.
         results: results that have arrived, by index of the process.
         seconds: durations of the method, by index of the process.
-        survives_loss: whether awaiting the call raises ProcessLostError when a process has died or exceeded the time
-            limit; otherwise that ends the run.
-        late: function that gets the message when processes exceed the time limit, and returns whether all of them get
-            another limit.
+        survives_loss: whether awaiting the call raises ProcessLostError when a process has died or
+            exceeded the time limit; otherwise that ends the run.
+        late: function that gets the message when processes exceed the time limit, and returns
+            whether all of them get another limit.
         tolerates: kind of errors that end the call of one process only, as messages in `errors`.
         errors: messages of tolerated errors, by index of the process.
-        after: calls whose results the processes wait for; the time limit begins when they have ended.
+        after: calls whose results the processes wait for; the time limit begins when
+            they have ended.
         beside: an earlier call whose processes these meet; both time limits begin together.
         order: position in the order of submission.
     """
@@ -210,8 +212,8 @@ T = TypeVar("T")
 class CallMonitor:
     """Watches the calls of a session.
 
-    The time limit of a call begins when all its processes have finished their earlier calls, as those that are ready
-    may wait for the others, and when the calls that it waits for have ended.
+    The time limit of a call begins when all its processes have finished their earlier calls, as
+    those that are ready may wait for the others, and when the calls that it waits for have ended.
     """
 
     def __init__(self, limits: TimeLimits) -> None:

@@ -1,7 +1,7 @@
 """Finds and ends the processes of a session by a mark in the environment that they inherit.
 
-The process tree does not find them: a child of a killed process gets another parent. A living process's initial
-environment stays readable.
+The process tree does not find them: a child of a killed process gets another parent. A living
+process's initial environment stays readable.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def marked_processes(mark: str) -> list[int]:
 def shared_memory_of(pids: Collection[int]) -> set[Path]:
     """Returns the shared memory files that processes have mapped.
 
-    Files are identified by inode, because a semaphore is mapped under the name that it had before it was renamed.
+    Files are identified by inode, because a semaphore is mapped under the name that it had before
+    it was renamed.
     """
     inodes: set[int] = set()
     for pid in pids:
@@ -91,7 +92,8 @@ class ProcessCleanup:
 class Guard:
     """A process that cleans up after the one that starts it, even after a SIGKILL, which closes the pipe that it reads.
 
-    It has no mark itself. Where Slurm tracks processes by cgroup, it kills the guard with the rest of a task
+    It has no mark itself. Where Slurm tracks processes by cgroup, it kills the guard
+    with the rest of a task
     whose agent is killed: then temporary files stay.
     """
 

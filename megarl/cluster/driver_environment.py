@@ -72,8 +72,9 @@ def random_token() -> Generator[None]:
 def on_loopback() -> Generator[None]:
     """Makes a Ray that starts meanwhile listen on loopback alone, not on all addresses; its processes inherit it.
 
-    `ray.init` replaces a loopback address by another one of the machine, unless this switch, which Ray reads when it is
-    imported, says that there is no cluster (ray 2.60, `resolve_ip_for_localhost`).
+    `ray.init` replaces a loopback address by another one of the machine, unless this switch, which
+    Ray reads when it is imported, says that there is no cluster (ray 2.60,
+    `resolve_ip_for_localhost`).
     """
     constants: Any = ray_constants
     before = constants.ENABLE_RAY_CLUSTER
@@ -89,8 +90,9 @@ def on_loopback() -> Generator[None]:
 def interrupts_raise() -> Generator[None]:
     """Makes SIGTERM and SIGUSR1 raise SystemExit, as SIGINT raises KeyboardInterrupt: the main thread cleans up.
 
-    Ray turns the exit status of a SIGTERM into 1 (ray 2.60, `raise_sys_exit_with_custom_error_message`), so every
-    SystemExit of the block gets the status of SIGTERM.
+    Ray turns the exit status of a SIGTERM into 1 (ray 2.60,
+    `raise_sys_exit_with_custom_error_message`), so every SystemExit of the block gets
+    the status of SIGTERM.
     """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     if _in_main_thread():
@@ -111,7 +113,8 @@ def interrupts_raise() -> Generator[None]:
 def noted_signals() -> Generator[Callable[[], bytes]]:
     """Yields a function that returns the numbers of the signals that came in the block, also of ignored interrupts.
 
-    The interpreter writes them into a pipe, whichever handler a signal has. A block inside passes on what it noted.
+    The interpreter writes them into a pipe, whichever handler a signal has. A block inside passes
+    on what it noted.
     """
     reader, writer = os.pipe()
     for end in (reader, writer):
@@ -137,8 +140,8 @@ def noted_signals() -> Generator[Callable[[], bytes]]:
 def no_interrupt_is_lost() -> Generator[None]:
     """Within `interrupts_raise`, raises at the end of the block for a signal that came to nothing in it.
 
-    Python drops what a handler raises inside a destructor or a callback, and `ray.init` replaces the handler of
-    SIGTERM.
+    Python drops what a handler raises inside a destructor or a callback, and `ray.init` replaces
+    the handler of SIGTERM.
     """
     with noted_signals() as noted:
         yield

@@ -93,8 +93,8 @@ def by_call(events: Iterable[Any], names: set[str], *, on_device: bool) -> list[
     Args:
         events: events of torch's profiler, `torch.autograd.profiler_util.FunctionEvent`.
         names: names of the annotations that are calls, which do not overlap.
-        on_device: whether to count what ran on the device, instead of operators on the CPU. A call ends after its
-            kernels, as it reads their results.
+        on_device: whether to count what ran on the device, instead of operators on the CPU. A call
+            ends after its kernels, as it reads their results.
     """
     events = [event for event in events if not event.is_async]
     calls = [event for event in events if event.name in names and event.is_user_annotation and _on_cpu(event)]

@@ -44,8 +44,8 @@ class Slot:
 class Placement:
     """All devices of a run, reserved together.
 
-    A process occupies no part of a device for Ray, so that a trainer and an engine can share one; the configuration
-    decides what may overlap.
+    A process occupies no part of a device for Ray, so that a trainer and an engine can share one;
+    the configuration decides what may overlap.
 
     Args:
         virtual: whether all nodes are on this machine; otherwise each is a node of the cluster.
@@ -111,7 +111,8 @@ def visible_devices(local: Sequence[int], inherited: str | None) -> str:
 
     Args:
         local: numbers of its devices on the node.
-        inherited: the node's CUDA_VISIBLE_DEVICES, which `local` indexes; None for all GPUs of the machine.
+        inherited: the node's CUDA_VISIBLE_DEVICES, which `local` indexes; None for
+            all GPUs of the machine.
     """
     if not inherited:
         return ",".join(map(str, local))

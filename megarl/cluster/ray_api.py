@@ -34,9 +34,9 @@ def init(**options: Any) -> None:
 def skip_idle_processes(*_: object) -> None:
     """Has the Ray that this process starts do without processes that would have nothing to do.
 
-    `include_dashboard=False` still starts a process, for usage statistics, and waits for it; the log monitor is for
-    drivers with `log_to_driver`, and an agent of each node for its metrics and the dashboard (ray 2.60). Each costs a
-    second of a core. `ray start` calls this as its hook.
+    `include_dashboard=False` still starts a process, for usage statistics, and waits for it; the
+    log monitor is for drivers with `log_to_driver`, and an agent of each node for its metrics and
+    the dashboard (ray 2.60). Each costs a second of a core. `ray start` calls this as its hook.
     """
 
     def nothing(*_: object, **__: object) -> None: ...
@@ -138,8 +138,8 @@ def raised(error: RayTaskError) -> object:
 def repeats(error: BaseException) -> bool:
     """Returns whether a call failed because of the program, its data or its configuration, and not of a machine.
 
-    torch raises a RuntimeError for CUDA, NCCL, Gloo and memory, the system an OSError, and Ray a RayError for an object
-    that is lost.
+    torch raises a RuntimeError for CUDA, NCCL, Gloo and memory, the system an OSError, and Ray a
+    RayError for an object that is lost.
     """
     cause = raised(error) if isinstance(error, RayTaskError) else error
     return isinstance(cause, RunError) or not isinstance(cause, RuntimeError | OSError | RayError)
@@ -154,7 +154,8 @@ def complete_message(error: RayTaskError) -> str | None:
 def end_of_ray(error: BaseException) -> str:
     """Returns which of Ray's own processes on this machine has ended, if an actor died with it; else "".
 
-    A raylet that ends with its agent may still be ending; its actors then miss their owner, which is this process.
+    A raylet that ends with its agent may still be ending; its actors then miss their owner, which
+    is this process.
     """
     node = _ray._private.worker._global_node
     ended = [] if node is None else [name for name, _ in node.dead_processes()]

@@ -1,6 +1,7 @@
 """The nodes of a job's own Ray: the command that starts one, and a process that watches all of them.
 
-The importing process does not import Ray; the watching process is `python -m megarl.cluster.ray_node`.
+The importing process does not import Ray; the watching process is
+`python -m megarl.cluster.ray_node`.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ class RayNode:
 def watch_command(head: str, devices: int, names: Sequence[str]) -> list[str]:
     """Returns the command that watches the nodes.
 
-    It prints the names of the nodes that it waits for, then READY, and ends with the name of the first node that is
-    lost.
+    It prints the names of the nodes that it waits for, then READY, and ends with the name of the
+    first node that is lost.
 
     Args:
         head: `host:port` of Ray's head.

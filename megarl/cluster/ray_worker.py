@@ -37,8 +37,8 @@ from megarl.texts import escape_output
 class ChunkRefs[T]:
     """References to values in the object store, by chunk.
 
-    Reading a chunk fetches it, once. A worker releases the chunks that it has read at the end of the call, with the
-    call's arguments.
+    Reading a chunk fetches it, once. A worker releases the chunks that it has read at the end of
+    the call, with the call's arguments.
     """
 
     def __init__(self, refs: Mapping[int, ObjectRef[T]]) -> None:
@@ -204,9 +204,10 @@ _PendingCall = tuple[Callable[[], Any], Future[Any]]
 class SteppingRayWorker(RayProcess):
     """Runs the methods of its object in the order of the calls, and between them the object's `step()`.
 
-    `step()` does a step of work that calls have begun, and returns whether there is more of it. A method may return a
-    future of such work: its call ends when the future does, and later calls run meanwhile. All of it runs in one
-    thread. Its spans have the names of the methods; steps have that of the last one that returned a future.
+    `step()` does a step of work that calls have begun, and returns whether there is more of it. A
+    method may return a future of such work: its call ends when the future does, and later calls run
+    meanwhile. All of it runs in one thread. Its spans have the names of the methods; steps have
+    that of the last one that returned a future.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -285,9 +286,9 @@ class SteppingRayWorker(RayProcess):
 def _returned(result: Any, seconds: float, chunks: Sequence[int] | None, spans: tuple[Span, ...]) -> Any:
     """Returns the values that Ray stores for a result.
 
-    Without `chunks`, it is the result, `Timed`. With `chunks`, the result is a dict by chunk, or such a dict and a
-    result for the driver. The latter, or None, comes first, `Timed`, and the values of `chunks` follow, each as an
-    object of its own.
+    Without `chunks`, it is the result, `Timed`. With `chunks`, the result is a dict by chunk, or
+    such a dict and a result for the driver. The latter, or None, comes first, `Timed`, and the
+    values of `chunks` follow, each as an object of its own.
     """
     if chunks is None:
         return Timed(result=result, seconds=seconds, spans=spans)

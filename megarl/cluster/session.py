@@ -53,9 +53,10 @@ _MAX_CALLS = 1 << 16
 class Session:
     """The devices and processes of a run, as a context manager.
 
-    Without an address, it starts a Ray on this machine, on loopback and protected by a random token. When the `with`
-    block ends, also by an exception, SIGINT or SIGTERM, every process, shared memory file and temporary file of that
-    Ray is removed. A Ray that was joined keeps running; the session's processes end.
+    Without an address, it starts a Ray on this machine, on loopback and protected by a random
+    token. When the `with` block ends, also by an exception, SIGINT or SIGTERM, every process,
+    shared memory file and temporary file of that Ray is removed. A Ray that was joined keeps
+    running; the session's processes end.
 
     Args:
         log_dir: directory of the processes' output, one file each.
@@ -125,7 +126,8 @@ class Session:
     def launch_at(self, name: str, place: int, worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Process[W]:
         """Starts a process without devices, and returns at once; it creates its object, a `worker`, at the first call.
 
-        If the object has a method `step`, the process takes steps between calls; see `SteppingRayWorker`.
+        If the object has a method `step`, the process takes steps between calls; see
+        `SteppingRayWorker`.
 
         Args:
             name: name in messages and of the log file, such as `train rank 0`.

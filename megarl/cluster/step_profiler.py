@@ -24,7 +24,8 @@ class StepProfiler:
     """Profiles the steps and processes that `profile` names.
 
     Args:
-        directory: directory of `step-N.json`, which has all kernels, and `step-N-PROCESS.json.gz`, traces for Perfetto.
+        directory: directory of `step-N.json`, which has all kernels, and `step-N-PROCESS.json.gz`,
+            traces for Perfetto.
     """
 
     def __init__(self, config: TrainingConfig, session: Session, directory: Path) -> None:

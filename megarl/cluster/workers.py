@@ -90,7 +90,8 @@ class WorkerGroup[W]:
         """Calls a method on the first `len(args)` processes, with arguments that are not checked.
 
         Args:
-            chunks: chunks of each process, whose results stay in the object store; None: all goes to the driver.
+            chunks: chunks of each process, whose results stay in the object store; None: all goes
+                to the driver.
             processes: processes to call instead of the first ones of the group.
         """
         if processes is None:

@@ -37,7 +37,8 @@ def on_one_device(raw: Mapping[str, Any]) -> dict[str, Any]:
 def asleep_where_shared(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a configuration in which engines sleep on GPUs of groups, unless it has `rollout.sleep`.
 
-    On a CPU, sleep frees nothing; engines of evaluations, and those without a sync at every step, keep their weights.
+    On a CPU, sleep frees nothing; engines of evaluations, and those without a sync at every step,
+    keep their weights.
     """
     rollout = raw_section(raw, "rollout")
     groups = raw_section(raw, "groups")

@@ -59,7 +59,8 @@ def foreign_fix(schema: type[BaseModel], path: str, value: object, *, sure: bool
     """Returns the fix for an unknown key that is another system's, or a section of such keys; else None.
 
     Args:
-        sure: whether the key must be a whole key of another system, or end like one in two parts or more.
+        sure: whether the key must be a whole key of another system, or end like one
+            in two parts or more.
     """
     found = _find(path, sure=sure)
     if found:

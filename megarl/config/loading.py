@@ -29,9 +29,11 @@ def load(
     """Reads, merges and checks a configuration.
 
     Args:
-        path: YAML file, see `inheritance.merged`; without devices, the run gets one of this machine.
+        path: YAML file, see `inheritance.merged`; without devices, the run gets one
+            of this machine.
         overrides: settings as ``key.path=value``, as on the command line.
-        further: check of models, data and functions that raises ConfigError; called with valid fields that break
+        further: check of models, data and functions that raises ConfigError; called with valid
+            fields that break
             rules, so that one report has all problems.
         pending_paths: directories that another run writes first; paths below them may be missing.
 
@@ -98,7 +100,8 @@ def as_yaml(config: RunConfig) -> str:
 def plain(config: RunConfig) -> dict[str, Any]:
     """Returns the resolved configuration for the run's directory and trackers.
 
-    Functions' arguments whose names are those of secrets, such as `api_key` or `judgeTokens`, are masked.
+    Functions' arguments whose names are those of secrets, such as `api_key` or
+    `judgeTokens`, are masked.
     """
     return without_secrets(config.model_dump(mode="json", by_alias=True))
 

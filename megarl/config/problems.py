@@ -51,7 +51,8 @@ class ConfigError(ValueError):
 
     Args:
         source: name of the file, for the heading.
-        unchecked: subject of a sentence on the checks that the problems prevented; empty if there are none.
+        unchecked: subject of a sentence on the checks that the problems prevented;
+            empty if there are none.
     """
 
     def __init__(self, problems: Sequence[Problem], source: str = "configuration", unchecked: str = "") -> None:

@@ -108,7 +108,8 @@ class PartialOutput:
 
         Raises:
             CheckpointError: an input cannot be read, or has changed meanwhile.
-            UsageError: the unfinished output has other settings or inputs, or see ``Resources.workers``.
+            UsageError: the unfinished output has other settings or inputs, or see
+                ``Resources.workers``.
             RunError, OSError: a worker was killed, or a write failed; finished files are kept.
         """
         digest = hashlib.sha256()  # of everything that the bytes of the files depend on besides the inputs

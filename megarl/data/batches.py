@@ -17,8 +17,9 @@ from megarl.types import Ragged, SampleInfo, TextChunk
 def text_batch(items: Sequence[TrainingText], chunks: int) -> tuple[tuple[SampleInfo, ...], tuple[TextChunk, ...]]:
     """Divides demonstrations or preferences into at most `chunks` chunks of about equal sizes.
 
-    The responses of a preference are neighboring rows of a chunk, the best first. A row's id is `key/n`, or `key/n/i`
-    for response i of a preference, where n counts the item's occurrences in the batch from 0.
+    The responses of a preference are neighboring rows of a chunk, the best first. A row's id is
+    `key/n`, or `key/n/i` for response i of a preference, where n counts the item's occurrences in
+    the batch from 0.
 
     Returns:
         The samples, one per row in order, and the chunks.

@@ -1,15 +1,18 @@
 """Packs (micro-batches) as flat arrays: sequences end to end, without padding between them (THD).
 
-A row with P prompt and R response tokens that starts at position s has prompt token i at s + i and response token t at
-s + P + t. The log-probability, entropy and value of response token t are the model's outputs at the position that
-predicts it, s + P + t - 1 (`source_positions`). The score of a row is the output at its last token, s + P + R - 1
-(`last_positions`). In a conversation with given tokens, `source_positions` and all that follows from them are those of
-the sampled tokens alone: this is where `loss_mask` is applied, once, so that no column has a value of a given token.
+A row with P prompt and R response tokens that starts at position s has prompt token i at s + i and
+response token t at s + P + t. The log-probability, entropy and value of response token t are the
+model's outputs at the position that predicts it, s + P + t - 1 (`source_positions`). The score of a
+row is the output at its last token, s + P + R - 1 (`last_positions`). In a conversation with given
+tokens, `source_positions` and all that follows from them are those of the sampled tokens
+alone: this is where `loss_mask` is applied, once, so that no column has a value of a given token.
 
-The padding at the end of a pack is short sequences, so that every position attends to something and the lengths add up
-to the padded length. Its outputs are not used. A pack without rows is all padding.
+The padding at the end of a pack is short sequences, so that every position attends to something and
+the lengths add up to the padded length. Its outputs are not used. A pack without rows
+is all padding.
 
-Shapes: S positions of the pack, B rows, T response tokens of all rows ("flat"), given ones not counted.
+Shapes: S positions of the pack, B rows, T response tokens of all rows ("flat"), given
+ones not counted.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def sample_requests(
 ) -> list[SampleRequest]:
     """Returns the requests of a step; seeds depend on (seed, step, prompt id, sample index) alone.
 
-    A sample's id is `step/prompt id/sample index`. A prompt that occurs twice gets twice the samples.
+    A sample's id is `step/prompt id/sample index`. A prompt that occurs twice gets
+    twice the samples.
 
     Args:
         temperature: temperature of the samples; None is that of the configuration.

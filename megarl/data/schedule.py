@@ -1,9 +1,10 @@
 """Schedules: which rank computes which samples in which micro-batch, from ids and lengths alone.
 
-A schedule is one pass: the forward pass over a step's samples, or the forward and backward passes of one optimizer
-step. Every DP rank gets the same number of packs (micro-batches), all padded to one length, so that pipelines exchange
-tensors of one shape and no rank waits in a collective. Since every pack costs its padded length, the rows of a rank are
-balanced over its packs. Each schedule has its own padded length: a long sample affects its own mini-batch only.
+A schedule is one pass: the forward pass over a step's samples, or the forward and backward passes
+of one optimizer step. Every DP rank gets the same number of packs (micro-batches), all padded to
+one length, so that pipelines exchange tensors of one shape and no rank waits in a collective. Since
+every pack costs its padded length, the rows of a rank are balanced over its packs. Each schedule
+has its own padded length: a long sample affects its own mini-batch only.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def inference_schedule(samples: Sequence[SampleInfo], layout: Layout, tokens_per
         tokens_per_micro_batch: maximum tokens of a pack; raised to the longest sample.
 
     Raises:
-        ValueError: no samples, a repeated sample, a sample without a prompt, or a budget below one token.
+        ValueError: no samples, a repeated sample, a sample without a prompt, or a
+            budget below one token.
     """
     _check(samples, tokens_per_micro_batch)
     chunks: dict[int, list[PackRow]] = defaultdict(list)
@@ -49,7 +51,8 @@ def step_schedule(
 
     Args:
         tokens_per_micro_batch: maximum tokens of a pack; raised to the longest unit.
-        rows_per_unit: number of neighboring rows of a chunk that stay in one pack: the responses of a preference.
+        rows_per_unit: number of neighboring rows of a chunk that stay in one
+            pack: the responses of a preference.
 
     Raises:
         ValueError: as for `inference_schedule`; or a unit is incomplete.
@@ -78,14 +81,16 @@ def update_schedules(
 ) -> tuple[Schedule, ...]:
     """Plans the `epochs * mini_batches` optimizer steps of an update, in order.
 
-    Mini-batches depend on (seed, step, epoch, sample id) alone: not on the layout, the chunks or the order of
-    `samples`. The numbers of samples of an epoch's mini-batches differ by at most one, and so do those of DP ranks.
+    Mini-batches depend on (seed, step, epoch, sample id) alone: not on the layout, the chunks or
+    the order of `samples`. The numbers of samples of an epoch's mini-batches differ by at most one,
+    and so do those of DP ranks.
 
     Args:
         tokens_per_micro_batch: maximum tokens of a pack; raised to the mini-batch's longest sample.
 
     Raises:
-        ValueError: as for `inference_schedule`; no epoch, no mini-batch, or more mini-batches than samples.
+        ValueError: as for `inference_schedule`; no epoch, no mini-batch, or more
+            mini-batches than samples.
     """
     _check(samples, tokens_per_micro_batch)
     if epochs < 1:
@@ -230,8 +235,8 @@ def _first_fit(units: Sequence[Unit], capacity: int) -> list[list[Unit]]:
 def _pack(shares: Sequence[Sequence[Unit]], capacity: int, multiple: int) -> list[list[Unit]]:
     """Packs the units of every share into equally many packs, the smallest multiple that fits.
 
-    The packs of a share have about equal tokens unless one would exceed `capacity`; then they are those of `_first_fit`
-    and some empty ones.
+    The packs of a share have about equal tokens unless one would exceed `capacity`; then they are
+    those of `_first_fit` and some empty ones.
 
     Returns:
         The rows of each pack, by share.

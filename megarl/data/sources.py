@@ -96,11 +96,13 @@ def parse_rows[T](
     """Parses every row of a source.
 
     Args:
-        parse: function that makes an item of a row and its renamed columns; a ValueError means that the row is broken.
+        parse: function that makes an item of a row and its renamed columns; a ValueError means that
+            the row is broken.
         drop: faults of rows that are left out; rows with other faults are broken.
 
     Raises:
-        OSError, ValueError: the source cannot be read, rows are broken, or none is left; the first rows are named.
+        OSError, ValueError: the source cannot be read, rows are broken, or none is left; the first
+            rows are named.
     """
     made: list[T] = []
     left_out: list[LeftOut] = []

@@ -39,8 +39,8 @@ class TextTooLongError(ValueError):
 class Tokenizer:
     """A Hugging Face tokenizer that places special tokens as rollouts do.
 
-    A prompt starts with the tokenizer's begin token, if it has one. A chat is exactly what its template writes. A
-    response starts with no special token and ends with the end token, once.
+    A prompt starts with the tokenizer's begin token, if it has one. A chat is exactly what its
+    template writes. A response starts with no special token and ends with the end token, once.
 
     Args:
         name: name in messages.
@@ -75,8 +75,9 @@ class Tokenizer:
     def limited(self, tokens: int) -> Tokenizer:
         """Returns this tokenizer for texts and chats of at most so many tokens.
 
-        Of longer ones, those that are more than so many times the longest token raise TextTooLongError before they are
-        encoded: encoding takes about a second and 400 MB for 1 MB of text.
+        Of longer ones, those that are more than so many times the longest token raise
+        TextTooLongError before they are encoded: encoding takes about a second and
+        400 MB for 1 MB of text.
         """
         limited = copy.copy(self)
         limited._max_tokens = max(tokens, 0)
@@ -121,7 +122,8 @@ class Tokenizer:
 
         Raises:
             TextTooLongError: see `limited`.
-            ValueError: the template refuses the chat, or ignores the tools, their calls or their answers.
+            ValueError: the template refuses the chat, or ignores the tools, their
+                calls or their answers.
         """
         self.check_length(messages)
         if not self.has_chat_template:

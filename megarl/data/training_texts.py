@@ -82,7 +82,8 @@ def load_pairs(
 def load_candidates(source: SourceFields, encoder: Encoder, *, drop: Collection[Fault] = ()) -> Rows[TrainingText]:
     """Reads prompts with candidates, equally many in all rows; see `load_pairs`.
 
-    The column `best` is the index of the best candidate, which becomes the first response; the others keep their order.
+    The column `best` is the index of the best candidate, which becomes the first response; the
+    others keep their order.
     """
     sizes: list[int] = []
 

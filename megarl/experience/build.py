@@ -1,11 +1,13 @@
 """Builds a step's experience from rollouts, log-probabilities, values and scores.
 
-What a mask leaves out is left out of every term of the loss, the KL penalty and the entropy bonus included; the
-denominators stay those of all response tokens. Given tokens of conversations are no response tokens here, they are in
-nothing. Samples without a score are in no statistic, and their advantages are 0.
+What a mask leaves out is left out of every term of the loss, the KL penalty and the entropy bonus
+included; the denominators stay those of all response tokens. Given tokens of conversations are no
+response tokens here, they are in nothing. Samples without a score are in no statistic, and their
+advantages are 0.
 
-Shape legend: B rows, R response tokens of the longest. ``reduce`` sums a small vector over the ranks, ``largest`` takes
-the largest of each entry; every rank calls them equally often, with samples or without.
+Shape legend: B rows, R response tokens of the longest. ``reduce`` sums a small vector over the
+ranks, ``largest`` takes the largest of each entry; every rank calls them equally often, with
+samples or without.
 """
 
 from __future__ import annotations
@@ -137,7 +139,8 @@ def experience_metrics(
 ) -> dict[str, float]:
     """The metrics of all ranks' samples, equal on all ranks, but those of ``old_logprob_metrics``.
 
-    The values, [B, R], are in units of reward; ``corrected`` are the weights, [B, R], 0 outside the trust region.
+    The values, [B, R], are in units of reward; ``corrected`` are the weights, [B, R],
+    0 outside the trust region.
     """
     scored = batch.scored
     mask = batch.scored_mask

@@ -1,7 +1,8 @@
 """The samples of a rank as right-padded [B, R] tensors.
 
-Shape legend: B rows, the samples of the rank's chunks; R response tokens of the longest; T response tokens of all rows,
-concatenated ("flat"). Given tokens of conversations are left out, so that the columns have no gaps.
+Shape legend: B rows, the samples of the rank's chunks; R response tokens of the longest; T response
+tokens of all rows, concatenated ("flat"). Given tokens of conversations are left out, so that the
+columns have no gaps.
 """
 
 from __future__ import annotations
@@ -50,10 +51,12 @@ class Columns:
     """Columns by chunk; each has a float32 row per sample, with a value per response token.
 
     Args:
-        old_logprobs: nats, by the actor before the update; None where the engines' or the update's replace them.
+        old_logprobs: nats, by the actor before the update; None where the engines' or
+            the update's replace them.
         ref_logprobs: nats, by the reference.
         values: values by the critic before the update.
-        dense: raw scores by the reward model, see ``ModelEngine.token_scores``; None where a response has one score.
+        dense: raw scores by the reward model, see ``ModelEngine.token_scores``; None where a
+            response has one score.
     """
 
     samples: SampleScores
@@ -85,7 +88,8 @@ class PaddedBatch:
         scores: scores, [B] float32; 0 without one.
         sequence_advantages: advantages, [B] float32; None where they are estimated per token.
         rollout: log-probabilities by the engines, [B, R] nats.
-        old: log-probabilities by the actor before the update, or the engines' until it has its own, [B, R] nats.
+        old: log-probabilities by the actor before the update, or the engines' until
+            it has its own, [B, R] nats.
         ref: log-probabilities by the reference, [B, R] nats.
         values: raw output of the critic, [B, R].
         dense: raw scores by the reward model before and after each token, [B, R] each.
@@ -179,7 +183,8 @@ def by_chunk(values: Tensor, mask: Tensor, chunks: Mapping[int, RolloutChunk]) -
 def _turn_rewards(chunks: Mapping[int, RolloutChunk], mask: Tensor, factor: float | None) -> Tensor | None:
     """[B, R], the rewards of turns, times the factor.
 
-    The last turn of a branch also gets the rewards of later branches of its conversation, for which it has prepared.
+    The last turn of a branch also gets the rewards of later branches of its conversation, for which
+    it has prepared.
     """
     if factor is None:
         return None

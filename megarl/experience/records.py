@@ -22,7 +22,8 @@ class SampleScores:
         chunks: chunk of each sample, [N] int64.
         scores: scores, [N] float32; NaN without one.
         groups: prompt of each sample, numbered within the step, [N] int64.
-        sequence_advantages: advantages, [N] float32; None where the algorithm estimates them per token.
+        sequence_advantages: advantages, [N] float32; None where the algorithm
+            estimates them per token.
         actor_mask: samples that the actor learns from if they have a score, [N] bool.
     """
 
@@ -63,8 +64,8 @@ class StepContext:
 
     Args:
         kl_coef: coefficient of the KL penalty, per nat.
-        version: version of the actor's weights before the update; those that sampled are at most ``max_staleness``
-            older.
+        version: version of the actor's weights before the update; those that sampled are at most
+            ``max_staleness`` older.
         value_norm: moments of the value normalizer; None without one.
         dense: scale of a reward model that scores every token; None where responses have one score.
         turn_rewards: factor of the rewards of turns; None where the score has them.
@@ -94,13 +95,15 @@ class ExperienceChunk:
     Columns that the loss does not read are None.
 
     Args:
-        old_logprobs: nats, by the actor before the update, or by the engines; None where the update has its own.
-        proximal_weights: position of the old policy between the engines' (0) and the one in training (1); None where
-            ``old_logprobs`` are the old policy's.
+        old_logprobs: nats, by the actor before the update, or by the engines; None
+            where the update has its own.
+        proximal_weights: position of the old policy between the engines' (0) and the one in
+            training (1); None where ``old_logprobs`` are the old policy's.
         returns: returns, in the units of the critic's values.
         weights: factors of the policy loss's terms.
         actor_mask: 1 where the actor learns, else 0; None where it learns from all tokens.
-        scored_mask: 1 where the critic learns, on the tokens of scored responses, else 0; None where all are scored.
+        scored_mask: 1 where the critic learns, on the tokens of scored responses, else 0; None
+            where all are scored.
         ages: versions between the weights that sampled a token and the actor's.
     """
 

@@ -14,9 +14,10 @@ from megarl.rollout.engine import RolloutEngine
 class Colocation:
     """Gives shared devices to the trainers or to the engines, and remembers the version of the engines' weights.
 
-    The trainers have the devices first. Sleeping engines hold neither weights nor a cache: they wake up to receive
-    weights, and get their cache after the trainers have been offloaded. The engines refuse any other order. Where the
-    engines have devices of their own, both sides keep theirs.
+    The trainers have the devices first. Sleeping engines hold neither weights nor a cache: they
+    wake up to receive weights, and get their cache after the trainers have been offloaded. The
+    engines refuse any other order. Where the engines have devices of their own, both
+    sides keep theirs.
 
     Args:
         resharder: None if the engines read their weights from files.

@@ -41,10 +41,11 @@ class _TurnSource:
 class ConversationGroup(WorkerGroup[EnvironmentProcess]):
     """Processes that run conversations, whose turns the engines sample; spread over the nodes, without a device.
 
-    Each process is asked for turns as long as it has conversations. A turn goes to the engine that sampled the one
-    before it, which has its prefix, unless that is overloaded. The time limit of a process begins again with each turn.
-    Turns move in batches: all that a process is ready to take in one call, and all that an engine has sampled in
-    another, so the time of this process per turn falls with their number.
+    Each process is asked for turns as long as it has conversations. A turn goes to the engine that
+    sampled the one before it, which has its prefix, unless that is overloaded. The time limit of a
+    process begins again with each turn. Turns move in batches: all that a process is ready to take
+    in one call, and all that an engine has sampled in another, so the time of this process per turn
+    falls with their number.
 
     Args:
         gateway: whether the environment is a gateway.

@@ -34,8 +34,8 @@ class SyncReport:
         nbytes: bytes received by all engine ranks.
         messages: number of messages received.
         staging_bytes: largest size of the buffers in one rank.
-        stages: seconds of the slowest rank in each stage of `SyncStats`, and in `offload`, which is the time to free
-            memory on shared devices.
+        stages: seconds of the slowest rank in each stage of `SyncStats`, and in `offload`, which is
+            the time to free memory on shared devices.
     """
 
     version: int
@@ -147,8 +147,8 @@ class SyncPlanner:
 class EngineLink:
     """Engines that are updated together, by one connection with the actor's ranks.
 
-    Where engines may be replaced, a sync in which one dies or hangs is done again with the others, over another
-    connection. The new one takes part in the first sync after its start.
+    Where engines may be replaced, a sync in which one dies or hangs is done again with the others,
+    over another connection. The new one takes part in the first sync after its start.
 
     Args:
         members: numbers of the engines.
@@ -179,7 +179,8 @@ class EngineLink:
     async def connect(self) -> bool:
         """Connects the actor's ranks with the engines that have started; returns whether all of these are connected.
 
-        Every rank gets its part of the plan. An earlier connection ends, unless it is of the same processes.
+        Every rank gets its part of the plan. An earlier connection ends, unless it is
+        of the same processes.
         """
         engines = self._started
         processes = self._processes(engines)
@@ -251,7 +252,8 @@ class EngineLink:
 class Resharder:
     """The connections between the ranks of the actor's group and those of the engines.
 
-    With `rollout.rolling_update` each half of the engines has one, and gets its weights while the other half generates.
+    With `rollout.rolling_update` each half of the engines has one, and gets its weights while the
+    other half generates.
     """
 
     def __init__(self, planner: SyncPlanner, rollout: Rollout, actor: RemoteRole, engines: RolloutGroup) -> None:
@@ -274,7 +276,8 @@ class Resharder:
     async def sync(self, version: int) -> SyncReport:
         """Sends the actor's weights, and waits until every rank has committed the version.
 
-        Replaced engines take part if they have started. Without any engine that has, it waits for one.
+        Replaced engines take part if they have started. Without any engine that has,
+        it waits for one.
 
         Args:
             version: not lower than the last one.

@@ -47,7 +47,8 @@ class Rollouts:
         """Returns the samples with other ends of their responses, at the same chunks and rows.
 
         Args:
-            ends: ends of the responses by chunk; `finished` is whether a response has the token that ends it.
+            ends: ends of the responses by chunk; `finished` is whether a response has
+                the token that ends it.
         """
         samples: list[SampleInfo] = []
         for sample in self.samples:

@@ -201,7 +201,8 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
     ) -> Call[ScoredRows]:
         """Scores every sample with every function; returns at once. `prompts` are by prompt id.
 
-        Processes share the chunks, or the prompts if a function scores all responses to one together.
+        Processes share the chunks, or the prompts if a function scores all responses
+        to one together.
         """
         indices: dict[str, int] = {}
         for label, function in zip(labels(functions), functions, strict=True):

@@ -15,7 +15,8 @@ from megarl.resharding import BarrierWatch, SyncError
 class SyncAttempt:
     """A call on the actor's ranks and calls on engines, by engine.
 
-    Where engines may be replaced, one that dies or hangs ends the attempt, as the others get out of it.
+    Where engines may be replaced, one that dies or hangs ends the attempt, as the
+    others get out of it.
 
     Args:
         watch: barriers where all of them meet.

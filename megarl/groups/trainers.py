@@ -144,8 +144,8 @@ async def start_all(
 
     Args:
         model_dir: Hugging Face directory of the model.
-        sleep: whether engines share devices with the trainers. Then they end their start asleep, and the trainers start
-            after them.
+        sleep: whether engines share devices with the trainers. Then they end their start asleep,
+            and the trainers start after them.
 
     Raises:
         WorkerError: A process failed to start.

@@ -55,8 +55,9 @@ def slurm(
 ) -> None:
     """Submit CONFIG as a Slurm job, which starts Ray on its nodes and the run on top.
 
-    The configuration is checked first, and kept in run.dir/slurm with the script, which you may edit and submit again.
-    All mistakes are reported at once, and then nothing is written or submitted.
+    The configuration is checked first, and kept in run.dir/slurm with the script, which you may
+    edit and submit again. All mistakes are reported at once, and then nothing is
+    written or submitted.
     """
     from megarl.launch.request import LaunchRequest, split_arguments
     from megarl.launch.submit import launch

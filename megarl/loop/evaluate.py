@@ -72,9 +72,9 @@ class Evaluator:
 def held_out_metrics(scores: ScoresByReward, samples: Sequence[SampleInfo], evaluation: Evaluation) -> dict[str, float]:
     """Returns the metrics of an evaluation, without the prefix of their names.
 
-    `NAME` is the mean over the samples with a score, and `NAME_ci95` half the width of its 95% interval: a normal
-    interval with standard errors clustered by prompt, too narrow for fewer than about 30 prompts. Means without a score
-    and intervals of a single prompt are left out.
+    `NAME` is the mean over the samples with a score, and `NAME_ci95` half the width of its 95%
+    interval: a normal interval with standard errors clustered by prompt, too narrow for fewer than
+    about 30 prompts. Means without a score and intervals of a single prompt are left out.
     """
     groups = torch.as_tensor(group_numbers(samples))
     named = dict(scores)

@@ -27,8 +27,9 @@ ROLES: Mapping[str, RoleName] = {"logprobs": "actor", "ref": "reference", "value
 class ForwardPasses:
     """Starts passes over the parts of a step that have arrived, and the others over the whole step.
 
-    The former are those of roles that have the weights of the step's training when the step is sampled: all of them at
-    `rollout.max_staleness` 0, and above it the reference, unless it moves or its pass would delay the actor's sync.
+    The former are those of roles that have the weights of the step's training when the step is
+    sampled: all of them at `rollout.max_staleness` 0, and above it the reference, unless it moves
+    or its pass would delay the actor's sync.
     """
 
     def __init__(self, config: RolloutTrainingConfig, algo: Algo, roles: Mapping[RoleName, RemoteRole]) -> None:

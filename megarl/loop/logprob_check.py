@@ -93,8 +93,10 @@ def compare_logprobs(trainer: Ragged, engines: Sequence[Ragged], limit: float) -
     """Returns the mean and the largest absolute difference over all tokens and engines, as metrics.
 
     Args:
-        trainer, engines: raw log-probabilities in nats, T - 1 for a sequence of T ids: from its second token on.
-        limit: largest mean absolute difference of an engine, in nats per token; above it, raises DisagreementError.
+        trainer, engines: raw log-probabilities in nats, T - 1 for a sequence of T ids: from its
+            second token on.
+        limit: largest mean absolute difference of an engine, in nats per token; above it, raises
+            DisagreementError.
     """
     diffs = [np.abs(engine.values.astype(np.float64) - trainer.values) for engine in engines]
     lines = ["The trainer and the engines disagree on log-probabilities, with the same weights."]

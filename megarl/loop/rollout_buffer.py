@@ -1,13 +1,14 @@
 """Samples steps ahead of the training, as far as `rollout.max_staleness` allows, and returns them in order.
 
-Step t may be sampled once the engines have version t - 1 - S or a later one, S being the staleness, so that no token is
-more than S versions old when it is trained on (AReaL's bound, at admission). A step is trained on exactly its own
-samples, in their order. The modes differ in what happens to responses in progress when new weights are due:
+Step t may be sampled once the engines have version t - 1 - S or a later one, S being the staleness,
+so that no token is more than S versions old when it is trained on (AReaL's bound, at admission). A
+step is trained on exactly its own samples, in their order. The modes differ in what happens to
+responses in progress when new weights are due:
 
-- exact: they are finished first. Steps are sampled one after the other, step t wholly by version max(0, t - 1 - S), so
-  that a run can be repeated. S = 0 is the synchronous loop.
-- bounded: they are finished first, and steps overlap. The engines skip a version where the next step is ready and
-  responses are in progress.
+- exact: they are finished first. Steps are sampled one after the other, step t wholly by version
+  max(0, t - 1 - S), so that a run can be repeated. S = 0 is the synchronous loop.
+- bounded: they are finished first, and steps overlap. The engines skip a version where the next
+  step is ready and responses are in progress.
 - inflight: they go on with the new weights.
 """
 
@@ -44,8 +45,8 @@ _FORMAT = 2
 class RolloutBuffer:
     """The steps that are sampled or being sampled and have not been trained on.
 
-    Where trainers and engines have devices of their own, sampling goes on while the driver waits for any call; else
-    steps are sampled before one is trained on.
+    Where trainers and engines have devices of their own, sampling goes on while the driver waits
+    for any call; else steps are sampled before one is trained on.
     """
 
     def __init__(
@@ -185,8 +186,8 @@ class RolloutBuffer:
     def load(self, state: Mapping[str, Any], directory: Path) -> None:
         """Loads `state()`; raises ValueError if the prompts have changed.
 
-        Samples that have become too old for the configuration, or too few, or are of another distribution or format,
-        are generated again.
+        Samples that have become too old for the configuration, or too few, or are of another
+        distribution or format, are generated again.
         """
         position = dict(state)
         steps = position.pop("sampled", {})

@@ -1,6 +1,7 @@
 """Samples and scores the rollouts of a step.
 
-A step has `data.prompts_per_step` draws: a draw is a prompt with its `samples_per_prompt` responses.
+A step has `data.prompts_per_step` draws: a draw is a prompt with its
+`samples_per_prompt` responses.
 """
 
 from __future__ import annotations
@@ -98,13 +99,15 @@ class RolloutParts:
 class Sampler:
     """Samples and scores the rollouts of a step.
 
-    Where engines have devices of their own, the scores of a part of the samples begin when its responses have arrived,
-    and so do other forward passes over it. The parts do not depend on time, so neither do the results.
+    Where engines have devices of their own, the scores of a part of the samples begin when its
+    responses have arrived, and so do other forward passes over it. The parts do not depend on time,
+    so neither do the results.
 
     Args:
         chunks: maximum number of chunks of a step's samples.
         keep: filter of draws; further prompts are drawn for those that it rejects.
-        max_rounds: maximum rounds of generation with a filter; then the first rejected draws fill the step.
+        max_rounds: maximum rounds of generation with a filter; then the first
+            rejected draws fill the step.
         begin_forwards: starts forward passes over a part of the samples.
         greedy: also score the greedy response to each prompt.
     """

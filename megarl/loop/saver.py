@@ -58,8 +58,9 @@ class _Writing:
 class Saver:
     """Saves checkpoints; at most one is being written while the training goes on.
 
-    The ranks copy their parts to host memory and write the copies in a thread. A task of the driver asks them from time
-    to time whether they have written; when all have, a thread of the driver verifies and commits.
+    The ranks copy their parts to host memory and write the copies in a thread. A task of the driver
+    asks them from time to time whether they have written; when all have, a thread of the driver
+    verifies and commits.
     """
 
     def __init__(

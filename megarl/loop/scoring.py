@@ -1,15 +1,18 @@
 """Scores of a step's samples: gathered from all rewards, totalled, and compared within prompts.
 
-Shape legend: n samples of a chunk; N samples of a step, in the order of `Rollouts.samples`, which is that of their
-chunks and rows; C conversations of a step, which are its samples where none has branches; B samples of a rank or a
-micro-batch; R tokens of the longest response. A score takes five forms from the reward to the loss:
+Shape legend: n samples of a chunk; N samples of a step, in the order of `Rollouts.samples`, which
+is that of their chunks and rows; C conversations of a step, which are its samples where none has
+branches; B samples of a rank or a micro-batch; R tokens of the longest response. A score takes five
+forms from the reward to the loss:
 
-1. [n] float32 by chunk and reward: from `rewards.scorer` in a scoring process, or from the reward model's ranks.
-2. [C] on the driver: `gather_rows` concatenates the chunks, `total_scores` adds, clips and shapes the scores of all
-   rewards, and `score_batch` compares the conversations of a prompt. The resulting `SampleScores` are [N], each sample
-   with the numbers of its conversation; each of the actor's ranks gets its rows of them.
-3. [B, R] on the actor's ranks: `experience.build` computes token rewards and advantages.
-4. Flat, one value per response token: the columns of an `ExperienceChunk`.
+1. [n] float32 by chunk and reward: from `rewards.scorer` in a scoring process, or from the reward
+model's ranks.
+2. [C] on the driver: `gather_rows` concatenates the chunks, `total_scores` adds, clips and shapes
+   the scores of all rewards, and `score_batch` compares the conversations of a prompt. The
+   resulting `SampleScores` are [N], each sample with the numbers of its conversation; each of the
+actor's ranks gets its rows of them. 3. [B, R] on the actor's ranks: `experience.build` computes
+token rewards and advantages. 4. Flat, one value per response token: the columns of an
+`ExperienceChunk`.
 5. [B, R] in the loss of a micro-batch.
 
 A score of NaN means that the reward could not score the sample.
@@ -68,8 +71,8 @@ class ScoredSamples:
     Args:
         samples: [N], with the lengths and ends of the responses as truncated for the rewards.
         seconds: duration of the slowest reward.
-        dense: raw scores of the reward model before the first token of each response and after every token; None if it
-            scores whole responses. The last is the score of the sample.
+        dense: raw scores of the reward model before the first token of each response and after
+            every token; None if it scores whole responses. The last is the score of the sample.
     """
 
     samples: Sequence[SampleInfo]
@@ -248,7 +251,8 @@ class ScoredBatch:
 
     Args:
         totals: [C], with the rewards of all turns.
-        selected: indices of the samples to train on, in the order of `algo.select`; None where all are.
+        selected: indices of the samples to train on, in the order of `algo.select`;
+            None where all are.
     """
 
     samples: SampleScores

@@ -91,7 +91,8 @@ def trainer_class(config: TrainingConfig) -> Callable[..., Trainer]:
 def train_with_restarts(config: TrainingConfig) -> Summary:
     """Runs a stage from the last checkpoint in run.dir on; a finished run returns its summary.
 
-    After a failure that may pass, all processes are ended, and the run goes on from its last checkpoint.
+    After a failure that may pass, all processes are ended, and the run goes on from
+    its last checkpoint.
 
     Raises:
         ConfigError: The model, the data or run.dir cannot be used.

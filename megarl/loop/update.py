@@ -143,8 +143,8 @@ class Updater:
     ) -> list[dict[str, float]]:
         """Takes the optimizer steps of a step, and returns their metrics, those of both roles together.
 
-        While the critic warms up, the actor takes none. A role without scored samples skips its steps, because Adam
-        changes its weights even without a gradient.
+        While the critic warms up, the actor takes none. A role without scored samples skips its
+        steps, because Adam changes its weights even without a gradient.
 
         Args:
             kl_coef: coefficient of a KL penalty in the loss, per nat.

@@ -29,7 +29,8 @@ class LossMetrics:
         sums: terms of the step's sums.
         means: weighted sums and sums of weights; a name without weight in the step is left out.
         squares: weighted sums of squares, which give variances with the means ``name_mean``.
-        maxima: ``name_max``, and ``name_min`` with the other sign; -infinite where the mask is empty.
+        maxima: ``name_max``, and ``name_min`` with the other sign; -infinite where
+            the mask is empty.
     """
 
     sums: Named = field(default_factory=dict[str, Tensor])

@@ -199,7 +199,8 @@ class ModelEngine:
         """Takes one optimizer step per schedule; one without a finite loss and gradient changes nothing.
 
         Args:
-            texts: texts of the same steps, and the maker of their losses, which are added to the others.
+            texts: texts of the same steps, and the maker of their losses, which are
+                added to the others.
 
         Returns:
             Per step ``loss``, the losses' metrics, ``grad_norm`` (before clipping), ``lr`` and

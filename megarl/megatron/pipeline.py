@@ -159,7 +159,8 @@ def run_schedule(
     """Runs micro-batches through Megatron's pipeline schedule; afterwards gradients are reduced over DP.
 
     Returns the results of the last stage, losses detached; nothing on the other stages. In
-    training, the functions return a loss and metrics; losses are summed over micro-batches and ranks.
+    training, the functions return a loss and metrics; losses are summed over
+    micro-batches and ranks.
 
     Args:
         modules: the model's chunks, in Megatron's DDP wrapper where there is a backward pass.

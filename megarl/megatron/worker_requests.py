@@ -55,7 +55,8 @@ class UpdateRequest[S: (Schedule, RankSchedule)]:
     Args:
         chunks: tokens, with the columns that the loss reads.
         kl_coef: coefficient of a penalty in the loss, per nat.
-        texts: pretraining texts of the same optimizer steps, with packs as long, for the actor only.
+        texts: pretraining texts of the same optimizer steps, with packs as long, for
+            the actor only.
     """
 
     schedules: Sequence[S]

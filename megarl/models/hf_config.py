@@ -31,7 +31,8 @@ class ParamTable:
     """The parameters of a family, in the order in which vLLM loads them.
 
     Args:
-        layer_prefix: prefix of a layer's names, with ``{}`` for its index (in Megatron, in a chunk).
+        layer_prefix: prefix of a layer's names, with ``{}`` for its index (in
+            Megatron, in a chunk).
         layer: parameters of one layer, without that prefix.
         final: parameters after the last layer.
         score: [1, hidden] head that replaces ``output`` in value and reward models.

@@ -203,7 +203,8 @@ class _Traffic:
         In step, all ranks begin every bucket together: the sum over buckets of each one's slowest
         rank. A transfer with two buckets under way lies between the two. Ranks send and receive at
         the same time, at the link's speed in each direction, and use one link after the other;
-        packing, loading and congestion are ignored. ``speeds`` are bytes per second of a rank's links.
+        packing, loading and congestion are ignored. ``speeds`` are bytes per second
+        of a rank's links.
         """
         count = self._ranks
         buckets = int(self._bucket.max(initial=-1)) + 1

@@ -18,7 +18,8 @@ class Capacity:
     """The memory of a device; of all machines together where devices are virtual, and share it.
 
     Args:
-        device_bytes: memory of which a fraction of a device is a part; of one machine, if devices are virtual.
+        device_bytes: memory of which a fraction of a device is a part; of one
+            machine, if devices are virtual.
     """
 
     nbytes: int

@@ -15,7 +15,8 @@ from megarl.types import RoleName
 def check_memory(config: RunConfig) -> None:
     """Raises ConfigError if what is certain to be needed at once exceeds a device, or all virtual ones this machine.
 
-    And if the engines' fraction of a device leaves no room for their caches. The same holds on `cluster.min_nodes`.
+    And if the engines' fraction of a device leaves no room for their caches. The same holds on
+    `cluster.min_nodes`.
     """
     plans = plan_memory(config)
     room = capacity(config)

@@ -1,7 +1,7 @@
 """The memory that a run takes on each device in each phase, from its configuration and its models' sizes alone.
 
-Parameters, gradients, optimizer state and caches are exact. What vLLM and CUDA take besides is an allowance. All sizes
-are bytes.
+Parameters, gradients, optimizer state and caches are exact. What vLLM and CUDA take besides is an
+allowance. All sizes are bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class PhaseMemory:
         optimizer: optimizer state, and the average of the weights.
         activations, logits: memory of a forward pass, and of a backward pass where there is one.
         stepping: Adam's intermediate results, when the activations are gone.
-        weights, cache, engine: weights, key-value cache and the rest of a vLLM engine, see `EngineRankMemory`.
+        weights, cache, engine: weights, key-value cache and the rest of a vLLM engine, see
+            `EngineRankMemory`.
         buckets: buckets of a sync.
         process: memory of the processes themselves.
         snapshot: copy for a checkpoint that is being written, on a CPU.

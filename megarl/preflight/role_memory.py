@@ -1,7 +1,8 @@
 """The memory of a role on a rank, bytes.
 
-Parameters and optimizer state are exact. Activations are those that the backward pass of Megatron's local layers keeps
-(megarl/megatron/model.py), for packs as long as they may become, whose tokens are all of responses.
+Parameters and optimizer state are exact. Activations are those that the backward pass of Megatron's
+local layers keeps (megarl/megatron/model.py), for packs as long as they may become, whose tokens
+are all of responses.
 """
 
 from __future__ import annotations
@@ -177,7 +178,8 @@ def _layer(spec: RoleSpec, model: ModelSpec, device: str) -> float:
 def _norm(spec: RoleSpec, model: ModelSpec) -> float:
     """Returns the bytes of a norm and of its output: RMSNorm keeps its input and the quotient, LayerNorm one.
 
-    So do Transformer Engine's norms (pytorch/module/layernorm_linear.py, 2.8 to 2.20), which was never measured.
+    So do Transformer Engine's norms (pytorch/module/layernorm_linear.py, 2.8 to 2.20), which was
+    never measured.
     """
     item = ITEM_BYTES[model.dtype]
     if model.table.megatron["normalization"] == "LayerNorm" or spec.layers == "transformer_engine":

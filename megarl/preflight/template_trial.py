@@ -1,6 +1,7 @@
 """Tries a chat template on short chats in a child process, before the data is written with it.
 
-Templates of model directories are programs of others: Jinja's sandbox bounds neither their time nor their memory.
+Templates of model directories are programs of others: Jinja's sandbox bounds neither
+their time nor their memory.
 """
 
 from __future__ import annotations

@@ -40,9 +40,10 @@ _CHARACTERS = 2000
 def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
     """Calls every function of the run on a prompt, and on two others if it fails.
 
-    The response is the prompt itself, and for the second prompt a text of its row; a function of a batch or a group
-    gets it twice. A call has `reward.time_limit`.
-    An environment begins a conversation; returns the ids of its first prompt, none without an environment.
+    The response is the prompt itself, and for the second prompt a text of its row; a function of a
+    batch or a group gets it twice. A call has `reward.time_limit`.
+    An environment begins a conversation; returns the ids of its first prompt, none
+    without an environment.
 
     Raises:
         ConfigError: a function failed on all of them, or the environment failed.

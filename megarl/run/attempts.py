@@ -1,7 +1,8 @@
 """The attempts at a run: attempts.jsonl.
 
-Each attempt has a line for its start and, unless the process was killed, one for its end. If the file cannot be
-written, a message is printed and nothing fails: that must not end the run or hide what did.
+Each attempt has a line for its start and, unless the process was killed, one for its end. If the
+file cannot be written, a message is printed and nothing fails: that must not end the
+run or hide what did.
 """
 
 from __future__ import annotations

@@ -163,8 +163,9 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of a run, managed by the driver alone.
 
-    `stage` creates a directory that the ranks write into; `commit` verifies and renames it. A process that is killed at
-    any moment leaves the earlier checkpoints intact, and at most a directory that `clean` removes.
+    `stage` creates a directory that the ranks write into; `commit` verifies and renames it. A
+    process that is killed at any moment leaves the earlier checkpoints intact, and at most a
+    directory that `clean` removes.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -195,7 +196,8 @@ class Checkpoints:
             kept: function that chooses the steps whose checkpoints stay.
 
         Raises:
-            BrokenCheckpointError: a staged file is missing, differs or is not listed; nothing has changed.
+            BrokenCheckpointError: a staged file is missing, differs or is not listed;
+                nothing has changed.
             RunError: the directory cannot be written.
         """
         staged = self._staged(step)

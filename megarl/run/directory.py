@@ -34,12 +34,12 @@ from megarl.run.timers import process_age
 class RunDirectory(RunPaths):
     """The directory of a training run, created, or reset to its latest checkpoint.
 
-    It is locked until it is closed or its process ends. A resumed run loses what it wrote about the steps after the
-    checkpoint, and takes these steps again.
+    It is locked until it is closed or its process ends. A resumed run loses what it wrote about the
+    steps after the checkpoint, and takes these steps again.
 
     Raises:
-        ConfigError: another process has the directory, the checkpoint is damaged, the configuration or frozen weights
-            do not fit it, or the directory cannot be written.
+        ConfigError: another process has the directory, the checkpoint is damaged, the configuration
+            or frozen weights do not fit it, or the directory cannot be written.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
@@ -158,9 +158,10 @@ def attempt(
 ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """Records an attempt at the run in attempts.jsonl.
 
-    Inside the block, SIGTERM raises SystemExit; a full disk, and an error of the run's own files, become a RunError.
-    Yields a function that returns a context: an interrupt that leaves it is recorded at once. It stands inside the
-    session, as a second SIGTERM kills a driver whose Ray shuts down (see `ray_api.shutdown`).
+    Inside the block, SIGTERM raises SystemExit; a full disk, and an error of the run's own files,
+    become a RunError. Yields a function that returns a context: an interrupt that leaves it is
+    recorded at once. It stands inside the session, as a second SIGTERM kills a driver whose Ray
+    shuts down (see `ray_api.shutdown`).
 
     Args:
         taken: steps that earlier attempts have taken.

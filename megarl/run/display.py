@@ -72,8 +72,9 @@ def phase_line(name: str, seconds: float) -> str:
 class Display:
     """Prints a row per step below a heading; a missing metric is a dash.
 
-    In a terminal, a row has the first columns that fit, and below the rows is a progress bar with the current phase,
-    which stays on the screen at the end. A thread draws it; other output appears above.
+    In a terminal, a row has the first columns that fit, and below the rows is a progress bar with
+    the current phase, which stays on the screen at the end. A thread draws it; other
+    output appears above.
 
     Args:
         columns: columns by metric, in order.

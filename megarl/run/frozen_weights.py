@@ -1,7 +1,8 @@
 """Digests of the weights of frozen roles, which a resume loads again from directories that may have changed.
 
-The digests cover config.json and each safetensors file: all of a file up to 16 MiB; of a larger one its size, its
-header and 256 blocks of 64 KiB at even distances, which is enough to notice one more training step.
+The digests cover config.json and each safetensors file: all of a file up to 16 MiB; of a larger one
+its size, its header and 256 blocks of 64 KiB at even distances, which is enough to notice one more
+training step.
 """
 
 from __future__ import annotations

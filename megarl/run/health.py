@@ -1,7 +1,7 @@
 """Health checks of a training run, from the lines of metrics.jsonl alone; the limits are those of docs/metrics.md.
 
-A check says of each step whether it is unhealthy. Its finding begins after some unhealthy steps in a row, or at once
-after one far beyond the limit, and ends after as many steps that are healthy.
+A check says of each step whether it is unhealthy. Its finding begins after some unhealthy steps in
+a row, or at once after one far beyond the limit, and ends after as many steps that are healthy.
 """
 
 from __future__ import annotations

@@ -96,8 +96,8 @@ def acquire_lock(lock: IO[str]) -> None:
 def is_locked(path: Path) -> bool | None:
     """Whether a process holds the lock of a run's directory; None if that cannot be determined.
 
-    A shared file system may show the lock only to the machine that holds it: True is certain, False holds for processes
-    of this machine. The call holds a shared lock for an instant.
+    A shared file system may show the lock only to the machine that holds it: True is certain, False
+    holds for processes of this machine. The call holds a shared lock for an instant.
     """
     try:
         with open_file(path) as lock:

@@ -26,10 +26,11 @@ _LATE_S: Final = 3.0
 class Preemption:
     """Decides whether a run ends after its current step; a context manager around the steps.
 
-    SIGUSR1 and a first SIGTERM request it. A later SIGTERM has the effect that it had before the block, and so has the
-    end of the grace. The run ends by itself when another step, as long as the longest one, and its checkpoint might
-    not end in time; the first checkpoint is taken to be as long as the longest step. A process that is lost after
-    SIGTERM, or shortly before it in a job of Slurm, was ended by it: the block then raises SystemExit.
+    SIGUSR1 and a first SIGTERM request it. A later SIGTERM has the effect that it had before the
+    block, and so has the end of the grace. The run ends by itself when another step, as long as the
+    longest one, and its checkpoint might not end in time; the first checkpoint is taken to be as
+    long as the longest step. A process that is lost after SIGTERM, or shortly before it in a job of
+    Slurm, was ended by it: the block then raises SystemExit.
 
     Args:
         grace_s: seconds after SIGTERM.

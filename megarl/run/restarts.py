@@ -21,8 +21,9 @@ _JOB_VARIABLES: Final = ("SLURM_JOB_ID", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 class Restarts:
     """Restarts of one command, which end at run.max_restarts, and at a second failure without progress.
 
-    Only losses of processes, and what may be the fault of a machine, are followed by a restart (`WorkerError.repeats`).
-    Two failures are without progress if both hit the same step, or no step was finished between them.
+    Only losses of processes, and what may be the fault of a machine, are followed by a restart
+    (`WorkerError.repeats`). Two failures are without progress if both hit the same step, or no step
+    was finished between them.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
@@ -40,7 +41,8 @@ class Restarts:
         """Returns the line that announces the restart after a failure.
 
         Raises:
-            RunError: no restart follows. It is the error; without progress, it names the earlier failure, too.
+            RunError: no restart follows. It is the error; without progress, it names
+                the earlier failure, too.
         """
         steps = directory.checkpoints.steps()
         begin = f"from step {steps[-1]}" if steps else "from the beginning: there is no checkpoint yet"

@@ -43,14 +43,18 @@ class ShownSample:
         prompt, response: text without special tokens, or token ids if the run has no tokenizer.
         text: both as one text with special tokens; None without a tokenizer.
         fields: other columns of the prompt's row.
-        prompt_tokens, response_tokens: numbers of tokens; given tokens are in the response, and not counted.
+        prompt_tokens, response_tokens: numbers of tokens; given tokens are in the
+            response, and not counted.
         versions: versions of the weights that generated the response, in order.
         finished: False if the response was cut off at the length limit.
-        score: training score; in an evaluation the reward model's, or else that of the first function.
+        score: training score; in an evaluation the reward model's, or else that of
+            the first function.
         scores: unweighted scores by reward.
-        advantage: advantage of the response; None where tokens have advantages, and in an evaluation.
-        tokens: columns of the response tokens: `text`, if there is a tokenizer, and values; None if not kept. With
-            given tokens also `loss_mask`, 1 where a token was sampled; the values of the others are None.
+        advantage: advantage of the response; None where tokens have advantages, and
+            in an evaluation.
+        tokens: columns of the response tokens: `text`, if there is a tokenizer, and values; None if
+            not kept. With given tokens also `loss_mask`, 1 where a token was sampled; the values of
+            the others are None.
         turns: turns of a conversation, in order.
         outcome: how the conversation ended.
     """
@@ -292,7 +296,8 @@ class EvaluationResult:
 
     Args:
         step: step after which it was made; 0 before the first.
-        metrics: `eval/*`, those of samples with the half width of their 95% interval, `eval/*_ci95`.
+        metrics: `eval/*`, those of samples with the half width of their 95% interval,
+            `eval/*_ci95`.
     """
 
     step: int

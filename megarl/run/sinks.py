@@ -80,11 +80,12 @@ def as_json(value: Any) -> Any:
 class SampleSink:
     """Appends samples to a file of JSON lines, and drops older steps when it becomes too large.
 
-    Every other step of the older half is dropped, but not the first one: the rest covers the whole run. Training and
-    evaluations are counted separately; steps of the larger one are dropped.
+    Every other step of the older half is dropped, but not the first one: the rest covers the whole
+    run. Training and evaluations are counted separately; steps of the larger one are dropped.
 
     Args:
-        limit: size in bytes; the first and the last two steps of both kinds stay, whatever their size.
+        limit: size in bytes; the first and the last two steps of both kinds stay,
+            whatever their size.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
@@ -150,7 +151,8 @@ def _thinned(sizes: Mapping[bytes, int], max_bytes: int) -> set[bytes]:
 class TensorBoardSink:
     """Writes an event file into a directory, which is created, beside those of earlier attempts.
 
-    The calling thread writes: `tensorboardX.SummaryWriter` (2.6) blocks for ever once its thread has met a full disk.
+    The calling thread writes: `tensorboardX.SummaryWriter` (2.6) blocks for ever once its thread
+    has met a full disk.
 
     Args:
         first_step: step from which on TensorBoard discards events of earlier files.
@@ -192,8 +194,9 @@ class TensorBoardSink:
 class WandbSink:
     """Logs to a run of Weights & Biases, the same one after a resume.
 
-    wandb starts a process, which ends when the sink is closed. Its environment variables apply: with
-    `WANDB_MODE=offline` everything stays in the directory, which also has the id of its run.
+    wandb starts a process, which ends when the sink is closed. Its environment variables
+    apply: with `WANDB_MODE=offline` everything stays in the directory, which also has
+    the id of its run.
     """
 
     def __init__(self, project: str, directory: Path, *, config: Mapping[str, Any]) -> None:
@@ -243,7 +246,8 @@ class ServiceSink:
 class MlflowSink:
     """Logs to a run of an experiment of MLflow, the same one after a resume; its parameters are the configuration.
 
-    MLflow's environment variables apply: `MLFLOW_TRACKING_URI` says where. The directory has the id of its run.
+    MLflow's environment variables apply: `MLFLOW_TRACKING_URI` says where. The
+    directory has the id of its run.
     """
 
     def __init__(self, experiment: str, directory: Path, *, config: Mapping[str, Any]) -> None:
@@ -271,7 +275,8 @@ class MlflowSink:
 class TrackioSink:
     """Logs to a run of a project of Trackio, the same one after a resume.
 
-    Trackio's environment variables apply: `TRACKIO_DIR` says where. The directory has the name of its run.
+    Trackio's environment variables apply: `TRACKIO_DIR` says where. The directory has
+    the name of its run.
     """
 
     def __init__(self, project: str, directory: Path, *, config: Mapping[str, Any]) -> None:

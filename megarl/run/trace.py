@@ -1,7 +1,8 @@
 """The trace of a run, trace.json: what each process does and when, for Perfetto and chrome://tracing.
 
-An array in the Trace Event Format, an event a line. An attempt at the run is a process there, and the driver and every
-process of the run are its threads. Where the driver was killed the closing bracket is missing, which the viewers allow.
+An array in the Trace Event Format, an event a line. An attempt at the run is a process there, and
+the driver and every process of the run are its threads. Where the driver was killed the closing
+bracket is missing, which the viewers allow.
 """
 
 from __future__ import annotations

@@ -46,9 +46,10 @@ class _Point:
 def judge(lines: Sequence[Line], evaluations: Sequence[Line], findings: Sequence[HealthFinding]) -> str:
     """Returns the verdict in a sentence; empty if the run is too short for one.
 
-    The run has learned if its held-out score rose by more than the noise, or its training score if it has no two
-    evaluations; a harmful finding that lasts is named beside it, as the score may be exploited. It has collapsed if it
-    lost more than half of what it had gained, or became worse than at the start while a harmful finding began.
+    The run has learned if its held-out score rose by more than the noise, or its training score if
+    it has no two evaluations; a harmful finding that lasts is named beside it, as the score may be
+    exploited. It has collapsed if it lost more than half of what it had gained, or became worse
+    than at the start while a harmful finding began.
 
     Args:
         lines, evaluations: lines of all steps, as in the files.

@@ -1,8 +1,8 @@
 """Rules between fields.
 
-A rule is a public function of these modules, or of a stage's ``config.py``, that yields what is broken. It takes
-sections by name, and ``stage``, and holds in the stages whose sections have the annotated types; an optional one is
-None elsewhere.
+A rule is a public function of these modules, or of a stage's ``config.py``, that yields what is
+broken. It takes sections by name, and ``stage``, and holds in the stages whose sections have the
+annotated types; an optional one is None elsewhere.
 """
 
 from __future__ import annotations

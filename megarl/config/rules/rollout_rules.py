@@ -47,7 +47,8 @@ def sleeping_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[
 def all_tokens_are_sampled(algo: Algo, rollout: Rollout) -> Iterator[Broken]:
     """Engines compute log-probabilities of the tokens that such a setting leaves, trainers of all tokens.
 
-    With top_p 0.8 others measured a mean ratio of 0.896, and half of the tokens off by more than 10 %
+    With top_p 0.8 others measured a mean ratio of 0.896, and half of the tokens off
+    by more than 10 %
     (huggingface/trl, 7269). The likelihood of samples reads no log-probability of the engines.
     """
     if algo.is_likelihood:

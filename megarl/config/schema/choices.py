@@ -1,8 +1,9 @@
 """Fields whose value is one of several named choices with options.
 
-Such a field is ``Annotated[Choice, OneOf(...)]`` with classes of choices, or with kinds of ``megarl.algos.registry``,
-whose choices are derived from the signatures of functions. A configuration has a name, or a mapping of it and options;
-without a name, these are options of the default choice.
+Such a field is ``Annotated[Choice, OneOf(...)]`` with classes of choices, or with kinds of
+``megarl.algos.registry``, whose choices are derived from the signatures of functions. A
+configuration has a name, or a mapping of it and options; without a name, these are options of the
+default choice.
 """
 
 from __future__ import annotations

@@ -164,8 +164,8 @@ class Rollout(Section):
     """Memory of the key-value cache of each engine rank, MiB; null is 4096, or what gpu_memory_fraction leaves."""
     gpu_memory_fraction: BelowOne | None = None
     """Part of a GPU's memory for an engine rank, weights included, instead of kv_cache_mib; with device cpu, of the
-    machine's memory, or of cluster.device_memory_gib. The cache has what the memory plan (docs/memory.md) leaves of it:
-    the same size at every start."""
+    machine's memory, or of cluster.device_memory_gib. The cache has what the memory plan
+    (docs/memory.md) leaves of it: the same size at every start."""
     sleep: bool = False
     """Free the engines' weights and caches while the trainers work. Unset, it is true where groups
     have the engines' GPUs, except in stage eval and with sync_every above 1."""

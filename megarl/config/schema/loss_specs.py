@@ -30,7 +30,8 @@ class PolicySpec:
         temperature: temperature of the rollouts.
         share, mix_share: factors of the policy loss and of the pretraining texts' loss.
         max_staleness: bound of the age of the weights that sampled a token, versions.
-        value_norm: the critic's value normalizer, for the experience that the actor builds; None without one.
+        value_norm: the critic's value normalizer, for the experience that the actor
+            builds; None without one.
     """
 
     algo: Algo

@@ -1,7 +1,8 @@
 """The base classes of the stages' configurations.
 
-A stage is a subclass in `megarl.stages.NAME.config`. It declares its fields, and answers what others ask of a stage:
-its roles, rows, losses, the lines of its plan, and the metrics that it shows. Nobody else names a stage.
+A stage is a subclass in `megarl.stages.NAME.config`. It declares its fields, and answers what
+others ask of a stage: its roles, rows, losses, the lines of its plan, and the metrics that it
+shows. Nobody else names a stage.
 """
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ def values_by_path(value: object, above: str = "") -> Iterator[tuple[str, object
 def keys(schema: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[int | str], Any]:
     """Returns the path of a validation error in the configuration, and the type there.
 
-    Pydantic's locations also have the name of a choice, between the key of its field and that of an option.
+    Pydantic's locations also have the name of a choice, between the key of its field
+    and that of an option.
     """
     path: list[int | str] = []
     here: Any = schema

@@ -197,7 +197,8 @@ async def run_harness(
         passed: names of further variables of this process that the harness gets.
 
     Raises:
-        FailedEnvironmentError: it does not start, fails or takes too long, with the end of its output.
+        FailedEnvironmentError: it does not start, fails or takes too long, with the
+            end of its output.
     """
     words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
     environment: dict[str, str] = {}

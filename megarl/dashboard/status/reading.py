@@ -91,7 +91,8 @@ class Progress:
 
     Args:
         step: last step; 0 before the first.
-        steps: number of the run's steps; None if the configuration has none, as of a standalone evaluation.
+        steps: number of the run's steps; None if the configuration has none, as of a
+            standalone evaluation.
         stepped: time at which the last step was written; None before the first.
     """
 

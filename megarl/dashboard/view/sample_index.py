@@ -21,7 +21,8 @@ _BRANCH = re.compile(r"#\d+$")
 class SampleGroup:
     """The samples of a prompt in a step: where their lines begin, and their numbers.
 
-    The branches of a conversation are one sample: with the tokens of all, and the end of the last one.
+    The branches of a conversation are one sample: with the tokens of all, and the end
+    of the last one.
     """
 
     starts: list[int] = field(default_factory=list[int])

@@ -31,9 +31,10 @@ def node(
 ) -> None:
     """Run CONFIG on all nodes of a Slurm job step with one task per node: srun --ntasks-per-node=1 ...
 
-    The first node starts Ray, waits for the other nodes and their devices, and runs megarl train or eval, whose exit
-    code is the job's: 2 for a mistake in CONFIG, found before Ray starts; 1 if the run or a node fails. Nothing is
-    left running on any node. Requires RAY_AUTH_TOKEN, a secret of the job.
+    The first node starts Ray, waits for the other nodes and their devices, and runs megarl train or
+    eval, whose exit code is the job's: 2 for a mistake in CONFIG, found before Ray starts; 1 if the
+    run or a node fails. Nothing is left running on any node. Requires RAY_AUTH_TOKEN,
+    a secret of the job.
     """
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     options = AgentOptions(

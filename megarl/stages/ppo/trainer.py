@@ -1,6 +1,7 @@
 """Proximal policy optimization (Schulman et al., 2017) and its relatives.
 
-Calls of roles return at once. Calls on one group run in the order of this file, calls on different groups in parallel.
+Calls of roles return at once. Calls on one group run in the order of this file, calls on different
+groups in parallel.
 """
 
 from __future__ import annotations

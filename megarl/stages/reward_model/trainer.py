@@ -1,9 +1,9 @@
 """Training of a reward model on preferences, and the scale of its scores.
 
-The scale gives the scores of reference samples, which are responses of the initial model, mean 0 and variance 1: after
-training, and optionally before (Ziegler et al., "Fine-tuning language models from human preferences", 2019). Before
-training, the gain goes into the head; the bias has no effect on comparisons. After training, both are written beside
-the model, whose raw scores do not change.
+The scale gives the scores of reference samples, which are responses of the initial model, mean 0
+and variance 1: after training, and optionally before (Ziegler et al., "Fine-tuning language models
+from human preferences", 2019). Before training, the gain goes into the head; the bias has no effect
+on comparisons. After training, both are written beside the model, whose raw scores do not change.
 """
 
 from __future__ import annotations
