@@ -170,10 +170,11 @@ chaos: setup
 bench: setup
 	@set -e; $(foreach name,$(BENCHMARKS),echo '== $(name)'; $(BIN)/python -m benchmarks.$(name);)
 
-docs: setup
-	$(BIN)/python -m tools.docs.configuration_page > docs/configuration.md
-	$(BIN)/python -m tools.docs.algorithms_page > docs/algorithms.md
-	$(BIN)/python -m tools.docs.foreign_keys_page > docs/from-trl-verl.md
+docs: setup # a page stays as it is where its program fails
+	@set -e; trap 'rm -f docs/page.new' EXIT; for page in configuration:configuration algorithms:algorithms foreign_keys:from-trl-verl; do \
+		$(BIN)/python -m tools.docs.$${page%:*}_page > docs/page.new; \
+		mv docs/page.new docs/$${page#*:}.md; \
+	done
 
 docs-site: $(DOCS)/installed mermaid
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
