@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -134,6 +135,7 @@ class RayProcess:
         self._reserved: list[socket.socket] = []
         self._spans = SpanLog()
         self._usage = UsageMeter()
+        self._seconds = 0.0  # of the last call or step
         self._profiler = KernelProfiler()
 
     @functools.cached_property
@@ -159,19 +161,17 @@ class RayProcess:
         """Returns what the process has used since the last reading."""
         return Timed(result=self._usage.take(), seconds=0.0)
 
-    def _measured[T](self, phase: Phase, name: str, work: Callable[[], T]) -> tuple[T, float]:
-        """Returns the result of a call or a step, and its seconds, which are counted."""
+    @contextmanager
+    def _measured(self, phase: Phase, name: str) -> Generator[None]:
+        """Measures a call or a step that succeeds, and profiles it where it is to be."""
         self._usage.enter(phase)
         start = time.perf_counter()
         with self._profiler.call(phase, name):
-            result = work()
+            yield
         end = time.perf_counter()
-        self._usage.add(end - start)
+        self._seconds = end - start
+        self._usage.add(self._seconds)
         self._spans.add(name, start, end)
-        return result, end - start
-
-    def _call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return getattr(self._object, method)(*args, **kwargs)
 
 
 class RayWorker(RayProcess):
@@ -188,9 +188,10 @@ class RayWorker(RayProcess):
     ) -> Any:
         """Runs a method; returns the values of `_returned`."""
         del number  # they come in order
-        result, seconds = self._measured(phase, method, functools.partial(self._call, method, args, kwargs))
+        with self._measured(phase, method):
+            result = getattr(self._object, method)(*args, **kwargs)
         self._spans.close()
-        return _returned(result, seconds, chunks, self._spans.take())
+        return _returned(result, self._seconds, chunks, self._spans.take())
 
     def profile(self, trace: str | None) -> Timed[Sequence[CallProfile]]:
         """Begins to profile the calls; with the file of the trace, ends it and returns what the calls computed."""
@@ -235,7 +236,8 @@ class SteppingRayWorker(RayProcess):
         start = time.perf_counter()
 
         def call() -> Any:
-            result, _ = self._measured(phase, method, functools.partial(self._call, method, args, kwargs))
+            with self._measured(phase, method):
+                result = getattr(self._object, method)(*args, **kwargs)
             if isinstance(cast("object", result), Future):
                 self._work = method  # the steps work on it
             else:
@@ -269,7 +271,8 @@ class SteppingRayWorker(RayProcess):
                 try:
                     call, done = self._calls.get(block=not more)
                 except queue.Empty:
-                    more, _ = self._measured("rollout", self._work, self._object.step)
+                    with self._measured("rollout", self._work):
+                        more = self._object.step()
                     if not more:
                         self._spans.close()
                     continue

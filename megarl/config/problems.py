@@ -108,9 +108,11 @@ def correct_model_path(path: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Returns a value as text of at most 80 characters."""
+    """Returns a value as text of at most 80 characters, or as a whole path."""
     if isinstance(value, BaseModel):
         value = getattr(value, "name", None) or getattr(value, "path", None) or value
+    if isinstance(value, str) and "/" in value and len(value.split()) == 1:
+        return value
     value = _plain(value)
     if isinstance(value, Mapping | list):
         hidden = without_secrets(value, inside=True)

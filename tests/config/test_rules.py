@@ -169,6 +169,13 @@ def test_a_checkpoint_is_read_like_a_random_model(tmp_path: Path) -> None:
     assert debug(f"model={{path: {good}, random: null}}", *rewarded).model.hf_config()["hidden_size"] == 128
 
 
+def test_a_long_path_is_shown_whole(tmp_path: Path) -> None:
+    path = str(tmp_path / ("a" * 90) / "model")
+    with pytest.raises(ConfigError) as error:
+        debug(f"model={{path: {path}, random: null}}")
+    assert path in [problem.value for problem in error.value.problems]
+
+
 def test_a_checkpoint_of_a_role_is_checked_against_the_vocabulary(tmp_path: Path) -> None:
     other = checkpoint(tmp_path / "other", vocab_size=95)
     for role in ("reward", "critic"):

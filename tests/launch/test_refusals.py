@@ -20,7 +20,7 @@ pytestmark = pytest.mark.process
         (["--set=runtime=apptainer"], ["runtime.image = (missing)"]),
         (["--set=runtime={name: pyxis, image: i}", "run.dir=/tmp/a,b"], ["run.dir = /tmp/a,b", "pyxis can mount"]),
         (["run.dir=/tmp/a\\b"], ["run.dir = ", "without backslashes"]),
-        (["--set=sbatch=[--nodes=4]"], ["sbatch = ['--nodes=4']", "give --nodes on the command line"]),
+        (["--set=sbatch=[--nodes=4]"], ["sbatch = [--nodes=4]", "give --nodes on the command line"]),
         (["--set=nemo_run.tunnel=x"], ["nemo_run.tunnel = x"]),
         (["--set=qos"], ["'qos' is not FIELD=VALUE"]),
         (["--set=runtime=bare", "--set=runtime.python=p"], ["below a field that is set to a value"]),
