@@ -33,6 +33,7 @@ StateName = Literal[
     "finished", "profiled", "running", "preempted", "interrupted", "failed", "killed", "silent", "waiting"
 ]
 _SLURM = "slurm"  # the folder of the files and logs of a run's Slurm jobs
+_JOB_END = "end.json"  # why a job ended, written by its agents (launch/node/job_directory.py)
 _SILENT_S = 1800.0  # loading a model may take that long
 
 
@@ -200,6 +201,10 @@ def _state(run: RunPaths, attempts: Sequence[Attempt], written: float | None, ho
             return _ended(end, finished=run.finished)
         if attempt.host == host and locked is False and not run.finished:
             message = f"process {attempt.pid} on {host} wrote no reason: it was killed, or the machine went down"
+            job_logs = _job_logs(run.path, attempts)
+            if job_logs is not None:  # Ray ends the driver whose raylet ends (ray 2.60)
+                reason = read_config(Path(job_logs, _JOB_END)).get("reason")
+                message = f"{message}; its job ended: {reason}" if reason else message
             return RunState(name="killed", message=message, since=written)
         active = max(active, attempt.time)
     if run.finished:

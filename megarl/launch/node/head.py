@@ -147,6 +147,7 @@ class Head(Agent):
         self.directory.reached("driver started")
         self.wait(lambda: driver.exit_code is not None)
         self._reached("driver ended")
+        log.info("its exit code is %d", driver.exit_code)
         if not driver.exit_code:
             raise JobEnded(0, "finished")
         if driver.exit_code != PreemptedError.exit_code:

@@ -72,6 +72,14 @@ def test_a_process_missing_on_this_machine_was_killed(run: MadeRun) -> None:
     assert "process 77 on n1 wrote no reason" in found.message
 
 
+def test_the_reason_of_its_job_is_reported_for_a_killed_process(run: MadeRun) -> None:
+    run.start(1, ago=900, job="7", restart=1)
+    (run.job("7-1") / "end.json").write_text('{"exit_code": 143, "reason": "node n1 got SIGTERM", "node": null}')
+    found = state(run)
+    assert found.name == "killed"
+    assert found.message.endswith("its job ended: node n1 got SIGTERM")
+
+
 @pytest.mark.parametrize(("ago", "name"), [(25 * MINUTE, "running"), (35 * MINUTE, "silent")])
 def test_the_state_of_a_process_on_another_machine_comes_from_its_files(run: MadeRun, ago: float, name: str) -> None:
     run.steps(3, ago=ago, apart=60)
