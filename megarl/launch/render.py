@@ -13,6 +13,7 @@ from pathlib import Path
 import jinja2
 
 from megarl.launch.profile import Bare, Profile, Runtime
+from megarl.run.paths import JOBS
 
 _PLAIN = re.compile(r"[\w@%+=:,./^*~\[\]-]+", re.ASCII)
 _END_S = 120  # for the head to stop its driver, and for all nodes to clean up
@@ -55,7 +56,7 @@ class BatchJob:
 
     @property
     def directory(self) -> Path:
-        return self.run_dir / "slurm"
+        return self.run_dir / JOBS
 
     @property
     def script(self) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.config import RunConfig, as_yaml
 from megarl.config.problems import Problem
+from megarl.run.paths import JOBS
 
 _AUTO = "auto"
 JOB_RAY = f"cluster.address={_AUTO}"
@@ -72,7 +73,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[tuple[Path, ...], tuple[s
 def submitted_as(config: RunConfig) -> Path:
     """Returns the path of the resolved configuration in run.dir; its name has the content's hash."""
     digest = hashlib.sha256(as_yaml(config).encode()).hexdigest()
-    return Path(config.run.dir, "slurm", f"config-{digest[:8]}.yaml")
+    return Path(config.run.dir, JOBS, f"config-{digest[:8]}.yaml")
 
 
 def unwritable(run_dir: object, error: OSError, what: str = "") -> Problem:

@@ -12,6 +12,10 @@ import yaml
 
 from megarl.files import open_file
 
+JOBS = "slurm"
+"""The folder of run.dir with the files of Slurm jobs, and a folder with the logs of each."""
+JOB_END = "end.json"
+"""The file in a job's folder that says why the job ended."""
 _LARGEST_CONFIG = 1 << 20
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is faster, and not in every build
 # to get the lock: `is_locked` holds it for an instant

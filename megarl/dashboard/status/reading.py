@@ -26,14 +26,12 @@ from megarl.run.health import (
     metric_values,
     shortened,
 )
-from megarl.run.paths import RunPaths, is_locked, read_config
+from megarl.run.paths import JOB_END, JOBS, RunPaths, is_locked, read_config
 from megarl.run.sinks import WRITTEN
 
 StateName = Literal[
     "finished", "profiled", "running", "preempted", "interrupted", "failed", "killed", "silent", "waiting"
 ]
-_SLURM = "slurm"  # the folder of the files and logs of a run's Slurm jobs
-_JOB_END = "end.json"  # why a job ended, written by its agents (launch/node/job_directory.py)
 _SILENT_S = 1800.0  # loading a model may take that long
 
 
@@ -59,7 +57,7 @@ def find_runs(path: Path) -> list[Path]:
 def _is_run(path: Path) -> bool:
     """Whether there are files of a run, or of a job, which may have ended before it started the run."""
     run = RunPaths(path)
-    files = (run.config, run.attempts, run.metrics, path / _SLURM)
+    files = (run.config, run.attempts, run.metrics, path / JOBS)
     return any(os.path.exists(file) for file in files)  # False if not readable
 
 
@@ -203,7 +201,7 @@ def _state(run: RunPaths, attempts: Sequence[Attempt], written: float | None, ho
             message = f"process {attempt.pid} on {host} wrote no reason: it was killed, or the machine went down"
             job_logs = _job_logs(run.path, attempts)
             if job_logs is not None:  # Ray ends the driver whose raylet ends (ray 2.60)
-                reason = read_config(Path(job_logs, _JOB_END)).get("reason")
+                reason = read_config(Path(job_logs, JOB_END)).get("reason")
                 message = f"{message}; its job ended: {reason}" if reason else message
             return RunState(name="killed", message=message, since=written)
         active = max(active, attempt.time)
@@ -287,7 +285,7 @@ def _size(directory: Path) -> int:
 
 def _job_logs(run_dir: Path, attempts: Sequence[Attempt]) -> str | None:
     """Returns the directory of the last attempt's Slurm job, or that of all jobs while no attempt has one."""
-    folder = run_dir / _SLURM
+    folder = run_dir / JOBS
     if attempts and attempts[-1].job is not None:
         folder /= f"{attempts[-1].job}-{attempts[-1].restart}"
     return str(folder) if folder.is_dir() else None

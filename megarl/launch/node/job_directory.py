@@ -16,10 +16,10 @@ from typing import Any
 from megarl.errors import PreemptedError
 from megarl.files import write_durably
 from megarl.launch.node.slurm_job import SlurmJob
+from megarl.run.paths import JOB_END, JOBS
 
 _NO_FAILURE = (0, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM, PreemptedError.exit_code)
 """Exit codes of success, a user's mistake, a stop by a signal, and a preempted run that has saved."""
-_END = "end.json"
 _RAY = "ray.json"
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class JobDirectory:
     def __init__(self, run_dir: str, job: SlurmJob) -> None:
         """Makes the directory; may raise OSError."""
         self._job = job
-        self.path = Path(run_dir).absolute() / "slurm" / f"{job.id}-{job.attempt}"
+        self.path = Path(run_dir).absolute() / JOBS / f"{job.id}-{job.attempt}"
         self.path.mkdir(parents=True, exist_ok=True)
         self.driver_log = self.path / "driver.log"
 
@@ -57,7 +57,7 @@ class JobDirectory:
 
     def begin(self) -> None:
         """Tells the other nodes that the head has started; removes the end of an earlier step of the job."""
-        (self.path / _END).unlink(missing_ok=True)
+        (self.path / JOB_END).unlink(missing_ok=True)
         self.publish_ray("")
 
     def publish_ray(self, address: str) -> None:
@@ -78,7 +78,7 @@ class JobDirectory:
 
     def end(self) -> ExitReason | None:
         """Returns why the job ends; None while it runs."""
-        end = self._read(_END)
+        end = self._read(JOB_END)
         return ExitReason(**end) if end else None
 
     def _names(self) -> list[str]:
@@ -107,7 +107,7 @@ class JobDirectory:
     def write_end(self, reason: ExitReason) -> None:
         """Writes why the job ends, which ends it on every node."""
         with _warning():
-            write_durably(self.path / _END, json.dumps(asdict(reason)) + "\n")
+            write_durably(self.path / JOB_END, json.dumps(asdict(reason)) + "\n")
 
     def add_to_driver_log(self, text: str) -> None:
         if self.driver_log.exists():
