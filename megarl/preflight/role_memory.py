@@ -24,7 +24,7 @@ class RoleMemory:
     """A role on a rank, bytes.
 
     Args:
-        gradients, optimizer, stepping, update: memory for training; `optimizer` is 0 without.
+        optimizer: the optimizer's state; 0 without training.
         stepping: Adam's intermediate results: one of all weights on CUDA, two of each in turn on
             a CPU.
         snapshot: what this rank writes of a checkpoint: a part of what its replicas share, and

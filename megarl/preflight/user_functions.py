@@ -183,7 +183,8 @@ def check_own_functions(config: RunConfig) -> list[Problem]:
     problems: list[Problem] = []
     for field, function in _user_functions(config, ""):
         problems += _user_function_problems(config, field, function)
-    if isinstance(config, RolloutTrainingConfig) and ":" in (name := config.resharding.transport):
+    name = config.resharding.transport if isinstance(config, RolloutTrainingConfig) else ""
+    if ":" in name:  # a class of the user
         from megarl.resharding import WeightTransfer
 
         try:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megarl.config import ConfigError, build
 from megarl.config.loading import load
 from megarl.config.rules import rules_of
-from megarl.config.rules.tables import ORDERED, READ_TEXT, UNUSED, Unused, _condition
+from megarl.config.rules.tables import ORDERED, READ_TEXT, UNUSED, Unused, condition
 from megarl.config.schema import STAGES, stage_classes
 from megarl.config.schema.schema_walk import has_path
 from tests.config.broken_algorithms import ALGORITHMS
@@ -96,7 +96,7 @@ def test_every_entry_of_the_tables_is_tested_and_names_fields() -> None:
             other = path + row.field if row.field.startswith(".") else row.field
             settings = [f"{path}.{name}" for name in row.settings.split()]
             named |= {*settings, other}
-            expected = _condition(other, row.value)
+            expected = condition(other, row.value)
             if any(key(case[2]) in settings and case[3] in expected for case in UNUSED_CASES):
                 tested.add(row)
     assert tested == {row for rows in UNUSED.values() for row in rows}

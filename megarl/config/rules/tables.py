@@ -100,8 +100,6 @@ UNUSED: Final[Mapping[str, list[Unused]]] = {
     "tracking": [Unused("samples_mib tokens", ".samples", 0, "raise tracking.samples")],
 }
 """The settings of each section; of several entries that hold for a setting, the first one is reported."""
-
-
 READ_TEXT: Final = {
     "rollout.stop": "use rollout.stop_token_ids",
     "data.chat_template": "set it to false",
@@ -165,7 +163,7 @@ def _unused(values: Mapping[str, Any]) -> Iterator[Broken]:
             field = path + row.field if row.field.startswith(".") else row.field
             if isinstance(section, BaseModel) and field in values and _is_so(values[field], row.value):
                 names = [name for name in row.settings.split() if name in type(section).model_fields]
-                where = _condition(field, row.value)
+                where = condition(field, row.value)
                 if row.reason:
                     where += f", {row.reason}"
                 yield from ineffective_settings(path, section, names, where, f"or {row.otherwise}")
@@ -179,7 +177,8 @@ def _is_so(value: object, expected: object) -> bool:
     return value == expected
 
 
-def _condition(field: str, value: object) -> str:
+def condition(field: str, value: object) -> str:
+    """Returns the words for a value of a field, as in "has no effect without algo.filter"."""
     if value is None or value == ():
         return f"without {field}"
     if value is GIVEN or value is True:
