@@ -57,7 +57,7 @@ help:
 	@echo 'learning  every algorithm on the task of the demo, and GRPO over several turns, three seeds each, some four hours; goes on where it was'
 	@echo 'unit   the tests that start no process, about a minute'
 	@echo 'test   lint, types and all tests that need no GPU'
-	@echo 'matrix every layout of the debug run on one recorded batch, every recipe, and every family in live engines, about 20 minutes'
+	@echo 'matrix the other cases of tests that `make test` has one of: layouts, recipes, asynchronous modes, families in live engines'
 	@echo 'chaos  100 runs with a fault at a random time: a killed, stopped or starved process, a preemption, a damaged file, a full disk; TRIALS=10 is fewer'
 	@echo 'lint   lint, format check, density and types'
 	@echo 'bench  run the benchmarks that take minutes: $(BENCHMARKS); the others by hand: python -m benchmarks.NAME --help'
@@ -161,8 +161,7 @@ test: style nemo-run ray agents verifiers openenv mermaid $(DOCS)/installed
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --no-loadscope-reorder --durations=25 -m 'not gpu and not matrix'
 
 matrix: setup
-	$(BIN)/python -m pytest tests/e2e/test_layouts.py tests/e2e/test_recipes.py tests/e2e/test_asynchronous.py \
-		tests/rollout/test_families.py
+	$(BIN)/python -m pytest -m matrix --ignore=tests/chaos
 
 chaos: setup
 	CHAOS_TRIALS=$(TRIALS) $(BIN)/python -m pytest tests/chaos

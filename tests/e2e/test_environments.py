@@ -104,7 +104,9 @@ def test_a_run_is_trained_on_the_turns_that_the_engines_sampled(tmp_path: Path, 
     assert "exact" not in mode or not any(len(own) > 1 for own in of_conversations.values()), "nor between turns"
     assert_log_probabilities(turns, tmp_path, whole="keep" not in mode)
     assert sum(check_turns(trained, sampled)) > len(trained)
-    judged = [judged_by_transformers(tmp_path / "judge", row["response"]) for row in trained]
+    judge: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "judge")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "judge")
+    judged = [judged_by_transformers(judge, tokenizer, row["response"]) for row in trained]
     known = [score for score in judged if score is not None]
     assert sum(step["rewards/unscored/judge_model"] for step in steps) == len(judged) - len(known)
     scored = [(step["scores/judge_model"], 12 - step["rewards/unscored/judge_model"]) for step in steps]
@@ -175,10 +177,8 @@ def write_judge(directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def judged_by_transformers(directory: Path, response: str) -> float | None:
+def judged_by_transformers(model: Any, tokenizer: Any, response: str) -> float | None:
     """Returns the digit in what transformers answers to the judge's question; None without one."""
-    model: Any = AutoModelForCausalLM.from_pretrained(directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
     ids = torch.tensor([tokenizer.encode(f"{response}=")])
     answer = model.generate(ids, do_sample=False, max_new_tokens=4)[0, ids.shape[1] :]
     found = re.findall(r"\d", tokenizer.decode(answer))

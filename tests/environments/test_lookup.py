@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from examples.lookup.prepare import prepare
+from megarl.conversations import environment_process
 from megarl.conversations.chat_session import TurnLimits
 from megarl.data.prompts import task_prompts
 from megarl.data.tokenizer import load_tokenizer
@@ -36,7 +37,10 @@ class Player(Engine):
         return SampledTurn.of(pack_chunk(0, [response])[1])
 
 
-def test_the_question_is_needed_and_its_answer_has_the_form_of_the_demonstrations(tmp_path: Path) -> None:
+def test_the_question_is_needed_and_its_answer_has_the_form_of_the_demonstrations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_process, "_HEARTBEAT_S", 0.1)  # the last conversations wait for it
     prepare(tmp_path)
     model, limits = tmp_path / "model", TurnLimits(context=32, turn=4, turns=3, min_turn=0)
     settings = {"name": "examples.lookup.table:Table"}
