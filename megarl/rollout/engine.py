@@ -135,10 +135,9 @@ class RolloutEngine:
         set_vllm_environment(options.device, self._scratch.name, options.threads)
         with importing_vllm(options.device):
             from vllm import EngineArgs, LLMEngine
-            from vllm.config import WeightTransferConfig
             from vllm.usage.usage_lib import UsageContext
 
-            from megarl.rollout.weight_receiver import BACKEND, WorkerExtension
+            from megarl.rollout.weight_receiver import WorkerExtension
 
         cpu = options.device == "cpu"
         tp = self._rollout.tp
@@ -152,7 +151,6 @@ class RolloutEngine:
             tensor_parallel_size=tp,
             distributed_executor_backend="uni" if tp == 1 else "mp",
             worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
-            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             enforce_eager=cpu or self._rollout.enforce_eager,
             async_scheduling=False if self._inflight else None,  # no batch is under way when the weights change
             enable_chunked_prefill=False if cpu else None,  # vLLM (0.32) cannot step a CPU's seeded generator back
@@ -186,9 +184,7 @@ class RolloutEngine:
     def connect(self, request: ConnectRequest) -> None:
         """Connects every rank to the trainer's, and waits for all ranks of the sync. Ends an earlier connection."""
         version = -1 if self.version is None else self.version
-        init = {"sync": request.sync, "ranks": tuple(request.ranks), "version": version}
-        self._transfer("init_weight_transfer_engine", init)
-        self._values("connect", self._outcomes())
+        self._call("connect", request.sync, tuple(request.ranks), version)
 
     @remote(phase="sync")
     def receive_weights(self, version: int) -> list[SyncStats]:
@@ -203,13 +199,7 @@ class RolloutEngine:
         docs/async.md says what that changes.
         """
         self._state.begin_sync(len(self._running_requests))
-        self._transfer("start_weight_update")
-        self._transfer("update_weights", {"version": version})
-        self._transfer("finish_weight_update")
-        outcomes = self._outcomes()
-        if not all(outcome.consistent for outcome in outcomes):
-            self._state.mix()
-        received: list[SyncStats] = self._values("receive", outcomes)
+        received: list[SyncStats] = self._call("receive", version)
         start = perf_counter()
         self._commit(version)
         reset = perf_counter() - start
@@ -402,22 +392,16 @@ class RolloutEngine:
             versions=tuple(versions),
         )
 
-    def _transfer(self, method: str, *args: Any) -> None:
-        """Calls a method of every rank's worker that vLLM passes on to the weight-transfer engine."""
-        self._running.collective_rpc(method, args=args)
-
-    def _outcomes(self) -> list[CallOutcome]:
-        """Returns the outcomes of the transfer engines' last calls, by rank."""
-        return self._running.collective_rpc("megarl_outcome")
-
     def _call(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of the transfer engines that vLLM does not know; returns its results by rank."""
-        return self._values(method, self._running.collective_rpc("megarl_call", args=(method, *args)))
+        """Calls a method of every rank's receiver; returns the results by rank.
 
-    def _values(self, method: str, outcomes: Sequence[CallOutcome]) -> list[Any]:
-        """Returns the ranks' values; raises RuntimeError with their tracebacks, or SyncError if all saw it aborted."""
+        Raises RuntimeError with the ranks' tracebacks, or SyncError if all saw the sync aborted.
+        """
         from megarl.resharding import SyncError
 
+        outcomes: list[CallOutcome] = self._running.collective_rpc("megarl_call", args=(method, *args))
+        if not all(outcome.consistent for outcome in outcomes):
+            self._state.mix()
         errors: list[str] = []
         aborted: list[str] = []
         for rank, outcome in enumerate(outcomes):
