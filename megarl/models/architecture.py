@@ -10,12 +10,10 @@ from typing import Any
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import (
     HF_ACTIVATIONS,
-    Activation,
     Family,
     HFConfig,
     HFConfigReader,
     ParamTable,
-    Rope,
     UnsupportedModelError,
     shown,
 )
@@ -23,7 +21,6 @@ from megarl.models.param_types import (
     MEGATRON_EXPERTS,
     Dims,
     Engine,
-    GroupRank,
     ParamType,
     ShardCoords,
     Stack,
@@ -91,20 +88,11 @@ def pipeline_layers(layers: int, layout: Layout, stage: int, chunk: int) -> rang
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronArgs:
-    """Arguments of Megatron's ``TransformerConfig`` and ``GPTModel``, and the MLP's activation."""
-
-    transformer: Mapping[str, Any]
-    gpt: Mapping[str, Any]
-    activation: Activation
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """Everything that follows from a model's HF config.
 
     Args:
-        rope: rotary embedding; None where positions are learned.
+        positions: arguments of Megatron's ``GPTModel`` for the embedding of positions.
         dtype: dtype of every parameter in the maps.
         tied: whether the output layer of the language model is the embedding.
         head: head of the checkpoint.
@@ -114,7 +102,7 @@ class ModelSpec:
     config: HFConfig
     dims: Dims
     table: ParamTable
-    rope: Rope | None
+    positions: Mapping[str, Any]
     dtype: str
     tied: bool
     head: HeadName
@@ -174,8 +162,7 @@ class ModelSpec:
         """Returns the map of a rank of a role; parameters are named ``{model chunk}:{name in GPTModel}``."""
         self.check_megatron(layout)
         coords = layout.coords(rank)
-        expert_rank = GroupRank(rank=layout.expert_rank(coords), size=layout.ep)
-        at = ShardCoords(tp=GroupRank(rank=coords.tp, size=layout.tp), ep=expert_rank)
+        at = ShardCoords(tp_rank=coords.tp, tp=layout.tp, ep_rank=layout.expert_rank(coords), ep=layout.ep)
         stacks = self._stacks(self.table.layer, "megatron", at)
         groups: list[_PrefixedStacks] = []
         for chunk in range(layout.vpp):
@@ -204,7 +191,7 @@ class ModelSpec:
             transformer_engine: whether the modules are Transformer Engine's; otherwise the norm
                 before the experts has another key.
         """
-        coords = ShardCoords(tp=GroupRank())
+        coords = ShardCoords()
         norm_in_mlp = self.dims.experts == 0 or not transformer_engine
         groups: list[_PrefixedStacks] = []
         for param_type in (*self._first(), *self.table.final, *self._output(head)):
@@ -223,7 +210,7 @@ class ModelSpec:
     def vllm_map(self, tp: int, rank: int) -> ShardMap:
         """Returns the map of a TP rank of a vLLM engine, under vLLM's fused names."""
         self.check_vllm(tp)
-        coords = ShardCoords(tp=GroupRank(rank=rank, size=tp))
+        coords = ShardCoords(tp_rank=rank, tp=tp)
         prefix = self.table.layer_prefix
         stacks = self._stacks(self.table.layer, "vllm", coords)
         groups: list[_PrefixedStacks] = [("", "", self._stacks(self._first(), "vllm", coords))]
@@ -233,37 +220,28 @@ class ModelSpec:
         groups.append(("", "", self._stacks(last, "vllm", coords)))
         return self._shard_map(groups)
 
-    def transformer(self, tp: int, head: HeadName = "lm") -> MegatronArgs:
-        """Returns the arguments from which Megatron builds this model."""
-        positions: dict[str, Any] = {"position_embedding_type": "learned_absolute"}
-        if self.rope is not None:
-            positions = {
-                "position_embedding_type": "rope",
-                "rotary_percent": 1.0,
-                "rotary_base": self.rope.base,
-                "rope_scaling": self.rope.llama3_factor is not None,
-                "rope_scaling_factor": self.rope.llama3_factor or 1.0,
-            }
-        return MegatronArgs(
-            transformer={
-                "num_layers": self.dims.layers,
-                "hidden_size": self.dims.hidden,
-                "ffn_hidden_size": self.dims.ffn,
-                "num_attention_heads": self.dims.heads,
-                "num_query_groups": self.dims.kv_heads,
-                "kv_channels": self.dims.head_dim,
-                "hidden_dropout": 0.0,
-                "attention_dropout": 0.0,
-                **self.table.megatron,
-            },
-            gpt={
-                "vocab_size": self.dims.padded_vocab("megatron", tp),
-                "max_sequence_length": self.dims.positions,
-                "share_embeddings_and_output_weights": self.tied and head == "lm",
-                **positions,
-            },
-            activation=self.family.activation,
-        )
+    def transformer_fields(self) -> dict[str, Any]:
+        """Returns the fields of Megatron's ``TransformerConfig`` of this model."""
+        return {
+            "num_layers": self.dims.layers,
+            "hidden_size": self.dims.hidden,
+            "ffn_hidden_size": self.dims.ffn,
+            "num_attention_heads": self.dims.heads,
+            "num_query_groups": self.dims.kv_heads,
+            "kv_channels": self.dims.head_dim,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            **self.table.megatron,
+        }
+
+    def gpt_arguments(self, tp: int, head: HeadName = "lm") -> dict[str, Any]:
+        """Returns the arguments of Megatron's ``GPTModel`` of this model."""
+        return {
+            "vocab_size": self.dims.padded_vocab("megatron", tp),
+            "max_sequence_length": self.dims.positions,
+            "share_embeddings_and_output_weights": self.tied and head == "lm",
+            **self.positions,
+        }
 
     def check_megatron(self, layout: Layout) -> None:
         """Raises ValueError, with every reason, where Megatron cannot hold the model in this layout."""
@@ -340,7 +318,9 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
         stated["dtype"] = dtype
     reader = HFConfigReader(stated, fields=family.fields, defaults=family.defaults)
     dims = reader.dims(rotary=family.rotary, mlp_ratio=family.mlp_ratio)
-    rope = reader.rope() if family.rotary else None
+    positions = {"position_embedding_type": "learned_absolute"}
+    if family.rotary:
+        positions = reader.rope()
     stored = reader.dtype()
     activations = HF_ACTIVATIONS[family.activation]
     reader.require("hidden_act", *activations, only=", ".join(activations))
@@ -355,7 +335,7 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
         config=config,
         dims=dims,
         table=table,
-        rope=rope,
+        positions=positions,
         dtype=stored,
         tied=tied,
         head=head,

@@ -95,14 +95,6 @@ def shown(value: object, write: Callable[[object], str] = repr) -> str:
     return f"{text[:77]}..." if len(text) > 80 else text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary embedding: its base, and the factor of Llama 3's scaling (None without)."""
-
-    base: float
-    llama3_factor: float | None
-
-
 @dataclass
 class HFConfigReader:
     """Reads fields of an HF config, by their usual names, and collects problems, one line each.
@@ -198,8 +190,8 @@ class HFConfigReader:
             self.problems.append(f"dtype: {shown(name, str)} is not supported; supported are {supported}")
         return name
 
-    def rope(self) -> Rope:
-        """Reads ``rope_parameters``, or the older ``rope_theta`` and ``rope_scaling``."""
+    def rope(self) -> dict[str, Any]:
+        """Reads ``rope_parameters``, or the older ``rope_theta`` and ``rope_scaling``, as arguments of ``GPTModel``."""
         found: Any = self.get("rope_parameters") or self.get("rope_scaling") or {}
         if not isinstance(found, Mapping):
             self.problems.append(f"rope_parameters: {shown(found)} does not hold keys and values")
@@ -215,13 +207,19 @@ class HFConfigReader:
             rule = "only full rotary embeddings are supported"
             self.problems.append(f"rope_parameters.partial_rotary_factor: {rule}")
         kind = settings.get("rope_type") or settings.get("type") or "default"
-        factor = None
+        factor = 1.0
         if kind == "llama3":
             factor = self._llama3_factor(settings)
         elif kind != "default":
             rule = "is not supported; supported are default, llama3"
             self.problems.append(f"rope_type: {shown(kind, str)} {rule}")
-        return Rope(base=base or 1.0, llama3_factor=factor)
+        return {
+            "position_embedding_type": "rope",
+            "rotary_percent": 1.0,
+            "rotary_base": base,
+            "rope_scaling": kind == "llama3",
+            "rope_scaling_factor": factor,
+        }
 
     def _llama3_factor(self, settings: Mapping[str, Any]) -> float:
         for name, value in _LLAMA3_FIXED.items():

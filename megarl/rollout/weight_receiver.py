@@ -264,5 +264,6 @@ class WorkerExtension:
             )
 
 
-if multiprocessing.parent_process() is not None:  # vLLM names its workers by their rank
-    answer_as_child(multiprocessing.current_process().name.replace("VllmWorker", "rank"))
+_PROCESS = multiprocessing.current_process().name
+if _PROCESS.startswith("VllmWorker-"):  # followed by the rank (vLLM 0.32)
+    answer_as_child(_PROCESS.replace("VllmWorker", "rank"))
