@@ -110,10 +110,7 @@ class Inbox:
         arrived: list[tuple[Message, Sequence[torch.Tensor], MessageReady]] = []
         views = bucket_views(self._connection.mapped[self._plan.rank], self._buffer, bucket)
         for message, numbers, transfer in self._pending:
-            try:
-                transfer.wait()
-            except PeerError as error:
-                raise PeerError(f"rank {message.sender} did not deliver {named(message)}: {error}") from error
+            transfer.wait(f"rank {message.sender} did not deliver {named(message)}")
             ready = MessageReady(*numbers.tolist())
             delivered = f"version {ready.version}, bucket {ready.bucket}, {ready.nbytes} bytes"
             planned = f"version {version}, bucket {message.bucket}, {message.nbytes} bytes"

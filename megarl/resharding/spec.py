@@ -119,6 +119,10 @@ class SyncSpec:
                 recv_buffers[receiver] = buffer
         return replace(self, senders=senders, receivers=receivers, recv_buffers=recv_buffers)
 
+    def by_network(self, message: Message) -> bool:
+        """Returns whether a message goes in a frame to the owner of its receive buffer."""
+        return message.sender in self.recv_buffers[message.receiver].via_network
+
     def owned(self, rank: int) -> list[int]:
         """Returns the receivers whose buffers a rank owns."""
         return [receiver for receiver in self.receivers if self.recv_buffers[receiver].owner == rank]
@@ -127,15 +131,13 @@ class SyncSpec:
         """Returns the receivers whose buffers a rank writes in place, or reads as their receiver."""
         written = self.receivers.keys() & {rank}
         for message in self.sender(rank).messages:
-            if rank not in self.recv_buffers[message.receiver].via_network:
+            if not self.by_network(message):
                 written.add(message.receiver)
         return written
 
     def network_messages(self, receiver: int) -> list[list[Message]]:
         """Returns the messages to a receiver that its buffer's owner gets over the network, by bucket."""
-        senders = self.recv_buffers[receiver].via_network
-        messages = self.receivers[receiver].messages
-        return [[message for message in bucket if message.sender in senders] for bucket in messages]
+        return [list(filter(self.by_network, bucket)) for bucket in self.receivers[receiver].messages]
 
     def wire_peers(self, rank: int) -> list[int]:
         """Returns the ranks with which a rank exchanges frames."""
@@ -157,9 +159,8 @@ class SyncSpec:
         """Returns the owners to which a rank sends frames."""
         owners: set[int] = set()
         for message in self.sender(rank).messages:
-            buffer = self.recv_buffers[message.receiver]
-            if rank in buffer.via_network:
-                owners.add(buffer.owner)
+            if self.by_network(message):
+                owners.add(self.recv_buffers[message.receiver].owner)
         return owners
 
     def network_senders(self, rank: int) -> set[int]:

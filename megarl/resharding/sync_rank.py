@@ -104,7 +104,7 @@ class Sender(SyncRank):
         self._plan = spec.sender(connection.rank)
         self._inboxes = {r: Inbox(connection, spec.receivers[r]) for r in spec.owned(connection.rank)}
         self._messages: dict[int, list[Message]] = defaultdict(list)
-        for message in sorted(self._plan.messages, key=lambda message: not self._by_network(message)):
+        for message in sorted(self._plan.messages, key=lambda message: not spec.by_network(message)):
             self._messages[message.bucket].append(message)
         self._buckets = max(self._messages, default=-1) + 1
         for inbox in self._inboxes.values():
@@ -152,7 +152,7 @@ class Sender(SyncRank):
             with stats.stage("pack"):
                 return pack(message, self._params, targets, checksum)
 
-        by_network = self._by_network(message)
+        by_network = self._connection.spec.by_network(message)
         with stats.stage("transfer"):
             if not by_network:
                 self._wait_for_memory(message)
@@ -179,14 +179,9 @@ class Sender(SyncRank):
         receiver = message.receiver
         while message.bucket > self._granted[receiver]:
             number = torch.empty(1, dtype=torch.int64)
-            try:
-                self._connection.control.receive(receiver, receiver, number).wait()
-            except PeerError as error:
-                raise PeerError(f"rank {receiver} takes no {named(message)}: {error}") from error
+            granted = self._connection.control.receive(receiver, receiver, number)
+            granted.wait(f"rank {receiver} takes no {named(message)}")
             self._granted[receiver] = int(number)
-
-    def _by_network(self, message: Message) -> bool:
-        return self._plan.rank in self._connection.spec.recv_buffers[message.receiver].via_network
 
 
 Load = Callable[[Mapping[str, torch.Tensor], Box | None], None]

@@ -275,7 +275,7 @@ def peer_killed(rank: int, spec: SyncSpec) -> list[str]:
     for start in (control.receive, control.receive, control.send):
         transfer = start(0, 1, torch.zeros(8))
         try:
-            transfer.wait()
+            transfer.wait("not done")
         except PeerError as error:
             told.append(str(error))
     return told

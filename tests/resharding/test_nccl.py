@@ -114,7 +114,7 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, list[int]]]
             transfers: list[Transfer] = [transport.receive(peer, 0, came[peer]) for peer in reversed(from_)]
             transfers += [transport.send(peer, 0, torch.tensor([100 * own + peer])) for peer in to]
             for transfer in transfers:
-                transfer.wait()
+                transfer.wait("no number")
             return {peer: int(number) for peer, number in came.items()}
 
         with ThreadPoolExecutor(len(ranks)) as threads:

@@ -9,7 +9,6 @@ import torch
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  (public by its documentation)
 
 from megarl.resharding.buckets import aligned, frames_bytes, named, payload, unpack
-from megarl.resharding.sync_barrier import PeerError
 from megarl.resharding.transfers.cuda import NcclTransfer, NcclTransport
 from megarl.resharding.transfers.gloo import GlooTransfer, GlooTransport
 from megarl.resharding.transfers.transfer import Connection, WeightTransfer, Write
@@ -30,7 +29,7 @@ class Frames(WeightTransfer):
         rank = connection.rank
         sent: Counter[int] = Counter()
         for message in spec.sender(rank).messages:
-            if rank in spec.recv_buffers[message.receiver].via_network:
+            if spec.by_network(message):
                 sent[message.bucket] += aligned(message.nbytes)
         self._half_bytes = min(max(sent.values(), default=0), aligned(spec.staging_bytes))
         self._halves_used = 2 if sent.total() > self._half_bytes else 1
@@ -106,10 +105,7 @@ class Frames(WeightTransfer):
 
     def receive(self, message: Message, targets: Sequence[torch.Tensor]) -> None:
         frame, transfer = self._expected.pop((message.sender, message.receiver))
-        try:
-            transfer.wait()
-        except PeerError as error:
-            raise PeerError(f"rank {message.sender} did not deliver {named(message)}: {error}") from error
+        transfer.wait(f"rank {message.sender} did not deliver {named(message)}")
         unpack(message, frame, targets)
 
     def finish(self) -> None:
@@ -132,8 +128,5 @@ class Frames(WeightTransfer):
 
     def _wait(self, half: int) -> None:
         for message, transfer in self._under_way[half]:
-            try:
-                transfer.wait()
-            except PeerError as error:
-                raise PeerError(f"rank {message.receiver} does not get {named(message)}: {error}") from error
+            transfer.wait(f"rank {message.receiver} does not get {named(message)}")
         self._under_way[half].clear()

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  (public by its documentation)
 
 from megarl.resharding.spec import SyncSpec
-from megarl.resharding.sync_barrier import PeerError, SyncBarrier
+from megarl.resharding.sync_barrier import SyncBarrier
 from megarl.resharding.transfers.cuda import NcclTransport
 from megarl.resharding.transfers.gloo import GlooTransfer, GlooTransport
 from megarl.weights.plan import Message
@@ -70,10 +70,7 @@ class Connection:
     def drain(self) -> None:
         """Waits until all control messages have arrived; raises PeerError if a peer is gone."""
         for transfer, what in self._notices:
-            try:
-                transfer.wait()
-            except PeerError as error:
-                raise PeerError(f"the message about {what} was not received: {error}") from error
+            transfer.wait(f"the message about {what} was not received")
         self._notices.clear()
 
     def abort(self) -> None:
