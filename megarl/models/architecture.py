@@ -29,7 +29,7 @@ from megarl.models.param_types import (
 )
 from megarl.models.transformer_engine import INPUT_NORM, MLP_NORM
 from megarl.types import HeadName, Layout
-from megarl.weights.shard_map import Manifest, Padding, Shard, ShardMap, TensorInfo
+from megarl.weights.shard_map import Box, Manifest, Shard, ShardMap, TensorInfo
 
 _PrefixedStacks = tuple[str, str, Sequence[Stack]]
 """Stacks, which layers share, after the prefixes of their local and canonical names."""
@@ -292,14 +292,14 @@ class ModelSpec:
         """Returns the map of a holder of these stacks."""
         params: dict[str, TensorInfo] = {}
         shards: list[Shard] = []
-        padding: list[Padding] = []
+        padding: list[tuple[str, Box]] = []
         for local, hf, stacks in groups:
             for stack in stacks:
                 param = local + stack.param
                 params[param] = TensorInfo(stack.of + stack.shape, self.dtype)
                 for box, tensor, region in stack.boxes:
                     if tensor is None:
-                        padding.append(Padding(param=param, box=box))
+                        padding.append((param, box))
                     else:
                         shards.append(Shard(param, box, hf + tensor, region, stack.transposed))
         return ShardMap(params=params, shards=tuple(shards), padding=tuple(padding))

@@ -195,7 +195,7 @@ def load_shard(shard_map: ShardMap, directory: str | Path, manifest: Manifest) -
     wanted = ShardMap(
         params={name: info for name, info in shard_map.params.items() if name not in dropped},
         shards=tuple(shard for shard in shard_map.shards if shard.param not in dropped),
-        padding=tuple(padding for padding in shard_map.padding if padding.param not in dropped),
+        padding=tuple((param, box) for param, box in shard_map.padding if param not in dropped),
     )
     files = Holder(rank=FILES_RANK, map=source.map(manifest))
     transfer = plan([files], [Holder(rank=0, map=wanted)], bucket_bytes=1 << 30)

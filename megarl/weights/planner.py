@@ -90,7 +90,7 @@ def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes
     destination_replicas = _replicas(destinations)
     index = SourceIndex([replicas[0].map for replicas in source_replicas])
     chooser = _SenderChooser(source_replicas, index.owners)
-    waiting: list[tuple[Holder, int, list[Bucket], list[list[Route]]]] = []
+    waiting: dict[int, tuple[Holder, list[Bucket], list[list[Route]]]] = {}
     for replicas in destination_replicas:
         shard_map = replicas[0].map
         buckets = list(_buckets(shard_map, bucket_bytes))
@@ -102,12 +102,8 @@ def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes
             first = i * len(buckets) // len(replicas)
             while first and not buckets[first - 1].last:
                 first -= 1
-            waiting.append((holder, first, buckets, routes))
-    waiting.sort(key=lambda entry: entry[0].rank)
-    receivers: dict[int, ReceiverPlan] = {}
-    for holder, first, buckets, routes in waiting:
-        turned = buckets[first:] + buckets[:first]
-        receivers[holder.rank] = chooser.receiver(holder, turned, routes[first:] + routes[:first])
+            waiting[holder.rank] = holder, buckets[first:] + buckets[:first], routes[first:] + routes[:first]
+    receivers = {rank: chooser.receiver(*waiting[rank]) for rank in sorted(waiting)}
     sides = [_identity(sources), _identity(destinations)]
     fingerprint = hashlib.sha256(repr((sides, bucket_bytes)).encode()).hexdigest()
     return _assemble(fingerprint, sources, receivers)
@@ -157,37 +153,26 @@ def _parts(param: str, info: TensorInfo, bucket_bytes: int) -> Iterator[Bucket]:
     yield Bucket(params=(param,), nbytes=last.size * item, box=last)
 
 
-class _Candidates:
-    """The ranks that can send a route, with the way in which each stores its elements."""
-
-    def __init__(self, ways: Sequence[Sequence[Holder]]) -> None:
-        self.way: dict[int, int] = {}
-        candidates: list[Holder] = []
-        for way, holders in enumerate(ways):
-            candidates += holders
-            for holder in holders:
-                self.way[holder.rank] = way
-        self._around: dict[tuple[Distance, int], list[int]] = defaultdict(list)
-        for holder in sorted(candidates, key=attrgetter("rank")):
-            for where in holder.surroundings():
-                self._around[where].append(holder.rank)
-
-    def nearest(self, receiver: Holder) -> tuple[Distance, list[int]]:
-        """Returns the distance and the ranks of the nearest candidates."""
-        for distance, place in receiver.surroundings():
-            if (distance, place) in self._around:
-                return distance, self._around[distance, place]
-        raise AssertionError("the whole network surrounds every holder")
-
-
 class _SenderChooser:
     """Chooses the senders of each destination by the load of every source so far."""
 
     def __init__(self, sources: Sequence[Sequence[Holder]], owners: Sequence[Owners]) -> None:
-        self._candidates: list[_Candidates] = []
+        # By index of owners: how each of their ranks stores a region, and the ranks around a place.
+        self._way_of: list[dict[int, int]] = []
+        self._around: list[dict[tuple[Distance, int], list[int]]] = []
         for group in owners:
-            ways = [[holder for i in way for holder in sources[i]] for way in group]
-            self._candidates.append(_Candidates(ways))
+            way_of: dict[int, int] = {}
+            candidates: list[Holder] = []
+            for way, maps in enumerate(group):
+                for i in maps:
+                    candidates += sources[i]
+                    way_of.update((holder.rank, way) for holder in sources[i])
+            around: dict[tuple[Distance, int], list[int]] = defaultdict(list)
+            for holder in sorted(candidates, key=attrgetter("rank")):
+                for where in holder.surroundings():
+                    around[where].append(holder.rank)
+            self._way_of.append(way_of)
+            self._around.append(around)
         self._load: dict[Distance, dict[int, int]] = {}
         for distance in Distance:
             self._load[distance] = defaultdict(int)
@@ -202,27 +187,27 @@ class _SenderChooser:
         return ReceiverPlan(
             rank=holder.rank,
             params=params,
-            padded=frozenset(padding.param for padding in holder.map.padding),
+            padded=frozenset(param for param, _ in holder.map.padding),
             buckets=tuple(buckets),
             messages=self._messages(holder, routes),
         )
 
     def _messages(self, receiver: Holder, routes: Sequence[Sequence[Route]]) -> tuple[tuple[Message, ...], ...]:
         """Returns the messages that a destination receives, by bucket, in order of their senders."""
-        known: dict[int, tuple[Mapping[int, int], dict[int, int], list[int]]] = {}
+        known: dict[int, tuple[dict[int, int], list[int]]] = {}
         messages: list[tuple[Message, ...]] = []
         for bucket, group in enumerate(routes):
             chosen: dict[int, list[tuple[Route, int]]] = {}
             for route in group:
                 found = known.get(route.owners)
                 if found is None:
-                    candidates = self._candidates[route.owners]
-                    distance, nearest = candidates.nearest(receiver)
-                    found = known[route.owners] = candidates.way, self._load[distance], nearest
-                way, load, nearest = found
+                    around = self._around[route.owners]
+                    where = next(where for where in receiver.surroundings() if where in around)
+                    found = known[route.owners] = self._load[where[0]], around[where]
+                load, nearest = found
                 sending = chosen and [rank for rank in nearest if rank in chosen]
                 sender = min(sending or nearest, key=load.__getitem__)
-                chosen.setdefault(sender, []).append((route, way[sender]))
+                chosen.setdefault(sender, []).append((route, self._way_of[route.owners][sender]))
                 load[sender] += route.nbytes
             rank = receiver.rank
             messages.append(tuple(self._message(s, rank, bucket, chosen[s]) for s in sorted(chosen)))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megarl.resharding import Receiver, Sender, SyncSpec, connect
 from megarl.resharding.spec import wire_ranks
 from megarl.weights.planner import Holder, Place, plan
-from megarl.weights.shard_map import Box, Padding, Shard, ShardMap, TensorInfo
+from megarl.weights.shard_map import Box, Shard, ShardMap, TensorInfo
 from tests.resharding.ways import Connections
 from tests.unit_profile import fewer
 from tests.weights.models import Arrays, held, numbered
@@ -41,7 +41,7 @@ def random_maps(draw: st.DrawFn, tensors: Mapping[str, TensorInfo], count: int, 
     """Maps of holders that divide each tensor among them by rows or columns, or all hold the whole."""
     params: list[dict[str, TensorInfo]] = [{} for _ in range(count)]
     shards: list[list[Shard]] = [[] for _ in range(count)]
-    padded: list[list[Padding]] = [[] for _ in range(count)]
+    padded: list[list[tuple[str, Box]]] = [[] for _ in range(count)]
     for name, info in tensors.items():
         axis = draw(st.integers(0, len(info.shape) - 1))
         split = draw(st.booleans()) and info.shape[axis] >= count
@@ -60,7 +60,7 @@ def random_maps(draw: st.DrawFn, tensors: Mapping[str, TensorInfo], count: int, 
             shards[i].append(Shard(param=local, box=Box.whole(shape), name=name, region=region, transposed=flip))
             if extra:
                 box = Box((shape[0], *(0 for _ in shape[1:])), (shape[0] + extra, *shape[1:]))
-                padded[i].append(Padding(param=local, box=box))
+                padded[i].append((local, box))
     return [ShardMap(params=params[i], shards=tuple(shards[i]), padding=tuple(padded[i])) for i in range(count)]
 
 

@@ -14,7 +14,7 @@ from megarl.models import model_spec
 from megarl.types import Layout
 from megarl.weights.plan import ReceiverPlan, TransferPlan
 from megarl.weights.planner import Holder, plan
-from megarl.weights.shard_map import Box, Padding, Shard, ShardMap, TensorInfo
+from megarl.weights.shard_map import Box, Shard, ShardMap, TensorInfo
 from megarl.weights.source_index import PlanError
 from tests.unit_profile import fewer
 from tests.weights.models import execute, held, numbered, qwen2_config
@@ -51,7 +51,7 @@ def shard_maps(draw: st.DrawFn, regions: list[tuple[str, Box]]) -> ShardMap:
         params[f"p{i}"] = TensorInfo((shape[0] + extra, *shape[1:]), draw(st.sampled_from(["float32", "float16"])))
         if extra:
             box = Box((shape[0], *(0 for _ in shape[1:])), params[f"p{i}"].shape)
-            padding.append(Padding(param=f"p{i}", box=box))
+            padding.append((f"p{i}", box))
     return ShardMap(params=params, shards=tuple(shards), padding=tuple(padding))
 
 
@@ -206,9 +206,7 @@ def stacked(*at: tuple[int, ...], of: tuple[int, ...], rows: tuple[int, ...] = (
         for n, index in enumerate(at)
         for a, b in pairwise(rows)
     ]
-    padding = [
-        Padding(param="p", box=Box((*i, 0, 0), (*(x + 1 for x in i), 4, 3))) for i in np.ndindex(of) if i not in at
-    ]
+    padding = [("p", Box((*i, 0, 0), (*(x + 1 for x in i), 4, 3))) for i in np.ndindex(of) if i not in at]
     return ShardMap(params={"p": TensorInfo((*of, 4, 3), "float32")}, shards=tuple(shards), padding=tuple(padding))
 
 
