@@ -47,7 +47,10 @@ class SyncRank:
         agreed, ready, done = sync_places(self._count)
         with stats.stage("agree"):
             with barrier.aborting(agreed):
-                self._check_version(version)
+                if not connection.connected:
+                    raise ValueError("its connection was closed, or broken by an aborted sync; connect anew")
+                if version < self.version:
+                    raise ValueError(f"version {version} is below version {self.version}, which it has had")
                 self._check()
                 for way in ways:
                     way.prepare()
@@ -80,12 +83,6 @@ class SyncRank:
 
     def _clear_buffer(self) -> None:
         """Clears a receiver's buffer, before others write to it."""
-
-    def _check_version(self, version: int) -> None:
-        if not self._connection.connected:
-            raise ValueError("its connection was closed, or broken by an aborted sync; connect anew")
-        if version < self.version:
-            raise ValueError(f"version {version} is below version {self.version}, which it has had")
 
 
 class Sender(SyncRank):

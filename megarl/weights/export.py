@@ -53,17 +53,6 @@ class SafetensorsFile:
     offsets: Mapping[str, int]
     nbytes: int
 
-    def create(self, directory: Path) -> None:
-        """Writes the header and reserves space for the data; raises OSError where there is too little.
-
-        Without reserved space, a write to a memory map on a full disk ends the process (SIGBUS).
-        """
-        path = directory / self.name
-        with write_errors(path, self.nbytes), open(path, "w+b") as stream:
-            stream.write(self.header)
-            stream.flush()
-            os.posix_fallocate(stream.fileno(), 0, self.nbytes)
-
 
 def export_plan(maps: Sequence[ShardMap], tensors: Mapping[str, TensorInfo]) -> TransferPlan:
     """Plans which of all ranks writes which regions of the canonical tensors; replicas share the writing."""
@@ -124,12 +113,19 @@ def export_weights(
 
 
 def create_files(directory: Path, files: Sequence[SafetensorsFile]) -> None:
-    """Creates files with headers and reserved space in a new directory; on OSError (no space) nothing is left."""
+    """Creates files with headers and reserved space in a new directory; on OSError (no space) nothing is left.
+
+    Without reserved space, a write to a memory map on a full disk ends the process (SIGBUS).
+    """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     try:
         for file in files:
-            file.create(directory)
+            path = directory / file.name
+            with write_errors(path, file.nbytes), open(path, "w+b") as stream:
+                stream.write(file.header)
+                stream.flush()
+                os.posix_fallocate(stream.fileno(), 0, file.nbytes)
     except OSError:
         shutil.rmtree(directory, ignore_errors=True)
         raise

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from megarl.files import open_file, read_json
 from megarl.weights.plan import Copy
 from megarl.weights.planner import Holder, plan
-from megarl.weights.shard_map import ITEM_BYTES, Box, Manifest, Shard, ShardMap, TensorInfo
+from megarl.weights.shard_map import ITEM_BYTES, Box, Manifest, ShardMap, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -109,15 +109,11 @@ class HFDirectory:
 
     def map(self, manifest: Manifest) -> ShardMap:
         """Returns the shard map: the manifest's tensors, whole, under the names of this directory."""
-        params: dict[str, TensorInfo] = {}
-        shards: list[Shard] = []
+        tensors: dict[str, TensorInfo] = {}
         for name, info in self.tensors.items():
-            canonical = manifest.canonical(name)
-            if canonical in manifest.tensors:
-                params[name] = info
-                box = Box.whole(info.shape)
-                shards.append(Shard(name, box, canonical, box))
-        return ShardMap(params=params, shards=tuple(shards))
+            if manifest.canonical(name) in manifest.tensors:
+                tensors[name] = info
+        return ShardMap.identity(tensors, manifest.canonical)
 
     def check(self, manifest: Manifest) -> None:
         """Raises CheckpointError, with all tensors, where some are missing, unknown or of another shape."""

@@ -42,19 +42,16 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holder:
+class Holder(Place):
     """A process, or a set of files, that holds weights.
 
     Args:
         rank: number of the process; a source and a destination may be the same one.
         map: shard map; replicas should share one object, which saves comparisons.
-        device: number over all nodes; None where the process has none.
     """
 
     rank: int
     map: ShardMap
-    node: int = 0
-    device: int | None = None
 
     def distance(self, other: Holder) -> Distance:
         theirs = set(other.surroundings())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import add, ge, le, lt, sub
@@ -207,12 +207,17 @@ class ShardMap:
             _check_tiling(param, info, tiling)
 
     @classmethod
-    def identity(cls, tensors: Mapping[str, TensorInfo]) -> ShardMap:
-        """Returns the map of a holder of whole canonical tensors under their own names, such as files."""
+    def identity(cls, tensors: Mapping[str, TensorInfo], canonical: Callable[[str], str] = str) -> ShardMap:
+        """Returns the map of a holder of whole canonical tensors, such as files.
+
+        Args:
+            tensors: tensors by the holder's names.
+            canonical: function that returns the canonical name of a tensor; by default, the same.
+        """
         shards: list[Shard] = []
         for name, info in tensors.items():
             box = Box.whole(info.shape)
-            shards.append(Shard(name, box, name, box))
+            shards.append(Shard(name, box, canonical(name), box))
         return cls(params=dict(tensors), shards=tuple(shards))
 
     @property

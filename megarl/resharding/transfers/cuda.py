@@ -140,8 +140,8 @@ class NcclTransport:
 
         self._index = {member: i for i, member in enumerate(members)}
         self._rank = rank
-        self._timeout_s = timeout_s
-        self._look = look
+        self.timeout_s = timeout_s
+        self.look = look
         options = ProcessGroupNCCL.Options()
         # NCCL's watchdog ends the process; waits here time out earlier.
         options._timeout = timedelta(seconds=4 * timeout_s)
@@ -162,11 +162,11 @@ class NcclTransport:
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> NcclTransfer:
         # Without tags, as both sides use the same order.
         work = self._groups[self._rank < peer].send([buffer], self._index[peer], 0)
-        return NcclTransfer(work, peer, buffer, self._timeout_s, self._look)
+        return NcclTransfer(self, work, peer, buffer)
 
     def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> NcclTransfer:
         work = self._groups[peer < self._rank].recv([buffer], self._index[peer], 0)
-        return NcclTransfer(work, peer, buffer, self._timeout_s, self._look)
+        return NcclTransfer(self, work, peer, buffer)
 
     def abort(self) -> None:
         for group in self._groups.values():
@@ -181,11 +181,10 @@ class NcclTransport:
 
 @dataclass(frozen=True)
 class NcclTransfer:
+    transport: NcclTransport
     work: Work
     peer: int
     buffer: torch.Tensor
-    timeout_s: float
-    look: Callable[[], None]
 
     def wait(self, failure: str) -> None:
         """Returns when the buffer was sent or filled; raises PeerError, as of ``GlooTransfer``, or as ``look`` does."""
@@ -193,11 +192,11 @@ class NcclTransfer:
         try:
             while not self.work.is_completed():
                 now = time.monotonic()
-                if now - start > self.timeout_s:
-                    late = f"the transfer with rank {self.peer} took more than {self.timeout_s:g} s"
+                if now - start > self.transport.timeout_s:
+                    late = f"the transfer with rank {self.peer} took more than {self.transport.timeout_s:g} s"
                     raise PeerError(f"{failure}: {late}")
                 if now - looked > _LOOK_S:
-                    self.look()
+                    self.transport.look()
                     looked = now
                 time.sleep(_POLL_S)
             self.work.wait()  # orders the current stream after the transfer
