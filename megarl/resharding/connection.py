@@ -17,7 +17,7 @@ from megarl.resharding.transfers.frames import Frames
 from megarl.resharding.transfers.gloo import GlooTransfer, GlooTransport
 from megarl.resharding.transfers.shared_memory import SharedMemory
 from megarl.resharding.transfers.transfer import Connection, WeightTransfer
-from megarl.weights.plan import Message, ReceiverPlan
+from megarl.weights.plan import Message
 
 
 def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Connection:
@@ -77,13 +77,13 @@ class Inbox:
         messages: messages by bucket.
     """
 
-    def __init__(self, connection: Connection, plan: ReceiverPlan) -> None:
-        network = connection.spec.network_messages(plan.rank)
-        self.messages = plan.messages if plan.rank == connection.rank else network
+    def __init__(self, connection: Connection, receiver: int) -> None:
+        buffer = connection.spec.recv_buffers[receiver]
+        network = buffer.network_messages
+        self.messages = buffer.messages if receiver == connection.rank else network
         self._connection = connection
-        self._plan = plan
-        self._buffer = connection.spec.recv_buffers[plan.rank]
-        self._network = network if self._buffer.owner == connection.rank else []
+        self._buffer = buffer
+        self._network = network if buffer.owner == connection.rank else []
         self._pending: list[tuple[Message, torch.Tensor, GlooTransfer]] = []
 
     def expect(self, bucket: int) -> None:
@@ -108,7 +108,7 @@ class Inbox:
             Messages, with their elements and control messages.
         """
         arrived: list[tuple[Message, Sequence[torch.Tensor], MessageReady]] = []
-        views = bucket_views(self._connection.mapped[self._plan.rank], self._buffer, bucket)
+        views = bucket_views(self._connection.mapped[self._buffer.rank], self._buffer, bucket)
         for message, numbers, transfer in self._pending:
             transfer.wait(f"rank {message.sender} did not deliver {named(message)}")
             ready = MessageReady(*numbers.tolist())
@@ -117,7 +117,7 @@ class Inbox:
             if delivered != planned:
                 what = f"{delivered} for {named(message)}"
                 raise PeerError(f"rank {message.sender} delivered {what}; planned was {planned}")
-            targets = recv_views(message, self._plan.buckets[bucket], views)
+            targets = recv_views(message, self._buffer.buckets[bucket], views)
             if self._by_network(message):
                 self._connection.ways[True].receive(message, targets)
             arrived.append((message, targets, ready))

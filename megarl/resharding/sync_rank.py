@@ -99,7 +99,7 @@ class Sender(SyncRank):
         spec = connection.spec
         self._params = params
         self._plan = spec.sender(connection.rank)
-        self._inboxes = {r: Inbox(connection, spec.receivers[r]) for r in spec.owned(connection.rank)}
+        self._inboxes = {r: Inbox(connection, r) for r in spec.owned(connection.rank)}
         self._messages: dict[int, list[Message]] = defaultdict(list)
         for message in sorted(self._plan.messages, key=lambda message: not spec.by_network(message)):
             self._messages[message.bucket].append(message)
@@ -197,9 +197,8 @@ class Receiver(SyncRank):
     def __init__(self, connection: Connection, load: Load, *, version: int = -1) -> None:
         super().__init__(connection, version)
         self._load = load
-        self._plan = connection.spec.receivers[connection.rank]
-        self._buffer_plan = connection.spec.recv_buffers[connection.rank]
-        self._inbox = Inbox(connection, self._plan)
+        self._plan = connection.spec.recv_buffers[connection.rank]
+        self._inbox = Inbox(connection, connection.rank)
         self.consistent = True
 
     def receive(self, version: int) -> SyncStats:
@@ -212,7 +211,7 @@ class Receiver(SyncRank):
         return stats
 
     def _clear_buffer(self) -> None:
-        for bucket in range(min(self._buffer_plan.depth, len(self._plan.buckets))):
+        for bucket in range(min(self._plan.depth, len(self._plan.buckets))):
             self._clear(bucket)
         self._connection.settle()
 
@@ -220,7 +219,7 @@ class Receiver(SyncRank):
         """Loads bucket by bucket, while others fill the other half of the buffer, or the frames."""
         self._inbox.expect(0)
         for index, bucket in enumerate(self._plan.buckets):
-            views = bucket_views(self._connection.mapped[self._plan.rank], self._buffer_plan, index)
+            views = bucket_views(self._connection.mapped[self._plan.rank], self._plan, index)
             with stats.stage("transfer"):
                 arrived = self._inbox.receive(index, stats.version)
             for message, targets, ready in arrived:
@@ -242,11 +241,11 @@ class Receiver(SyncRank):
 
     def _free(self, index: int) -> None:
         """Lets others overwrite a loaded bucket."""
-        following = index + self._buffer_plan.depth
+        following = index + self._plan.depth
         if following >= len(self._plan.buckets):
             return
         self._clear(following)
-        writers = {self._buffer_plan.writer(message) for message in self._plan.messages[following]}
+        writers = {self._plan.writer(message) for message in self._plan.messages[following]}
         for writer in sorted(writers - {self._plan.rank}):
             what = f"the memory of bucket {following}"
             self._connection.notify(writer, self._plan.rank, [following], what)
@@ -254,6 +253,6 @@ class Receiver(SyncRank):
     def _clear(self, index: int) -> None:
         """Zeroes parameters with padding, which no message writes, in a bucket's memory."""
         if padded := self._plan.padded.intersection(self._plan.buckets[index].params):
-            views = bucket_views(self._connection.mapped[self._plan.rank], self._buffer_plan, index)
+            views = bucket_views(self._connection.mapped[self._plan.rank], self._plan, index)
             for name in padded:
                 views[name].zero_()

@@ -198,7 +198,7 @@ class ShardReceiver:
         """
         self.shutdown()
         rank = ranks[self._tp_rank]
-        self._weights.check(sync.receivers[rank].params)
+        self._weights.check(sync.recv_buffers[rank].params)
         self._connection = connect(sync, rank, self._device)
         self._receiver = Receiver(self._connection, self._weights.write, version=version)
 

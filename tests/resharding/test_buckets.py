@@ -48,6 +48,9 @@ def messages(draw: st.DrawFn) -> Message:
 SOURCE = torch.arange(30, dtype=torch.float32).view(5, 6)
 INFOS = {dtype: TensorInfo((6, 6), dtype) for dtype in ("bfloat16", "float32")}
 BUFFER = RecvBufferPlan(
+    rank=1,
+    padded=frozenset(),
+    messages=(),
     owner=1,
     via_network=frozenset(),
     depth=2,

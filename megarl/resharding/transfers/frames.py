@@ -35,7 +35,7 @@ class Frames(WeightTransfer):
         self._halves_used = 2 if sent.total() > self._half_bytes else 1
         self._bucket_bytes: dict[int, int] = {}
         for receiver in spec.owned(rank):
-            sizes = map(frames_bytes, spec.network_messages(receiver))
+            sizes = map(frames_bytes, spec.recv_buffers[receiver].network_messages)
             self._bucket_bytes[receiver] = max(sizes, default=0)
         self.staging_bytes = self._half_bytes * self._halves_used + sum(self._bucket_bytes.values())
         self._halves: list[torch.Tensor] = []
