@@ -317,8 +317,8 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     stated = dict(config)
     if dtype is not None:
         stated["dtype"] = dtype
-    reader = HFConfigReader(stated, fields=family.fields, defaults=family.defaults)
-    dims = reader.dims(rotary=family.rotary, mlp_ratio=family.mlp_ratio)
+    reader = HFConfigReader(stated, family)
+    dims = reader.dims()
     positions = {"position_embedding_type": "learned_absolute"}
     if family.rotary:
         positions = reader.rope()

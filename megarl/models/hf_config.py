@@ -56,7 +56,7 @@ class Family:
     Args:
         lm_class, score_class: HF's classes with a language-model head and with a score head.
         describe: function that returns the table of a config, and adds problems to the reader.
-        fields: unusual config names of fields; see ``HFConfigReader``.
+        fields: unusual config names of fields; the first one in a config counts.
         defaults: HF's values for fields that a config lacks, by their usual names.
         rotary: whether positions are rotary; otherwise they are learned.
         mlp_ratio: default ratio of the MLP's channels to the hidden ones.
@@ -97,26 +97,20 @@ def shown(value: object, write: Callable[[object], str] = repr) -> str:
 
 @dataclass
 class HFConfigReader:
-    """Reads fields of an HF config, by their usual names, and collects problems, one line each.
-
-    Args:
-        fields: the family's names of a field; the first one in the config counts.
-        defaults: HF's values for fields that the config lacks.
-    """
+    """Reads fields of an HF config, by their usual names, and collects problems, one line each."""
 
     config: HFConfig
-    fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    defaults: HFConfig = field(default_factory=dict[str, Any])
+    family: Family
     problems: list[str] = field(default_factory=list[str])
 
     def name(self, field: str) -> str:
         """Returns the config's name of a field."""
-        names = self.fields.get(field, (field,))
+        names = self.family.fields.get(field, (field,))
         return next((name for name in names if name in self.config), names[0])
 
     def get(self, field: str) -> Any:
         """Returns a field's value, or HF's default."""
-        return self.config.get(self.name(field), self.defaults.get(field))
+        return self.config.get(self.name(field), self.family.defaults.get(field))
 
     def positive(self, field: str, default: int | None = None) -> int:
         """Reads a positive integer; null counts as ``default``."""
@@ -156,9 +150,10 @@ class HFConfigReader:
         if actual is not None and actual not in values:
             self.problems.append(f"{self.name(field)}: {shown(actual)} is not supported (only {only})")
 
-    def dims(self, *, rotary: bool, mlp_ratio: int | None) -> Dims:
-        """Reads the decoder's sizes; see ``Family`` for the arguments."""
+    def dims(self) -> Dims:
+        """Reads the decoder's sizes."""
         hidden = self.positive("hidden_size")
+        mlp_ratio = self.family.mlp_ratio
         heads = self.positive("num_attention_heads")
         dims = Dims(
             vocab=self.positive("vocab_size"),
@@ -169,12 +164,12 @@ class HFConfigReader:
             kv_heads=self.positive("num_key_value_heads", heads),
             head_dim=self.positive("head_dim", hidden // heads),
             positions=self.positive("max_position_embeddings"),
-            experts=self.positive("num_experts") if "num_experts" in self.fields else 0,
+            experts=self.positive("num_experts") if "num_experts" in self.family.fields else 0,
         )
         if dims.heads % dims.kv_heads:
             field = self.name("num_key_value_heads")
             self.problems.append(f"{field}: {dims.kv_heads} does not divide the {dims.heads} heads")
-        if rotary and dims.head_dim % 2:
+        if self.family.rotary and dims.head_dim % 2:
             self.problems.append(f"head_dim: {dims.head_dim} is odd, which rotary embeddings cannot split")
         if dims.layers * dims.experts > _MAX_EXPERTS:
             problem = f"{dims.layers} layers x {dims.experts} experts are more than {_MAX_EXPERTS}"
@@ -198,7 +193,7 @@ class HFConfigReader:
             found = {}
         settings = cast(HFConfig, found)
         stated = settings.get("rope_theta") or self.config.get("rope_theta")
-        base: Any = stated or self.defaults.get("rope_theta")
+        base: Any = stated or self.family.defaults.get("rope_theta")
         if base is None:
             self.problems.append("rope_theta: missing, and engines differ in what they assume; state it")
         else:

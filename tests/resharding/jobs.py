@@ -21,7 +21,7 @@ from megarl.resharding.sync_barrier import PeerError
 from megarl.resharding.transfers.gloo import GlooTransfer as Transfer
 from megarl.resharding.transfers.transfer import Transport
 from megarl.types import Layout
-from megarl.weights.plan import TransferPlan
+from megarl.weights.plan import Message, TransferPlan
 from megarl.weights.planner import Holder, plan
 from megarl.weights.shard_map import Box, ShardMap
 from tests.weights.models import held, numbered, qwen2_config
@@ -113,6 +113,20 @@ def note_storage(staging: dict[int, int], tensor: torch.Tensor) -> None:
     staging[storage.data_ptr()] = storage.nbytes()
 
 
+def count_put(connection: Connection) -> Counter[int]:
+    """The payload bytes that the rank writes into receive buffers from now on, by receiver."""
+    put: Counter[int] = Counter()
+    send = connection.ways[False].send
+
+    def counted(message: Message, write: Any) -> int:
+        nbytes = send(message, write)
+        put[message.receiver] += nbytes
+        return nbytes
+
+    connection.ways[False].send = counted
+    return put
+
+
 class Rank:
     """One rank of a connection, a sender or a receiver, and its records."""
 
@@ -124,6 +138,7 @@ class Rank:
         self.params: dict[str, torch.Tensor] = {}
         self.before_load: Callable[[int], None] = lambda _: None
         self.connection: Connection = connect(spec.only([rank]), rank)
+        self.put = count_put(self.connection)
         self.control = self.connection.control = Spied(self.connection.control)
         if self.connection.wire is not None:
             self.connection.wire = Spied(self.connection.wire, staging=self.staging)
@@ -168,7 +183,7 @@ class Rank:
     def carried(self) -> tuple[Counter[int], Counter[int]]:
         """Payload bytes by peer: written to others' memory, and sent or received as frames."""
         wire = self.connection.wire
-        return self.connection.put, Counter() if wire is None else wire.carried
+        return self.put, Counter() if wire is None else wire.carried
 
 
 def two_syncs(rank: int, spec: SyncSpec) -> Any:

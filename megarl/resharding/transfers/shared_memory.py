@@ -66,9 +66,7 @@ class SharedMemory(WeightTransfer):
         receiver = message.receiver
         buffer = self.connection.spec.recv_buffers[receiver]
         views = bucket_views(self.connection.mapped[receiver], buffer, message.bucket)
-        nbytes = write(recv_views(message, buffer.buckets[message.bucket], views))
-        self.connection.put[receiver] += nbytes
-        return nbytes
+        return write(recv_views(message, buffer.buckets[message.bucket], views))
 
     def receive(self, message: Message, targets: Sequence[torch.Tensor]) -> None:
         """Does nothing: the sender has written the targets."""

@@ -7,7 +7,6 @@ that a message is ready and that a peer is gone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -36,7 +35,6 @@ class Connection:
         control: transport of control messages: Gloo, which notices that a rank is gone.
         wire: transport of frames; None where this rank has none, or another way brings them.
         mapped: receive buffers in this process's memory, flat uint8, by receiver.
-        put: payload bytes written into receive buffers, by receiver.
         ways: ways of messages, by whether ``RecvBufferPlan.via_network`` has their sender.
     """
 
@@ -48,7 +46,6 @@ class Connection:
     control: GlooTransport
     wire: Transport | None = None
     mapped: dict[int, torch.Tensor] = field(default_factory=dict)
-    put: Counter[int] = field(default_factory=Counter)
     ways: dict[bool, WeightTransfer] = field(default_factory=dict)
     _notices: list[tuple[GlooTransfer, str]] = field(default_factory=list)
 
