@@ -63,7 +63,6 @@ class MessageReady(NamedTuple):
 
     version: int
     bucket: int
-    nbytes: int
     checksum: int
 
 
@@ -95,7 +94,7 @@ class Inbox:
             self._connection.ways[True].expect(self._network[bucket])
         for message in self.messages[bucket]:
             peer = message.sender if self._by_network(message) else self._buffer.writer(message)
-            numbers = torch.empty(4, dtype=torch.int64)
+            numbers = torch.empty(len(MessageReady._fields), dtype=torch.int64)
             transfer = self._connection.control.receive(peer, message.sender, numbers)
             self._pending.append((message, numbers, transfer))
 
@@ -112,11 +111,10 @@ class Inbox:
         for message, numbers, transfer in self._pending:
             transfer.wait(f"rank {message.sender} did not deliver {named(message)}")
             ready = MessageReady(*numbers.tolist())
-            delivered = f"version {ready.version}, bucket {ready.bucket}, {ready.nbytes} bytes"
-            planned = f"version {version}, bucket {message.bucket}, {message.nbytes} bytes"
-            if delivered != planned:
-                what = f"{delivered} for {named(message)}"
-                raise PeerError(f"rank {message.sender} delivered {what}; planned was {planned}")
+            if (ready.version, ready.bucket) != (version, bucket):
+                delivered = f"version {ready.version}, bucket {ready.bucket}"
+                planned = f"version {version}, bucket {bucket}"
+                raise PeerError(f"rank {message.sender} delivered {delivered}; planned was {planned}")
             targets = recv_views(message, self._buffer.buckets[bucket], views)
             if self._by_network(message):
                 self._connection.ways[True].receive(message, targets)

@@ -145,22 +145,22 @@ class Sender(SyncRank):
         """Sends a message by its way, and notifies the rank that reads it next."""
         checksum = Checksum(message, stats) if self._connection.spec.verify else None
 
-        def write(targets: Sequence[torch.Tensor]) -> int:
+        def write(targets: Sequence[torch.Tensor]) -> None:
             with stats.stage("pack"):
-                return pack(message, self._params, targets, checksum)
+                pack(message, self._params, targets, checksum)
 
         by_network = self._connection.spec.by_network(message)
         with stats.stage("transfer"):
             if not by_network:
                 self._wait_for_memory(message)
-            nbytes = self._connection.ways[by_network].send(message, write)
-        stats.nbytes += nbytes
+            self._connection.ways[by_network].send(message, write)
+        stats.nbytes += message.nbytes
         stats.messages += 1
         peer = message.receiver
         if by_network:
             peer = self._connection.spec.recv_buffers[message.receiver].owner
         value = 0 if checksum is None else checksum.value
-        ready = MessageReady(stats.version, message.bucket, nbytes, value)
+        ready = MessageReady(stats.version, message.bucket, value)
         self._connection.notify(peer, message.sender, ready, named(message))
 
     def _pass_on(self, receiver: int, inbox: Inbox, bucket: int, stats: SyncStats) -> None:
@@ -230,7 +230,7 @@ class Receiver(SyncRank):
                     if checksum.value != ready.checksum:
                         source = f"rank {message.sender} for bucket {message.bucket}"
                         raise PeerError(f"the message from {source} is corrupt: {named(message)}")
-                stats.nbytes += ready.nbytes
+                stats.nbytes += message.nbytes
                 stats.messages += 1
             with stats.stage("load"):
                 self.consistent = False

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from megarl.resharding import Connection, Receiver, Sender, SyncError, SyncSpec,
 from megarl.resharding.buckets import bucket_views, recv_views
 from megarl.resharding.sync_barrier import PeerError
 from megarl.resharding.transfers.gloo import GlooTransfer as Transfer
-from megarl.resharding.transfers.transfer import Transport
+from megarl.resharding.transfers.transfer import Transport, Write
 from megarl.types import Layout
 from megarl.weights.plan import Message, TransferPlan
 from megarl.weights.planner import Holder, plan
@@ -118,10 +118,12 @@ def count_put(connection: Connection) -> Counter[int]:
     put: Counter[int] = Counter()
     send = connection.ways[False].send
 
-    def counted(message: Message, write: Any) -> int:
-        nbytes = send(message, write)
-        put[message.receiver] += nbytes
-        return nbytes
+    def counted(message: Message, write: Write) -> None:
+        def writing(targets: Sequence[torch.Tensor]) -> None:
+            put[message.receiver] += sum(target.nbytes for target in targets)
+            write(targets)
+
+        send(message, writing)
 
     connection.ways[False].send = counted
     return put

@@ -75,7 +75,7 @@ class Frames(WeightTransfer):
         self._halves = [memory(self._half_bytes) for _ in range(self._halves_used)]
         self._arriving = {receiver: memory(nbytes) for receiver, nbytes in self._bucket_bytes.items()}
 
-    def send(self, message: Message, write: Write) -> int:
+    def send(self, message: Message, write: Write) -> None:
         wire = self.connection.wire
         assert wire is not None, "connect comes first"
         size = aligned(message.nbytes)
@@ -86,11 +86,10 @@ class Frames(WeightTransfer):
             self._wait(self._half)
         frame = self._halves[self._half][self._offset : self._offset + message.nbytes]
         self._offset += size
-        nbytes = write(payload(message, frame))
+        write(payload(message, frame))
         owner = self.connection.spec.recv_buffers[message.receiver].owner
         transfer = wire.send(owner, message.receiver, frame)
         self._under_way[self._half].append((message, transfer))
-        return nbytes
 
     def expect(self, messages: Sequence[Message]) -> None:
         wire = self.connection.wire

@@ -62,11 +62,11 @@ class SharedMemory(WeightTransfer):
                 self._handles[receiver] = handle
                 connection.mapped[receiver] = map_host(handle)
 
-    def send(self, message: Message, write: Write) -> int:
+    def send(self, message: Message, write: Write) -> None:
         receiver = message.receiver
         buffer = self.connection.spec.recv_buffers[receiver]
         views = bucket_views(self.connection.mapped[receiver], buffer, message.bucket)
-        return write(recv_views(message, buffer.buckets[message.bucket], views))
+        write(recv_views(message, buffer.buckets[message.bucket], views))
 
     def receive(self, message: Message, targets: Sequence[torch.Tensor]) -> None:
         """Does nothing: the sender has written the targets."""

@@ -21,8 +21,8 @@ from megarl.weights.plan import Message
 
 Transport = GlooTransport | NcclTransport
 
-Write = Callable[[Sequence[torch.Tensor]], int]
-"""Writes the elements of a message's copies to tensors of their dtypes and shapes; returns the bytes written."""
+Write = Callable[[Sequence[torch.Tensor]], None]
+"""Writes the elements of a message's copies to tensors of their dtypes and shapes."""
 
 
 @dataclass(kw_only=True)
@@ -108,10 +108,9 @@ class WeightTransfer(ABC):
         """Connects to the other ranks; raises an error if that is not possible."""
 
     @abstractmethod
-    def send(self, message: Message, write: Write) -> int:
-        """Starts to send a message.
+    def send(self, message: Message, write: Write) -> None:
+        """Starts to send a message, after one call of ``write`` with memory of the connection's device.
 
-        Calls ``write`` once, with memory of the connection's device, and returns what it returns.
         The receiver is notified afterwards.
         """
 
