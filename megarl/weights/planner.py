@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from itertools import pairwise
 from operator import attrgetter
 
@@ -173,7 +174,7 @@ class _SenderChooser:
         self._load: dict[Distance, dict[int, int]] = {}
         for distance in Distance:
             self._load[distance] = defaultdict(int)
-        self._payloads: dict[tuple[tuple[Route, int], ...], tuple[tuple[Copy, ...], int]] = {}
+        self._payload = cache(_payload)  # replicas receive the same
 
     def receiver(self, holder: Holder, buckets: Sequence[Bucket], routes: Sequence[Sequence[Route]]) -> ReceiverPlan:
         """Returns a destination's plan, from its buckets and the routes of each, the largest first."""
@@ -191,34 +192,35 @@ class _SenderChooser:
 
     def _messages(self, receiver: Holder, routes: Sequence[Sequence[Route]]) -> tuple[tuple[Message, ...], ...]:
         """Returns the messages that a destination receives, by bucket, in order of their senders."""
-        known: dict[int, tuple[dict[int, int], list[int]]] = {}
+
+        @cache
+        def nearest(owners: int) -> tuple[dict[int, int], list[int]]:
+            around = self._around[owners]
+            where = next(where for where in receiver.surroundings() if where in around)
+            return self._load[where[0]], around[where]
+
         messages: list[tuple[Message, ...]] = []
         for bucket, group in enumerate(routes):
             chosen: dict[int, list[tuple[Route, int]]] = {}
             for route in group:
-                found = known.get(route.owners)
-                if found is None:
-                    around = self._around[route.owners]
-                    where = next(where for where in receiver.surroundings() if where in around)
-                    found = known[route.owners] = self._load[where[0]], around[where]
-                load, nearest = found
-                sending = chosen and [rank for rank in nearest if rank in chosen]
-                sender = min(sending or nearest, key=load.__getitem__)
+                load, ranks = nearest(route.owners)
+                sending = chosen and [rank for rank in ranks if rank in chosen]
+                sender = min(sending or ranks, key=load.__getitem__)
                 chosen.setdefault(sender, []).append((route, self._way_of[route.owners][sender]))
                 load[sender] += route.nbytes
-            rank = receiver.rank
-            messages.append(tuple(self._message(s, rank, bucket, chosen[s]) for s in sorted(chosen)))
+            group_messages: list[Message] = []
+            for sender in sorted(chosen):
+                copies, nbytes = self._payload(tuple(chosen[sender]))
+                group_messages.append(Message(sender, receiver.rank, bucket, copies, nbytes))
+            messages.append(tuple(group_messages))
         return tuple(messages)
 
-    def _message(self, sender: int, receiver: int, bucket: int, picks: list[tuple[Route, int]]) -> Message:
-        """Joins the copies of some routes, larger dtypes first, so that each is aligned to its items."""
-        key = tuple(picks)
-        if key not in self._payloads:
-            copies = [copy for route, way in picks for copy in route.copies[way]]
-            copies.sort(key=lambda copy: -ITEM_BYTES[copy.dtype])
-            self._payloads[key] = tuple(copies), sum(route.nbytes for route, _ in picks)
-        copies, nbytes = self._payloads[key]
-        return Message(sender=sender, receiver=receiver, bucket=bucket, copies=copies, nbytes=nbytes)
+
+def _payload(picks: tuple[tuple[Route, int], ...]) -> tuple[tuple[Copy, ...], int]:
+    """Joins the copies of some routes, larger dtypes first, so that each is aligned to its items."""
+    copies = [copy for route, way in picks for copy in route.copies[way]]
+    copies.sort(key=lambda copy: -ITEM_BYTES[copy.dtype])
+    return tuple(copies), sum(route.nbytes for route, _ in picks)
 
 
 def _assemble(fingerprint: str, sources: Sequence[Holder], receivers: Mapping[int, ReceiverPlan]) -> TransferPlan:
