@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megarl.files import open_file, read_json
-from megarl.weights.plan import Copy
 from megarl.weights.planner import Holder, plan
 from megarl.weights.shard_map import ITEM_BYTES, Box, Manifest, ShardMap, TensorInfo
 
@@ -198,17 +198,16 @@ def load_shard(shard_map: ShardMap, directory: str | Path, manifest: Manifest) -
     tensors: dict[str, torch.Tensor] = {}
     for name, info in wanted.params.items():
         tensors[name] = torch.zeros(info.shape, dtype=getattr(torch, info.dtype))
-    copies: list[Copy] = []
-    for sender in transfer.senders.values():
-        copies += sender.copies
     with ExitStack() as stack:
-        readers: dict[Path, Any] = {}
-        for copy in copies:
-            file = source.file_of[copy.source]
-            if file not in readers:
-                readers[file] = stack.enter_context(_open(file))
-            values = readers[file].get_slice(copy.source)[copy.source_box.slices]
-            tensors[copy.target][copy.target_box.slices] = copy.arranged(values)
+
+        @cache
+        def reader(file: Path) -> Any:
+            return stack.enter_context(_open(file))
+
+        for sender in transfer.senders.values():
+            for copy in sender.copies:
+                values = reader(source.file_of[copy.source]).get_slice(copy.source)[copy.source_box.slices]
+                tensors[copy.target][copy.target_box.slices] = copy.arranged(values)
     return tensors
 
 

@@ -48,22 +48,18 @@ class SourceIndex:
             for shard in shard_map.shards:
                 owners = found[shard.name][shard.region].setdefault(shard, [])
                 owners.append(index)
-        self.owners: list[Owners] = []  # without duplicates
         known: dict[Owners, int] = {}
         # By tensor, the distinct boxes that sources hold, in order; for each, the shards, and an
         # index of the owners.
-        self._regions: dict[str, tuple[Box, ...]] = {}
-        self._ways: dict[str, list[tuple[tuple[Shard, ...], int]]] = {}
+        self._held: dict[str, tuple[tuple[Box, ...], list[tuple[tuple[Shard, ...], int]]]] = {}
         for name, regions in found.items():
-            self._regions[name] = tuple(sorted(regions))
-            self._ways[name] = []
-            for region in self._regions[name]:
-                held = regions[region]
-                owners = tuple(map(tuple, held.values()))
-                if owners not in known:
-                    known[owners] = len(self.owners)
-                    self.owners.append(owners)
-                self._ways[name].append((tuple(held), known[owners]))
+            boxes = tuple(sorted(regions))
+            ways: list[tuple[tuple[Shard, ...], int]] = []
+            for box in boxes:
+                owners = tuple(map(tuple, regions[box].values()))
+                ways.append((tuple(regions[box]), known.setdefault(owners, len(known))))
+            self._held[name] = boxes, ways
+        self.owners = list(known)
         # Layers and experts differ in their names alone: results for their boxes are kept.
         self._cover = cache(_cover)
         self._local_box = cache(_local_box)
@@ -88,9 +84,10 @@ class SourceIndex:
         return routes
 
     def _add(self, shard: Shard, dtype: str, routes: dict[int, Route], missing: dict[str, str]) -> None:
-        parts, uncovered = self._cover(shard.region, self._regions.get(shard.name, ()))
+        boxes, ways = self._held.get(shard.name, ((), []))
+        parts, uncovered = self._cover(shard.region, boxes)
         for region, size, i in parts:
-            held, owners = self._ways[shard.name][i]
+            held, owners = ways[i]
             route = routes.get(owners)
             if route is None:
                 route = routes[owners] = Route(owners, [[] for _ in held])
