@@ -41,9 +41,8 @@ def _family_of(config: HFConfig) -> tuple[Family, HeadName]:
     """Returns the family of a config and the head of its architecture."""
     architectures: Any = config.get("architectures") or []
     model_type: Any = config.get("model_type")
-    if not isinstance(architectures, list) or not all(
-        isinstance(name, str) for name in (model_type or "", *architectures)
-    ):
+    is_list = isinstance(config.get("architectures") or [], list)
+    if not is_list or not all(isinstance(name, str) for name in (model_type or "", *architectures)):
         raise UnsupportedModelError("architectures is not a list of names, or model_type is not a name")
     if not architectures and (model_type or "") in FAMILIES:
         return FAMILIES[model_type], "lm"
