@@ -10,6 +10,8 @@ from typing import Any
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import (
     HF_ACTIVATIONS,
+    OUTPUT,
+    SCORE,
     Family,
     HFConfig,
     HFConfigReader,
@@ -124,12 +126,12 @@ class ModelSpec:
     def manifest(self, head: HeadName = "lm", *, new_head: bool = False) -> Manifest:
         """Returns what a checkpoint must contain; with ``new_head`` no value or score head is read."""
         tensors = self.canonical(head)
-        output = f"{self.table.output.names.hf}.weight"
+        output = f"{OUTPUT.names.hf}.weight"
         ignored = ["*.rotary_emb.inv_freq", *self.family.ignored]
         if output not in tensors:
             ignored.append(output)
         if new_head:
-            score = f"{self.table.score.names.hf}.weight"
+            score = f"{SCORE.names.hf}.weight"
             del tensors[score]
             ignored.append(score)
         tied: dict[str, str] = {}
@@ -176,7 +178,7 @@ class ModelSpec:
             if coords.pp == layout.pp - 1 and chunk == layout.vpp - 1:
                 output = self._output(head)
                 if self.tied and head == "lm" and layout.pp > 1:  # this stage has a copy of the embedding
-                    names = replace(self.table.output.names, hf=self.table.embedding.names.hf)
+                    names = replace(OUTPUT.names, hf=self.table.embedding.names.hf)
                     output = (VocabRows(names=names),)
                 groups.append((local, "", self._stacks((*self.table.final, *output), "megatron", at)))
         return self._shard_map(groups)
@@ -277,10 +279,10 @@ class ModelSpec:
     def _output(self, head: HeadName) -> tuple[ParamType, ...]:
         """Returns the output layer; none where it is tied."""
         if head != "lm":
-            return (self.table.score,)
+            return (SCORE,)
         if self.tied:
             return ()
-        return (self.table.output,)
+        return (OUTPUT,)
 
     def _stacks(self, param_types: Iterable[ParamType], engine: Engine, coords: ShardCoords) -> list[Stack]:
         stacks: list[Stack] = []

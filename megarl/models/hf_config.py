@@ -18,8 +18,10 @@ HF_ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
 """Values of HF's ``hidden_act``."""
 
 
-_LM_HEAD = VocabRows(names=Names("lm_head", "output_layer"))
-_SCORE_HEAD = Replicated(names=Names("score", "output_layer"), shape=("one", "hidden"))
+OUTPUT = VocabRows(names=Names("lm_head", "output_layer"))
+"""The output layer of a language model."""
+SCORE = Replicated(names=Names("score", "output_layer"), shape=("one", "hidden"))
+"""The head that replaces it in value and reward models."""
 
 
 class UnsupportedModelError(ValueError):
@@ -35,7 +37,6 @@ class ParamTable:
             Megatron, in a chunk).
         layer: parameters of one layer, without that prefix.
         final: parameters after the last layer.
-        score: [1, hidden] head that replaces ``output`` in value and reward models.
         megatron: fields of ``TransformerConfig`` that differ by family: norms, biases, the MLP.
     """
 
@@ -44,8 +45,6 @@ class ParamTable:
     layer_prefix: Names
     layer: tuple[ParamType, ...]
     final: tuple[ParamType, ...]
-    output: VocabRows = _LM_HEAD
-    score: Replicated = _SCORE_HEAD
     megatron: Mapping[str, Any]
 
 

@@ -103,9 +103,7 @@ class Sender(SyncRank):
         self._messages: dict[int, list[Message]] = defaultdict(list)
         for message in sorted(self._plan.messages, key=lambda message: not spec.by_network(message)):
             self._messages[message.bucket].append(message)
-        self._buckets = max(self._messages, default=-1) + 1
-        for inbox in self._inboxes.values():
-            self._buckets = max(self._buckets, len(inbox.messages))
+        self._buckets = max((len(buffer.buckets) for buffer in spec.recv_buffers.values()), default=0)
         self._granted: dict[int, int] = {}
         """The last bucket that this rank may write, by receiver."""
 

@@ -32,10 +32,10 @@ def stop_token_ids(model_dir: str | Path) -> tuple[int, ...]:
             ids = generation.get("eos_token_id")
     if ids is None:
         path = path.with_name("config.json")
-        ids = read_config(model_dir).get("eos_token_id", [])
+        ids = read_config(model_dir).get("eos_token_id")
     if ids is None:
-        ids = []
-    elif not isinstance(ids, list):
+        return ()
+    if not isinstance(ids, list):
         ids = [ids]
     if not all(type(token) is int and token >= 0 for token in ids):
         raise ValueError(f"{path}: eos_token_id is neither a token id nor a list of them; correct it")

@@ -145,10 +145,8 @@ def _parts(param: str, info: TensorInfo, bucket_bytes: int) -> Iterator[Bucket]:
     item = ITEM_BYTES[info.dtype]
     if bucket_bytes < item:
         raise ValueError(f"buckets of {bucket_bytes} bytes do not hold an element of {param}, which has {item}")
-    *rest, last = Box.whole(info.shape).split(bucket_bytes // item)
-    for box in rest:
-        yield Bucket(params=(param,), nbytes=box.size * item, box=box, last=False)
-    yield Bucket(params=(param,), nbytes=last.size * item, box=last)
+    for box in Box.whole(info.shape).split(bucket_bytes // item):
+        yield Bucket(params=(param,), nbytes=box.size * item, box=box, last=box.stop == info.shape)
 
 
 class _SenderChooser:
@@ -228,7 +226,7 @@ def _assemble(fingerprint: str, sources: Sequence[Holder], receivers: Mapping[in
     outgoing: dict[int, list[Message]] = defaultdict(list)
     staging = 0
     for receiver in receivers.values():
-        staging = max(staging, max((bucket.nbytes for bucket in receiver.buckets), default=0))
+        staging = max([staging, *(bucket.nbytes for bucket in receiver.buckets)])
         for messages in receiver.messages:
             for message in messages:
                 outgoing[message.sender].append(message)
@@ -237,6 +235,5 @@ def _assemble(fingerprint: str, sources: Sequence[Holder], receivers: Mapping[in
         if source.rank in outgoing:
             # They are in order of their receivers already.
             messages = tuple(sorted(outgoing[source.rank], key=attrgetter("bucket")))
-            params = source.map.params
-            senders[source.rank] = SenderPlan(rank=source.rank, params=params, messages=messages)
+            senders[source.rank] = SenderPlan(rank=source.rank, params=source.map.params, messages=messages)
     return TransferPlan(fingerprint=fingerprint, senders=senders, receivers=receivers, staging_bytes=staging)
