@@ -193,15 +193,10 @@ class ModelSpec:
             transformer_engine: whether the modules are Transformer Engine's; otherwise the norm
                 before the experts has another key.
         """
-        coords = ShardCoords()
+        coords = ShardCoords(vocab_rows=vocab_rows or self.dims.vocab)
         norm_in_mlp = self.dims.experts == 0 or not transformer_engine
-        groups: list[_PrefixedStacks] = []
-        for param_type in (*self._first(), *self.table.final, *self._output(head)):
-            if isinstance(param_type, VocabRows):
-                whole = param_type.rows("megatron", self.dims, 0, vocab_rows or self.dims.vocab)
-                groups.append(("", "", [whole]))
-            else:
-                groups.append(("", "", self._stacks((param_type,), "megatron", coords)))
+        outside = (*self._first(), *self.table.final, *self._output(head))
+        groups: list[_PrefixedStacks] = [("", "", self._stacks(outside, "megatron", coords))]
         local = self.table.layer_prefix.megatron.removesuffix("{}.")
         stacks = self._stacks(self.table.layer, "megatron", coords)
         for i in range(self.dims.layers):

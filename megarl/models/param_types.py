@@ -64,8 +64,13 @@ class Dims:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardCoords:
-    """The part of a layer that a rank holds: a TP shard of every matrix, of an EP shard of the experts."""
+    """The part of a layer that a rank holds: a TP shard of every matrix, of an EP shard of the experts.
 
+    Args:
+        vocab_rows: rows of embedding and output layer, with padding; None for the engine's.
+    """
+
+    vocab_rows: int | None = None
     tp_rank: int = 0
     tp: int = 1
     ep_rank: int = 0
@@ -175,11 +180,7 @@ class VocabRows:
     names: Names
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
-        start, stop = coords.tp_range(dims.padded_vocab(engine, coords.tp))
-        yield self.rows(engine, dims, start, stop)
-
-    def rows(self, engine: Engine, dims: Dims, start: int, stop: int) -> Stack:
-        """Returns rows [start, stop) of the padded matrix."""
+        start, stop = coords.tp_range(coords.vocab_rows or dims.padded_vocab(engine, coords.tp))
         known = max(start, min(stop, dims.vocab))
         parts: list[TensorRange] = []
         if start < known:
@@ -187,7 +188,7 @@ class VocabRows:
         if known < stop:
             parts.append(TensorRange(None, known, stop))
         param = f"{self.names.of(engine)}.weight"
-        return Stack(param=param, shape=(stop - start, dims.hidden), parts=tuple(parts))
+        yield Stack(param=param, shape=(stop - start, dims.hidden), parts=tuple(parts))
 
 
 @dataclass(frozen=True, kw_only=True)
