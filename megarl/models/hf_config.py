@@ -185,7 +185,7 @@ class HFConfigReader:
         return name
 
     def rope(self) -> dict[str, Any]:
-        """Reads ``rope_parameters``, or the older ``rope_theta`` and ``rope_scaling``, as arguments of ``GPTModel``."""
+        """Reads arguments of ``GPTModel`` from ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``."""
         found: Any = self.get("rope_parameters") or self.get("rope_scaling") or {}
         if not isinstance(found, Mapping):
             self.problems.append(f"rope_parameters: {shown(found)} does not hold keys and values")

@@ -64,7 +64,7 @@ class Dims:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardCoords:
-    """The part of a layer that a rank holds: a TP shard of every matrix, of an EP shard of the experts.
+    """The part of a layer that a rank holds: a TP shard of matrices, of an EP shard of the experts.
 
     Args:
         vocab_rows: rows of embedding and output layer, with padding; None for the engine's.
@@ -193,7 +193,7 @@ class VocabRows:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnParallel:
-    """[channels of the MLP, hidden] matrices, and maybe biases, whose outputs TP splits; engines stack their shards.
+    """[channels of the MLP, hidden] matrices, and maybe biases, whose outputs TP splits, stacked.
 
     Args:
         hf: name of each matrix; those of one name are concatenated in one tensor.
@@ -213,8 +213,8 @@ class ColumnParallel:
         shapes: dict[str, Shape] = {"weight": (rows, dims.hidden), "bias": (rows,)}
         for kind in _kinds(self.bias):
             named = tuple(part._replace(tensor=f"{part.tensor}.{kind}") for part in parts)
-            exchanged = self.transposed and kind == "weight"
-            yield Stack(param=f"{name}.{kind}", shape=shapes[kind], parts=named, transposed=exchanged)
+            swapped = self.transposed and kind == "weight"
+            yield Stack(param=f"{name}.{kind}", shape=shapes[kind], parts=named, transposed=swapped)
 
     def _parts(self, _engine: Engine, dims: Dims, coords: ShardCoords) -> list[TensorRange]:
         """Returns the rows of the matrices that a rank of an engine stacks."""

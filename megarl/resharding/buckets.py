@@ -138,7 +138,7 @@ def pack(
     targets: Sequence[torch.Tensor],
     checksum: Checksum | None,
 ) -> None:
-    """Writes a message's copies to targets in their dtype; a checksum adds them while they are cached."""
+    """Writes a message's copies to targets in their dtype; a checksum adds what is still cached."""
     for copy, target in zip(message.copies, targets, strict=True):
         box = params[copy.source].detach()[copy.source_box.slices]
         source = copy.arranged(box)

@@ -112,9 +112,8 @@ class Inbox:
             transfer.wait(f"rank {message.sender} did not deliver {named(message)}")
             ready = MessageReady(*numbers.tolist())
             if (ready.version, ready.bucket) != (version, bucket):
-                delivered = f"version {ready.version}, bucket {ready.bucket}"
-                planned = f"version {version}, bucket {bucket}"
-                raise PeerError(f"rank {message.sender} delivered {delivered}; planned was {planned}")
+                delivered = f"rank {message.sender} delivered version {ready.version}, bucket {ready.bucket}"
+                raise PeerError(f"{delivered}; planned was version {version}, bucket {bucket}")
             targets = recv_views(message, self._buffer.buckets[bucket], views)
             if self._by_network(message):
                 self._connection.ways[True].receive(message, targets)

@@ -48,9 +48,11 @@ class SyncRank:
         with stats.stage("agree"):
             with barrier.aborting(agreed):
                 if not connection.connected:
-                    raise ValueError("its connection was closed, or broken by an aborted sync; connect anew")
+                    problem = "its connection was closed, or broken by an aborted sync"
+                    raise ValueError(f"{problem}; connect anew")
                 if version < self.version:
-                    raise ValueError(f"version {version} is below version {self.version}, which it has had")
+                    latest = f"version {self.version}, which it has had"
+                    raise ValueError(f"version {version} is below {latest}")
                 self._check()
                 for way in ways:
                     way.prepare()

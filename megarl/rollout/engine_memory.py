@@ -90,7 +90,11 @@ def cache_bytes(model: ModelSpec, rollout: Rollout, device: str, device_memory: 
     Args:
         device_memory: all memory of the device; None reads it from the system.
     """
-    cache = EngineRankMemory.of(model, rollout, device, lambda: device_memory or _system_memory(device)).cache
+
+    def memory() -> int:
+        return device_memory or _system_memory(device)
+
+    cache = EngineRankMemory.of(model, rollout, device, memory).cache
     if cache == 0:
         fraction = rollout.gpu_memory_fraction
         raise ValueError(f"rollout.gpu_memory_fraction = {fraction} leaves no cache: raise it")

@@ -117,7 +117,8 @@ def running_layer(path: str, module: nn.Module, model_config: ModelConfig, *, co
     infos = {name: _as_loaded(module, name) for name, _ in module.named_parameters(recurse=False)}
     on_cpu = next(module.parameters(recurse=False)).device.type == "cpu"
     in_place: Collection[str] = ()
-    if not (on_cpu and isinstance(method, UnquantizedFusedMoEMethod)):  # packed, possibly to the same shape
+    # Experts on a CPU are packed, possibly to the same shape.
+    if not (on_cpu and isinstance(method, UnquantizedFusedMoEMethod)):
         in_place = _overwritten(path, module, infos)
     if method is not None and computes:
         return Layer(module, infos, in_place, partial(_pack, module))

@@ -166,7 +166,7 @@ class ShardReceiver:
     """
 
     def __init__(self, worker: Any, shard_maps: Sequence[ShardMap], vocab_size: int) -> None:
-        """Checks the shard map of this rank against the model, and excludes ids from `vocab_size` on from sampling.
+        """Checks this rank's shard map against the model, and excludes ids from `vocab_size` on.
 
         Called once, when all ranks have started. vLLM cuts the logits to the `vocab_size` of
         config.json, which may be larger than the vocabulary.
@@ -190,7 +190,7 @@ class ShardReceiver:
                 module.register_forward_hook(mask)
 
     def connect(self, sync: SyncSpec, ranks: Sequence[int], version: int) -> None:
-        """Connects to the other ranks of a sync, and waits for all of them. Ends an earlier connection.
+        """Connects to the other ranks of a sync, and waits for all; ends an earlier connection.
 
         Args:
             ranks: the engine's ranks in the sync, by tensor-parallel rank.
@@ -241,7 +241,7 @@ def _unlink_shared_memory() -> None:
 
 
 class WorkerExtension:
-    """A call of the receiver; `self` is vLLM's worker, whose field for its own receivers has ours."""
+    """A call of the receiver; `self` is vLLM's worker, whose field for a receiver has ours."""
 
     def megarl_call(self: Any, method: str, *args: Any) -> CallOutcome:
         """Calls a method, or with `prepare` makes the receiver.

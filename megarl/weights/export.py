@@ -73,7 +73,7 @@ def export_weights(
     barrier: Callable[[], None],
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Writes this rank's regions of an HF directory; returns on all ranks when the directory is complete.
+    """Writes this rank's regions of an HF directory; returns on all ranks when it is complete.
 
     Waits at the barrier three times: before the first write, after the last write, and after the
     rename. The rename follows the second barrier, so either all ranks or none find the directory
@@ -113,7 +113,7 @@ def export_weights(
 
 
 def create_files(directory: Path, files: Sequence[SafetensorsFile]) -> None:
-    """Creates files with headers and reserved space in a new directory; on OSError (no space) nothing is left.
+    """Creates files with headers and reserved space in a new directory; on OSError nothing is left.
 
     Without reserved space, a write to a memory map on a full disk ends the process (SIGBUS).
     """

@@ -215,7 +215,7 @@ class _SenderChooser:
 
 
 def _payload(picks: tuple[tuple[Route, int], ...]) -> tuple[tuple[Copy, ...], int]:
-    """Joins the copies of some routes, larger dtypes first, so that each is aligned to its items."""
+    """Joins the copies of routes, larger dtypes first, so that each is aligned to its items."""
     copies = [copy for route, way in picks for copy in route.copies[way]]
     copies.sort(key=lambda copy: -ITEM_BYTES[copy.dtype])
     return tuple(copies), sum(route.nbytes for route, _ in picks)

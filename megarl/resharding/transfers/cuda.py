@@ -76,7 +76,8 @@ class DeviceMapping:
 def _tensor(pointer: ctypes.c_void_p, nbytes: int, device: torch.device) -> torch.Tensor:
     assert pointer.value is not None
     array = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer.value, False), "version": 3}
-    tensor = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=array), device=device)  # without a copy
+    shared = SimpleNamespace(__cuda_array_interface__=array)
+    tensor = torch.as_tensor(shared, device=device)  # without a copy
     assert tensor.data_ptr() == pointer.value, f"torch has copied memory that is not on {device}"
     return tensor
 
@@ -187,7 +188,7 @@ class NcclTransfer:
     buffer: torch.Tensor
 
     def wait(self, failure: str) -> None:
-        """Returns when the buffer was sent or filled; raises PeerError, as of ``GlooTransfer``, or as ``look`` does."""
+        """Does what ``GlooTransfer.wait`` does; also raises as ``look`` does."""
         start = looked = time.monotonic()
         try:
             while not self.work.is_completed():
