@@ -183,7 +183,7 @@ def test_responses_in_progress_wait_through_an_aborted_sync(
     engine.begin(models["qwen2"], requests())
     version, trainer = engine.process.apply(in_process.version), Trainer(engine.process, models["qwen2_later"])
     trainer.fail_to_sync(version + 1, corrupt=(0, 3), reason="for bucket 3 is corrupt")
-    assert not engine.process.apply(in_process.goes_on)
+    assert not engine.process.call("step")
     with pytest.raises(RemoteError, match="RuntimeError: engine 3 has the weights of two versions"):
         engine.process.apply(in_process.begin, requests())
     engine.update(models["qwen2"])
