@@ -31,11 +31,10 @@ class DirectoryTransfer(WeightTransfer):
             barrier.post("directory", tempfile.mkdtemp(dir=PARENT.absolute()))
         self._directory = Path(barrier.read("directory"))
 
-    def send(self, message: Message, write: Write) -> int:
+    def send(self, message: Message, write: Write) -> None:
         frame = torch.empty(message.nbytes, dtype=torch.uint8, device=self.connection.device)
-        nbytes = write(payload(message, frame))
+        write(payload(message, frame))
         self._path(message).write_bytes(frame.cpu().numpy().data)
-        return nbytes
 
     def receive(self, message: Message, targets: Sequence[torch.Tensor]) -> None:
         path = self._path(message)

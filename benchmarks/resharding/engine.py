@@ -91,7 +91,6 @@ class Engine:
         self._directory.cleanup()
 
     def _workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        assert self._engine._llm is not None
         return self._engine._llm.collective_rpc(function, args=args)
 
 

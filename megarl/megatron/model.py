@@ -42,7 +42,7 @@ from megarl.config.schema import LayerChoice
 from megarl.errors import RunError
 from megarl.megatron.attention import FusedPackedAttention, PackedAttention, PackParams
 from megarl.megatron.platform.kernels import LayerKind, implementation, is_compiled, layer_kind
-from megarl.models import MegatronArgs, ModelSpec
+from megarl.models import ModelSpec
 from megarl.models.transformer_engine import name_in_maps
 from megarl.role_specs import Recompute
 from megarl.types import HeadName, Layout
@@ -212,7 +212,7 @@ class _Stages(PipelineParallelLayerLayout):
 
 
 def _transformer_config(
-    arguments: MegatronArgs,
+    spec: ModelSpec,
     layout: Layout,
     stages: _Stages,
     dtype: torch.dtype,
@@ -227,8 +227,9 @@ def _transformer_config(
     background, so outputs are not freed when handed over: Gloo would silently send other data.
     """
     interleaved = layout.vpp > 1
+    activation = spec.family.activation
     experts: dict[str, Any] = {}
-    if "num_moe_experts" in arguments.transformer:
+    if spec.dims.experts:
         experts = {
             "expert_model_parallel_size": layout.ep,
             "expert_tensor_parallel_size": layout.tp,
@@ -236,11 +237,11 @@ def _transformer_config(
             "moe_router_load_balancing_type": "none",
         }
     return TransformerConfig(
-        **arguments.transformer,
+        **spec.transformer_fields(),
         **_RECOMPUTE[recompute],
         **experts,
-        activation_func=_ACTIVATIONS[arguments.activation],
-        bias_activation_fusion=arguments.activation == "silu" and is_compiled("activation", device),
+        activation_func=_ACTIVATIONS[activation],
+        bias_activation_fusion=activation == "silu" and is_compiled("activation", device),
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
@@ -275,11 +276,10 @@ def build_model(
     Raises ValueError if Transformer Engine's layers are wanted and cannot compute the model here.
     """
     _add_rng_states()
-    arguments = spec.transformer(layout.tp, head)
     stage = groups.pp.rank()
     device = torch.empty(0, device=torch.cuda.current_device()).device.type
     stages = _Stages(spec, layout, stage)
-    config = _transformer_config(arguments, layout, stages, dtype, recompute, device)
+    config = _transformer_config(spec, layout, stages, dtype, recompute, device)
     kind = layer_kind(layers, spec.dims, str(dtype).removeprefix("torch."), device)
     _require_agreement(kind, groups.intra_dist_opt)
     layer, norm = _local_layer(config) if kind == "local" else _fused_layer(config)
@@ -294,7 +294,7 @@ def build_model(
             post_process=stage == layout.pp - 1 and chunk == layout.vpp - 1,
             pg_collection=groups,
             vp_stage=chunk if layout.vpp > 1 else None,
-            **arguments.gpt,
+            **spec.gpt_arguments(layout.tp, head),
         )
         model.requires_grad_(trainable)
         model.train(trainable)

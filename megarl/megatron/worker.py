@@ -30,7 +30,7 @@ from megarl.resharding import Connection, ConnectRequest, Sender, SyncStats, con
 from megarl.role_specs import role_specs
 from megarl.stacks import tell_waits
 from megarl.types import Ragged, RankSchedule, RoleName, TokenValues
-from megarl.weights.export import Export, export_plan
+from megarl.weights.export import export_plan, export_weights
 
 if TYPE_CHECKING:
     from megarl.megatron.model_engine import ModelEngine
@@ -297,7 +297,9 @@ class MegatronWorker:
         tensors = spec.canonical(engine.head)
         maps = [spec.megatron_map(layout, rank, engine.head) for rank in range(layout.world_size)]
         parameters = {name: parameter.detach() for name, parameter in engine.model.parameters().items()}
-        Export(Path(directory), tensors).run(
+        export_weights(
+            Path(directory),
+            tensors,
             export_plan(maps, tensors).senders.get(self._rank),
             parameters,
             config=spec.hf_config(engine.head),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.models.architecture import MegatronArgs, ModelSpec, model_spec
+from megarl.models.architecture import ModelSpec, model_spec
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import UnsupportedModelError
 
-__all__ = ["FAMILIES", "MegatronArgs", "ModelSpec", "UnsupportedModelError", "model_spec"]
+__all__ = ["FAMILIES", "ModelSpec", "UnsupportedModelError", "model_spec"]

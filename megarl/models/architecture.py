@@ -10,12 +10,12 @@ from typing import Any
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import (
     HF_ACTIVATIONS,
-    Activation,
+    OUTPUT,
+    SCORE,
     Family,
     HFConfig,
     HFConfigReader,
     ParamTable,
-    Rope,
     UnsupportedModelError,
     shown,
 )
@@ -23,7 +23,6 @@ from megarl.models.param_types import (
     MEGATRON_EXPERTS,
     Dims,
     Engine,
-    GroupRank,
     ParamType,
     ShardCoords,
     Stack,
@@ -32,7 +31,7 @@ from megarl.models.param_types import (
 )
 from megarl.models.transformer_engine import INPUT_NORM, MLP_NORM
 from megarl.types import HeadName, Layout
-from megarl.weights.shard_map import Manifest, Padding, Shard, ShardMap, TensorInfo
+from megarl.weights.shard_map import Box, Manifest, Shard, ShardMap, TensorInfo
 
 _PrefixedStacks = tuple[str, str, Sequence[Stack]]
 """Stacks, which layers share, after the prefixes of their local and canonical names."""
@@ -91,20 +90,11 @@ def pipeline_layers(layers: int, layout: Layout, stage: int, chunk: int) -> rang
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronArgs:
-    """Arguments of Megatron's ``TransformerConfig`` and ``GPTModel``, and the MLP's activation."""
-
-    transformer: Mapping[str, Any]
-    gpt: Mapping[str, Any]
-    activation: Activation
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """Everything that follows from a model's HF config.
 
     Args:
-        rope: rotary embedding; None where positions are learned.
+        positions: arguments of Megatron's ``GPTModel`` for the embedding of positions.
         dtype: dtype of every parameter in the maps.
         tied: whether the output layer of the language model is the embedding.
         head: head of the checkpoint.
@@ -114,7 +104,7 @@ class ModelSpec:
     config: HFConfig
     dims: Dims
     table: ParamTable
-    rope: Rope | None
+    positions: Mapping[str, Any]
     dtype: str
     tied: bool
     head: HeadName
@@ -136,12 +126,12 @@ class ModelSpec:
     def manifest(self, head: HeadName = "lm", *, new_head: bool = False) -> Manifest:
         """Returns what a checkpoint must contain; with ``new_head`` no value or score head is read."""
         tensors = self.canonical(head)
-        output = f"{self.table.output.names.hf}.weight"
+        output = f"{OUTPUT.names.hf}.weight"
         ignored = ["*.rotary_emb.inv_freq", *self.family.ignored]
         if output not in tensors:
             ignored.append(output)
         if new_head:
-            score = f"{self.table.score.names.hf}.weight"
+            score = f"{SCORE.names.hf}.weight"
             del tensors[score]
             ignored.append(score)
         tied: dict[str, str] = {}
@@ -174,8 +164,7 @@ class ModelSpec:
         """Returns the map of a rank of a role; parameters are named ``{model chunk}:{name in GPTModel}``."""
         self.check_megatron(layout)
         coords = layout.coords(rank)
-        expert_rank = GroupRank(rank=layout.expert_rank(coords), size=layout.ep)
-        at = ShardCoords(tp=GroupRank(rank=coords.tp, size=layout.tp), ep=expert_rank)
+        at = ShardCoords(tp_rank=coords.tp, tp=layout.tp, ep_rank=layout.expert_rank(coords), ep=layout.ep)
         stacks = self._stacks(self.table.layer, "megatron", at)
         groups: list[_PrefixedStacks] = []
         for chunk in range(layout.vpp):
@@ -189,7 +178,7 @@ class ModelSpec:
             if coords.pp == layout.pp - 1 and chunk == layout.vpp - 1:
                 output = self._output(head)
                 if self.tied and head == "lm" and layout.pp > 1:  # this stage has a copy of the embedding
-                    names = replace(self.table.output.names, hf=self.table.embedding.names.hf)
+                    names = replace(OUTPUT.names, hf=self.table.embedding.names.hf)
                     output = (VocabRows(names=names),)
                 groups.append((local, "", self._stacks((*self.table.final, *output), "megatron", at)))
         return self._shard_map(groups)
@@ -204,15 +193,10 @@ class ModelSpec:
             transformer_engine: whether the modules are Transformer Engine's; otherwise the norm
                 before the experts has another key.
         """
-        coords = ShardCoords(tp=GroupRank())
+        coords = ShardCoords(vocab_rows=vocab_rows or self.dims.vocab)
         norm_in_mlp = self.dims.experts == 0 or not transformer_engine
-        groups: list[_PrefixedStacks] = []
-        for param_type in (*self._first(), *self.table.final, *self._output(head)):
-            if isinstance(param_type, VocabRows):
-                whole = param_type.rows("megatron", self.dims, 0, vocab_rows or self.dims.vocab)
-                groups.append(("", "", [whole]))
-            else:
-                groups.append(("", "", self._stacks((param_type,), "megatron", coords)))
+        outside = (*self._first(), *self.table.final, *self._output(head))
+        groups: list[_PrefixedStacks] = [("", "", self._stacks(outside, "megatron", coords))]
         local = self.table.layer_prefix.megatron.removesuffix("{}.")
         stacks = self._stacks(self.table.layer, "megatron", coords)
         for i in range(self.dims.layers):
@@ -223,7 +207,7 @@ class ModelSpec:
     def vllm_map(self, tp: int, rank: int) -> ShardMap:
         """Returns the map of a TP rank of a vLLM engine, under vLLM's fused names."""
         self.check_vllm(tp)
-        coords = ShardCoords(tp=GroupRank(rank=rank, size=tp))
+        coords = ShardCoords(tp_rank=rank, tp=tp)
         prefix = self.table.layer_prefix
         stacks = self._stacks(self.table.layer, "vllm", coords)
         groups: list[_PrefixedStacks] = [("", "", self._stacks(self._first(), "vllm", coords))]
@@ -233,37 +217,28 @@ class ModelSpec:
         groups.append(("", "", self._stacks(last, "vllm", coords)))
         return self._shard_map(groups)
 
-    def transformer(self, tp: int, head: HeadName = "lm") -> MegatronArgs:
-        """Returns the arguments from which Megatron builds this model."""
-        positions: dict[str, Any] = {"position_embedding_type": "learned_absolute"}
-        if self.rope is not None:
-            positions = {
-                "position_embedding_type": "rope",
-                "rotary_percent": 1.0,
-                "rotary_base": self.rope.base,
-                "rope_scaling": self.rope.llama3_factor is not None,
-                "rope_scaling_factor": self.rope.llama3_factor or 1.0,
-            }
-        return MegatronArgs(
-            transformer={
-                "num_layers": self.dims.layers,
-                "hidden_size": self.dims.hidden,
-                "ffn_hidden_size": self.dims.ffn,
-                "num_attention_heads": self.dims.heads,
-                "num_query_groups": self.dims.kv_heads,
-                "kv_channels": self.dims.head_dim,
-                "hidden_dropout": 0.0,
-                "attention_dropout": 0.0,
-                **self.table.megatron,
-            },
-            gpt={
-                "vocab_size": self.dims.padded_vocab("megatron", tp),
-                "max_sequence_length": self.dims.positions,
-                "share_embeddings_and_output_weights": self.tied and head == "lm",
-                **positions,
-            },
-            activation=self.family.activation,
-        )
+    def transformer_fields(self) -> dict[str, Any]:
+        """Returns the fields of Megatron's ``TransformerConfig`` of this model."""
+        return {
+            "num_layers": self.dims.layers,
+            "hidden_size": self.dims.hidden,
+            "ffn_hidden_size": self.dims.ffn,
+            "num_attention_heads": self.dims.heads,
+            "num_query_groups": self.dims.kv_heads,
+            "kv_channels": self.dims.head_dim,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            **self.table.megatron,
+        }
+
+    def gpt_arguments(self, tp: int, head: HeadName = "lm") -> dict[str, Any]:
+        """Returns the arguments of Megatron's ``GPTModel`` of this model."""
+        return {
+            "vocab_size": self.dims.padded_vocab("megatron", tp),
+            "max_sequence_length": self.dims.positions,
+            "share_embeddings_and_output_weights": self.tied and head == "lm",
+            **self.positions,
+        }
 
     def check_megatron(self, layout: Layout) -> None:
         """Raises ValueError, with every reason, where Megatron cannot hold the model in this layout."""
@@ -299,10 +274,10 @@ class ModelSpec:
     def _output(self, head: HeadName) -> tuple[ParamType, ...]:
         """Returns the output layer; none where it is tied."""
         if head != "lm":
-            return (self.table.score,)
+            return (SCORE,)
         if self.tied:
             return ()
-        return (self.table.output,)
+        return (OUTPUT,)
 
     def _stacks(self, param_types: Iterable[ParamType], engine: Engine, coords: ShardCoords) -> list[Stack]:
         stacks: list[Stack] = []
@@ -314,14 +289,14 @@ class ModelSpec:
         """Returns the map of a holder of these stacks."""
         params: dict[str, TensorInfo] = {}
         shards: list[Shard] = []
-        padding: list[Padding] = []
+        padding: list[tuple[str, Box]] = []
         for local, hf, stacks in groups:
             for stack in stacks:
                 param = local + stack.param
                 params[param] = TensorInfo(stack.of + stack.shape, self.dtype)
                 for box, tensor, region in stack.boxes:
                     if tensor is None:
-                        padding.append(Padding(param=param, box=box))
+                        padding.append((param, box))
                     else:
                         shards.append(Shard(param, box, hf + tensor, region, stack.transposed))
         return ShardMap(params=params, shards=tuple(shards), padding=tuple(padding))
@@ -338,9 +313,11 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     stated = dict(config)
     if dtype is not None:
         stated["dtype"] = dtype
-    reader = HFConfigReader(stated, fields=family.fields, defaults=family.defaults)
-    dims = reader.dims(rotary=family.rotary, mlp_ratio=family.mlp_ratio)
-    rope = reader.rope() if family.rotary else None
+    reader = HFConfigReader(stated, family)
+    dims = reader.dims()
+    positions = {"position_embedding_type": "learned_absolute"}
+    if family.rotary:
+        positions = reader.rope()
     stored = reader.dtype()
     activations = HF_ACTIVATIONS[family.activation]
     reader.require("hidden_act", *activations, only=", ".join(activations))
@@ -355,7 +332,7 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
         config=config,
         dims=dims,
         table=table,
-        rope=rope,
+        positions=positions,
         dtype=stored,
         tied=tied,
         head=head,

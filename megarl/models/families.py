@@ -27,9 +27,7 @@ QKV = FusedQKV(
     megatron="self_attention.linear_qkv",
     vllm="self_attn.qkv_proj",
 )
-GATE_UP = ColumnParallel(
-    hf=("mlp.gate_proj", "mlp.up_proj"), megatron="mlp.linear_fc1", vllm="mlp.gate_up_proj", outputs="ffn"
-)
+GATE_UP = ColumnParallel(hf=("mlp.gate_proj", "mlp.up_proj"), megatron="mlp.linear_fc1", vllm="mlp.gate_up_proj")
 DOWN = RowParallel(names=Names("mlp.down_proj", "mlp.linear_fc2"), inputs="ffn")
 
 
@@ -282,9 +280,7 @@ def _gpt2(read: HFConfigReader) -> ParamTable:
             ),
             RowParallel(names=attention_output, inputs="attention", bias=True, transposed=True),
             Replicated(names=Names("ln_2", "pre_mlp_layernorm"), bias=True),
-            ColumnParallel(
-                hf=("mlp.c_fc",), megatron="mlp.linear_fc1", vllm="mlp.c_fc", outputs="ffn", bias=True, transposed=True
-            ),
+            ColumnParallel(hf=("mlp.c_fc",), megatron="mlp.linear_fc1", vllm="mlp.c_fc", bias=True, transposed=True),
             RowParallel(names=Names("mlp.c_proj", "mlp.linear_fc2"), inputs="ffn", bias=True, transposed=True),
         ),
         final=(Replicated(names=Names("transformer.ln_f", "decoder.final_layernorm"), bias=True),),

@@ -8,10 +8,9 @@ twice to save memory, embeddings, norms and activations do not count.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 from megarl.models.architecture import ModelSpec
-from megarl.types import HeadName
+from megarl.types import HeadName, PackRow, SampleInfo
 
 PEAK_TFLOPS: Mapping[str, float] = {
     "GB300": 2500.0,
@@ -33,13 +32,7 @@ PEAK_TFLOPS: Mapping[str, float] = {
 """Dense bfloat16 TFLOP/s by a part of the device's name, the first that occurs; from NVIDIA's data sheets."""
 
 
-class TokenCounts(Protocol):
-    """The lengths of a sequence, and of the response in it."""
-
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def response_tokens(self) -> int: ...
+TokenCounts = PackRow | SampleInfo
 
 
 def peak_tflops(device_name: str) -> float | None:

@@ -18,8 +18,10 @@ HF_ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
 """Values of HF's ``hidden_act``."""
 
 
-_LM_HEAD = VocabRows(names=Names("lm_head", "output_layer"))
-_SCORE_HEAD = Replicated(names=Names("score", "output_layer"), shape=("one", "hidden"))
+OUTPUT = VocabRows(names=Names("lm_head", "output_layer"))
+"""The output layer of a language model."""
+SCORE = Replicated(names=Names("score", "output_layer"), shape=("one", "hidden"))
+"""The head that replaces it in value and reward models."""
 
 
 class UnsupportedModelError(ValueError):
@@ -35,7 +37,6 @@ class ParamTable:
             Megatron, in a chunk).
         layer: parameters of one layer, without that prefix.
         final: parameters after the last layer.
-        score: [1, hidden] head that replaces ``output`` in value and reward models.
         megatron: fields of ``TransformerConfig`` that differ by family: norms, biases, the MLP.
     """
 
@@ -44,8 +45,6 @@ class ParamTable:
     layer_prefix: Names
     layer: tuple[ParamType, ...]
     final: tuple[ParamType, ...]
-    output: VocabRows = _LM_HEAD
-    score: Replicated = _SCORE_HEAD
     megatron: Mapping[str, Any]
 
 
@@ -56,7 +55,7 @@ class Family:
     Args:
         lm_class, score_class: HF's classes with a language-model head and with a score head.
         describe: function that returns the table of a config, and adds problems to the reader.
-        fields: unusual config names of fields; see ``HFConfigReader``.
+        fields: unusual config names of fields; the first one in a config counts.
         defaults: HF's values for fields that a config lacks, by their usual names.
         rotary: whether positions are rotary; otherwise they are learned.
         mlp_ratio: default ratio of the MLP's channels to the hidden ones.
@@ -95,36 +94,22 @@ def shown(value: object, write: Callable[[object], str] = repr) -> str:
     return f"{text[:77]}..." if len(text) > 80 else text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary embedding: its base, and the factor of Llama 3's scaling (None without)."""
-
-    base: float
-    llama3_factor: float | None
-
-
 @dataclass
 class HFConfigReader:
-    """Reads fields of an HF config, by their usual names, and collects problems, one line each.
-
-    Args:
-        fields: the family's names of a field; the first one in the config counts.
-        defaults: HF's values for fields that the config lacks.
-    """
+    """Reads fields of an HF config, by their usual names, and collects problems, one line each."""
 
     config: HFConfig
-    fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    defaults: HFConfig = field(default_factory=dict[str, Any])
+    family: Family
     problems: list[str] = field(default_factory=list[str])
 
     def name(self, field: str) -> str:
         """Returns the config's name of a field."""
-        names = self.fields.get(field, (field,))
+        names = self.family.fields.get(field, (field,))
         return next((name for name in names if name in self.config), names[0])
 
     def get(self, field: str) -> Any:
         """Returns a field's value, or HF's default."""
-        return self.config.get(self.name(field), self.defaults.get(field))
+        return self.config.get(self.name(field), self.family.defaults.get(field))
 
     def positive(self, field: str, default: int | None = None) -> int:
         """Reads a positive integer; null counts as ``default``."""
@@ -164,9 +149,10 @@ class HFConfigReader:
         if actual is not None and actual not in values:
             self.problems.append(f"{self.name(field)}: {shown(actual)} is not supported (only {only})")
 
-    def dims(self, *, rotary: bool, mlp_ratio: int | None) -> Dims:
-        """Reads the decoder's sizes; see ``Family`` for the arguments."""
+    def dims(self) -> Dims:
+        """Reads the decoder's sizes."""
         hidden = self.positive("hidden_size")
+        mlp_ratio = self.family.mlp_ratio
         heads = self.positive("num_attention_heads")
         dims = Dims(
             vocab=self.positive("vocab_size"),
@@ -177,12 +163,12 @@ class HFConfigReader:
             kv_heads=self.positive("num_key_value_heads", heads),
             head_dim=self.positive("head_dim", hidden // heads),
             positions=self.positive("max_position_embeddings"),
-            experts=self.positive("num_experts") if "num_experts" in self.fields else 0,
+            experts=self.positive("num_experts") if "num_experts" in self.family.fields else 0,
         )
         if dims.heads % dims.kv_heads:
             field = self.name("num_key_value_heads")
             self.problems.append(f"{field}: {dims.kv_heads} does not divide the {dims.heads} heads")
-        if rotary and dims.head_dim % 2:
+        if self.family.rotary and dims.head_dim % 2:
             self.problems.append(f"head_dim: {dims.head_dim} is odd, which rotary embeddings cannot split")
         if dims.layers * dims.experts > _MAX_EXPERTS:
             problem = f"{dims.layers} layers x {dims.experts} experts are more than {_MAX_EXPERTS}"
@@ -198,15 +184,15 @@ class HFConfigReader:
             self.problems.append(f"dtype: {shown(name, str)} is not supported; supported are {supported}")
         return name
 
-    def rope(self) -> Rope:
-        """Reads ``rope_parameters``, or the older ``rope_theta`` and ``rope_scaling``."""
+    def rope(self) -> dict[str, Any]:
+        """Reads arguments of ``GPTModel`` from ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``."""
         found: Any = self.get("rope_parameters") or self.get("rope_scaling") or {}
         if not isinstance(found, Mapping):
             self.problems.append(f"rope_parameters: {shown(found)} does not hold keys and values")
             found = {}
         settings = cast(HFConfig, found)
         stated = settings.get("rope_theta") or self.config.get("rope_theta")
-        base: Any = stated or self.defaults.get("rope_theta")
+        base: Any = stated or self.family.defaults.get("rope_theta")
         if base is None:
             self.problems.append("rope_theta: missing, and engines differ in what they assume; state it")
         else:
@@ -215,13 +201,19 @@ class HFConfigReader:
             rule = "only full rotary embeddings are supported"
             self.problems.append(f"rope_parameters.partial_rotary_factor: {rule}")
         kind = settings.get("rope_type") or settings.get("type") or "default"
-        factor = None
+        factor = 1.0
         if kind == "llama3":
             factor = self._llama3_factor(settings)
         elif kind != "default":
             rule = "is not supported; supported are default, llama3"
             self.problems.append(f"rope_type: {shown(kind, str)} {rule}")
-        return Rope(base=base or 1.0, llama3_factor=factor)
+        return {
+            "position_embedding_type": "rope",
+            "rotary_percent": 1.0,
+            "rotary_base": base,
+            "rope_scaling": kind == "llama3",
+            "rope_scaling_factor": factor,
+        }
 
     def _llama3_factor(self, settings: Mapping[str, Any]) -> float:
         for name, value in _LLAMA3_FIXED.items():

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from megarl.weights.shard_map import Box, Shape
 
@@ -63,25 +63,29 @@ class Dims:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupRank:
-    """A rank of a group of ``size``."""
-
-    rank: int = 0
-    size: int = 1
-
-    def range(self, total: int) -> tuple[int, int]:
-        """Returns the rank's range of ``total`` items, which ``size`` divides."""
-        part, rest = divmod(total, self.size)
-        assert rest == 0, (total, self.size)
-        return self.rank * part, (self.rank + 1) * part
-
-
-@dataclass(frozen=True, kw_only=True)
 class ShardCoords:
-    """The part of a layer that a rank holds: a TP shard of every matrix, of an EP shard of the experts."""
+    """The part of a layer that a rank holds: a TP shard of matrices, of an EP shard of the experts.
 
-    tp: GroupRank
-    ep: GroupRank = GroupRank()
+    Args:
+        vocab_rows: rows of embedding and output layer, with padding; None for the engine's.
+    """
+
+    vocab_rows: int | None = None
+    tp_rank: int = 0
+    tp: int = 1
+    ep_rank: int = 0
+    ep: int = 1
+
+    def tp_range(self, total: int) -> tuple[int, int]:
+        """Returns the TP rank's range of ``total`` items, which ``tp`` divides."""
+        part, rest = divmod(total, self.tp)
+        assert rest == 0, (total, self.tp)
+        return self.tp_rank * part, (self.tp_rank + 1) * part
+
+    def experts(self, total: int) -> range:
+        """Returns the EP rank's experts of ``total``, which ``ep`` divides."""
+        local = total // self.ep
+        return range(self.ep_rank * local, (self.ep_rank + 1) * local)
 
 
 class TensorRange(NamedTuple):
@@ -143,14 +147,6 @@ class Stack:
         return Box(tuple(low), tuple(high))
 
 
-class ParamType(Protocol):
-    """A group of canonical tensors that the engines store together; names have no layer prefix."""
-
-    def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
-        """Yields the parameters in which one rank of an engine holds them."""
-        ...
-
-
 @dataclass(frozen=True)
 class Names:
     """Names of one thing in HF, those of canonical tensors and of vLLM, and in Megatron."""
@@ -184,11 +180,7 @@ class VocabRows:
     names: Names
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
-        start, stop = coords.tp.range(dims.padded_vocab(engine, coords.tp.size))
-        yield self.rows(engine, dims, start, stop)
-
-    def rows(self, engine: Engine, dims: Dims, start: int, stop: int) -> Stack:
-        """Returns rows [start, stop) of the padded matrix."""
+        start, stop = coords.tp_range(coords.vocab_rows or dims.padded_vocab(engine, coords.tp))
         known = max(start, min(stop, dims.vocab))
         parts: list[TensorRange] = []
         if start < known:
@@ -196,31 +188,48 @@ class VocabRows:
         if known < stop:
             parts.append(TensorRange(None, known, stop))
         param = f"{self.names.of(engine)}.weight"
-        return Stack(param=param, shape=(stop - start, dims.hidden), parts=tuple(parts))
+        yield Stack(param=param, shape=(stop - start, dims.hidden), parts=tuple(parts))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnParallel:
-    """[width, hidden] matrices, and maybe biases, whose outputs TP splits; engines stack their shards.
+    """[channels of the MLP, hidden] matrices, and maybe biases, whose outputs TP splits, stacked.
 
     Args:
         hf: name of each matrix; those of one name are concatenated in one tensor.
-        transposed: whether HF stores [hidden, width].
+        transposed: whether HF stores [hidden, rows].
     """
 
     hf: tuple[str, ...]
     megatron: str
     vllm: str
-    outputs: Size
     bias: bool = False
     transposed: bool = False
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
-        width = dims.size(self.outputs)
-        shard = coords.tp.range(width)
-        parts = [part.within(*shard) for part in projection_ranges([(name, width) for name in self.hf])]
         name = self.megatron if engine == "megatron" else self.vllm
-        yield from column_stacks(name, parts, dims, self.bias, self.transposed)
+        parts = self._parts(engine, dims, coords)
+        rows = sum(part.size for part in parts)
+        shapes: dict[str, Shape] = {"weight": (rows, dims.hidden), "bias": (rows,)}
+        for kind in _kinds(self.bias):
+            named = tuple(part._replace(tensor=f"{part.tensor}.{kind}") for part in parts)
+            swapped = self.transposed and kind == "weight"
+            yield Stack(param=f"{name}.{kind}", shape=shapes[kind], parts=named, transposed=swapped)
+
+    def _parts(self, _engine: Engine, dims: Dims, coords: ShardCoords) -> list[TensorRange]:
+        """Returns the rows of the matrices that a rank of an engine stacks."""
+        shard = coords.tp_range(dims.ffn)
+        return [matrix.within(*shard) for matrix in self._matrices([dims.ffn] * len(self.hf))]
+
+    def _matrices(self, rows: Sequence[int]) -> list[TensorRange]:
+        """Returns the range of each matrix in its canonical tensor."""
+        stops: dict[str, int] = defaultdict(int)
+        matrices: list[TensorRange] = []
+        for name, n in zip(self.hf, rows, strict=True):
+            start = stops[name]
+            stops[name] += n
+            matrices.append(TensorRange(name, start, start + n))
+        return matrices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +244,7 @@ class RowParallel:
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
         hf = self.names.hf
         local = self.names.of(engine)
-        columns = TensorRange(f"{hf}.weight", *coords.tp.range(dims.size(self.inputs)))
+        columns = TensorRange(f"{hf}.weight", *coords.tp_range(dims.size(self.inputs)))
         yield Stack(
             param=f"{local}.weight",
             shape=(dims.hidden, columns.size),
@@ -252,7 +261,7 @@ def canonical_shapes(param_types: Iterable[ParamType], dims: Dims) -> dict[str, 
     """Returns the shapes of canonical tensors: module by module, each in the order of its first tensor."""
     modules: dict[str, dict[str, Shape]] = defaultdict(dict)
     for param_type in param_types:
-        for stack in param_type.stacks("megatron", dims, ShardCoords(tp=GroupRank())):
+        for stack in param_type.stacks("megatron", dims, ShardCoords()):
             for _, tensor, region in stack.boxes:
                 if tensor is not None:
                     shapes = modules[tensor.rpartition(".")[0]]
@@ -263,29 +272,6 @@ def canonical_shapes(param_types: Iterable[ParamType], dims: Dims) -> dict[str, 
     return canonical
 
 
-def projection_ranges(projections: Sequence[tuple[str, int]]) -> list[TensorRange]:
-    """Returns the range of each projection, given by name and rows, in its canonical tensor."""
-    rows: dict[str, int] = {}
-    parts: list[TensorRange] = []
-    for name, n in projections:
-        first = rows.get(name, 0)
-        rows[name] = first + n
-        parts.append(TensorRange(name, first, first + n))
-    return parts
-
-
-def column_stacks(
-    param: str, parts: Sequence[TensorRange], dims: Dims, bias: bool, transposed: bool
-) -> Iterator[Stack]:
-    """Yields a fused projection's weight, and maybe its bias, stacked from the same rows of projections."""
-    rows = sum(part.size for part in parts)
-    shapes: dict[str, Shape] = {"weight": (rows, dims.hidden), "bias": (rows,)}
-    for kind in _kinds(bias):
-        named = tuple(part._replace(tensor=f"{part.tensor}.{kind}") for part in parts)
-        exchanged = transposed and kind == "weight"
-        yield Stack(param=f"{param}.{kind}", shape=shapes[kind], parts=named, transposed=exchanged)
-
-
 def _kinds(bias: bool) -> tuple[str, ...]:
     return ("weight", "bias") if bias else ("weight",)
 
@@ -294,54 +280,32 @@ MEGATRON_EXPERTS = "mlp.experts.local_experts.{}"
 """Megatron's module of an expert, by its local index."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FusedQKV:
-    """The query, key and value projections in one matrix.
+class FusedQKV(ColumnParallel):
+    """The query, key and value projections in one matrix; ``hf`` names the three.
 
     Megatron stacks [query heads of the group; key; value] per KV group; TP splits these rows, and
     cuts groups where it exceeds their number. vLLM stacks [query; key; value] of the rank's heads;
     where TP exceeds the KV heads, neighboring ranks hold the same one.
-
-    Args:
-        hf: names of queries, keys and values; those of one name are concatenated in one tensor.
-        transposed: whether HF stores [hidden, rows].
     """
 
-    hf: tuple[str, str, str]
-    megatron: str
-    vllm: str
-    bias: bool = False
-    transposed: bool = False
-
-    def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
-        megatron = engine == "megatron"
-        parts = self._megatron_parts(dims, coords) if megatron else self._vllm_parts(dims, coords)
-        name = self.megatron if megatron else self.vllm
-        yield from column_stacks(name, parts, dims, self.bias, self.transposed)
-
-    def _projections(self, dims: Dims) -> list[tuple[str, int]]:
+    def _parts(self, engine: Engine, dims: Dims, coords: ShardCoords) -> list[TensorRange]:
         kv = dims.kv_heads * dims.head_dim
-        return list(zip(self.hf, (dims.size("attention"), kv, kv), strict=True))
-
-    def _megatron_parts(self, dims: Dims, coords: ShardCoords) -> list[TensorRange]:
-        query, key, value = projection_ranges(self._projections(dims))
-        per_group = dims.heads // dims.kv_heads
-        whole: list[TensorRange] = []
-        for group in range(dims.kv_heads):
-            whole.append(_heads(query, group * per_group, (group + 1) * per_group, dims))
-            whole.append(_heads(key, group, group + 1, dims))
-            whole.append(_heads(value, group, group + 1, dims))
-        start, stop = coords.tp.range(sum(part.size for part in whole))
-        return _slice(whole, start, stop)
-
-    def _vllm_parts(self, dims: Dims, coords: ShardCoords) -> list[TensorRange]:
-        query, key, value = projection_ranges(self._projections(dims))
-        if coords.tp.size <= dims.kv_heads:
-            first, last = coords.tp.range(dims.kv_heads)
+        query, key, value = self._matrices([dims.size("attention"), kv, kv])
+        if engine == "megatron":
+            per_group = dims.heads // dims.kv_heads
+            whole: list[TensorRange] = []
+            for group in range(dims.kv_heads):
+                whole.append(_heads(query, group * per_group, (group + 1) * per_group, dims))
+                whole.append(_heads(key, group, group + 1, dims))
+                whole.append(_heads(value, group, group + 1, dims))
+            start, stop = coords.tp_range(sum(part.size for part in whole))
+            return _slice(whole, start, stop)
+        if coords.tp <= dims.kv_heads:
+            first, last = coords.tp_range(dims.kv_heads)
         else:
-            first = coords.tp.rank // (coords.tp.size // dims.kv_heads)
+            first = coords.tp_rank // (coords.tp // dims.kv_heads)
             last = first + 1
-        queries = _heads(query, *coords.tp.range(dims.heads), dims)
+        queries = _heads(query, *coords.tp_range(dims.heads), dims)
         return [queries, _heads(key, first, last, dims), _heads(value, first, last, dims)]
 
 
@@ -381,7 +345,7 @@ class Experts:
     down: str
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
-        experts = range(*coords.ep.range(dims.experts))
+        experts = coords.experts(dims.experts)
         if engine == "megatron":
             for local, expert in enumerate(experts):
                 module = MEGATRON_EXPERTS.format(local)
@@ -401,13 +365,20 @@ class Experts:
     def _gate_up(
         self, param: str, expert: int, dims: Dims, coords: ShardCoords, at: Shape = (), of: Shape = ()
     ) -> Stack:
-        start, stop = coords.tp.range(dims.ffn)
+        start, stop = coords.tp_range(dims.ffn)
         gate = TensorRange(self._tensor(expert, self.gate), start, stop)
         up = TensorRange(self._tensor(expert, self.up), start, stop)
         shape = (gate.size + up.size, dims.hidden)
         return Stack(param=param, shape=shape, parts=(gate, up), at=at, of=of)
 
     def _down(self, param: str, expert: int, dims: Dims, coords: ShardCoords, at: Shape = (), of: Shape = ()) -> Stack:
-        part = TensorRange(self._tensor(expert, self.down), *coords.tp.range(dims.ffn))
+        part = TensorRange(self._tensor(expert, self.down), *coords.tp_range(dims.ffn))
         shape = (dims.hidden, part.size)
         return Stack(param=param, shape=shape, parts=(part,), axis=1, at=at, of=of)
+
+
+ParamType = Replicated | VocabRows | ColumnParallel | RowParallel | FusedQKV | Experts
+"""A group of canonical tensors that the engines store together; names have no layer prefix.
+
+``stacks`` yields the parameters in which one rank of an engine holds them.
+"""

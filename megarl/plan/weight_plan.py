@@ -265,8 +265,8 @@ def plan_weights(request: WeightPlanRequest) -> WeightsReport:
 def _content_bytes(shard_map: ShardMap) -> int:
     """Returns the bytes of a map's parameters without padding."""
     nbytes = shard_map.nbytes
-    for padding in shard_map.padding:
-        nbytes -= padding.box.size * ITEM_BYTES[shard_map.params[padding.param].dtype]
+    for param, box in shard_map.padding:
+        nbytes -= box.size * ITEM_BYTES[shard_map.params[param].dtype]
     return nbytes
 
 

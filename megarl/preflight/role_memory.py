@@ -148,7 +148,7 @@ def _layer(spec: RoleSpec, model: ModelSpec, device: str) -> float:
     item = ITEM_BYTES[model.dtype]
     norms = 2 * _norm(spec, model) * _split(spec.layout)
     rope = 0
-    if model.rope is not None:
+    if model.family.rotary:
         rope = 4 * dims.head_dim * item
     qkv = (dims.heads + 2 * dims.kv_heads) * dims.head_dim * item / tp
     one = dims.heads * dims.head_dim * item / tp  # queries, or the attention's output

@@ -137,11 +137,8 @@ def pack(
     params: Mapping[str, torch.Tensor],
     targets: Sequence[torch.Tensor],
     checksum: Checksum | None,
-) -> int:
-    """Writes a message's copies to targets in their dtype; returns the bytes written.
-
-    A checksum adds them while they are cached.
-    """
+) -> None:
+    """Writes a message's copies to targets in their dtype; a checksum adds what is still cached."""
     for copy, target in zip(message.copies, targets, strict=True):
         box = params[copy.source].detach()[copy.source_box.slices]
         source = copy.arranged(box)
@@ -151,7 +148,6 @@ def pack(
         for part, values in zip(_slabs(target), _slabs(source, target.element_size()), strict=True):
             part.copy_(values)
             checksum.add(part)
-    return sum(target.nbytes for target in targets)
 
 
 def unpack(message: Message, frame: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:

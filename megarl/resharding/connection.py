@@ -17,7 +17,7 @@ from megarl.resharding.transfers.frames import Frames
 from megarl.resharding.transfers.gloo import GlooTransfer, GlooTransport
 from megarl.resharding.transfers.shared_memory import SharedMemory
 from megarl.resharding.transfers.transfer import Connection, WeightTransfer
-from megarl.weights.plan import Message, ReceiverPlan
+from megarl.weights.plan import Message
 
 
 def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Connection:
@@ -63,7 +63,6 @@ class MessageReady(NamedTuple):
 
     version: int
     bucket: int
-    nbytes: int
     checksum: int
 
 
@@ -77,13 +76,13 @@ class Inbox:
         messages: messages by bucket.
     """
 
-    def __init__(self, connection: Connection, plan: ReceiverPlan) -> None:
-        network = connection.spec.network_messages(plan.rank)
-        self.messages = plan.messages if plan.rank == connection.rank else network
+    def __init__(self, connection: Connection, receiver: int) -> None:
+        buffer = connection.spec.recv_buffers[receiver]
+        network = buffer.network_messages
+        self.messages = buffer.messages if receiver == connection.rank else network
         self._connection = connection
-        self._plan = plan
-        self._buffer = connection.spec.recv_buffers[plan.rank]
-        self._network = network if self._buffer.owner == connection.rank else []
+        self._buffer = buffer
+        self._network = network if buffer.owner == connection.rank else []
         self._pending: list[tuple[Message, torch.Tensor, GlooTransfer]] = []
 
     def expect(self, bucket: int) -> None:
@@ -95,7 +94,7 @@ class Inbox:
             self._connection.ways[True].expect(self._network[bucket])
         for message in self.messages[bucket]:
             peer = message.sender if self._by_network(message) else self._buffer.writer(message)
-            numbers = torch.empty(4, dtype=torch.int64)
+            numbers = torch.empty(len(MessageReady._fields), dtype=torch.int64)
             transfer = self._connection.control.receive(peer, message.sender, numbers)
             self._pending.append((message, numbers, transfer))
 
@@ -108,19 +107,14 @@ class Inbox:
             Messages, with their elements and control messages.
         """
         arrived: list[tuple[Message, Sequence[torch.Tensor], MessageReady]] = []
-        views = bucket_views(self._connection.mapped[self._plan.rank], self._buffer, bucket)
+        views = bucket_views(self._connection.mapped[self._buffer.rank], self._buffer, bucket)
         for message, numbers, transfer in self._pending:
-            try:
-                transfer.wait()
-            except PeerError as error:
-                raise PeerError(f"rank {message.sender} did not deliver {named(message)}: {error}") from error
+            transfer.wait(f"rank {message.sender} did not deliver {named(message)}")
             ready = MessageReady(*numbers.tolist())
-            delivered = f"version {ready.version}, bucket {ready.bucket}, {ready.nbytes} bytes"
-            planned = f"version {version}, bucket {message.bucket}, {message.nbytes} bytes"
-            if delivered != planned:
-                what = f"{delivered} for {named(message)}"
-                raise PeerError(f"rank {message.sender} delivered {what}; planned was {planned}")
-            targets = recv_views(message, self._plan.buckets[bucket], views)
+            if (ready.version, ready.bucket) != (version, bucket):
+                delivered = f"rank {message.sender} delivered version {ready.version}, bucket {ready.bucket}"
+                raise PeerError(f"{delivered}; planned was version {version}, bucket {bucket}")
+            targets = recv_views(message, self._buffer.buckets[bucket], views)
             if self._by_network(message):
                 self._connection.ways[True].receive(message, targets)
             arrived.append((message, targets, ready))

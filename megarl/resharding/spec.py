@@ -9,16 +9,16 @@ from typing import Literal
 from megarl.garbage_collection import collector_paused
 from megarl.models import ModelSpec
 from megarl.types import HeadName, Layout
-from megarl.weights.plan import Bucket, Message, ReceiverPlan, SenderPlan, TransferPlan
+from megarl.weights.plan import Message, ReceiverPlan, SenderPlan, TransferPlan
 from megarl.weights.planner import Holder, Place, plan
-from megarl.weights.shard_map import ShardMap, TensorInfo
+from megarl.weights.shard_map import ShardMap
 
 Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecvBufferPlan:
-    """The receive buffer of one receiver, laid out as the parameters of a bucket.
+class RecvBufferPlan(ReceiverPlan):
+    """What one rank receives, and its receive buffer, laid out as the parameters of a bucket.
 
     Args:
         owner: rank that owns the memory: the receiver, or the trainer on its device.
@@ -29,8 +29,11 @@ class RecvBufferPlan:
     owner: int
     via_network: frozenset[int]
     depth: int
-    params: Mapping[str, TensorInfo]
-    buckets: tuple[Bucket, ...]
+
+    @property
+    def network_messages(self) -> list[list[Message]]:
+        """The messages that the owner gets over the network, by bucket."""
+        return [[message for message in bucket if message.sender in self.via_network] for bucket in self.messages]
 
     def writer(self, message: Message) -> int:
         """Returns the rank that writes a message to the buffer."""
@@ -58,7 +61,6 @@ class SyncSpec:
     fingerprint: str
     staging_bytes: int
     senders: Mapping[int, SenderPlan]
-    receivers: Mapping[int, ReceiverPlan]
     recv_buffers: Mapping[int, RecvBufferPlan]
     wire: tuple[int, ...]
     transport: str = "auto"
@@ -96,7 +98,6 @@ class SyncSpec:
             fingerprint=plan.fingerprint,
             staging_bytes=plan.staging_bytes,
             senders=plan.senders,
-            receivers=plan.receivers,
             recv_buffers=recv_buffers,
             wire=wire_ranks(recv_buffers),
             transport=transport,
@@ -110,32 +111,29 @@ class SyncSpec:
         reached: set[int] = set()
         for part in senders.values():
             reached.update(message.receiver for message in part.messages)
-        receivers: dict[int, ReceiverPlan] = {}
         recv_buffers: dict[int, RecvBufferPlan] = {}
         for receiver, buffer in self.recv_buffers.items():
             if receiver in ranks or buffer.owner in ranks:
-                receivers[receiver] = self.receivers[receiver]
-            if receiver in receivers or receiver in reached:
                 recv_buffers[receiver] = buffer
-        return replace(self, senders=senders, receivers=receivers, recv_buffers=recv_buffers)
+            elif receiver in reached:
+                recv_buffers[receiver] = replace(buffer, messages=())
+        return replace(self, senders=senders, recv_buffers=recv_buffers)
+
+    def by_network(self, message: Message) -> bool:
+        """Returns whether a message goes in a frame to the owner of its receive buffer."""
+        return message.sender in self.recv_buffers[message.receiver].via_network
 
     def owned(self, rank: int) -> list[int]:
         """Returns the receivers whose buffers a rank owns."""
-        return [receiver for receiver in self.receivers if self.recv_buffers[receiver].owner == rank]
+        return [receiver for receiver, buffer in self.recv_buffers.items() if buffer.owner == rank]
 
     def written(self, rank: int) -> set[int]:
         """Returns the receivers whose buffers a rank writes in place, or reads as their receiver."""
-        written = self.receivers.keys() & {rank}
+        written = self.recv_buffers.keys() & {rank}
         for message in self.sender(rank).messages:
-            if rank not in self.recv_buffers[message.receiver].via_network:
+            if not self.by_network(message):
                 written.add(message.receiver)
         return written
-
-    def network_messages(self, receiver: int) -> list[list[Message]]:
-        """Returns the messages to a receiver that its buffer's owner gets over the network, by bucket."""
-        senders = self.recv_buffers[receiver].via_network
-        messages = self.receivers[receiver].messages
-        return [[message for message in bucket if message.sender in senders] for bucket in messages]
 
     def wire_peers(self, rank: int) -> list[int]:
         """Returns the ranks with which a rank exchanges frames."""
@@ -144,10 +142,9 @@ class SyncSpec:
     def peers(self, rank: int) -> list[int]:
         """Returns the ranks with which a rank exchanges control messages."""
         peers = {*self.wire_peers(rank), *self.written(rank)}
-        for receiver, part in self.receivers.items():
-            buffer = self.recv_buffers[receiver]
+        for receiver, buffer in self.recv_buffers.items():
             if receiver == rank:
-                for bucket in part.messages:
+                for bucket in buffer.messages:
                     peers.update(buffer.writer(message) for message in bucket)
             elif buffer.owner == rank and buffer.via_network:
                 peers.add(receiver)
@@ -157,9 +154,8 @@ class SyncSpec:
         """Returns the owners to which a rank sends frames."""
         owners: set[int] = set()
         for message in self.sender(rank).messages:
-            buffer = self.recv_buffers[message.receiver]
-            if rank in buffer.via_network:
-                owners.add(buffer.owner)
+            if self.by_network(message):
+                owners.add(self.recv_buffers[message.receiver].owner)
         return owners
 
     def network_senders(self, rank: int) -> set[int]:
@@ -260,11 +256,6 @@ def plan_recv_buffers(
             framed = {sender for sender in framed if places[sender].node != places[rank].node}
         if framed and transport == "shared_memory":
             raise ValueError(f"transport shared_memory does not reach from ranks {sorted(framed)} to rank {rank}")
-        recv_buffers[rank] = RecvBufferPlan(
-            owner=owner,
-            via_network=frozenset(framed),
-            depth=1 if framed else 2,
-            params=part.params,
-            buckets=part.buckets,
-        )
+        depth = 1 if framed else 2
+        recv_buffers[rank] = RecvBufferPlan(**vars(part), owner=owner, via_network=frozenset(framed), depth=depth)
     return recv_buffers

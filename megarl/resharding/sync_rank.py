@@ -47,7 +47,12 @@ class SyncRank:
         agreed, ready, done = sync_places(self._count)
         with stats.stage("agree"):
             with barrier.aborting(agreed):
-                self._check_version(version)
+                if not connection.connected:
+                    problem = "its connection was closed, or broken by an aborted sync"
+                    raise ValueError(f"{problem}; connect anew")
+                if version < self.version:
+                    latest = f"version {self.version}, which it has had"
+                    raise ValueError(f"version {version} is below {latest}")
                 self._check()
                 for way in ways:
                     way.prepare()
@@ -81,12 +86,6 @@ class SyncRank:
     def _clear_buffer(self) -> None:
         """Clears a receiver's buffer, before others write to it."""
 
-    def _check_version(self, version: int) -> None:
-        if not self._connection.connected:
-            raise ValueError("its connection was closed, or broken by an aborted sync; connect anew")
-        if version < self.version:
-            raise ValueError(f"version {version} is below version {self.version}, which it has had")
-
 
 class Sender(SyncRank):
     """Sends a rank's part of a plan.
@@ -102,13 +101,11 @@ class Sender(SyncRank):
         spec = connection.spec
         self._params = params
         self._plan = spec.sender(connection.rank)
-        self._inboxes = {r: Inbox(connection, spec.receivers[r]) for r in spec.owned(connection.rank)}
+        self._inboxes = {r: Inbox(connection, r) for r in spec.owned(connection.rank)}
         self._messages: dict[int, list[Message]] = defaultdict(list)
-        for message in sorted(self._plan.messages, key=lambda message: not self._by_network(message)):
+        for message in sorted(self._plan.messages, key=lambda message: not spec.by_network(message)):
             self._messages[message.bucket].append(message)
-        self._buckets = max(self._messages, default=-1) + 1
-        for inbox in self._inboxes.values():
-            self._buckets = max(self._buckets, len(inbox.messages))
+        self._buckets = max((len(buffer.buckets) for buffer in spec.recv_buffers.values()), default=0)
         self._granted: dict[int, int] = {}
         """The last bucket that this rank may write, by receiver."""
 
@@ -148,22 +145,22 @@ class Sender(SyncRank):
         """Sends a message by its way, and notifies the rank that reads it next."""
         checksum = Checksum(message, stats) if self._connection.spec.verify else None
 
-        def write(targets: Sequence[torch.Tensor]) -> int:
+        def write(targets: Sequence[torch.Tensor]) -> None:
             with stats.stage("pack"):
-                return pack(message, self._params, targets, checksum)
+                pack(message, self._params, targets, checksum)
 
-        by_network = self._by_network(message)
+        by_network = self._connection.spec.by_network(message)
         with stats.stage("transfer"):
             if not by_network:
                 self._wait_for_memory(message)
-            nbytes = self._connection.ways[by_network].send(message, write)
-        stats.nbytes += nbytes
+            self._connection.ways[by_network].send(message, write)
+        stats.nbytes += message.nbytes
         stats.messages += 1
         peer = message.receiver
         if by_network:
             peer = self._connection.spec.recv_buffers[message.receiver].owner
         value = 0 if checksum is None else checksum.value
-        ready = MessageReady(stats.version, message.bucket, nbytes, value)
+        ready = MessageReady(stats.version, message.bucket, value)
         self._connection.notify(peer, message.sender, ready, named(message))
 
     def _pass_on(self, receiver: int, inbox: Inbox, bucket: int, stats: SyncStats) -> None:
@@ -179,14 +176,9 @@ class Sender(SyncRank):
         receiver = message.receiver
         while message.bucket > self._granted[receiver]:
             number = torch.empty(1, dtype=torch.int64)
-            try:
-                self._connection.control.receive(receiver, receiver, number).wait()
-            except PeerError as error:
-                raise PeerError(f"rank {receiver} takes no {named(message)}: {error}") from error
+            granted = self._connection.control.receive(receiver, receiver, number)
+            granted.wait(f"rank {receiver} takes no {named(message)}")
             self._granted[receiver] = int(number)
-
-    def _by_network(self, message: Message) -> bool:
-        return self._plan.rank in self._connection.spec.recv_buffers[message.receiver].via_network
 
 
 Load = Callable[[Mapping[str, torch.Tensor], Box | None], None]
@@ -205,9 +197,8 @@ class Receiver(SyncRank):
     def __init__(self, connection: Connection, load: Load, *, version: int = -1) -> None:
         super().__init__(connection, version)
         self._load = load
-        self._plan = connection.spec.receivers[connection.rank]
-        self._buffer_plan = connection.spec.recv_buffers[connection.rank]
-        self._inbox = Inbox(connection, self._plan)
+        self._plan = connection.spec.recv_buffers[connection.rank]
+        self._inbox = Inbox(connection, connection.rank)
         self.consistent = True
 
     def receive(self, version: int) -> SyncStats:
@@ -220,7 +211,7 @@ class Receiver(SyncRank):
         return stats
 
     def _clear_buffer(self) -> None:
-        for bucket in range(min(self._buffer_plan.depth, len(self._plan.buckets))):
+        for bucket in range(min(self._plan.depth, len(self._plan.buckets))):
             self._clear(bucket)
         self._connection.settle()
 
@@ -228,7 +219,7 @@ class Receiver(SyncRank):
         """Loads bucket by bucket, while others fill the other half of the buffer, or the frames."""
         self._inbox.expect(0)
         for index, bucket in enumerate(self._plan.buckets):
-            views = bucket_views(self._connection.mapped[self._plan.rank], self._buffer_plan, index)
+            views = bucket_views(self._connection.mapped[self._plan.rank], self._plan, index)
             with stats.stage("transfer"):
                 arrived = self._inbox.receive(index, stats.version)
             for message, targets, ready in arrived:
@@ -239,7 +230,7 @@ class Receiver(SyncRank):
                     if checksum.value != ready.checksum:
                         source = f"rank {message.sender} for bucket {message.bucket}"
                         raise PeerError(f"the message from {source} is corrupt: {named(message)}")
-                stats.nbytes += ready.nbytes
+                stats.nbytes += message.nbytes
                 stats.messages += 1
             with stats.stage("load"):
                 self.consistent = False
@@ -250,11 +241,11 @@ class Receiver(SyncRank):
 
     def _free(self, index: int) -> None:
         """Lets others overwrite a loaded bucket."""
-        following = index + self._buffer_plan.depth
+        following = index + self._plan.depth
         if following >= len(self._plan.buckets):
             return
         self._clear(following)
-        writers = {self._buffer_plan.writer(message) for message in self._plan.messages[following]}
+        writers = {self._plan.writer(message) for message in self._plan.messages[following]}
         for writer in sorted(writers - {self._plan.rank}):
             what = f"the memory of bucket {following}"
             self._connection.notify(writer, self._plan.rank, [following], what)
@@ -262,6 +253,6 @@ class Receiver(SyncRank):
     def _clear(self, index: int) -> None:
         """Zeroes parameters with padding, which no message writes, in a bucket's memory."""
         if padded := self._plan.padded.intersection(self._plan.buckets[index].params):
-            views = bucket_views(self._connection.mapped[self._plan.rank], self._buffer_plan, index)
+            views = bucket_views(self._connection.mapped[self._plan.rank], self._plan, index)
             for name in padded:
                 views[name].zero_()

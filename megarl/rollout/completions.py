@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,14 @@ def _join_masks(masks: Sequence[Sequence[bool] | npt.NDArray[np.bool_] | None], 
     return Ragged.from_rows(rows, np.bool_)
 
 
+def version_spans(spans: Iterable[Sequence[int]]) -> tuple[VersionSpan, ...]:
+    """Returns spans, each given as start, stop, version and engine."""
+    made: list[VersionSpan] = []
+    for start, stop, version, engine_id in spans:
+        made.append(VersionSpan(start=start, stop=stop, version=version, engine_id=engine_id))
+    return tuple(made)
+
+
 _RAGGED = ("prompt_ids", "response_ids", "rollout_logprobs", "loss_mask", "turns", "turn_rewards")
 
 
@@ -108,7 +116,7 @@ def save_chunks(path: Path, chunks: Sequence[RolloutChunk]) -> None:
         spans: list[tuple[int, ...]] = []
         for row, row_spans in enumerate(chunk.versions):
             for span in row_spans:
-                spans.append((row, span.start, span.stop, span.version, span.engine_id))
+                spans.append((row, *astuple(span)))
         columns[f"{index}/versions"] = np.array(spans, dtype=np.int64).reshape(-1, 5)
         columns[f"{index}/sample_ids"] = np.array(chunk.sample_ids)
         columns[f"{index}/finished"] = chunk.finished
@@ -128,10 +136,9 @@ def load_chunks(path: Path) -> list[RolloutChunk]:
     while f"{len(chunks)}/finished" in columns:
         prefix = f"{len(chunks)}/"
         finished = columns[f"{prefix}finished"]
-        versions: list[list[VersionSpan]] = [[] for _ in finished]
-        for row, start, stop, version, engine_id in columns[f"{prefix}versions"].tolist():
-            span = VersionSpan(start=start, stop=stop, version=version, engine_id=engine_id)
-            versions[row].append(span)
+        spans: list[list[list[int]]] = [[] for _ in finished]
+        for row, *span in columns[f"{prefix}versions"].tolist():
+            spans[row].append(span)
         ragged: dict[str, Any] = {}
         for name in _RAGGED:
             values = columns.get(prefix + name)
@@ -141,7 +148,7 @@ def load_chunks(path: Path) -> list[RolloutChunk]:
             RolloutChunk(
                 sample_ids=tuple(columns[f"{prefix}sample_ids"].tolist()),
                 finished=finished,
-                versions=tuple(map(tuple, versions)),
+                versions=tuple(map(version_spans, spans)),
                 rewards=columns.get(f"{prefix}rewards"),
                 **ragged,
             )

@@ -25,12 +25,13 @@ from megarl.rollout.completions import (
     response_ends,
     select_rows,
     truncate_responses,
+    version_spans,
 )
 from megarl.rollout.engine_memory import cache_bytes
 from megarl.rollout.engine_state import EngineState
 from megarl.rollout.requests import Requests, Turns, generation_params, scoring_params, stop_token_ids
 from megarl.rollout.vllm_environment import importing_vllm, scratch_directory, set_vllm_environment, temporary_files_in
-from megarl.types import Pickled, Ragged, RolloutChunk, SampleInfo, SampleRequest, TurnAnswer, VersionSpan, WorkItem
+from megarl.types import Pickled, Ragged, RolloutChunk, SampleInfo, SampleRequest, TurnAnswer, WorkItem
 from megarl.weights.hf_files import read_config
 from megarl.weights.shard_map import ShardMap
 
@@ -106,13 +107,11 @@ class RolloutEngine:
             ends.update(stop_token_ids(model_dir))
         self._stop_token_ids = tuple(ends)
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        self._llm: LLMEngine | None = None
+        self._llm: LLMEngine
         self._requests: Requests | None = None
         self._pending: set[PendingChunk] = set()
         self._turns = Turns(lambda item: self._generate(item).chunk)
         vocab = self._spec.dims.vocab
-        if options.vocab_size > vocab:
-            raise ValueError(f"vocab_size is {options.vocab_size}; the model has {vocab} ids: lower it")
         last = max(ends, default=0)
         if last >= vocab:
             raise ValueError(f"stop token {last} is not one of the model's {vocab} ids: remove it")
@@ -135,10 +134,9 @@ class RolloutEngine:
         set_vllm_environment(options.device, self._scratch.name, options.threads)
         with importing_vllm(options.device):
             from vllm import EngineArgs, LLMEngine
-            from vllm.config import WeightTransferConfig
             from vllm.usage.usage_lib import UsageContext
 
-            from megarl.rollout.weight_receiver import BACKEND, WorkerExtension
+            from megarl.rollout.weight_receiver import WorkerExtension
 
         cpu = options.device == "cpu"
         tp = self._rollout.tp
@@ -152,7 +150,6 @@ class RolloutEngine:
             tensor_parallel_size=tp,
             distributed_executor_backend="uni" if tp == 1 else "mp",
             worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
-            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             enforce_eager=cpu or self._rollout.enforce_eager,
             async_scheduling=False if self._inflight else None,  # no batch is under way when the weights change
             enable_chunked_prefill=False if cpu else None,  # vLLM (0.32) cannot step a CPU's seeded generator back
@@ -186,9 +183,7 @@ class RolloutEngine:
     def connect(self, request: ConnectRequest) -> None:
         """Connects every rank to the trainer's, and waits for all ranks of the sync. Ends an earlier connection."""
         version = -1 if self.version is None else self.version
-        init = {"sync": request.sync, "ranks": tuple(request.ranks), "version": version}
-        self._transfer("init_weight_transfer_engine", init)
-        self._values("connect", self._outcomes())
+        self._call("connect", request.sync, tuple(request.ranks), version)
 
     @remote(phase="sync")
     def receive_weights(self, version: int) -> list[SyncStats]:
@@ -203,13 +198,7 @@ class RolloutEngine:
         docs/async.md says what that changes.
         """
         self._state.begin_sync(len(self._running_requests))
-        self._transfer("start_weight_update")
-        self._transfer("update_weights", {"version": version})
-        self._transfer("finish_weight_update")
-        outcomes = self._outcomes()
-        if not all(outcome.consistent for outcome in outcomes):
-            self._state.mix()
-        received: list[SyncStats] = self._values("receive", outcomes)
+        received: list[SyncStats] = self._call("receive", version)
         start = perf_counter()
         self._commit(version)
         reset = perf_counter() - start
@@ -228,13 +217,13 @@ class RolloutEngine:
     def wake_weights(self) -> None:
         """Allocates the weights again, for a sync to fill; those from files are restored."""
         self._state.wake_weights()
-        self._running.wake_up(["weights"])
+        self._llm.wake_up(["weights"])
 
     @remote(phase="sync")
     def wake_cache(self) -> None:
         """Allocates the KV cache again; the engine can be used."""
         self._state.wake_cache()
-        self._running.wake_up(["kv_cache"])
+        self._llm.wake_up(["kv_cache"])
 
     @remote(phase="rollout")
     def generate(self, item: WorkItem) -> Future[tuple[dict[int, RolloutChunk], list[SampleInfo]]]:
@@ -330,30 +319,23 @@ class RolloutEngine:
     @remote(phase="start")
     def close(self) -> None:
         """Ends the worker processes and removes the engine's files; the collector frees the memory of this one."""
-        if self._llm is not None:
+        if self._requests is not None:
             with collections_skipped():
                 self._llm.engine_core.shutdown()
                 self._llm.renderer.shutdown()
-            self._llm = None
+            del self._llm
             self._requests = None
         if self._scratch is not None:
             self._scratch.cleanup()
 
     @property
-    def _running(self) -> LLMEngine:
-        if self._llm is None:
-            raise RuntimeError(f"engine {self._engine_id} is not running: start it first")
-        return self._llm
-
-    @property
     def _running_requests(self) -> Requests:
-        if self._requests is None:
-            raise RuntimeError(f"engine {self._engine_id} is not running: start it first")
+        assert self._requests is not None, "start comes first"
         return self._requests
 
     def _suspend(self) -> None:
         """Lets vLLM sleep: weights from syncs are dropped, those from files move to host memory."""
-        self._running.sleep(level=2 if self._options.weights == "sync" else 1)
+        self._llm.sleep(level=2 if self._options.weights == "sync" else 1)
 
     def _commit(self, version: int) -> None:
         """Sets the version, and drops the prefix cache of the previous weights unless responses still use it.
@@ -364,12 +346,12 @@ class RolloutEngine:
         self._state.mix()
         in_progress = len(self._running_requests) > 0
         keeps = in_progress and self._rollout.inflight_cache == "keep"
-        if not keeps and not self._running.reset_prefix_cache(reset_running_requests=in_progress):
+        if not keeps and not self._llm.reset_prefix_cache(reset_running_requests=in_progress):
             raise RuntimeError(f"engine {self._engine_id}: the prefix cache is in use and could not be reset")
         if keeps:
             self._running_requests.restart_without_token(str(version))
         if self._inflight:
-            self._running.set_weight_version(str(version))
+            self._llm.set_weight_version(str(version))
         self._state.commit(version)
 
     def _check_tokens(self, what: str, ids: Sequence[int], new_tokens: int) -> None:
@@ -386,38 +368,28 @@ class RolloutEngine:
     def _response(self, request: SampleRequest, output: RequestOutput, version: int) -> Response:
         """Returns a finished response, which began under the weights of `version`."""
         completion = output.outputs[0]
-        spans = [(0, len(completion.token_ids), version)]
+        spans = [(0, len(completion.token_ids), version, self._engine_id)]
         if self._inflight:
             assert completion.weight_versions is not None
-            spans = [(span.start, span.end, int(span.version)) for span in completion.weight_versions]
-        versions: list[VersionSpan] = []
-        for start, stop, number in spans:
-            span = VersionSpan(start=start, stop=stop, version=number, engine_id=self._engine_id)
-            versions.append(span)
+            spans = [(span.start, span.end, int(span.version), self._engine_id) for span in completion.weight_versions]
         return Response(
             request=request,
             token_ids=completion.token_ids,
             logprobs=_flat(completion.logprobs),
             finished=completion.finish_reason == "stop",
-            versions=tuple(versions),
+            versions=version_spans(spans),
         )
 
-    def _transfer(self, method: str, *args: Any) -> None:
-        """Calls a method of every rank's worker that vLLM passes on to the weight-transfer engine."""
-        self._running.collective_rpc(method, args=args)
-
-    def _outcomes(self) -> list[CallOutcome]:
-        """Returns the outcomes of the transfer engines' last calls, by rank."""
-        return self._running.collective_rpc("megarl_outcome")
-
     def _call(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of the transfer engines that vLLM does not know; returns its results by rank."""
-        return self._values(method, self._running.collective_rpc("megarl_call", args=(method, *args)))
+        """Calls a method of every rank's receiver; returns the results by rank.
 
-    def _values(self, method: str, outcomes: Sequence[CallOutcome]) -> list[Any]:
-        """Returns the ranks' values; raises RuntimeError with their tracebacks, or SyncError if all saw it aborted."""
+        Raises RuntimeError with the ranks' tracebacks, or SyncError if all saw the sync aborted.
+        """
         from megarl.resharding import SyncError
 
+        outcomes: list[CallOutcome] = self._llm.collective_rpc("megarl_call", args=(method, *args))
+        if not all(outcome.consistent for outcome in outcomes):
+            self._state.mix()
         errors: list[str] = []
         aborted: list[str] = []
         for rank, outcome in enumerate(outcomes):

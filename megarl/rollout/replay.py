@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
@@ -9,10 +10,10 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from megarl.config.schema import Rollout
-from megarl.rollout.completions import PendingChunk, Response, pack_chunk
+from megarl.rollout.completions import PendingChunk, Response, pack_chunk, version_spans
 from megarl.rollout.engine import EngineOptions, RolloutEngine
 from megarl.rollout.requests import sampling_settings
-from megarl.types import RolloutChunk, SampleRequest, VersionSpan, WorkItem
+from megarl.types import RolloutChunk, SampleRequest, WorkItem
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -59,13 +60,12 @@ def recorded_steps(directory: Path) -> set[str]:
 
 def write_sample(directory: Path, chunk: RolloutChunk, row: int, rollout: Rollout) -> None:
     """Writes a sample to a file named by its id, so that it can be read with any division into chunks."""
-    spans = [(span.start, span.stop, span.version, span.engine_id) for span in chunk.versions[row]]
     columns: dict[str, Any] = {
         "prompt_ids": chunk.prompt_ids[row],
         "response_ids": chunk.response_ids[row],
         "rollout_logprobs": chunk.rollout_logprobs[row],
         "finished": chunk.finished[row],
-        "versions": np.array(spans),
+        "versions": np.array([astuple(span) for span in chunk.versions[row]]),
         "sampling": sampling_settings(rollout),
     }
     if chunk.loss_mask is not None:
@@ -88,16 +88,12 @@ def read_response(directory: Path, request: SampleRequest, rollout: Rollout) -> 
                 f"rollout.replay: {path} has log-probabilities of another distribution than this run's: "
                 "record and replay with the same rollout.temperature, top_p, top_k and min_new_tokens"
             )
-        versions: list[VersionSpan] = []
-        for start, stop, version, engine_id in stored["versions"].tolist():
-            span = VersionSpan(start=start, stop=stop, version=version, engine_id=engine_id)
-            versions.append(span)
         return Response(
             request=request,
             token_ids=stored["response_ids"].tolist(),
             logprobs=stored["rollout_logprobs"].tolist(),
             finished=bool(stored["finished"]),
-            versions=tuple(versions),
+            versions=version_spans(stored["versions"].tolist()),
             loss_mask=stored["loss_mask"].tolist() if "loss_mask" in stored else None,
         )
 

@@ -32,10 +32,10 @@ def stop_token_ids(model_dir: str | Path) -> tuple[int, ...]:
             ids = generation.get("eos_token_id")
     if ids is None:
         path = path.with_name("config.json")
-        ids = read_config(model_dir).get("eos_token_id", [])
+        ids = read_config(model_dir).get("eos_token_id")
     if ids is None:
-        ids = []
-    elif not isinstance(ids, list):
+        return ()
+    if not isinstance(ids, list):
         ids = [ids]
     if not all(type(token) is int and token >= 0 for token in ids):
         raise ValueError(f"{path}: eos_token_id is neither a token id nor a list of them; correct it")
@@ -182,15 +182,22 @@ class Turns:
         self._waiting = Future()
         self._since = time.monotonic()
         waiting = self._waiting
-        if self._answers or self._error is not None:
-            self._hand_out()
+        self.step()
         return waiting
 
     def step(self) -> None:
         """Answers a waiting call with the turns that ended in a step of the engine, or because it has waited long."""
         late = time.monotonic() - self._since > _HEARTBEAT_S
-        if self._answers or self._error is not None or late:
-            self._hand_out()
+        if self._waiting is None or not (self._answers or self._error is not None or late):
+            return
+        waiting = self._waiting
+        self._waiting = None
+        if self._error is not None:
+            waiting.set_exception(self._error)
+            return
+        answers = self._answers
+        self._answers = []
+        waiting.set_result(answers)
 
     def _add(self, number: int, done: Generated) -> None:
         error = done.exception()
@@ -201,15 +208,3 @@ class Turns:
             turn = SampledTurn.of(chunks[0])
             tokens = len(turn.token_ids)
             self._answers.append(TurnAnswer(number=number, tokens=tokens, turn=Pickled.of(turn)))
-
-    def _hand_out(self) -> None:
-        if self._waiting is None:
-            return
-        waiting = self._waiting
-        self._waiting = None
-        if self._error is not None:
-            waiting.set_exception(self._error)
-            return
-        answers = self._answers
-        self._answers = []
-        waiting.set_result(answers)

@@ -34,8 +34,6 @@ _QUIET = {  # unless they are set already
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TORCH_LOGS": "-torch._library.triton,-torch.utils.cpp_extension",
 }
-_SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM leaves its files there
-_COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # torch leaves its files there; on CUDA the next start need not compile
 _SHORT_PATH = 45
 
 
@@ -55,10 +53,10 @@ def set_vllm_environment(device: str, scratch_dir: str, threads: int = 1) -> Non
         effect = f"adds the logits processor {plugin.value} to every vLLM engine"
         raise ValueError(f"{package} {effect}: uninstall it")
     os.environ.update(_ALWAYS)
-    os.environ[_SOCKETS] = scratch_dir
+    os.environ["VLLM_RPC_BASE_PATH"] = scratch_dir  # for sockets, which vLLM leaves there
     if device == "cpu":
         os.environ.update(_CPU)
-        os.environ[_COMPILED] = scratch_dir
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = scratch_dir  # on CUDA the next start need not compile
         os.environ["OMP_NUM_THREADS"] = str(threads)
     else:
         os.environ.update(_CUDA)

@@ -115,15 +115,15 @@ def running_layer(path: str, module: nn.Module, model_config: ModelConfig, *, co
         quantize = partial(_quantize, module, model_config)
         return Layer(module, _reloaded(module), (), quantize, quantized=True)
     infos = {name: _as_loaded(module, name) for name, _ in module.named_parameters(recurse=False)}
-    if isinstance(method, UnquantizedFusedMoEMethod):
-        in_place: Collection[str] = ()  # on a CPU they are packed, possibly to the same shape
-        if next(module.parameters(recurse=False)).device.type != "cpu":
-            in_place = _overwritten(path, module, infos)
-        return Layer(module, infos, in_place, partial(_pack, module))
+    on_cpu = next(module.parameters(recurse=False)).device.type == "cpu"
+    in_place: Collection[str] = ()
+    # Experts on a CPU are packed, possibly to the same shape.
+    if not (on_cpu and isinstance(method, UnquantizedFusedMoEMethod)):
+        in_place = _overwritten(path, module, infos)
     if method is not None and computes:
-        return Layer(module, infos, _overwritten(path, module, infos), partial(_pack, module))
+        return Layer(module, infos, in_place, partial(_pack, module))
     module.__dict__.pop("cpu_linear", None)  # vLLM (0.28 to 0.32) packs embeddings too, and never uses it
-    return Layer(module, infos, _overwritten(path, module, infos), lambda _: None)
+    return Layer(module, infos, in_place, lambda _: None)
 
 
 def _overwritten(path: str, module: nn.Module, infos: Mapping[str, TensorInfo]) -> list[str]:

@@ -1,8 +1,7 @@
 """The receiver of weight syncs in vLLM's worker processes.
 
-vLLM imports this file in every worker process, by the name of `WorkerExtension`, before it creates
-the weight-transfer engine that is registered here. Only small plain data passes `collective_rpc`;
-tensors arrive by the transport.
+vLLM imports this file in every worker process, by the name of `WorkerExtension`. Only small plain
+data passes `collective_rpc`; tensors arrive by the transport.
 """
 
 from __future__ import annotations
@@ -10,23 +9,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import ModelConfig, VllmConfig
-from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from megarl.resharding import Connection, Receiver, SyncError, SyncSpec, connect
+from megarl.resharding import Connection, Receiver, SyncError, SyncSpec, SyncStats, connect
 from megarl.rollout.vllm_layers import Layer, running_layer
 from megarl.stacks import answer_as_child
 from megarl.weights.shard_map import Box, ShardMap, TensorInfo
@@ -163,130 +158,78 @@ class CallOutcome:
     consistent: bool = True
 
 
-@dataclass(kw_only=True)  # vLLM's base is not frozen
-class ConnectInfo(WeightTransferInitInfo):
-    """A connection to the trainer.
-
-    Args:
-        ranks: the engine's ranks in the sync, by tensor-parallel rank.
-        version: last committed version; -1 before the first.
-    """
-
-    sync: SyncSpec
-    ranks: Sequence[int]
-    version: int
-
-
-@dataclass(kw_only=True)
-class SyncInfo(WeightTransferUpdateInfo):
-    version: int
-
-
-class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
+class ShardReceiver:
     """A rank's weights and its connection to the trainer.
 
-    vLLM's worker calls `init_transfer_engine` to connect, then for every sync
-    `start_weight_update`, `update_weights` and `finish_weight_update`; `shutdown` to disconnect.
-    None of them raises or returns anything; `outcome` has the result. If a rank raised, vLLM's `mp`
-    executor (0.32) would return the other ranks' answers from the next call.
+    Attributes:
+        consistent: whether all weights were of one version after the last sync.
     """
 
-    init_info_cls = ConnectInfo
-    update_info_cls = SyncInfo
-    supports_draft_weight_update = False
-
-    def __init__(
-        self,
-        config: WeightTransferConfig,
-        vllm_config: VllmConfig,
-        device: torch.device,
-        model: nn.Module,
-    ) -> None:
-        super().__init__(config, vllm_config, device, model)
-        self.outcome = CallOutcome()
-        self._tp_rank = get_tensor_model_parallel_rank()
-        if multiprocessing.parent_process() is not None:
-            answer_as_child(f"rank-{self._tp_rank}")
-        self._live: EngineWeights
-        self._connection: Connection | None = None
-        self._receiver: Receiver | None = None
-
-    def prepare(self, shard_maps: Sequence[ShardMap], vocab_size: int) -> None:
-        """Checks the shard map of this rank against the model, and excludes ids from `vocab_size` on from sampling.
+    def __init__(self, worker: Any, shard_maps: Sequence[ShardMap], vocab_size: int) -> None:
+        """Checks this rank's shard map against the model, and excludes ids from `vocab_size` on.
 
         Called once, when all ranks have started. vLLM cuts the logits to the `vocab_size` of
         config.json, which may be larger than the vocabulary.
         """
-        with self._report():
-            _unlink_shared_memory()
-            self._live = EngineWeights(self.model, self.model_config)
-            self._live.check(shard_maps[self._tp_rank].params)
+        _unlink_shared_memory()
+        model: nn.Module = worker.model_runner.get_model()
+        self.consistent = True
+        self._device: torch.device = worker.device
+        self._tp_rank = get_tensor_model_parallel_rank()
+        self._weights = EngineWeights(model, worker.model_config)
+        self._weights.check(shard_maps[self._tp_rank].params)
+        self._connection: Connection | None = None
+        self._receiver: Receiver | None = None
 
-            def mask(_module: nn.Module, _args: object, logits: torch.Tensor | None) -> None:
-                if logits is not None:  # None on all ranks but one
-                    logits[..., vocab_size:] = float("-inf")
+        def mask(_module: nn.Module, _args: object, logits: torch.Tensor | None) -> None:
+            if logits is not None:  # None on all ranks but one
+                logits[..., vocab_size:] = float("-inf")
 
-            for module in self.model.modules():
-                if isinstance(module, LogitsProcessor) and vocab_size < module.org_vocab_size:
-                    module.register_forward_hook(mask)
+        for module in model.modules():
+            if isinstance(module, LogitsProcessor) and vocab_size < module.org_vocab_size:
+                module.register_forward_hook(mask)
 
-    def init_transfer_engine(self, init_info: ConnectInfo) -> None:
-        """Connects to the other ranks of a sync, and waits for all of them. Ends an earlier connection."""
-        with self._report():
-            self.shutdown()
-            rank = init_info.ranks[self._tp_rank]
-            self._live.check(init_info.sync.receivers[rank].params)
-            self._connection = connect(init_info.sync, rank, self.device)
-            self._receiver = Receiver(self._connection, self._live.write, version=init_info.version)
+    def connect(self, sync: SyncSpec, ranks: Sequence[int], version: int) -> None:
+        """Connects to the other ranks of a sync, and waits for all; ends an earlier connection.
 
-    def start_weight_update(self) -> None:
-        self._live.begin()
+        Args:
+            ranks: the engine's ranks in the sync, by tensor-parallel rank.
+            version: last committed version; -1 before the first.
+        """
+        self.shutdown()
+        rank = ranks[self._tp_rank]
+        self._weights.check(sync.recv_buffers[rank].params)
+        self._connection = connect(sync, rank, self._device)
+        self._receiver = Receiver(self._connection, self._weights.write, version=version)
 
-    def receive_weights(self, update_info: SyncInfo) -> None:
+    def receive(self, version: int) -> SyncStats:
         """Writes this rank's shard as it arrives, until all ranks of the sync have committed the version."""
-        with self._report():
-            if self._connection is None or self._receiver is None:
-                raise ValueError("the engine is not connected to the trainer: connect before receiving weights")
-            try:
-                stats = self._receiver.receive(update_info.version)
-            except SyncError:
-                if not self._connection.connected and self.parallel_config.tensor_parallel_size > 1:
-                    self._live.settle()  # other ranks may be writing
-                raise
-            stats.peak_staging_bytes += self._live.peak_bytes
-            self.outcome = CallOutcome(value=stats)
-
-    def finish_weight_update(self) -> None:
-        self._live.begin()
+        if self._connection is None or self._receiver is None:
+            raise ValueError("the engine is not connected to the trainer: connect before receiving weights")
+        self._weights.begin()
+        try:
+            stats = self._receiver.receive(version)
+            stats.peak_staging_bytes += self._weights.peak_bytes
+            return stats
+        except SyncError:
+            if not self._connection.connected and get_tensor_model_parallel_world_size() > 1:
+                self._weights.settle()  # other ranks may be writing
+            raise
+        finally:
+            self.consistent = self._receiver.consistent and not self._weights.settled
+            self._weights.begin()
 
     def release(self) -> None:
         """Frees the memory in which weights arrive, until the next sync."""
-        with self._report():
-            if self._receiver is not None:
-                self._receiver.release()
+        if self._receiver is not None:
+            self._receiver.release()
 
     def shutdown(self) -> None:
-        """Ends the connection, if there is one."""
+        """Ends the connection, if there is one; vLLM's worker calls it at its end."""
         if self._connection is not None:
             self._connection.close()
         self._connection = None
         self._receiver = None
-
-    @contextmanager
-    def _report(self) -> Generator[None]:
-        """Sets the outcome of the block, which may set its own."""
-        self.outcome = CallOutcome()
-        try:
-            yield
-        except Exception as error:
-            consistent = True
-            if self._receiver is not None:
-                consistent = self._receiver.consistent and not self._live.settled
-            aborted = ""
-            if isinstance(error, SyncError):
-                aborted = str(error)
-            trace = traceback.format_exc()
-            self.outcome = CallOutcome(error=trace, aborted=aborted, consistent=consistent)
 
 
 def _unlink_shared_memory() -> None:
@@ -297,17 +240,30 @@ def _unlink_shared_memory() -> None:
             path.unlink(missing_ok=True)
 
 
-BACKEND = "megarl"
-
-WeightTransferEngineFactory.register_engine(BACKEND, ShardTransfer)
-
-
 class WorkerExtension:
-    """Calls of the weight-transfer engine that vLLM's worker does not pass on; `self` is the worker."""
+    """A call of the receiver; `self` is vLLM's worker, whose field for a receiver has ours."""
 
     def megarl_call(self: Any, method: str, *args: Any) -> CallOutcome:
-        getattr(self.weight_transfer_engine, method)(*args)
-        return self.weight_transfer_engine.outcome
+        """Calls a method, or with `prepare` makes the receiver.
 
-    def megarl_outcome(self: Any) -> CallOutcome:
-        return self.weight_transfer_engine.outcome
+        Raises nothing: if a rank raised, vLLM's `mp` executor (0.32) would return the other ranks'
+        answers from the next call.
+        """
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                if method == "prepare":
+                    self.weight_transfer_engine = ShardReceiver(self, *args)
+                    return CallOutcome()
+                return CallOutcome(value=getattr(self.weight_transfer_engine, method)(*args))
+        except Exception as error:
+            receiver = self.weight_transfer_engine
+            return CallOutcome(
+                error=traceback.format_exc(),
+                aborted=str(error) if isinstance(error, SyncError) else "",
+                consistent=receiver is None or receiver.consistent,
+            )
+
+
+_PROCESS = multiprocessing.current_process().name
+if _PROCESS.startswith("VllmWorker-"):  # followed by the rank (vLLM 0.32)
+    answer_as_child(_PROCESS.replace("VllmWorker", "rank"))

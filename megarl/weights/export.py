@@ -10,7 +10,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,17 +53,6 @@ class SafetensorsFile:
     offsets: Mapping[str, int]
     nbytes: int
 
-    def create(self, directory: Path) -> None:
-        """Writes the header and reserves space for the data; raises OSError where there is too little.
-
-        Without reserved space, a write to a memory map on a full disk ends the process (SIGBUS).
-        """
-        path = directory / self.name
-        with write_errors(path, self.nbytes), open(path, "w+b") as stream:
-            stream.write(self.header)
-            stream.flush()
-            os.posix_fallocate(stream.fileno(), 0, self.nbytes)
-
 
 def export_plan(maps: Sequence[ShardMap], tensors: Mapping[str, TensorInfo]) -> TransferPlan:
     """Plans which of all ranks writes which regions of the canonical tensors; replicas share the writing."""
@@ -73,107 +61,97 @@ def export_plan(maps: Sequence[ShardMap], tensors: Mapping[str, TensorInfo]) -> 
     return plan(sources, [files], bucket_bytes=1 << 28)
 
 
-@dataclass(frozen=True)
-class Export:
-    """Writes an HF directory. Every rank makes one with equal arguments and calls ``run``.
+def export_weights(
+    directory: Path,
+    tensors: Mapping[str, TensorInfo],
+    part: SenderPlan | None,
+    params: Mapping[str, torch.Tensor],
+    *,
+    config: Mapping[str, Any],
+    template: str | Path | None,
+    lead: bool,
+    barrier: Callable[[], None],
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes this rank's regions of an HF directory; returns on all ranks when it is complete.
+
+    Waits at the barrier three times: before the first write, after the last write, and after the
+    rename. The rename follows the second barrier, so either all ranks or none find the directory
+    before the first.
 
     Args:
         directory: directory that appears when it is complete.
         tensors: canonical tensors with the dtypes to write.
+        part: part of ``export_plan``; None where the rank writes nothing.
+        template: directory whose tokenizer and generation files are copied.
+        lead: True on exactly one rank, which creates the files and renames the directory.
         max_file_bytes: size that no file of several tensors exceeds.
+
+    Raises:
+        FileExistsError: the directory exists; on every rank, and nothing is written.
     """
-
-    directory: Path
-    tensors: Mapping[str, TensorInfo]
-    max_file_bytes: int = MAX_FILE_BYTES
-
-    @cached_property
-    def _files(self) -> list[SafetensorsFile]:
-        return lay_out(self.tensors, self.max_file_bytes)
-
-    @property
-    def partial(self) -> Path:
-        """The directory until it is complete."""
-        return self.directory.with_name(f".{self.directory.name}.partial")
-
-    def run(
-        self,
-        part: SenderPlan | None,
-        params: Mapping[str, torch.Tensor],
-        *,
-        config: Mapping[str, Any],
-        template: str | Path | None,
-        lead: bool,
-        barrier: Callable[[], None],
-    ) -> None:
-        """Writes this rank's regions; returns on all ranks when the directory is complete.
-
-        Waits at the barrier three times: before the first write, after the last write, and after
-        the rename. The rename follows the second barrier, so either all ranks or none find the
-        directory before the first.
-
-        Args:
-            part: part of ``export_plan``; None where the rank writes nothing.
-            template: directory whose tokenizer and generation files are copied.
-            lead: True on exactly one rank, which creates the files and renames the directory.
-
-        Raises:
-            FileExistsError: the directory exists; on every rank, and nothing is written.
-        """
-        if self.directory.exists():
-            raise FileExistsError(f"{self.directory} exists; an export does not overwrite")
-        if lead:
-            self.create()
-        barrier()
-        if part:
-            self.write(part.copies, params)
-        barrier()
-        if lead:
-            self.finish(config, template)
-        barrier()
-
-    def create(self) -> None:
-        """Creates the files with headers and reserved space; on OSError (no space) nothing is left."""
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
-        try:
-            for file in self._files:
-                file.create(self.partial)
-        except OSError:
-            shutil.rmtree(self.partial, ignore_errors=True)
-            raise
-
-    def write(self, copies: Sequence[Copy], params: Mapping[str, torch.Tensor]) -> None:
-        """Writes boxes of local parameters into the files."""
-        file_of: dict[str, SafetensorsFile] = {}
-        for file in self._files:
-            file_of.update(dict.fromkeys(file.tensors, file))
-        open_files: dict[str, np.memmap[Any, np.dtype[np.uint8]]] = {}
-        for copy in copies:
-            file = file_of[copy.target]
-            if file.name not in open_files:
-                path = self.partial / file.name
-                open_files[file.name] = np.memmap(path, dtype=np.uint8, mode="r+")
-            info = self.tensors[copy.target]
-            start = file.offsets[copy.target]
-            item = ITEM_BYTES[info.dtype]
-            data: npt.NDArray[np.uint8] = open_files[file.name][start : start + info.nbytes]
-            target = data.reshape(*info.shape[:-1], info.shape[-1] * item)
-            *rows, last = copy.target_box.slices
-            target[*rows, slice(last.start * item, last.stop * item)] = _bytes(copy, params)
-        for data in open_files.values():
-            data.flush()
-
-    def finish(self, config: Mapping[str, Any], template: str | Path | None) -> None:
-        """Writes index, config and side files, syncs everything, and renames the directory."""
-        write_index(self.partial, self._files)
-        write_json(self.partial / "config.json", config)
+    if directory.exists():
+        raise FileExistsError(f"{directory} exists; an export does not overwrite")
+    partial = directory.with_name(f".{directory.name}.partial")
+    files = lay_out(tensors, max_file_bytes)
+    if lead:
+        create_files(partial, files)
+    barrier()
+    if part:
+        _write(partial, files, part.copies, params)
+    barrier()
+    if lead:
+        write_index(partial, files)
+        write_json(partial / "config.json", config)
         if template is not None:
-            copy_side_files(Path(template), self.partial)
-        for path in (*self.partial.iterdir(), self.partial):
+            copy_side_files(Path(template), partial)
+        for path in (*partial.iterdir(), partial):
             sync(path)
-        self.partial.rename(self.directory)
-        sync(self.directory.parent)
+        partial.rename(directory)
+        sync(directory.parent)
+    barrier()
+
+
+def create_files(directory: Path, files: Sequence[SafetensorsFile]) -> None:
+    """Creates files with headers and reserved space in a new directory; on OSError nothing is left.
+
+    Without reserved space, a write to a memory map on a full disk ends the process (SIGBUS).
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    try:
+        for file in files:
+            path = directory / file.name
+            with write_errors(path, file.nbytes), open(path, "w+b") as stream:
+                stream.write(file.header)
+                stream.flush()
+                os.posix_fallocate(stream.fileno(), 0, file.nbytes)
+    except OSError:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+def _write(
+    directory: Path, files: Sequence[SafetensorsFile], copies: Sequence[Copy], params: Mapping[str, torch.Tensor]
+) -> None:
+    """Writes boxes of local parameters into the files."""
+    file_of: dict[str, SafetensorsFile] = {}
+    for file in files:
+        file_of.update(dict.fromkeys(file.tensors, file))
+    open_files: dict[str, np.memmap[Any, np.dtype[np.uint8]]] = {}
+    for copy in copies:
+        file = file_of[copy.target]
+        if file.name not in open_files:
+            open_files[file.name] = np.memmap(directory / file.name, dtype=np.uint8, mode="r+")
+        info = file.tensors[copy.target]
+        start = file.offsets[copy.target]
+        item = ITEM_BYTES[info.dtype]
+        data: npt.NDArray[np.uint8] = open_files[file.name][start : start + info.nbytes]
+        target = data.reshape(*info.shape[:-1], info.shape[-1] * item)
+        *rows, last = copy.target_box.slices
+        target[*rows, slice(last.start * item, last.stop * item)] = _bytes(copy, params)
+    for data in open_files.values():
+        data.flush()
 
 
 def lay_out(tensors: Mapping[str, TensorInfo], max_file_bytes: int = MAX_FILE_BYTES) -> list[SafetensorsFile]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megarl.files import open_file, read_json
-from megarl.weights.plan import Copy
 from megarl.weights.planner import Holder, plan
-from megarl.weights.shard_map import ITEM_BYTES, Box, Manifest, Shard, ShardMap, TensorInfo
+from megarl.weights.shard_map import ITEM_BYTES, Box, Manifest, ShardMap, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -109,15 +109,11 @@ class HFDirectory:
 
     def map(self, manifest: Manifest) -> ShardMap:
         """Returns the shard map: the manifest's tensors, whole, under the names of this directory."""
-        params: dict[str, TensorInfo] = {}
-        shards: list[Shard] = []
+        tensors: dict[str, TensorInfo] = {}
         for name, info in self.tensors.items():
-            canonical = manifest.canonical(name)
-            if canonical in manifest.tensors:
-                params[name] = info
-                box = Box.whole(info.shape)
-                shards.append(Shard(name, box, canonical, box))
-        return ShardMap(params=params, shards=tuple(shards))
+            if manifest.canonical(name) in manifest.tensors:
+                tensors[name] = info
+        return ShardMap.identity(tensors, manifest.canonical)
 
     def check(self, manifest: Manifest) -> None:
         """Raises CheckpointError, with all tensors, where some are missing, unknown or of another shape."""
@@ -195,24 +191,23 @@ def load_shard(shard_map: ShardMap, directory: str | Path, manifest: Manifest) -
     wanted = ShardMap(
         params={name: info for name, info in shard_map.params.items() if name not in dropped},
         shards=tuple(shard for shard in shard_map.shards if shard.param not in dropped),
-        padding=tuple(padding for padding in shard_map.padding if padding.param not in dropped),
+        padding=tuple((param, box) for param, box in shard_map.padding if param not in dropped),
     )
     files = Holder(rank=FILES_RANK, map=source.map(manifest))
     transfer = plan([files], [Holder(rank=0, map=wanted)], bucket_bytes=1 << 30)
     tensors: dict[str, torch.Tensor] = {}
     for name, info in wanted.params.items():
         tensors[name] = torch.zeros(info.shape, dtype=getattr(torch, info.dtype))
-    copies: list[Copy] = []
-    for sender in transfer.senders.values():
-        copies += sender.copies
     with ExitStack() as stack:
-        readers: dict[Path, Any] = {}
-        for copy in copies:
-            file = source.file_of[copy.source]
-            if file not in readers:
-                readers[file] = stack.enter_context(_open(file))
-            values = readers[file].get_slice(copy.source)[copy.source_box.slices]
-            tensors[copy.target][copy.target_box.slices] = copy.arranged(values)
+
+        @cache
+        def reader(file: Path) -> Any:
+            return stack.enter_context(_open(file))
+
+        for sender in transfer.senders.values():
+            for copy in sender.copies:
+                values = reader(source.file_of[copy.source]).get_slice(copy.source)[copy.source_box.slices]
+                tensors[copy.target][copy.target_box.slices] = copy.arranged(values)
     return tensors
 
 

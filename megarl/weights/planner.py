@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from itertools import pairwise
 from operator import attrgetter
 
@@ -42,19 +43,16 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holder:
+class Holder(Place):
     """A process, or a set of files, that holds weights.
 
     Args:
         rank: number of the process; a source and a destination may be the same one.
         map: shard map; replicas should share one object, which saves comparisons.
-        device: number over all nodes; None where the process has none.
     """
 
     rank: int
     map: ShardMap
-    node: int = 0
-    device: int | None = None
 
     def distance(self, other: Holder) -> Distance:
         theirs = set(other.surroundings())
@@ -90,7 +88,7 @@ def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes
     destination_replicas = _replicas(destinations)
     index = SourceIndex([replicas[0].map for replicas in source_replicas])
     chooser = _SenderChooser(source_replicas, index.owners)
-    waiting: list[tuple[Holder, int, list[Bucket], list[list[Route]]]] = []
+    waiting: dict[int, tuple[Holder, list[Bucket], list[list[Route]]]] = {}
     for replicas in destination_replicas:
         shard_map = replicas[0].map
         buckets = list(_buckets(shard_map, bucket_bytes))
@@ -102,12 +100,8 @@ def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes
             first = i * len(buckets) // len(replicas)
             while first and not buckets[first - 1].last:
                 first -= 1
-            waiting.append((holder, first, buckets, routes))
-    waiting.sort(key=lambda entry: entry[0].rank)
-    receivers: dict[int, ReceiverPlan] = {}
-    for holder, first, buckets, routes in waiting:
-        turned = buckets[first:] + buckets[:first]
-        receivers[holder.rank] = chooser.receiver(holder, turned, routes[first:] + routes[:first])
+            waiting[holder.rank] = holder, buckets[first:] + buckets[:first], routes[first:] + routes[:first]
+    receivers = {rank: chooser.receiver(*waiting[rank]) for rank in sorted(waiting)}
     sides = [_identity(sources), _identity(destinations)]
     fingerprint = hashlib.sha256(repr((sides, bucket_bytes)).encode()).hexdigest()
     return _assemble(fingerprint, sources, receivers)
@@ -151,47 +145,34 @@ def _parts(param: str, info: TensorInfo, bucket_bytes: int) -> Iterator[Bucket]:
     item = ITEM_BYTES[info.dtype]
     if bucket_bytes < item:
         raise ValueError(f"buckets of {bucket_bytes} bytes do not hold an element of {param}, which has {item}")
-    *rest, last = Box.whole(info.shape).split(bucket_bytes // item)
-    for box in rest:
-        yield Bucket(params=(param,), nbytes=box.size * item, box=box, last=False)
-    yield Bucket(params=(param,), nbytes=last.size * item, box=last)
-
-
-class _Candidates:
-    """The ranks that can send a route, with the way in which each stores its elements."""
-
-    def __init__(self, ways: Sequence[Sequence[Holder]]) -> None:
-        self.way: dict[int, int] = {}
-        candidates: list[Holder] = []
-        for way, holders in enumerate(ways):
-            candidates += holders
-            for holder in holders:
-                self.way[holder.rank] = way
-        self._around: dict[tuple[Distance, int], list[int]] = defaultdict(list)
-        for holder in sorted(candidates, key=attrgetter("rank")):
-            for where in holder.surroundings():
-                self._around[where].append(holder.rank)
-
-    def nearest(self, receiver: Holder) -> tuple[Distance, list[int]]:
-        """Returns the distance and the ranks of the nearest candidates."""
-        for distance, place in receiver.surroundings():
-            if (distance, place) in self._around:
-                return distance, self._around[distance, place]
-        raise AssertionError("the whole network surrounds every holder")
+    for box in Box.whole(info.shape).split(bucket_bytes // item):
+        yield Bucket(params=(param,), nbytes=box.size * item, box=box, last=box.stop == info.shape)
 
 
 class _SenderChooser:
     """Chooses the senders of each destination by the load of every source so far."""
 
     def __init__(self, sources: Sequence[Sequence[Holder]], owners: Sequence[Owners]) -> None:
-        self._candidates: list[_Candidates] = []
+        # By index of owners: how each of their ranks stores a region, and the ranks around a place.
+        self._way_of: list[dict[int, int]] = []
+        self._around: list[dict[tuple[Distance, int], list[int]]] = []
         for group in owners:
-            ways = [[holder for i in way for holder in sources[i]] for way in group]
-            self._candidates.append(_Candidates(ways))
+            way_of: dict[int, int] = {}
+            candidates: list[Holder] = []
+            for way, maps in enumerate(group):
+                for i in maps:
+                    candidates += sources[i]
+                    way_of.update((holder.rank, way) for holder in sources[i])
+            around: dict[tuple[Distance, int], list[int]] = defaultdict(list)
+            for holder in sorted(candidates, key=attrgetter("rank")):
+                for where in holder.surroundings():
+                    around[where].append(holder.rank)
+            self._way_of.append(way_of)
+            self._around.append(around)
         self._load: dict[Distance, dict[int, int]] = {}
         for distance in Distance:
             self._load[distance] = defaultdict(int)
-        self._payloads: dict[tuple[tuple[Route, int], ...], tuple[tuple[Copy, ...], int]] = {}
+        self._payload = cache(_payload)  # replicas receive the same
 
     def receiver(self, holder: Holder, buckets: Sequence[Bucket], routes: Sequence[Sequence[Route]]) -> ReceiverPlan:
         """Returns a destination's plan, from its buckets and the routes of each, the largest first."""
@@ -202,41 +183,42 @@ class _SenderChooser:
         return ReceiverPlan(
             rank=holder.rank,
             params=params,
-            padded=frozenset(padding.param for padding in holder.map.padding),
+            padded=frozenset(param for param, _ in holder.map.padding),
             buckets=tuple(buckets),
             messages=self._messages(holder, routes),
         )
 
     def _messages(self, receiver: Holder, routes: Sequence[Sequence[Route]]) -> tuple[tuple[Message, ...], ...]:
         """Returns the messages that a destination receives, by bucket, in order of their senders."""
-        known: dict[int, tuple[Mapping[int, int], dict[int, int], list[int]]] = {}
+
+        @cache
+        def nearest(owners: int) -> tuple[dict[int, int], list[int]]:
+            around = self._around[owners]
+            where = next(where for where in receiver.surroundings() if where in around)
+            return self._load[where[0]], around[where]
+
         messages: list[tuple[Message, ...]] = []
         for bucket, group in enumerate(routes):
             chosen: dict[int, list[tuple[Route, int]]] = {}
             for route in group:
-                found = known.get(route.owners)
-                if found is None:
-                    candidates = self._candidates[route.owners]
-                    distance, nearest = candidates.nearest(receiver)
-                    found = known[route.owners] = candidates.way, self._load[distance], nearest
-                way, load, nearest = found
-                sending = chosen and [rank for rank in nearest if rank in chosen]
-                sender = min(sending or nearest, key=load.__getitem__)
-                chosen.setdefault(sender, []).append((route, way[sender]))
+                load, ranks = nearest(route.owners)
+                sending = chosen and [rank for rank in ranks if rank in chosen]
+                sender = min(sending or ranks, key=load.__getitem__)
+                chosen.setdefault(sender, []).append((route, self._way_of[route.owners][sender]))
                 load[sender] += route.nbytes
-            rank = receiver.rank
-            messages.append(tuple(self._message(s, rank, bucket, chosen[s]) for s in sorted(chosen)))
+            group_messages: list[Message] = []
+            for sender in sorted(chosen):
+                copies, nbytes = self._payload(tuple(chosen[sender]))
+                group_messages.append(Message(sender, receiver.rank, bucket, copies, nbytes))
+            messages.append(tuple(group_messages))
         return tuple(messages)
 
-    def _message(self, sender: int, receiver: int, bucket: int, picks: list[tuple[Route, int]]) -> Message:
-        """Joins the copies of some routes, larger dtypes first, so that each is aligned to its items."""
-        key = tuple(picks)
-        if key not in self._payloads:
-            copies = [copy for route, way in picks for copy in route.copies[way]]
-            copies.sort(key=lambda copy: -ITEM_BYTES[copy.dtype])
-            self._payloads[key] = tuple(copies), sum(route.nbytes for route, _ in picks)
-        copies, nbytes = self._payloads[key]
-        return Message(sender=sender, receiver=receiver, bucket=bucket, copies=copies, nbytes=nbytes)
+
+def _payload(picks: tuple[tuple[Route, int], ...]) -> tuple[tuple[Copy, ...], int]:
+    """Joins the copies of routes, larger dtypes first, so that each is aligned to its items."""
+    copies = [copy for route, way in picks for copy in route.copies[way]]
+    copies.sort(key=lambda copy: -ITEM_BYTES[copy.dtype])
+    return tuple(copies), sum(route.nbytes for route, _ in picks)
 
 
 def _assemble(fingerprint: str, sources: Sequence[Holder], receivers: Mapping[int, ReceiverPlan]) -> TransferPlan:
@@ -244,7 +226,7 @@ def _assemble(fingerprint: str, sources: Sequence[Holder], receivers: Mapping[in
     outgoing: dict[int, list[Message]] = defaultdict(list)
     staging = 0
     for receiver in receivers.values():
-        staging = max(staging, max((bucket.nbytes for bucket in receiver.buckets), default=0))
+        staging = max([staging, *(bucket.nbytes for bucket in receiver.buckets)])
         for messages in receiver.messages:
             for message in messages:
                 outgoing[message.sender].append(message)
@@ -253,6 +235,5 @@ def _assemble(fingerprint: str, sources: Sequence[Holder], receivers: Mapping[in
         if source.rank in outgoing:
             # They are in order of their receivers already.
             messages = tuple(sorted(outgoing[source.rank], key=attrgetter("bucket")))
-            params = source.map.params
-            senders[source.rank] = SenderPlan(rank=source.rank, params=params, messages=messages)
+            senders[source.rank] = SenderPlan(rank=source.rank, params=source.map.params, messages=messages)
     return TransferPlan(fingerprint=fingerprint, senders=senders, receivers=receivers, staging_bytes=staging)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import add, ge, le, lt, sub
@@ -177,25 +177,19 @@ class Shard(NamedTuple):
         return len(self.box.start) - len(self.region.start)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Padding:
-    """A box of a local parameter without canonical elements (padded vocabulary rows); zero after an import."""
-
-    param: str
-    box: Box
-
-
 @dataclass(frozen=True, kw_only=True)
 class ShardMap:
     """The local parameters of a holder, each tiled by shards and padding; raises ValueError otherwise.
 
     Args:
         params: parameters in load order; those of a module follow one another.
+        padding: boxes of parameters without canonical elements (padded vocabulary rows); zero after
+            an import.
     """
 
     params: Mapping[str, TensorInfo]
     shards: tuple[Shard, ...]
-    padding: tuple[Padding, ...] = field(default=())
+    padding: tuple[tuple[str, Box], ...] = ()
 
     def __post_init__(self) -> None:
         boxes: dict[str, list[Box]] = {param: [] for param in self.params}
@@ -203,21 +197,27 @@ class ShardMap:
         shards = {(shard.box, shard.region, shard.transposed): shard for shard in self.shards}
         for shard in shards.values():
             _check_extents(shard)
-        for part in (*self.shards, *self.padding):
-            if part.param not in boxes:
-                raise ValueError(f"shard map: {part.param} is not among the parameters")
-            boxes[part.param].append(part.box)
+        tiles = [(shard.param, shard.box) for shard in self.shards]
+        for param, box in (*tiles, *self.padding):
+            if param not in boxes:
+                raise ValueError(f"shard map: {param} is not among the parameters")
+            boxes[param].append(box)
         tilings = {(info, tuple(boxes[param])): param for param, info in self.params.items()}
-        for (info, tiles), param in tilings.items():
-            _check_tiling(param, info, tiles)
+        for (info, tiling), param in tilings.items():
+            _check_tiling(param, info, tiling)
 
     @classmethod
-    def identity(cls, tensors: Mapping[str, TensorInfo]) -> ShardMap:
-        """Returns the map of a holder of whole canonical tensors under their own names, such as files."""
+    def identity(cls, tensors: Mapping[str, TensorInfo], canonical: Callable[[str], str] = str) -> ShardMap:
+        """Returns the map of a holder of whole canonical tensors, such as files.
+
+        Args:
+            tensors: tensors by the holder's names.
+            canonical: function that returns the canonical name of a tensor; by default, the same.
+        """
         shards: list[Shard] = []
         for name, info in tensors.items():
             box = Box.whole(info.shape)
-            shards.append(Shard(name, box, name, box))
+            shards.append(Shard(name, box, canonical(name), box))
         return cls(params=dict(tensors), shards=tuple(shards))
 
     @property
@@ -234,8 +234,7 @@ class ShardMap:
         for param, box, name, region, transposed in self.shards:
             geometry = geometries.setdefault((box, region, transposed), len(geometries))
             shards.append((param, name, geometry))
-        padding = [(padding.param, *padding.box) for padding in self.padding]
-        content = repr((params, shards, list(geometries), padding))
+        content = repr((params, shards, list(geometries), self.padding))
         return hashlib.sha256(content.encode()).hexdigest()
 
 

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from megarl.weights.plan import Bucket, Copy
 from megarl.weights.shard_map import ITEM_BYTES, Box, Shard, ShardMap, adjacent_axis
@@ -47,25 +48,21 @@ class SourceIndex:
             for shard in shard_map.shards:
                 owners = found[shard.name][shard.region].setdefault(shard, [])
                 owners.append(index)
-        self.owners: list[Owners] = []  # without duplicates
         known: dict[Owners, int] = {}
         # By tensor, the distinct boxes that sources hold, in order; for each, the shards, and an
         # index of the owners.
-        self._regions: dict[str, tuple[Box, ...]] = {}
-        self._ways: dict[str, list[tuple[tuple[Shard, ...], int]]] = {}
+        self._held: dict[str, tuple[tuple[Box, ...], list[tuple[tuple[Shard, ...], int]]]] = {}
         for name, regions in found.items():
-            self._regions[name] = tuple(sorted(regions))
-            self._ways[name] = []
-            for region in self._regions[name]:
-                held = regions[region]
-                owners = tuple(map(tuple, held.values()))
-                if owners not in known:
-                    known[owners] = len(self.owners)
-                    self.owners.append(owners)
-                self._ways[name].append((tuple(held), known[owners]))
+            boxes = tuple(sorted(regions))
+            ways: list[tuple[tuple[Shard, ...], int]] = []
+            for box in boxes:
+                owners = tuple(map(tuple, regions[box].values()))
+                ways.append((tuple(regions[box]), known.setdefault(owners, len(known))))
+            self._held[name] = boxes, ways
+        self.owners = list(known)
         # Layers and experts differ in their names alone: results for their boxes are kept.
-        self._covers: dict[tuple[Box, tuple[Box, ...]], _Cover] = {}
-        self._local: dict[tuple[Box, Box, bool, Box], Box] = {}
+        self._cover = cache(_cover)
+        self._local_box = cache(_local_box)
 
     def routes(self, shard_map: ShardMap, buckets: Sequence[Bucket]) -> list[tuple[Route, ...]]:
         """Returns the copies that fill a destination's parameters, by bucket."""
@@ -87,31 +84,25 @@ class SourceIndex:
         return routes
 
     def _add(self, shard: Shard, dtype: str, routes: dict[int, Route], missing: dict[str, str]) -> None:
-        key = shard.region, self._regions.get(shard.name, ())
-        cover = self._covers.get(key)
-        if cover is None:
-            cover = self._covers[key] = _cover(*key)
-        parts, uncovered = cover
+        boxes, ways = self._held.get(shard.name, ((), []))
+        parts, uncovered = self._cover(shard.region, boxes)
         for region, size, i in parts:
-            held, owners = self._ways[shard.name][i]
+            held, owners = ways[i]
             route = routes.get(owners)
             if route is None:
                 route = routes[owners] = Route(owners, [[] for _ in held])
             route.nbytes += size * ITEM_BYTES[dtype]
-            target = self._local_box(shard, region)
+            target = self._local_box(shard.box, shard.region, shard.transposed, region)
             for copies, source in zip(route.copies, held, strict=True):
-                box = self._local_box(source, region)
+                box = self._local_box(source.box, source.region, source.transposed, region)
                 transposed = source.transposed != shard.transposed
                 _append(copies, Copy(source.param, box, shard.param, target, dtype, transposed))
         if uncovered is not None:
             missing.setdefault(shard.name, f"{shard.name}{uncovered}, which {shard.param} needs")
 
-    def _local_box(self, shard: Shard, region: Box) -> Box:
-        key = shard.box, shard.region, shard.transposed, region
-        box = self._local.get(key)
-        if box is None:
-            box = self._local[key] = shard.local(region)
-        return box
+
+def _local_box(box: Box, whole: Box, transposed: bool, region: Box) -> Box:
+    return Shard("", box, "", whole, transposed).local(region)
 
 
 def _cover(region: Box, stored: tuple[Box, ...]) -> _Cover:

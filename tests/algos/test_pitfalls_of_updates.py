@@ -24,7 +24,7 @@ from tests.megatron.tiny import GPT2_SIZES
 def test_p03_dropout_in_the_passes_of_the_update() -> None:
     """A model trained with dropout is rebuilt without: the first ratio of an update is 1."""
     rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.1)
-    built = model_spec({"model_type": "gpt2", **GPT2_SIZES, **rates}).transformer(tp=1).transformer
+    built = model_spec({"model_type": "gpt2", **GPT2_SIZES, **rates}).transformer_fields()
     assert {built[name] for name in ("hidden_dropout", "attention_dropout")} == {0.0}
 
 

@@ -20,6 +20,7 @@ from megarl.weights.hf_files import read_config
 from megarl.weights.plan import TransferPlan
 from megarl.weights.planner import Place
 from tests.pool import RankPool, free_port
+from tests.resharding.jobs import count_put
 from tests.rollout.engine_process import EngineProcess, RemoteError
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ def _send(
     worker.load(str(directory))
     worker.connect(ConnectRequest(sync=spec.only([rank]), ranks=[rank]))
     connection, _ = worker._senders[0]
+    written = count_put(connection)
     told: list[SyncStats | str] = []
     for step in steps:
         step.faults.get(rank, _nothing)(worker)
@@ -160,9 +162,8 @@ def _send(
             told.append(worker.send_weights(step.version))
         except SyncError as error:
             told.append(str(error))
-    written = dict(connection.put)
     worker.close()
-    return told, written
+    return told, dict(written)
 
 
 def _nothing(worker: MegatronWorker) -> None:

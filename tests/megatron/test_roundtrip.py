@@ -12,7 +12,7 @@ from megarl.megatron.model_engine import ModelEngine
 from megarl.megatron.parallel import GroupCache
 from megarl.models import model_spec
 from megarl.types import Layout, RoleName
-from megarl.weights.export import Export, export_plan
+from megarl.weights.export import export_plan, export_weights
 from megarl.weights.hf_files import load_shard, read_config
 from tests.megatron.compare import state_of
 from tests.megatron.families import FAMILIES, MIXTURES, MODELS
@@ -36,13 +36,16 @@ def _rewritten(rank: int, models: Mapping[str, Path], name: RoleName, layout: La
         role.load(load_shard(role.shard_map, directory, spec.manifest(role.head)))
         maps = [spec.megatron_map(layout, other, role.head) for other in range(layout.world_size)]
         tensors = spec.canonical(role.head)
-        Export(out / family, tensors, max_file_bytes=10_000).run(
+        export_weights(
+            out / family,
+            tensors,
             export_plan(maps, tensors).senders.get(rank),
             role.model.parameters(),
             config=spec.hf_config(role.head),
             template=None,
             lead=rank == 0,
             barrier=dist.barrier,
+            max_file_bytes=10_000,
         )
         numbers[family] = [layer.layer_number for chunk in role.model.chunks for layer in chunk.decoder.layers]
     return numbers

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,9 +19,9 @@ from megarl.resharding import Connection, Receiver, Sender, SyncError, SyncSpec,
 from megarl.resharding.buckets import bucket_views, recv_views
 from megarl.resharding.sync_barrier import PeerError
 from megarl.resharding.transfers.gloo import GlooTransfer as Transfer
-from megarl.resharding.transfers.transfer import Transport
+from megarl.resharding.transfers.transfer import Transport, Write
 from megarl.types import Layout
-from megarl.weights.plan import TransferPlan
+from megarl.weights.plan import Message, TransferPlan
 from megarl.weights.planner import Holder, plan
 from megarl.weights.shard_map import Box, ShardMap
 from tests.weights.models import held, numbered, qwen2_config
@@ -113,6 +113,22 @@ def note_storage(staging: dict[int, int], tensor: torch.Tensor) -> None:
     staging[storage.data_ptr()] = storage.nbytes()
 
 
+def count_put(connection: Connection) -> Counter[int]:
+    """The payload bytes that the rank writes into receive buffers from now on, by receiver."""
+    put: Counter[int] = Counter()
+    send = connection.ways[False].send
+
+    def counted(message: Message, write: Write) -> None:
+        def writing(targets: Sequence[torch.Tensor]) -> None:
+            put[message.receiver] += sum(target.nbytes for target in targets)
+            write(targets)
+
+        send(message, writing)
+
+    connection.ways[False].send = counted
+    return put
+
+
 class Rank:
     """One rank of a connection, a sender or a receiver, and its records."""
 
@@ -124,6 +140,7 @@ class Rank:
         self.params: dict[str, torch.Tensor] = {}
         self.before_load: Callable[[int], None] = lambda _: None
         self.connection: Connection = connect(spec.only([rank]), rank)
+        self.put = count_put(self.connection)
         self.control = self.connection.control = Spied(self.connection.control)
         if self.connection.wire is not None:
             self.connection.wire = Spied(self.connection.wire, staging=self.staging)
@@ -168,7 +185,7 @@ class Rank:
     def carried(self) -> tuple[Counter[int], Counter[int]]:
         """Payload bytes by peer: written to others' memory, and sent or received as frames."""
         wire = self.connection.wire
-        return self.connection.put, Counter() if wire is None else wire.carried
+        return self.put, Counter() if wire is None else wire.carried
 
 
 def two_syncs(rank: int, spec: SyncSpec) -> Any:
@@ -275,7 +292,7 @@ def peer_killed(rank: int, spec: SyncSpec) -> list[str]:
     for start in (control.receive, control.receive, control.send):
         transfer = start(0, 1, torch.zeros(8))
         try:
-            transfer.wait()
+            transfer.wait("not done")
         except PeerError as error:
             told.append(str(error))
     return told

@@ -27,7 +27,7 @@ def loaded(transport: str) -> list[dict[str, torch.Tensor]]:
             tensor.mul_(3)
         stats = me.sync(2)
         assert stats.version == 2, stats
-        assert not me.connection.ways.get(True) or me.connection.put.total() == 0
+        assert not me.connection.ways.get(True) or me.put.total() == 0
         me.connection.close()
         return me.loaded
 

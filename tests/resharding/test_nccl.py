@@ -114,7 +114,7 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, list[int]]]
             transfers: list[Transfer] = [transport.receive(peer, 0, came[peer]) for peer in reversed(from_)]
             transfers += [transport.send(peer, 0, torch.tensor([100 * own + peer])) for peer in to]
             for transfer in transfers:
-                transfer.wait()
+                transfer.wait("no number")
             return {peer: int(number) for peer, number in came.items()}
 
         with ThreadPoolExecutor(len(ranks)) as threads:
@@ -123,17 +123,18 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, list[int]]]
     return run
 
 
-def test_two_ranks_that_send_to_each_other_do_not_deadlock(exchange: Any) -> None:
-    assert exchange({0: [1], 1: [0]}) == {0: {1: 100}, 1: {0: 1}}
-
-
-@pytest.mark.parametrize("sends", [{0: [1], 1: [2], 2: [0]}, {0: [2], 2: [1], 1: [0]}])
-def test_a_ring_of_ranks_connects(exchange: Any, sends: dict[int, list[int]]) -> None:
-    found = exchange(sends)
-    assert found == {peer: {rank: 100 * rank + peer} for rank, (peer,) in sends.items()}
-
-
-def test_all_to_all_does_not_deadlock(exchange: Any) -> None:
-    ranks = (1, 3, 4, 8)
-    found = exchange({rank: [peer for peer in ranks if peer != rank] for rank in ranks})
-    assert found == {rank: {peer: 100 * peer + rank for peer in ranks if peer != rank} for rank in ranks}
+@pytest.mark.parametrize(
+    "sends",
+    [
+        pytest.param({0: [1], 1: [0]}, id="each other"),
+        pytest.param({0: [1], 1: [2], 2: [0]}, id="a ring"),
+        pytest.param({0: [2], 2: [1], 1: [0]}, id="a ring the other way"),
+        pytest.param({rank: [peer for peer in (1, 3, 4, 8) if peer != rank] for rank in (1, 3, 4, 8)}, id="all to all"),
+    ],
+)
+def test_ranks_that_send_and_receive_do_not_deadlock(exchange: Any, sends: dict[int, list[int]]) -> None:
+    expected: dict[int, dict[int, int]] = defaultdict(dict)
+    for rank, peers in sends.items():
+        for peer in peers:
+            expected[peer][rank] = 100 * rank + peer
+    assert exchange(sends) == expected

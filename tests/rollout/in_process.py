@@ -96,10 +96,6 @@ def end(engine: RolloutEngine) -> list[RolloutChunk]:
     return [chunk for answer in vars(engine).pop("asked") for chunk in answer.result(0)[0].values()]
 
 
-def goes_on(engine: RolloutEngine) -> bool:
-    return engine.step()
-
-
 def give_up(engine: RolloutEngine, requests: Sequence[SampleRequest], sizes: Sequence[int]) -> tuple[int, list[str]]:
     """Makes the second step fail; returns how many requests vLLM still has, and the errors of unfinished items."""
     answers = [engine.generate(item) for item in items(requests, sizes)]

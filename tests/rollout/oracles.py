@@ -121,10 +121,11 @@ def version_logprobs(
             parts = [by_version[span.version][row][before + span.start : before + span.stop] for span in spans]
             logits = torch.cat(parts)
         config = rollout_config()
-        sampling = (
-            (1.0, USED_VOCAB, 1.0) if request.temperature == 0 else (config.temperature, config.top_k, config.top_p)
-        )
-        tokens = chunk.response_ids[0].tolist()
-        values = [truncated_logprobs(each, *sampling)[token] for each, token in zip(logits, tokens, strict=True)]
-        rows.append(torch.stack(values).numpy())
+        greedy = request.temperature == 0
+        sampling = (1.0, USED_VOCAB, 1.0) if greedy else (config.temperature, config.top_k, config.top_p)
+        tokens = torch.from_numpy(chunk.response_ids[0]).long()
+        logprobs = torch.stack([truncated_logprobs(each, *sampling) for each in logits])
+        values = logprobs[torch.arange(len(tokens)), tokens]
+        assert not greedy or bool((values > logprobs.amax(1) - 1e-4).all()), "greedy tokens are the likeliest"
+        rows.append(values.numpy())
     return rows

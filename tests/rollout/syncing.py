@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +13,12 @@ from safetensors.torch import load_file
 from megarl.models import model_spec
 from megarl.resharding import Connection, ConnectRequest, Sender, SyncError, SyncSpec, SyncStats, connect, serve_store
 from megarl.resharding.buckets import bucket_views
+from megarl.resharding.connection import MessageReady
 from megarl.resharding.spec import plan_sync
-from megarl.resharding.transfers.gloo import GlooTransfer, GlooTransport
 from megarl.types import Layout
 from megarl.weights.hf_files import read_config
 from megarl.weights.planner import Place
+from tests.resharding.jobs import Spied
 from tests.rollout.engine_process import EngineProcess, RemoteError
 from tests.weights.models import placed
 
@@ -88,7 +88,14 @@ class Trainer:
         if corrupt is not None:
             receiver, bucket = len(self._senders) + corrupt[0], corrupt[1]
             connection = self._connections[0]
-            connection.control = _Corrupting(connection.control, connection, receiver, bucket)
+
+            def change(_count: int, peer: int, numbers: torch.Tensor) -> None:
+                """Before the message that a bucket is ready, changes a byte of the bucket."""
+                if peer == receiver and MessageReady(*numbers.tolist()).bucket == bucket:
+                    views = bucket_views(connection.mapped[peer], connection.spec.recv_buffers[peer], bucket)
+                    next(iter(views.values())).view(torch.uint8).view(-1)[0] ^= 1
+
+            connection.control = Spied(connection.control, before=change)
         self._process.begin_call("receive_weights", version)
         for sending in [self._threads.submit(sender.send, version) for sender in self._senders]:
             with pytest.raises(SyncError, match=reason):
@@ -98,29 +105,6 @@ class Trainer:
 
     def _connect(self, rank: int) -> Connection:
         return connect(self._sync.only([rank]), rank, self._device)
-
-
-@dataclass
-class _Corrupting:
-    """The transport of rank 0's ready messages: before that of one bucket is sent, the bucket is changed."""
-
-    inner: GlooTransport
-    connection: Connection
-    receiver: int
-    bucket: int
-    ready_messages: int = field(default=0)
-
-    def send(self, peer: int, tag: int, buffer: torch.Tensor) -> GlooTransfer:
-        if peer == self.receiver:
-            if self.ready_messages == self.bucket:
-                plan = self.connection.spec.recv_buffers[self.receiver]
-                views = bucket_views(self.connection.mapped[self.receiver], plan, self.bucket)
-                next(iter(views.values())).view(torch.uint8).view(-1)[0] ^= 1
-            self.ready_messages += 1
-        return self.inner.send(peer, tag, buffer)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
 
 def sync(process: EngineProcess, model_dir: Path, version: int, layout: Layout = ONE_RANK) -> Report:

@@ -16,7 +16,7 @@ from megarl.rollout.completions import (
     select_rows,
     truncate_responses,
 )
-from megarl.types import Prompt, SampleInfo, SampleRequest, VersionSpan
+from megarl.types import Prompt, RolloutChunk, SampleInfo, SampleRequest, VersionSpan
 
 
 def response(name: str, prompt: tuple[int, ...], tokens: list[int], *, finished: bool) -> Response:
@@ -27,35 +27,30 @@ def response(name: str, prompt: tuple[int, ...], tokens: list[int], *, finished:
     )
 
 
-def test_samples_are_at_the_place_in_their_info() -> None:
-    a = response("a", (1, 2), [3], finished=True)
-    b = response("b", (4,), [5, 6], finished=False)
-    infos, chunk = pack_chunk(7, [a, b])
-    assert infos == [
-        SampleInfo(sample_id="a", prompt_id="of a", chunk=7, row=0, prompt_tokens=2, response_tokens=1, finished=True),
-        SampleInfo(sample_id="b", prompt_id="of b", chunk=7, row=1, prompt_tokens=1, response_tokens=2, finished=False),
-    ]
-    assert chunk.sample_ids == ("a", "b")
-    assert [row.tolist() for row in chunk.prompt_ids] == [[1, 2], [4]]
-    assert [row.tolist() for row in chunk.response_ids] == [[3], [5, 6]]
-    assert [row.tolist() for row in chunk.rollout_logprobs] == [[-1.5], [-2.5, -3.0]]
-    assert chunk.finished.tolist() == [True, False]
-    assert chunk.versions == (a.versions, b.versions)
-    assert (chunk.response_ids.values.dtype, chunk.rollout_logprobs.values.dtype) == (np.int32, np.float32)
+def columns(chunk: RolloutChunk) -> tuple[object, ...]:
+    """The rows of a chunk by column."""
+    ragged = (chunk.prompt_ids, chunk.response_ids, chunk.rollout_logprobs)
+    assert [column.values.dtype for column in ragged] == [np.int32, np.int32, np.float32]
+    rows = ([row.tolist() for row in column] for column in ragged)
+    return chunk.sample_ids, *rows, chunk.finished.tolist(), chunk.versions
 
 
-def test_rows_of_several_chunks_are_gathered_into_one() -> None:
+def test_samples_are_at_the_place_in_their_info_and_are_gathered_from_there() -> None:
     a, b = response("a", (1, 2), [3], finished=True), response("b", (4,), [5, 6], finished=False)
     c = response("c", (7, 8, 9), [8, 8, 8], finished=True)
-    chunks = {3: pack_chunk(3, [a, b])[1], 5: pack_chunk(5, [c])[1]}
-    chunk = select_rows(chunks, [(5, 0), (3, 1)])
-    assert chunk.sample_ids == ("c", "b")
-    assert [row.tolist() for row in chunk.prompt_ids] == [[7, 8, 9], [4]]
-    assert [row.tolist() for row in chunk.response_ids] == [[8, 8, 8], [5, 6]]
-    assert [row.tolist() for row in chunk.rollout_logprobs] == [[-4.0] * 3, [-2.5, -3.0]]
-    assert chunk.finished.tolist() == [True, False]
-    assert chunk.versions == (c.versions, b.versions)
-    assert (chunk.response_ids.values.dtype, chunk.rollout_logprobs.values.dtype) == (np.int32, np.float32)
+    infos, chunk = pack_chunk(3, [a, b])
+    assert infos == [
+        SampleInfo(sample_id="a", prompt_id="of a", chunk=3, row=0, prompt_tokens=2, response_tokens=1, finished=True),
+        SampleInfo(sample_id="b", prompt_id="of b", chunk=3, row=1, prompt_tokens=1, response_tokens=2, finished=False),
+    ]
+    logprobs_b = [-2.5, -3.0]
+    versions = (a.versions, b.versions)
+    expected = (("a", "b"), [[1, 2], [4]], [[3], [5, 6]], [[-1.5], logprobs_b], [True, False], versions)
+    assert columns(chunk) == expected
+    picked = select_rows({3: chunk, 5: pack_chunk(5, [c])[1]}, [(5, 0), (3, 1)])
+    versions = (c.versions, b.versions)
+    expected = (("c", "b"), [[7, 8, 9], [4]], [[8, 8, 8], [5, 6]], [[-4.0] * 3, logprobs_b], [True, False], versions)
+    assert columns(picked) == expected
 
 
 def test_a_response_is_truncated_at_the_first_such_token_after_a_minimum_length() -> None:

@@ -91,17 +91,6 @@ def test_recorded_log_probabilities_are_those_of_the_trainers(engine: Engine, te
     assert any(chunk.finished) or temperature == 0.01
 
 
-def test_stops_only_cut_responses(engine: Engine) -> None:
-    whole = engine.sample(requests(24), ignore_eos=True)
-    text = text_of(whole.response_ids[0][2:4])
-    token = int(whole.response_ids[1][3])
-    chunk = engine.sample(requests(24), stop=(text,), stop_token_ids=(token,))
-    assert chunk.finished[:2].all()
-    engine.assert_trainers(chunk, 1.0)
-    for short, long in zip(chunk.response_ids, whole.response_ids, strict=True):
-        assert short.tolist() == long[: len(short)].tolist()
-
-
 def test_ignored_end_tokens_are_sampled_like_others(engine: Engine) -> None:
     chunk = engine.sample(requests(24), ignore_eos=True)
     assert chunk.response_ids.lengths.tolist() == [NEW_TOKENS] * 24

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from megarl.models import model_spec
 from megarl.types import Layout
-from megarl.weights.export import Export, export_plan
+from megarl.weights.export import create_files, export_plan, export_weights, lay_out
 from megarl.weights.hf_files import CheckpointError, HFDirectory, load_shard, read_config
 from tests.disk import SmallDisk
 from tests.weights.models import llama_config, qwen2_config
@@ -40,17 +40,20 @@ def round_trip(source: Path, target: Path, layout: Layout, head: str, *, max_fil
     transfer = export_plan(maps, tensors)
     barrier = threading.Barrier(layout.world_size)
 
-    def export(rank: int) -> None:
-        Export(target, tensors, max_file_bytes).run(
+    def run(rank: int) -> None:
+        export_weights(
+            target,
+            tensors,
             transfer.senders.get(rank),
             load_shard(maps[rank], source, spec.manifest(head)),
             config=spec.hf_config(head),
             template=source,
             lead=rank == 0,
             barrier=lambda: barrier.wait(120) and None,
+            max_file_bytes=max_file_bytes,
         )
 
-    threads = [threading.Thread(target=export, args=(rank,)) for rank in range(layout.world_size)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(layout.world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -144,8 +147,7 @@ def test_broken_directories_are_named(tmp_path: Path) -> None:
 def test_an_interrupted_export_looks_unfinished_and_can_be_repeated(tmp_path: Path) -> None:
     save_model(tmp_path / "in", qwen2_config())
     spec = model_spec(read_config(tmp_path / "in"))
-    export = Export(tmp_path / "out", spec.canonical())
-    export.create()
+    create_files(tmp_path / ".out.partial", lay_out(spec.canonical()))
     assert not (tmp_path / "out").exists()
     round_trip(tmp_path / "in", tmp_path / "out", Layout(), "lm")
     assert (tmp_path / "out" / "config.json").is_file()
@@ -154,12 +156,15 @@ def test_an_interrupted_export_looks_unfinished_and_can_be_repeated(tmp_path: Pa
 def test_no_rank_of_an_export_overwrites_files_or_waits_for_a_failed_one(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("precious")
-    export = Export(tmp_path / "out", model_spec(qwen2_config()).canonical())
+    tensors = model_spec(qwen2_config()).canonical()
     barrier = threading.Barrier(3)
+
+    def wait() -> None:
+        barrier.wait(120)
 
     def run(rank: int) -> None:
         with pytest.raises(FileExistsError, match="does not overwrite"):
-            export.run(None, {}, config={}, template=None, lead=rank == 0, barrier=lambda: barrier.wait(120) and None)
+            export_weights(tmp_path / "out", tensors, None, {}, config={}, template=None, lead=rank == 0, barrier=wait)
 
     with ThreadPoolExecutor(3) as executor:
         list(executor.map(run, range(3)))
@@ -186,9 +191,9 @@ def test_an_output_layer_beside_a_tied_embedding_must_equal_it(tmp_path: Path) -
 def test_a_full_disk_is_named_before_anything_is_written(tmp_path: Path) -> None:
     spec = model_spec(qwen2_config(vocab_size=3001))
     with SmallDisk(tmp_path / "disk", 400) as disk:
-        export = Export(disk.path / "out", spec.canonical(), max_file_bytes=100_000)
+        files = lay_out(spec.canonical(), max_file_bytes=100_000)
         with pytest.raises(OSError, match=r"No space left on device \(.* KiB needed, .* free\): '.*/model-0000\d-of"):
-            export.create()
+            create_files(disk.path / "out", files)
         assert not list(disk.path.iterdir())
 
 

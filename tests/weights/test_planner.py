@@ -14,7 +14,7 @@ from megarl.models import model_spec
 from megarl.types import Layout
 from megarl.weights.plan import ReceiverPlan, TransferPlan
 from megarl.weights.planner import Holder, plan
-from megarl.weights.shard_map import Box, Padding, Shard, ShardMap, TensorInfo
+from megarl.weights.shard_map import Box, Shard, ShardMap, TensorInfo
 from megarl.weights.source_index import PlanError
 from tests.unit_profile import fewer
 from tests.weights.models import execute, held, numbered, qwen2_config
@@ -51,7 +51,7 @@ def shard_maps(draw: st.DrawFn, regions: list[tuple[str, Box]]) -> ShardMap:
         params[f"p{i}"] = TensorInfo((shape[0] + extra, *shape[1:]), draw(st.sampled_from(["float32", "float16"])))
         if extra:
             box = Box((shape[0], *(0 for _ in shape[1:])), params[f"p{i}"].shape)
-            padding.append(Padding(param=f"p{i}", box=box))
+            padding.append((f"p{i}", box))
     return ShardMap(params=params, shards=tuple(shards), padding=tuple(padding))
 
 
@@ -157,59 +157,23 @@ def test_elements_without_a_source_are_refused_by_name() -> None:
         plan(ranks, destinations, 3)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_adjacent_boxes_become_one_copy(transposed: bool) -> None:
-    def rows(*cuts: int, transposed: bool = False) -> ShardMap:
-        shards = []
-        for a, b in zip((0, *cuts), (*cuts, 8), strict=True):
-            region, flipped = Box((a, 0), (b, 3)), Box((0, a), (3, b))
-            box = flipped if transposed else region
-            shards.append(Shard(param="p", box=box, name="W", region=region, transposed=transposed))
-        return ShardMap(params={"p": TensorInfo((3, 8) if transposed else (8, 3), "float32")}, shards=tuple(shards))
-
-    source, destination = rows(2, 5), rows(3, 4, 7, transposed=transposed)
-    (sender,) = plan([Holder(rank=0, map=source)], [Holder(rank=1, map=destination)], 1 << 20).senders.values()
-    (message,) = sender.messages
-    assert [copy.source_box for copy in message.copies] == [Box((0, 0), (8, 3))]
-    assert [copy.target_box.shape for copy in message.copies] == [(3, 8) if transposed else (8, 3)]
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_adjacent_boxes_along_leading_axes_become_one_copy(transposed: bool) -> None:
-    def experts(*leading: int, transposed: bool = False) -> ShardMap:
-        region, extents = Box.whole((2, 3)), (3, 2) if transposed else (2, 3)
-        shards = []
-        for i in range(4):
-            at = (*(0 for _ in leading), i)
-            box = Box((*at, 0, 0), (*(a + 1 for a in at), *extents))
-            shards.append(Shard(param="p", box=box, name=f"W{i}", region=region, transposed=transposed))
-        return ShardMap(params={"p": TensorInfo((*leading, 4, *extents), "float32")}, shards=tuple(shards))
-
-    source, destination = experts(1), experts(transposed=transposed)
-    (sender,) = plan([Holder(rank=0, map=source)], [Holder(rank=1, map=destination)], 1 << 20).senders.values()
-    (copy,) = (copy for message in sender.messages for copy in message.copies)
-    assert copy.source_box.shape == (1, 4, 2, 3)
-    values = np.arange(24).reshape(1, 4, 2, 3)
-    for i, matrix in enumerate(copy.arranged(values)):
-        np.testing.assert_array_equal(matrix, values[0, i].T if transposed else values[0, i])
-
-
-def stacked(*at: tuple[int, ...], of: tuple[int, ...], rows: tuple[int, ...] = (0, 4)) -> ShardMap:
+def stacked(
+    *at: tuple[int, ...], of: tuple[int, ...], rows: tuple[int, ...] = (0, 4), transposed: bool = False
+) -> ShardMap:
     """Matrices W0, W1, ... of [4, 3] at these indices of leading axes, cut at some rows; the rest is padding."""
+    step = -1 if transposed else 1
+
+    def box(index: tuple[int, ...], start: int, stop: int) -> Box:
+        return Box((*index, *(start, 0)[::step]), (*(i + 1 for i in index), *(stop, 3)[::step]))
+
     shards = [
-        Shard(
-            param="p",
-            box=Box((*index, a, 0), (*(i + 1 for i in index), b, 3)),
-            name=f"W{n}",
-            region=Box((a, 0), (b, 3)),
-        )
+        Shard(param="p", box=box(index, a, b), name=f"W{n}", region=Box((a, 0), (b, 3)), transposed=transposed)
         for n, index in enumerate(at)
         for a, b in pairwise(rows)
     ]
-    padding = [
-        Padding(param="p", box=Box((*i, 0, 0), (*(x + 1 for x in i), 4, 3))) for i in np.ndindex(of) if i not in at
-    ]
-    return ShardMap(params={"p": TensorInfo((*of, 4, 3), "float32")}, shards=tuple(shards), padding=tuple(padding))
+    padding = [("p", box(index, 0, 4)) for index in np.ndindex(of) if index not in at]
+    info = TensorInfo((*of, *(4, 3)[::step]), "float32")
+    return ShardMap(params={"p": info}, shards=tuple(shards), padding=tuple(padding))
 
 
 @pytest.mark.parametrize(
@@ -228,6 +192,18 @@ def stacked(*at: tuple[int, ...], of: tuple[int, ...], rows: tuple[int, ...] = (
             id="matrices, along the axis that both sides have",
         ),
         pytest.param(
+            stacked((), of=(), rows=(0, 2, 3, 4)),
+            stacked((), of=(), rows=(0, 1, 3, 4), transposed=True),
+            [(Box((0, 0), (4, 3)), Box((0, 0), (3, 4)))],
+            id="rows, which are columns of the other side",
+        ),
+        pytest.param(
+            stacked((0, 0), (0, 1), (0, 2), (0, 3), of=(1, 4)),
+            stacked((0,), (1,), (2,), (3,), of=(4,), transposed=True),
+            [(Box((0, 0, 0, 0), (1, 4, 4, 3)), Box((0, 0, 0), (4, 3, 4)))],
+            id="matrices, which the other side transposes",
+        ),
+        pytest.param(
             stacked((0,), (1,), of=(2,)),
             stacked((0, 0), (1, 0), of=(2, 1)),
             [
@@ -238,7 +214,7 @@ def stacked(*at: tuple[int, ...], of: tuple[int, ...], rows: tuple[int, ...] = (
         ),
     ],
 )
-def test_boxes_of_different_rank_are_joined_where_they_correspond(
+def test_adjacent_boxes_become_one_copy_where_they_correspond(
     source: ShardMap, destination: ShardMap, boxes: list[tuple[Box, Box]]
 ) -> None:
     sources, destinations = [Holder(rank=0, map=source)], [Holder(rank=1, map=destination)]

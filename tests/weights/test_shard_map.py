@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.weights.shard_map import Box, Padding, Shard, ShardMap, TensorInfo, adjacent_axis, row_major_boxes
+from megarl.weights.shard_map import Box, Shard, ShardMap, TensorInfo, adjacent_axis, row_major_boxes
 
 SHAPE = (5, 4, 3)
 
@@ -94,11 +94,11 @@ def shard(start: int, stop: int, *, param: str = "w", region: Box | None = None)
         ([shard(0, 4, region=Box((0, 0), (2, 4)))], [], "differ in extents"),
         ([shard(0, 4, region=Box((0,), (2,)))], [], "differ in extents"),
         ([shard(0, 4, region=Box((0, 0, 0), (1, 4, 2)))], [], "differ in extents"),
-        ([shard(0, 3)], [Padding(param="w", box=Box((2, 0), (4, 2)))], "do not tile"),
+        ([shard(0, 3)], [("w", Box((2, 0), (4, 2)))], "do not tile"),
     ],
 )
 def test_a_shard_map_refuses_what_does_not_tile_its_parameters(
-    shards: list[Shard], padding: list[Padding], message: str
+    shards: list[Shard], padding: list[tuple[str, Box]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         ShardMap(params={"w": TensorInfo((4, 2), "float32")}, shards=tuple(shards), padding=tuple(padding))

@@ -25,8 +25,8 @@ from tests.weights.models import (
 
 def test_a_value_head_is_not_tied() -> None:
     spec = model_spec(qwen2_config(tie_word_embeddings=True))
-    assert spec.transformer(1).gpt["share_embeddings_and_output_weights"]
-    assert not spec.transformer(1, "value").gpt["share_embeddings_and_output_weights"]
+    assert spec.gpt_arguments(1)["share_embeddings_and_output_weights"]
+    assert not spec.gpt_arguments(1, "value")["share_embeddings_and_output_weights"]
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
@@ -40,7 +40,7 @@ def test_llama3_rope_is_read_from_new_and_old_configs(key: str) -> None:
     }
     config = llama_config(**{key: scaling | ({"rope_theta": 5e5} if key == "rope_parameters" else {})})
     config["rope_theta"] = 5e5 if key == "rope_scaling" else None
-    gpt = model_spec(config).transformer(1).gpt
+    gpt = model_spec(config).gpt_arguments(1)
     assert (gpt["rotary_base"], gpt["rope_scaling"], gpt["rope_scaling_factor"]) == (5e5, True, 32.0)
 
     config[key] = scaling | {"low_freq_factor": 2.0, "factor": None}

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,58 +36,48 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
-class _Runtime:
-    """Functions of the CUDA runtime that torch does not offer, from the library that torch has loaded."""
-
-    def __init__(self) -> None:
-        assert torch.version.cuda is not None, "called on CUDA only"
-        self._library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
-        self._library.cudaGetErrorString.restype = ctypes.c_char_p
-        self._library.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(ctypes.c_void_p), _Handle, ctypes.c_uint)
-
-    def call(self, name: str, *args: Any) -> None:
-        """Calls a function; raises ValueError if it fails."""
-        code = getattr(self._library, name)(*args)
-        if code:
-            self._library.cudaGetLastError()  # otherwise torch's next call would report it
-            raise ValueError(f"{name} failed: {self._library.cudaGetErrorString(code).decode()}")
+@cache
+def _runtime() -> ctypes.CDLL:
+    """The library of the CUDA runtime that torch has loaded, for what torch does not offer."""
+    assert torch.version.cuda is not None, "called on CUDA only"
+    library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+    library.cudaGetErrorString.restype = ctypes.c_char_p
+    library.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(ctypes.c_void_p), _Handle, ctypes.c_uint)
+    return library
 
 
-class _Bytes:
-    """Device memory that torch wraps without a copy."""
-
-    def __init__(self, pointer: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 3,
-        }
+def _call(name: str, *args: Any) -> None:
+    """Calls a function of the runtime; raises ValueError if it fails."""
+    code = getattr(_runtime(), name)(*args)
+    if code:
+        _runtime().cudaGetLastError()  # otherwise torch's next call would report it
+        raise ValueError(f"{name} failed: {_runtime().cudaGetErrorString(code).decode()}")
 
 
 class DeviceMapping:
     """Another process's DeviceRecvBuffer on the same device; raises ValueError if it cannot be mapped."""
 
     def __init__(self, handle: str, device: torch.device) -> None:
-        self._runtime = _Runtime()
         self._device = device
         text, nbytes = handle.split()
         self._pointer = ctypes.c_void_p()
         with torch.cuda.device(device):
             shared = _Handle.from_buffer_copy(bytes.fromhex(text))
-            self._runtime.call("cudaIpcOpenMemHandle", ctypes.byref(self._pointer), shared, _LAZY_PEER_ACCESS)
+            _call("cudaIpcOpenMemHandle", ctypes.byref(self._pointer), shared, _LAZY_PEER_ACCESS)
         self.memory = _tensor(self._pointer, int(nbytes), device)
 
     def close(self) -> None:
         """Unmaps it after pending work on the device."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize(self._device)
-            self._runtime.call("cudaIpcCloseMemHandle", self._pointer)
+            _call("cudaIpcCloseMemHandle", self._pointer)
 
 
 def _tensor(pointer: ctypes.c_void_p, nbytes: int, device: torch.device) -> torch.Tensor:
     assert pointer.value is not None
-    tensor = torch.as_tensor(_Bytes(pointer.value, nbytes), device=device)
+    array = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer.value, False), "version": 3}
+    shared = SimpleNamespace(__cuda_array_interface__=array)
+    tensor = torch.as_tensor(shared, device=device)  # without a copy
     assert tensor.data_ptr() == pointer.value, f"torch has copied memory that is not on {device}"
     return tensor
 
@@ -96,20 +88,19 @@ class DeviceRecvBuffer:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         nbytes = max(1, nbytes)
         self._device = device
-        self._runtime = _Runtime()
         self._pointer = ctypes.c_void_p()
         handle = _Handle()
         whole = -(-nbytes // _DRIVER_BLOCK) * _DRIVER_BLOCK
         torch.cuda.empty_cache()  # blocks that torch's allocator keeps are not available here
         with torch.cuda.device(device):
             try:
-                self._runtime.call("cudaMalloc", ctypes.byref(self._pointer), ctypes.c_size_t(whole))
+                _call("cudaMalloc", ctypes.byref(self._pointer), ctypes.c_size_t(whole))
             except ValueError as error:
                 raise ValueError(f"no {nbytes} bytes for the receive buffer: {error}") from error
             try:
-                self._runtime.call("cudaIpcGetMemHandle", ctypes.byref(handle), self._pointer)
+                _call("cudaIpcGetMemHandle", ctypes.byref(handle), self._pointer)
             except ValueError:
-                self._runtime.call("cudaFree", self._pointer)
+                _call("cudaFree", self._pointer)
                 raise
         self.memory = _tensor(self._pointer, nbytes, device)
         self.handle = f"{bytes(handle).hex()} {nbytes}"
@@ -118,7 +109,7 @@ class DeviceRecvBuffer:
         """Frees it after pending work on the device; it is not used again."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize(self._device)
-            self._runtime.call("cudaFree", self._pointer)
+            _call("cudaFree", self._pointer)
 
 
 class NcclTransport:
@@ -150,8 +141,8 @@ class NcclTransport:
 
         self._index = {member: i for i, member in enumerate(members)}
         self._rank = rank
-        self._timeout_s = timeout_s
-        self._look = look
+        self.timeout_s = timeout_s
+        self.look = look
         options = ProcessGroupNCCL.Options()
         # NCCL's watchdog ends the process; waits here time out earlier.
         options._timeout = timedelta(seconds=4 * timeout_s)
@@ -165,18 +156,18 @@ class NcclTransport:
             for upwards in (True, False):
                 if upwards == (rank < peer):
                     if peer in to:
-                        self.send(peer, 0, hello).wait()
+                        self.send(peer, 0, hello).wait("no connection")
                 elif peer in from_:
-                    self.receive(peer, 0, hello).wait()
+                    self.receive(peer, 0, hello).wait("no connection")
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> NcclTransfer:
         # Without tags, as both sides use the same order.
         work = self._groups[self._rank < peer].send([buffer], self._index[peer], 0)
-        return NcclTransfer(work, peer, buffer, self._timeout_s, self._look)
+        return NcclTransfer(self, work, peer, buffer)
 
     def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> NcclTransfer:
         work = self._groups[peer < self._rank].recv([buffer], self._index[peer], 0)
-        return NcclTransfer(work, peer, buffer, self._timeout_s, self._look)
+        return NcclTransfer(self, work, peer, buffer)
 
     def abort(self) -> None:
         for group in self._groups.values():
@@ -191,24 +182,24 @@ class NcclTransport:
 
 @dataclass(frozen=True)
 class NcclTransfer:
+    transport: NcclTransport
     work: Work
     peer: int
     buffer: torch.Tensor
-    timeout_s: float
-    look: Callable[[], None]
 
-    def wait(self) -> None:
-        """Returns when the buffer was sent or filled; raises PeerError, or as ``look`` does."""
+    def wait(self, failure: str) -> None:
+        """Does what ``GlooTransfer.wait`` does; also raises as ``look`` does."""
         start = looked = time.monotonic()
         try:
             while not self.work.is_completed():
                 now = time.monotonic()
-                if now - start > self.timeout_s:
-                    raise PeerError(f"the transfer with rank {self.peer} took more than {self.timeout_s:g} s")
+                if now - start > self.transport.timeout_s:
+                    late = f"the transfer with rank {self.peer} took more than {self.transport.timeout_s:g} s"
+                    raise PeerError(f"{failure}: {late}")
                 if now - looked > _LOOK_S:
-                    self.look()
+                    self.transport.look()
                     looked = now
                 time.sleep(_POLL_S)
             self.work.wait()  # orders the current stream after the transfer
         except torch.distributed.DistError as error:
-            raise PeerError(f"the transfer with rank {self.peer} failed: {error}") from error
+            raise PeerError(f"{failure}: the transfer with rank {self.peer} failed: {error}") from error

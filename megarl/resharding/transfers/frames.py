@@ -9,7 +9,6 @@ import torch
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  (public by its documentation)
 
 from megarl.resharding.buckets import aligned, frames_bytes, named, payload, unpack
-from megarl.resharding.sync_barrier import PeerError
 from megarl.resharding.transfers.cuda import NcclTransfer, NcclTransport
 from megarl.resharding.transfers.gloo import GlooTransfer, GlooTransport
 from megarl.resharding.transfers.transfer import Connection, WeightTransfer, Write
@@ -30,13 +29,13 @@ class Frames(WeightTransfer):
         rank = connection.rank
         sent: Counter[int] = Counter()
         for message in spec.sender(rank).messages:
-            if rank in spec.recv_buffers[message.receiver].via_network:
+            if spec.by_network(message):
                 sent[message.bucket] += aligned(message.nbytes)
         self._half_bytes = min(max(sent.values(), default=0), aligned(spec.staging_bytes))
         self._halves_used = 2 if sent.total() > self._half_bytes else 1
         self._bucket_bytes: dict[int, int] = {}
         for receiver in spec.owned(rank):
-            sizes = map(frames_bytes, spec.network_messages(receiver))
+            sizes = map(frames_bytes, spec.recv_buffers[receiver].network_messages)
             self._bucket_bytes[receiver] = max(sizes, default=0)
         self.staging_bytes = self._half_bytes * self._halves_used + sum(self._bucket_bytes.values())
         self._halves: list[torch.Tensor] = []
@@ -76,7 +75,7 @@ class Frames(WeightTransfer):
         self._halves = [memory(self._half_bytes) for _ in range(self._halves_used)]
         self._arriving = {receiver: memory(nbytes) for receiver, nbytes in self._bucket_bytes.items()}
 
-    def send(self, message: Message, write: Write) -> int:
+    def send(self, message: Message, write: Write) -> None:
         wire = self.connection.wire
         assert wire is not None, "connect comes first"
         size = aligned(message.nbytes)
@@ -87,11 +86,10 @@ class Frames(WeightTransfer):
             self._wait(self._half)
         frame = self._halves[self._half][self._offset : self._offset + message.nbytes]
         self._offset += size
-        nbytes = write(payload(message, frame))
+        write(payload(message, frame))
         owner = self.connection.spec.recv_buffers[message.receiver].owner
         transfer = wire.send(owner, message.receiver, frame)
         self._under_way[self._half].append((message, transfer))
-        return nbytes
 
     def expect(self, messages: Sequence[Message]) -> None:
         wire = self.connection.wire
@@ -106,10 +104,7 @@ class Frames(WeightTransfer):
 
     def receive(self, message: Message, targets: Sequence[torch.Tensor]) -> None:
         frame, transfer = self._expected.pop((message.sender, message.receiver))
-        try:
-            transfer.wait()
-        except PeerError as error:
-            raise PeerError(f"rank {message.sender} did not deliver {named(message)}: {error}") from error
+        transfer.wait(f"rank {message.sender} did not deliver {named(message)}")
         unpack(message, frame, targets)
 
     def finish(self) -> None:
@@ -132,8 +127,5 @@ class Frames(WeightTransfer):
 
     def _wait(self, half: int) -> None:
         for message, transfer in self._under_way[half]:
-            try:
-                transfer.wait()
-            except PeerError as error:
-                raise PeerError(f"rank {message.receiver} does not get {named(message)}: {error}") from error
+            transfer.wait(f"rank {message.receiver} does not get {named(message)}")
         self._under_way[half].clear()

@@ -105,11 +105,11 @@ class GlooTransfer:
         except RuntimeError as error:
             self._work = error
 
-    def wait(self) -> None:
-        """Returns when the buffer was sent or filled; raises PeerError."""
+    def wait(self, failure: str) -> None:
+        """Returns when the buffer was sent or filled; raises PeerError, which begins with ``failure``."""
         try:
             if isinstance(self._work, RuntimeError):
                 raise self._work
             self._work.wait()
         except RuntimeError as error:
-            raise PeerError(f"the transfer with rank {self._peer} failed: {error}") from error
+            raise PeerError(f"{failure}: the transfer with rank {self._peer} failed: {error}") from error

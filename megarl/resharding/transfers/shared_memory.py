@@ -62,13 +62,11 @@ class SharedMemory(WeightTransfer):
                 self._handles[receiver] = handle
                 connection.mapped[receiver] = map_host(handle)
 
-    def send(self, message: Message, write: Write) -> int:
+    def send(self, message: Message, write: Write) -> None:
         receiver = message.receiver
         buffer = self.connection.spec.recv_buffers[receiver]
         views = bucket_views(self.connection.mapped[receiver], buffer, message.bucket)
-        nbytes = write(recv_views(message, buffer.buckets[message.bucket], views))
-        self.connection.put[receiver] += nbytes
-        return nbytes
+        write(recv_views(message, buffer.buckets[message.bucket], views))
 
     def receive(self, message: Message, targets: Sequence[torch.Tensor]) -> None:
         """Does nothing: the sender has written the targets."""

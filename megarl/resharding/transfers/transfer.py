@@ -7,7 +7,6 @@ that a message is ready and that a peer is gone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,15 +14,15 @@ import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  (public by its documentation)
 
 from megarl.resharding.spec import SyncSpec
-from megarl.resharding.sync_barrier import PeerError, SyncBarrier
+from megarl.resharding.sync_barrier import SyncBarrier
 from megarl.resharding.transfers.cuda import NcclTransport
 from megarl.resharding.transfers.gloo import GlooTransfer, GlooTransport
 from megarl.weights.plan import Message
 
 Transport = GlooTransport | NcclTransport
 
-Write = Callable[[Sequence[torch.Tensor]], int]
-"""Writes the elements of a message's copies to tensors of their dtypes and shapes; returns the bytes written."""
+Write = Callable[[Sequence[torch.Tensor]], None]
+"""Writes the elements of a message's copies to tensors of their dtypes and shapes."""
 
 
 @dataclass(kw_only=True)
@@ -36,7 +35,6 @@ class Connection:
         control: transport of control messages: Gloo, which notices that a rank is gone.
         wire: transport of frames; None where this rank has none, or another way brings them.
         mapped: receive buffers in this process's memory, flat uint8, by receiver.
-        put: payload bytes written into receive buffers, by receiver.
         ways: ways of messages, by whether ``RecvBufferPlan.via_network`` has their sender.
     """
 
@@ -48,7 +46,6 @@ class Connection:
     control: GlooTransport
     wire: Transport | None = None
     mapped: dict[int, torch.Tensor] = field(default_factory=dict)
-    put: Counter[int] = field(default_factory=Counter)
     ways: dict[bool, WeightTransfer] = field(default_factory=dict)
     _notices: list[tuple[GlooTransfer, str]] = field(default_factory=list)
 
@@ -70,10 +67,7 @@ class Connection:
     def drain(self) -> None:
         """Waits until all control messages have arrived; raises PeerError if a peer is gone."""
         for transfer, what in self._notices:
-            try:
-                transfer.wait()
-            except PeerError as error:
-                raise PeerError(f"the message about {what} was not received: {error}") from error
+            transfer.wait(f"the message about {what} was not received")
         self._notices.clear()
 
     def abort(self) -> None:
@@ -114,10 +108,9 @@ class WeightTransfer(ABC):
         """Connects to the other ranks; raises an error if that is not possible."""
 
     @abstractmethod
-    def send(self, message: Message, write: Write) -> int:
-        """Starts to send a message.
+    def send(self, message: Message, write: Write) -> None:
+        """Starts to send a message, after one call of ``write`` with memory of the connection's device.
 
-        Calls ``write`` once, with memory of the connection's device, and returns what it returns.
         The receiver is notified afterwards.
         """
 
