@@ -15,7 +15,7 @@ from megarl.config.problems import MASK, masked, shown
 from megarl.config.schema import Fault, RowSettings, Tracking
 from megarl.config.schema.questions import template_columns
 from megarl.data.tokenizer import Tokenizer, model_tokenizer
-from megarl.preflight.datasets import DataReader, PromptSets, Sets, scored_prompts
+from megarl.preflight.datasets import DataReader, Sets, scored_prompts
 from megarl.preflight.epochs import epoch_problems
 from megarl.preflight.models import check_models
 from megarl.preflight.template_trial import check_template
@@ -173,13 +173,13 @@ def _reward_functions(config: RunConfig, sets: Sets | None) -> Iterator[Problem]
     """Checks reward functions against their signatures, and against prompts that could be read."""
     if not isinstance(config, SamplingConfig):
         return
-    found = sets if isinstance(sets, PromptSets) else None
-    tokenizer = found is None or found.tokenizer is not None
+    tokenizer = sets is None or sets.tokenizer is not None
+    rows = sets.rows if sets else {}
     longest = config.rollout.max_new_tokens
-    for where, functions, prompts in scored_prompts(config, found):
+    for where, functions, prompts in scored_prompts(config, rows):
         problems = check_functions(functions, where=where, tokenizer=tokenizer, longest=longest)
         yield from problems or check_fields(functions, prompts, where=where)
-    if config.reward.judge_model is not None and found is not None:
-        prompts = [*found.train, *found.held_out]
+    if config.reward.judge_model is not None:
+        prompts = [*rows.get("data.prompts", ()), *rows.get("evaluation.prompts", ())]
         for column in template_columns(config.reward.judge_model.template):
             yield from missing_column("reward.judge_model.template", column, prompts)

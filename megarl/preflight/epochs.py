@@ -28,7 +28,7 @@ def epoch_problems(config: RunConfig, data: Sets) -> Iterator[Problem]:
     epochs = config.run.epochs
     given = config.run.steps
     steps, division = _steps(config, epochs, data)
-    if not data.rows[config.rows_field]:
+    if not data.rows.get(config.rows_field):
         return
     if steps == 0:
         yield Problem(
@@ -44,7 +44,7 @@ def epoch_problems(config: RunConfig, data: Sets) -> Iterator[Problem]:
 
 def _steps(config: TrainingConfig, epochs: float, data: Sets) -> tuple[int, str]:
     """Returns the whole steps of some epochs, and the division in words."""
-    rows = len(data.rows[config.rows_field])
+    rows = len(data.rows.get(config.rows_field, ()))
     size = config.rows_per_step
     steps = Fraction(str(epochs)) * rows // size
     return steps, f"{epochs:g} times {rows} usable rows, divided by the {size} of a step and rounded down,"

@@ -20,7 +20,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.environments.environment import FailedEnvironmentError
 from megarl.environments.python_program import FIX, bubblewrap
 from megarl.errors import RunError
-from megarl.preflight.datasets import PromptSets, Sets, scored_prompts
+from megarl.preflight.datasets import Sets, scored_prompts
 from megarl.preflight.user_functions import adapter_fix
 from megarl.rewards.functions import resolve
 from megarl.rewards.scorer import RuleScorer, Unscored
@@ -48,7 +48,7 @@ def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
     Raises:
         ConfigError: a function failed on all of them, or the environment failed.
     """
-    if not isinstance(config, SamplingConfig) or not isinstance(sets, PromptSets):
+    if not isinstance(config, SamplingConfig):
         return ()
     first: Sequence[int] = ()
     problems = list(_sandbox(config.environment))
@@ -62,7 +62,7 @@ def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
             rule = f"begins a conversation on a row of the data; it failed:\n      {reason}"
             fix = "correct it; docs/environments.md describes environments"
             raise ConfigError([Problem("environment.name", config.environment.name, rule, fix)]) from error
-    for where, functions, prompts in scored_prompts(config, sets):
+    for where, functions, prompts in scored_prompts(config, sets.rows):
         problems += _problems(where, functions, prompts, sets.tokenizer, config.reward)
     if problems:
         raise ConfigError(problems)
@@ -80,13 +80,13 @@ def _sandbox(environment: EnvironmentSettings | None) -> Iterator[Problem]:
             yield Problem("environment.args.functions", "python", f"runs programs in a sandbox: {error}", FIX)
 
 
-async def _first_prompt(config: SamplingConfig, sets: PromptSets) -> Sequence[int]:
+async def _first_prompt(config: SamplingConfig, sets: Sets) -> Sequence[int]:
     """Resets the environment on the first row, in a child process; returns the prompt's ids."""
     assert config.environment is not None
     assert sets.tokenizer is not None
     children = EnvironmentChildren(config.environment, _MEMORY)
     _, data = config.rows_section
-    task = task_of((sets.train or sets.held_out)[0], sets.tokenizer)
+    task = task_of(next(filter(None, sets.rows.values()))[0], sets.tokenizer)
     try:
         await children.start(_LOAD_S)
         async with children.place() as child:

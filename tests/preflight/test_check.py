@@ -18,7 +18,6 @@ from megarl.config import ConfigError, load
 from megarl.data.tokenizer import load_tokenizer
 from megarl.preflight import template_trial
 from megarl.preflight.check import check
-from megarl.preflight.datasets import PairSets, PromptSets, TextSets
 from megarl.run.directory import write_random_model
 from tests.config.debug import MIXTURE
 from tests.data.rows import chatml_tokenizer, jsonl
@@ -69,20 +68,19 @@ def test_layers_that_cannot_compute_the_model_are_refused() -> None:
     assert "heads of 36" in text
 
 
-def test_the_debug_runs_pass() -> None:
-    for overrides in ([], [*LLAMA, f"{MODEL}.num_key_value_heads=null"]):
-        sets = check(load(DEBUG, overrides))
-        assert isinstance(sets, PromptSets)
-        assert (len(sets.train), len(sets.held_out)) == (32, 0)
-    sets = check(load(DEBUG.with_stem("sft")))
-    assert isinstance(sets, TextSets)
-    assert (len(sets.train), len(sets.held_out or ())) == (32, 8)
-    sets = check(load(DEBUG.with_stem("reward_model")))
-    assert isinstance(sets, PairSets)
-    assert (len(sets.train), len(sets.held_out or ()), len(sets.reference)) == (32, 8, 32)
-    sets = check(load(DEBUG.with_stem("raft")))
-    assert isinstance(sets, PromptSets)
-    assert (len(sets.train), len(sets.held_out)) == (32, 0)
+@pytest.mark.parametrize(
+    ("stage", "overrides", "rows"),
+    [
+        ("ppo", [], {"data.prompts": 32}),
+        ("ppo", [*LLAMA, f"{MODEL}.num_key_value_heads=null"], {"data.prompts": 32}),
+        ("sft", [], {"data.train": 32, "data.evaluation": 8}),
+        ("reward_model", [], {"data.train": 32, "data.evaluation": 8, "normalisation.prompts": 32}),
+        ("raft", [], {"data.prompts": 32}),
+    ],
+)
+def test_the_debug_runs_pass(stage: str, overrides: list[str], rows: dict[str, int]) -> None:
+    found = check(load(DEBUG.with_stem(stage), overrides)).rows
+    assert {field: len(items) for field, items in found.items()} == rows
 
 
 @pytest.mark.parametrize(
@@ -161,7 +159,7 @@ def test_a_reward_model_needs_a_score_head(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_a_checkpoint_has_the_files_of_its_configuration(whole: Path, tmp_path: Path) -> None:
     model = "model={{path: {}, random: null}}".format
-    assert isinstance(check(load(DEBUG, [*RULES, model(whole), f"critic.path={whole}"])), PromptSets)
+    check(load(DEBUG, [*RULES, model(whole), f"critic.path={whole}"]))
     assert "neither model.safetensors nor" in refusal(*RULES, model(checkpoint(tmp_path / "bare")))
     shallow = shutil.copytree(whole, tmp_path / "shallow")
     fields = json.loads((shallow / "config.json").read_text())
@@ -181,7 +179,7 @@ def test_a_tokenizer_fits_the_model(whole: Path, tmp_path: Path) -> None:
     bare = shutil.copytree(whole, tmp_path / "bare", ignore=shutil.ignore_patterns("chat_template*"))
     rows = jsonl(tmp_path, [{"prompt": "hello"}] * 8)
     asked = ["data.random=null", f"data.prompts={rows.path}", "data.chat_template=true"]
-    assert isinstance(check(load(DEBUG, [*asked, f"model.tokenizer={whole}"])), PromptSets)
+    check(load(DEBUG, [*asked, f"model.tokenizer={whole}"]))
     assert "has no chat template" in refusal(*asked, f"model.tokenizer={bare}")
 
 
@@ -201,7 +199,7 @@ def test_a_chat_template_is_tried_with_limits(
     hostile = shutil.copytree(whole, tmp_path / "hostile")
     (hostile / "chat_template.jinja").write_text(template)
     if not told:
-        assert isinstance(check(load(DEBUG, [f"model.tokenizer={hostile}"])), PromptSets)
+        check(load(DEBUG, [f"model.tokenizer={hostile}"]))
         return
     text = refusal(f"model.tokenizer={hostile}")
     assert f"the chat template cannot write a short chat: {told}" in text
@@ -217,7 +215,7 @@ def test_roles_read_the_same_tokens(whole: Path, tmp_path: Path) -> None:
     swapped = {**tokens, one: tokens[two], two: tokens[one]}
     (other / "tokenizer.json").write_text(json.dumps({**json.loads(text), "model": {"vocab": swapped}}))
     given = [*RULES, "model.random=null", f"model.path={whole}"]
-    assert isinstance(check(load(DEBUG, [*given, f"critic.path={whole}"])), PromptSets)
+    check(load(DEBUG, [*given, f"critic.path={whole}"]))
     assert f"its tokenizer is the one of {whole}" in refusal(*given, f"critic.path={other}")
 
 
@@ -230,7 +228,7 @@ def test_engine_stop_tokens_agree_with_the_tokenizers(whole: Path, tmp_path: Pat
     assert f"the engines stop at [0], not at the tokenizer's end token, {end}" in text
     assert f"add {end}" in text
     given = [*RULES, "model.random=null", f"model.path={other}", f"rollout.stop_token_ids=[{end}]"]
-    assert isinstance(check(load(DEBUG, given)), PromptSets)
+    check(load(DEBUG, given))
 
 
 def test_stop_texts_need_a_tokenizer(whole: Path, tmp_path: Path) -> None:
@@ -288,8 +286,10 @@ def test_preferences_are_read_as_their_loss_needs_them(tmp_path: Path) -> None:
     source = jsonl(tmp_path, [row, {**row, "best": 0}, {**row, "candidates_ids": [[2], [2], [2]]}])
     overrides = ["reward.loss=best_of_n", "data.evaluation=null", f"data.train={{path: {source.path}}}"]
     sets = check(load(DEBUG.with_stem("reward_model"), overrides))
-    assert isinstance(sets, PairSets)
-    assert [[ids.tolist() for ids in one.responses] for one in sets.train] == [[[4], [2], [3]], [[2], [3], [4]]]
+    assert [[ids.tolist() for ids in one.responses] for one in sets.rows["data.train"]] == [
+        [[4], [2], [3]],
+        [[2], [3], [4]],
+    ]
     assert sets.left_out.metrics() == {"data/dropped_empty": 0, "data/dropped_equal": 1}
     text = refusal(*overrides, "data.equal=refuse", stage="reward_model")
     assert "line 3: the better response is the same as another" in text
@@ -313,9 +313,8 @@ def test_a_step_needs_enough_prompts(tmp_path: Path) -> None:
 
 def test_prompts_with_unused_ids_are_refused(tmp_path: Path) -> None:
     assert "token_ids holds 3" in refusal("model.vocab_size=3", *prompts(tmp_path, *[2] * 8))
-    sets = check(load(DEBUG, ["model.vocab_size=50"]))
-    assert isinstance(sets, PromptSets)
-    assert all(max(prompt.token_ids) < 50 for prompt in sets.train)
+    found = check(load(DEBUG, ["model.vocab_size=50"])).rows["data.prompts"]
+    assert all(max(prompt.token_ids) < 50 for prompt in found)
 
 
 def test_reward_functions_exist_and_find_their_fields(tmp_path: Path) -> None:
