@@ -23,6 +23,7 @@ from megarl.weights.plan import TransferPlan
 from megarl.weights.planner import Place, plan
 from megarl.weights.shard_map import ITEM_BYTES, ShardMap
 
+Floats = npt.NDArray[np.float64]
 _SPEEDS = {"device": 2000.0, "node": 400.0, "network": 50.0}
 """GB/s of one rank, each way: copies in a GPU's memory, NVLink 4, a 400 Gbit/s network card per GPU."""
 _FAR = {"device": "same device", "node": "same node", "network": "other nodes"}
@@ -76,14 +77,14 @@ def plan_weights(
     transfer = plan(sources, destinations, int(bucket_mib * 2**20))
     plan_seconds = perf_counter() - start
 
-    counts, sent, received = _traffic(transfer, places)
+    counts, (sent, received) = _traffic(transfer, places)
     speeds = 1e9 * np.array(list(gigabytes.values()))
     seconds = np.maximum(sent, received) / speeds[:, None, None]
     alone = np.maximum(sent.sum(1), received.sum(1)) / speeds[:, None]
     links: dict[str, Any] = {}
     for number, name in enumerate(gigabytes):
         links[name] = {
-            "messages": int(counts[number]),
+            "messages": counts[number],
             "nbytes": int(sent[number].sum()),
             "sent": int(sent[number].sum(0).max()),
             "received": int(received[number].sum(0).max()),
@@ -130,10 +131,8 @@ def _parse_pairs[T: (int, float)](
     return values
 
 
-def _traffic(
-    transfer: TransferPlan, places: Sequence[Place]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Returns the messages over each link, [links], and the bytes that ranks send and receive, [links, buckets, R].
+def _traffic(transfer: TransferPlan, places: Sequence[Place]) -> tuple[list[int], list[Floats]]:
+    """Returns the messages over each link, and the bytes that ranks send, and receive, [links, buckets, R] each.
 
     The R ranks are numbered as their places. Bytes are float64, exact below 2**53.
     """
@@ -147,11 +146,12 @@ def _traffic(
     near = np.where(nodes[sender] == nodes[receiver], 1, 2)
     link = np.where(devices[sender] == devices[receiver], 0, near)
     shape = (len(_SPEEDS), int(bucket.max()) + 1, len(places))
-    traffic: list[npt.NDArray[np.float64]] = []
+    traffic: list[Floats] = []
     for rank in (sender, receiver):
         index = np.ravel_multi_index((link, bucket, rank), shape)
-        traffic.append(np.bincount(index, weights=nbytes, minlength=math.prod(shape)).reshape(shape))
-    return np.bincount(link, minlength=len(_SPEEDS)), *traffic
+        sums = np.bincount(index, weights=nbytes, minlength=math.prod(shape))
+        traffic.append(sums.reshape(shape).astype(np.float64))
+    return np.bincount(link, minlength=len(_SPEEDS)).tolist(), traffic
 
 
 def _content_bytes(shard_map: ShardMap) -> int:
@@ -162,7 +162,7 @@ def _content_bytes(shard_map: ShardMap) -> int:
     return nbytes
 
 
-def _spread(nbytes: npt.NDArray[np.float64]) -> dict[str, int]:
+def _spread(nbytes: Floats) -> dict[str, int]:
     return {"median": int(np.median(nbytes)), "maximum": int(nbytes.max())}
 
 
