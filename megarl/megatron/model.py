@@ -67,15 +67,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight * (x_float * scale).to(x.dtype)
 
 
-class LayerNorm(torch.nn.Module):
+class LayerNorm(torch.nn.LayerNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.eps = eps
+        super().__init__(hidden_size, eps, device="meta")
         self.weight = _parameter(config, hidden_size)
         self.bias = _parameter(config, hidden_size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 def _parameter(config: TransformerConfig, size: int) -> torch.nn.Parameter:

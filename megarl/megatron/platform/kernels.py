@@ -44,13 +44,9 @@ def implementation[F: Callable[..., Any]](kernel: Kernel, eager: F, device: str)
     return compiled(eager) if is_compiled(kernel, device) else eager
 
 
-def compiled[F: Callable[..., Any]](eager: F) -> F:
-    """Returns the function compiled at its first call with each dtype, width and need of gradients."""
-    return _compiled(eager)
-
-
 @functools.cache
-def _compiled(eager: Any) -> Any:
+def compiled(eager: Any) -> Any:
+    """Returns the function compiled at its first call with each dtype, width and need of gradients."""
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = 64  # of a function; beyond it, torch runs the function eagerly
