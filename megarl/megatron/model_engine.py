@@ -168,14 +168,12 @@ class ModelEngine:
             before = response_values(self.model, batch, hidden)
             return torch.stack([before, token_scores(self.model, batch, hidden)], -1)
 
-        flat = self._infer(schedule, chunks, head)
-        if flat is None:
+        pairs = self._per_token(schedule, chunks, head)
+        if pairs is None:
             return None
-        before, after = (scatter(_rows(schedule), flat[:, side]) for side in (0, 1))
         scores: dict[int, Ragged] = {}
-        for chunk, column in after.items():
-            pairs = zip(before[chunk], column, strict=True)
-            scores[chunk] = Ragged.from_rows([np.concatenate(pair) for pair in pairs], np.float32)
+        for chunk, column in pairs.items():
+            scores[chunk] = Ragged.from_rows([pair.T.ravel() for pair in column], np.float32)
         return scores
 
     def _per_token(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], head: Head) -> dict[int, Ragged] | None:
