@@ -147,7 +147,9 @@ def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, context: Ste
     old = padded(columns.old_logprobs)
     dense = None
     if columns.dense is not None:
-        dense = _padded_dense([columns.dense[index] for index in chunks], lengths, mask)
+        halves = [np.split(row, 2) for index in chunks for row in columns.dense[index]]
+        before = _padded([half for half, _ in halves], mask)
+        dense = (before, _padded([half for _, half in halves], mask))
     versions = [_versions(chunk) for chunk in chunks.values()]
     return PaddedBatch(
         mask=mask,
@@ -213,13 +215,6 @@ def _versions(chunk: RolloutChunk) -> np.typing.NDArray[np.int64]:
     spans = list(itertools.chain.from_iterable(chunk.versions))
     versions = np.array([span.version for span in spans], dtype=np.int64)
     return np.repeat(versions, [span.stop - span.start for span in spans])
-
-
-def _padded_dense(columns: Sequence[Ragged], lengths: Sequence[int], mask: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, R] each, the scores before and after each token."""
-    rows = list(zip(itertools.chain.from_iterable(columns), lengths, strict=True))
-    before = _padded([row[:length] for row, length in rows], mask)
-    return before, _padded([row[length:] for row, length in rows], mask)
 
 
 def _padded(parts: Sequence[np.typing.NDArray[Any]], mask: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megarl.algos.optimization import ema
 from megarl.algos.reward_shaping import head_std
@@ -27,12 +28,12 @@ from megarl.types import HEADS, HeadName, Layout, PackRow, Ragged, RankSchedule,
 from megarl.weights.hf_files import load_shard, read_config
 from megarl.weights.shard_map import ShardMap
 
-Loss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, LossMetrics]]
+Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, LossMetrics]]
 """Maps a micro-batch and its hidden states to a weighted sum over its tokens, a scalar, and metrics."""
 
 MakeLoss = Callable[[RankSchedule], Loss]
 
-Head = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
+Head = Callable[[MicroBatch, Tensor], Tensor]
 
 
 class ModelEngine:
@@ -83,7 +84,7 @@ class ModelEngine:
         """Optimizer steps without skipped ones."""
         self._offloaded: HostCopy | None = None
 
-    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+    def load(self, tensors: dict[str, Tensor]) -> None:
         """Sets every local parameter, by the names of the shard map."""
         assert self.optimizer is None, "the optimizer would keep the old weights"
         parameters = self.model.parameters()
@@ -123,7 +124,7 @@ class ModelEngine:
         """Moves parameters, average and optimizer state to host memory; returns the bytes of device memory freed."""
         if self._offloaded is not None:
             return 0
-        tensors: list[torch.Tensor] = [*self.model.parameters().values()]
+        tensors: list[Tensor] = [*self.model.parameters().values()]
         if self.optimizer is not None:
             tensors += self.optimizer.state()
         if self.ema is not None:
@@ -142,7 +143,7 @@ class ModelEngine:
     ) -> dict[int, Ragged] | None:
         """Returns the log-probability of each response token, nats, by chunk."""
 
-        def head(batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+        def head(batch: MicroBatch, hidden: Tensor) -> Tensor:
             return response_logprobs(self.model, batch, hidden, temperature)[0]
 
         return self._per_token(schedule, chunks, head)
@@ -164,7 +165,7 @@ class ModelEngine:
         A row has all scores before a token, then all after one: given tokens change the score too.
         """
 
-        def head(batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+        def head(batch: MicroBatch, hidden: Tensor) -> Tensor:
             before = response_values(self.model, batch, hidden)
             return torch.stack([before, token_scores(self.model, batch, hidden)], -1)
 
@@ -243,7 +244,7 @@ class ModelEngine:
             self.ema.update()
         return {"grad_norm": grad_norm, "lr": lr, "skipped": float(not stepped)}
 
-    def _reduced(self, results: Sequence[tuple[torch.Tensor, LossMetrics]]) -> dict[str, float]:
+    def _reduced(self, results: Sequence[tuple[Tensor, LossMetrics]]) -> dict[str, float]:
         """Reduces over micro-batches and replicas."""
         metrics: list[LossMetrics] = []
         for loss, batch_metrics in results:

@@ -110,13 +110,13 @@ def _read_data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem
         fix = "correct its files, or name another tokenizer with model.tokenizer"
         value = shown(config.model.tokenizer or config.model.path)
         return None, [Problem("model.tokenizer", value, str(error), fix)]
-    rules = [f"{section}.{fault}" for fault in get_args(Fault) if fault in type(rows).model_fields]
+    rules = ", ".join(f"{section}.{fault}" for fault in get_args(Fault) if fault in type(rows).model_fields)
     reader = DataReader(
-        tokenizer,
-        vocab,
+        tokenizer=tokenizer,
+        vocab_size=vocab,
         chat_template=rows.chat_template,
         template_arguments=rows.chat_template_kwargs,
-        drop=rows.drop,
+        drop=frozenset(rows.drop),
         rules=rules,
     )
     reader.problems += _end_token(config, tokenizer)

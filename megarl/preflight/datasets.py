@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -40,45 +40,35 @@ class Sets:
     left_out: LeftOutRows
 
 
+@dataclass(kw_only=True)
 class DataReader:
     """Reads sources with one tokenizer, and collects the problems.
 
     Args:
         chat_template: whether a text prompt becomes a chat of one user message.
-        template_arguments: arguments of the chat template.
         drop: faults of rows that are left out; rows with other faults are errors.
         rules: fields that choose these faults.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        vocab_size: int,
-        *,
-        chat_template: bool,
-        template_arguments: Mapping[str, Any],
-        drop: Collection[Fault],
-        rules: Sequence[str],
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.problems: list[Problem] = []
-        self.rows: dict[str, Sequence[Any]] = {}
-        self._chat_template = chat_template
-        self._rules = ", ".join(rules)
-        self._template_arguments = template_arguments
-        self._drop = frozenset(drop)
-        self._left_out = list[tuple[str, LeftOut]]()
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    chat_template: bool
+    template_arguments: Mapping[str, Any]
+    drop: frozenset[Fault]
+    rules: str
+    problems: list[Problem] = field(default_factory=list[Problem])
+    rows: dict[str, Sequence[Any]] = field(default_factory=dict[str, Sequence[Any]])
+    left_out: list[tuple[str, LeftOut]] = field(default_factory=list[tuple[str, LeftOut]])
 
     def sets(self) -> Sets:
         """Returns what was read."""
-        left_out = LeftOutRows(faults=self._drop, rows=tuple(self._left_out))
+        left_out = LeftOutRows(faults=self.drop, rows=tuple(self.left_out))
         return Sets(rows=self.rows, tokenizer=self.tokenizer, left_out=left_out)
 
     def read(
         self,
         load: Callable[..., Rows[Any]],
-        field: str,
+        name: str,
         source: SourceFields,
         max_tokens: int,
         *,
@@ -88,34 +78,32 @@ class DataReader:
         """Reads the items of a source; none if it has a problem.
 
         Args:
-            load: loader of `megarl.data`.
-            max_tokens: largest number of tokens of an item.
             at_least: field whose value is the least number of items, and that value.
             chat_template: setting in place of the reader's.
         """
-        chats = self._chat_template if chat_template is None else chat_template
-        self.rows[field] = ()
+        chats = self.chat_template if chat_template is None else chat_template
+        self.rows[name] = ()
         try:
             encoder = Encoder(
                 self.tokenizer,
                 vocab_size=self.vocab_size,
                 chat_template=chats,
                 max_tokens=max_tokens,
-                template_arguments=self._template_arguments,
+                template_arguments=self.template_arguments,
             )
-            rows = load(source, encoder, drop=self._drop)
+            rows = load(source, encoder, drop=self.drop)
         except (OSError, ValueError) as error:
-            fix = f"correct the path or the rows (docs/data.md), or leave out those that can be: {self._rules}"
-            self.problems.append(Problem(field, source.path, str(error), fix))
+            fix = f"correct the path or the rows (docs/data.md), or leave out those that can be: {self.rules}"
+            self.problems.append(Problem(name, source.path, str(error), fix))
             return
-        self._left_out += [(field, row) for row in rows.left_out]
+        self.left_out += [(name, row) for row in rows.left_out]
         if at_least is not None and len(rows.items) < at_least[1]:
             rule = f"has rows for {at_least[0]} = {at_least[1]}: it has {len(rows.items)} usable ones"
             if rows.left_out:
                 rule += f", and {len(rows.left_out)} that are left out"
             fix = f"add rows, or lower {at_least[0]}"
-            self.problems.append(Problem(field, source.path, rule, fix))
-        self.rows[field] = rows.items
+            self.problems.append(Problem(name, source.path, rule, fix))
+        self.rows[name] = rows.items
 
     def read_both(self, load: Callable[..., Rows[Any]], data: TextData | PairData) -> None:
         """Reads a section's training data, and its evaluation if it has one."""

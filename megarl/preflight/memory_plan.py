@@ -30,14 +30,11 @@ class PhaseMemory:
     """The memory of a device in a phase.
 
     Args:
-        role: role that works, if any.
         optimizer: optimizer state, and the average of the weights.
         activations, logits: memory of a forward pass, and of a backward pass where there is one.
         stepping: Adam's intermediate results, when the activations are gone.
         weights, cache, engine: weights, key-value cache and the rest of a vLLM engine, see
             `EngineRankMemory`.
-        buckets: buckets of a sync.
-        process: memory of the processes themselves.
         snapshot: copy for a checkpoint that is being written, on a CPU.
         offloaded: memory on the host, not on the device; also a snapshot.
     """

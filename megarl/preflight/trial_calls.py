@@ -136,11 +136,7 @@ def _problems(
 def _call(
     scorer: RuleScorer, function: int, prompts: Sequence[Prompt], tokenizer: Tokenizer | None, copies: int
 ) -> Unscored | None:
-    """Calls a function until it scores a response or takes too long; else returns the first failure.
-
-    Args:
-        copies: number of copies of the response in a call.
-    """
+    """Calls a function until it scores a response or takes too long; else returns the first failure."""
     first: Unscored | None = None
     for row, prompt in enumerate(prompts):
         response: Sequence[int] = prompt.token_ids

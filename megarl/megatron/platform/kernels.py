@@ -54,11 +54,7 @@ def compiled(eager: Any) -> Any:
 
 
 def layer_kind(wanted: LayerChoice, dims: Dims, dtype: str, device: str) -> LayerKind:
-    """Returns the kind of a model's layers; raises ValueError if the wanted one cannot compute it here.
-
-    Args:
-        device: type of the process's device.
-    """
+    """Returns the kind of a model's layers; raises ValueError if the wanted one cannot compute it here."""
     if wanted == "local":
         return "local"
     reasons = [*device_refusals(device), *refusals(dims, dtype)]
