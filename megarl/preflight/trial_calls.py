@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-import numpy as np
-
 from megarl.config import ConfigError, Problem, RunConfig, SamplingConfig
 from megarl.config.schema import EnvironmentSettings, Reward, RewardFunction
 from megarl.conversations.chat import ChatRenderer
@@ -22,10 +20,11 @@ from megarl.environments.python_program import FIX, bubblewrap
 from megarl.errors import RunError
 from megarl.preflight.datasets import Sets, scored_prompts
 from megarl.preflight.user_functions import adapter_fix
+from megarl.rewards.completion import Completion
 from megarl.rewards.functions import resolve
 from megarl.rewards.scorer import RuleScorer, Unscored
 from megarl.texts import short_reason
-from megarl.types import Prompt, Ragged, RolloutChunk
+from megarl.types import Prompt
 
 _LINES = 4
 """Number of a traceback's last lines that are shown."""
@@ -112,8 +111,7 @@ def _problems(
 ) -> Iterator[Problem]:
     if not functions or not prompts:  # a standalone evaluation has no prompts for reward.functions
         return
-    decode = None if tokenizer is None else tokenizer.decode
-    scorer = RuleScorer(functions, decode, reward.model_copy(update={"retries": 0}), _MEMORY)
+    scorer = RuleScorer(functions, None, reward.model_copy(update={"retries": 0}), _MEMORY)
     tried = [prompts[0], prompts[len(prompts) // 2], prompts[-1]]
     try:
         scorer.start(time.monotonic() + _LOAD_S)
@@ -142,8 +140,7 @@ def _call(
         response: Sequence[int] = prompt.token_ids
         if row == 1 and tokenizer is not None:
             response = _text(prompt, tokenizer)
-        chunk = _chunk(prompt, response)
-        completions = scorer.completions(chunk, {0: prompt}) * copies
+        completions = [_completion(prompt, response, tokenizer)] * copies
         _, failures = scorer.score({"": function}, completions, math.inf)
         if not failures:
             return None
@@ -162,12 +159,15 @@ def _text(prompt: Prompt, tokenizer: Tokenizer) -> Sequence[int]:
     return prompt.token_ids
 
 
-def _chunk(prompt: Prompt, response: Sequence[int]) -> RolloutChunk:
-    return RolloutChunk(
-        sample_ids=(f"{prompt.prompt_id}/trial",),
-        prompt_ids=Ragged.from_rows([prompt.token_ids], np.int32),
-        response_ids=Ragged.from_rows([response], np.int32),
-        rollout_logprobs=Ragged.from_rows([np.zeros(len(response))], np.float32),
-        finished=np.array([True]),
-        versions=((),),
+def _completion(prompt: Prompt, response: Sequence[int], tokenizer: Tokenizer | None) -> Completion:
+    texts = ["" if tokenizer is None else tokenizer.decode(ids) for ids in (prompt.token_ids, response)]
+    return Completion(
+        prompt_id=prompt.prompt_id,
+        prompt=texts[0],
+        response=texts[1],
+        prompt_ids=prompt.token_ids,
+        response_ids=tuple(response),
+        finished=True,
+        fields=prompt.fields,
+        messages=prompt.messages,
     )

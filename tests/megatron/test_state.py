@@ -99,6 +99,7 @@ def test_resumed_roles_continue_bit_for_bit(
 def assert_same(one: Snapshot, other: Snapshot) -> None:
     """Equal bits, padding included."""
     assert one.counters == other.counters
+    assert one.moments.keys() == other.moments.keys()
     assert not any(differing(one, other).values()), differing(one, other)
 
 
