@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import Any
@@ -23,7 +23,6 @@ from megarl.weights.plan import TransferPlan
 from megarl.weights.planner import Place, plan
 from megarl.weights.shard_map import ITEM_BYTES, ShardMap
 
-Floats = npt.NDArray[np.float64]
 _SPEEDS = {"device": 2000.0, "node": 400.0, "network": 50.0}
 """GB/s of one rank, each way: copies in a GPU's memory, NVLink 4, a 400 Gbit/s network card per GPU."""
 _FAR = {"device": "same device", "node": "same node", "network": "other nodes"}
@@ -77,20 +76,9 @@ def plan_weights(
     transfer = plan(sources, destinations, int(bucket_mib * 2**20))
     plan_seconds = perf_counter() - start
 
-    counts, (sent, received) = _traffic(transfer, places)
-    speeds = 1e9 * np.array(list(gigabytes.values()))
-    seconds = np.maximum(sent, received) / speeds[:, None, None]
-    alone = np.maximum(sent.sum(1), received.sum(1)) / speeds[:, None]
-    links: dict[str, Any] = {}
-    for number, name in enumerate(gigabytes):
-        links[name] = {
-            "messages": counts[number],
-            "nbytes": int(sent[number].sum()),
-            "sent": int(sent[number].sum(0).max()),
-            "received": int(received[number].sum(0).max()),
-            "bytes_per_second": float(speeds[number]),
-            "seconds": float(alone[number].max()),
-        }
+    sent = [0] * trainers
+    for rank, part in transfer.senders.items():
+        sent[rank] = part.nbytes
     needed = engine_sizes["replicas"] * sum(_content_bytes(holder.map) for holder in destinations[:tp])
     tensors = spec.canonical().values()
     return {
@@ -102,15 +90,13 @@ def plan_weights(
         "nbytes": transfer.nbytes,
         "needed_bytes": needed,
         "redundancy": transfer.nbytes / needed,
-        "sent": _spread(sent.sum((0, 1))[:trainers]),
-        "received": _spread(received.sum((0, 1))[trainers:]),
+        "sent": _spread(sent),
+        "received": _spread([part.nbytes for part in transfer.receivers.values()]),
         "messages": transfer.num_messages,
         "bucket_bytes": transfer.staging_bytes,
         "staging_bytes": 2 * transfer.staging_bytes,
         "plan_seconds": plan_seconds,
-        "links": links,
-        "slowest_rank_seconds": float(alone.sum(0).max()),
-        "in_step_seconds": float(seconds.sum(0).max(1).sum()),
+        **_estimate(transfer, places, gigabytes),
     }
 
 
@@ -131,10 +117,11 @@ def _parse_pairs[T: (int, float)](
     return values
 
 
-def _traffic(transfer: TransferPlan, places: Sequence[Place]) -> tuple[list[int], list[Floats]]:
-    """Returns the messages over each link, and the bytes that ranks send, and receive, [links, buckets, R] each.
+def _estimate(transfer: TransferPlan, places: Sequence[Place], gigabytes: Mapping[str, float]) -> dict[str, Any]:
+    """Returns the traffic over each link, and both durations, in seconds; ranks are numbered as their places.
 
-    The R ranks are numbered as their places. Bytes are float64, exact below 2**53.
+    Args:
+        gigabytes: speeds of a rank's links, per second.
     """
     rows: list[tuple[int, ...]] = []
     for part in transfer.senders.values():
@@ -145,13 +132,31 @@ def _traffic(transfer: TransferPlan, places: Sequence[Place]) -> tuple[list[int]
     devices = np.array([place.device for place in places])
     near = np.where(nodes[sender] == nodes[receiver], 1, 2)
     link = np.where(devices[sender] == devices[receiver], 0, near)
-    shape = (len(_SPEEDS), int(bucket.max()) + 1, len(places))
-    traffic: list[Floats] = []
+    shape = (len(gigabytes), int(bucket.max()) + 1, len(places))
+    traffic: list[npt.NDArray[Any]] = []  # sent and received, by link, bucket and rank
     for rank in (sender, receiver):
         index = np.ravel_multi_index((link, bucket, rank), shape)
-        sums = np.bincount(index, weights=nbytes, minlength=math.prod(shape))
-        traffic.append(sums.reshape(shape).astype(np.float64))
-    return np.bincount(link, minlength=len(_SPEEDS)).tolist(), traffic
+        # Sums in float64, exact below 2**53 bytes.
+        traffic.append(np.bincount(index, weights=nbytes, minlength=math.prod(shape)).reshape(shape))
+    speeds = 1e9 * np.array(list(gigabytes.values()))
+    in_step = np.maximum(*traffic) / speeds[:, None, None]
+    sent, received = (column.sum(1) for column in traffic)
+    alone = np.maximum(sent, received) / speeds[:, None]
+    links: dict[str, Any] = {}
+    for number, name in enumerate(gigabytes):
+        links[name] = {
+            "messages": int((link == number).sum()),
+            "nbytes": int(sent[number].sum()),
+            "sent": int(sent[number].max()),
+            "received": int(received[number].max()),
+            "bytes_per_second": float(speeds[number]),
+            "seconds": float(alone[number].max()),
+        }
+    return {
+        "links": links,
+        "slowest_rank_seconds": float(alone.sum(0).max()),
+        "in_step_seconds": float(in_step.sum(0).max(1).sum()),
+    }
 
 
 def _content_bytes(shard_map: ShardMap) -> int:
@@ -162,8 +167,8 @@ def _content_bytes(shard_map: ShardMap) -> int:
     return nbytes
 
 
-def _spread(nbytes: Floats) -> dict[str, int]:
-    return {"median": int(np.median(nbytes)), "maximum": int(nbytes.max())}
+def _spread(nbytes: Sequence[int]) -> dict[str, int]:
+    return {"median": int(np.median(nbytes)), "maximum": max(nbytes)}
 
 
 def print_weights(report: dict[str, Any]) -> None:
