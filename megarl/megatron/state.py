@@ -206,7 +206,6 @@ def _set_adam_steps(role: ModelEngine) -> None:
 
 
 def _shards(role: ModelEngine) -> Iterator[OptimizerShard]:
-    """Yields this rank's shards."""
     if role.optimizer is not None:
         yield from shards(role.model, role.optimizer)
 

@@ -63,12 +63,9 @@ def check(config: RunConfig, *, bare: bool = False) -> Sets:
 
 def _trackers(tracking: Tracking) -> Iterator[Problem]:
     """Yields the trackers whose packages are missing."""
-    projects = {
-        "wandb_project": ("wandb", tracking.wandb_project),
-        "mlflow_experiment": ("mlflow", tracking.mlflow_experiment),
-        "trackio_project": ("trackio", tracking.trackio_project),
-    }
-    for field, (package, value) in projects.items():
+    packages = {"wandb_project": "wandb", "mlflow_experiment": "mlflow", "trackio_project": "trackio"}
+    for field, package in packages.items():
+        value = getattr(tracking, field)
         if value is not None and find_spec(package) is None:
             fix = f"install it with pip install 'megarl-trainer[{package}]', or set it to null"
             yield Problem(f"tracking.{field}", value, f"needs the package {package}", fix)

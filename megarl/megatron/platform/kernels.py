@@ -88,9 +88,8 @@ def report(device: Device) -> list[tuple[str, str, str]]:
     else:
         limits = "16 bits, no experts, heads of multiples of 8 up to 128; others Megatron's own"
         rows = [("layers", "Transformer Engine's", limits)]
-    for kernel, (choice, why) in TABLE.items():
+    for kernel, chosen in TABLE.items():
         if device == "cpu":
-            rows.append((kernel, "eager", "a run on a CPU keeps its numbers, bit for bit"))
-        else:
-            rows.append((kernel, choice, why))
+            chosen = ("eager", "a run on a CPU keeps its numbers, bit for bit")
+        rows.append((kernel, *chosen))
     return rows
