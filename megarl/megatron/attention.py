@@ -76,10 +76,12 @@ class PackParams(PackedSeqParams):
 
     Args:
         positions: [S] int64, each position's index in its sequence.
+        sequences: the parameters without rope's ends, which Transformer Engine would take for padding.
     """
 
     shape: PackShape
     positions: Tensor
+    sequences: PackedSeqParams
 
     @classmethod
     def of(cls, shape: PackShape, device: torch.device | int) -> PackParams:
@@ -88,32 +90,25 @@ class PackParams(PackedSeqParams):
         one_sequence = torch.tensor([0, shape.cu_seqlens[-1]], dtype=torch.int32, device="cpu")
         starts = np.repeat(shape.cu_seqlens[:-1], np.diff(shape.cu_seqlens)).astype(np.int64)
         positions = np.arange(len(starts)) - starts
+        common: dict[str, Any] = {
+            "qkv_format": "thd",
+            "cu_seqlens_q": bounds,
+            "cu_seqlens_kv": bounds,
+            "max_seqlen_q": shape.max_seqlen,
+            "max_seqlen_kv": shape.max_seqlen,
+        }
         return cls(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
+            **common,
             cu_seqlens_q_padded=one_sequence,
             cu_seqlens_kv_padded=one_sequence,
-            max_seqlen_q=shape.max_seqlen,
-            max_seqlen_kv=shape.max_seqlen,
             shape=shape,
             positions=torch.from_numpy(positions).to(device),
+            sequences=PackedSeqParams(**common),
         )
 
     @cached_property
     def arrangement(self) -> Arrangement:
         return arrange(self.shape, self.positions.device)
-
-    @cached_property
-    def sequences(self) -> PackedSeqParams:
-        """The sequences without rope's ends, which Transformer Engine would take for padding."""
-        return PackedSeqParams(
-            qkv_format=self.qkv_format,
-            cu_seqlens_q=self.cu_seqlens_q,
-            cu_seqlens_kv=self.cu_seqlens_kv,
-            max_seqlen_q=self.max_seqlen_q,
-            max_seqlen_kv=self.max_seqlen_kv,
-        )
 
 
 class PackedAttention(torch.nn.Module):

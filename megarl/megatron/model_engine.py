@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from megarl.megatron.model import build_model
 from megarl.megatron.offload import HostCopy, release
 from megarl.megatron.optimizer import ShardedOptimizer, WeightEMA, build_optimizer, learning_rate, shards
 from megarl.megatron.parallel import GroupCache, build_groups
-from megarl.megatron.pipeline import MicroBatch, Work, micro_batches, run_forward, run_schedule
+from megarl.megatron.pipeline import LastStage, MicroBatch, Work, micro_batches, run_forward, run_schedule
 from megarl.megatron.worker_requests import UpdateRequest
 from megarl.models import ModelSpec, model_spec
 from megarl.role_specs import Recompute, RoleSpec
@@ -184,9 +185,12 @@ class ModelEngine:
     def _infer(
         self, schedule: RankSchedule, chunks: Chunks[TokenChunk], head: Head
     ) -> np.typing.NDArray[np.float32] | None:
-        batches = micro_batches(self.model, schedule, chunks)
-        results = run_forward(self.model, batches, schedule.pack_tokens, head)
+        results = self._forward(schedule, chunks, head)
         return torch.cat(results).cpu().numpy() if self.reports else None
+
+    def _forward(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], last_stage: LastStage) -> list[Any]:
+        batches = micro_batches(self.model, schedule, chunks)
+        return run_forward(self.model, batches, schedule.pack_tokens, last_stage)
 
     def update(
         self,
@@ -226,10 +230,7 @@ class ModelEngine:
 
     def evaluate(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], make_loss: MakeLoss) -> dict[str, float]:
         """Returns ``loss`` and the loss's metrics without a step; empty on ranks before the last stage."""
-        work = self._work(schedule, chunks, make_loss)
-        with torch.no_grad():
-            results = run_schedule(self.model, self.model.chunks, work, schedule.pack_tokens)
-        return self._reduced(results)
+        return self._reduced(self._forward(schedule, chunks, make_loss(schedule)))
 
     def _work(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], make_loss: MakeLoss) -> list[Work]:
         loss = make_loss(schedule)

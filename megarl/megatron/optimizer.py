@@ -187,10 +187,6 @@ class OptimizerShard:
     main: Tensor
     optimizer: Any
 
-    @property
-    def adam(self) -> dict[str, Any]:
-        return self.optimizer.state.get(self.main, {})
-
 
 def shards(model: RoleModel, optimizer: ShardedOptimizer) -> Iterator[OptimizerShard]:
     """Yields this rank's shards, possibly none."""

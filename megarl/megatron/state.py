@@ -216,9 +216,10 @@ def _runs(role: ModelEngine) -> Iterator[tuple[str, str, Tensor, range]]:
     for name, parameter in parameters.items():
         yield "weight", name, parameter.detach().view(-1), range(parameter.numel())
     for shard in _shards(role):
+        state = shard.optimizer.state.get(shard.main, {})
         for moment in _MOMENTS:
-            if moment in shard.adam:
-                yield moment, shard.name, shard.adam[moment], shard.span
+            if moment in state:
+                yield moment, shard.name, state[moment], shard.span
         if shard.main.dtype != parameters[shard.name].dtype:
             yield "master", shard.name, shard.main.detach(), shard.span
         if role.ema is not None:
