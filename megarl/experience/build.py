@@ -89,43 +89,41 @@ def build_experience(
         tensors["ages"] = batch.ages
     if algo.correction.interpolates:
         tensors["proximal_weights"] = proximal_weights(context.version - batch.ages, context.version + 1)
-    made: dict[str, dict[int, Ragged]] = {}
+    parts = _passed_on(chunks, columns, algo, from_update=from_update)
     for name, tensor in tensors.items():
         if tensor is not None:
-            made[name] = by_chunk(tensor, batch.mask, chunks)
+            parts[name] = by_chunk(tensor, batch.mask, chunks)
     experience: dict[int, ExperienceChunk] = {}
     for index, chunk in chunks.items():
-        experience[index] = _experience_chunk(index, chunk, columns, algo, made)
+        experience[index] = ExperienceChunk(
+            sample_ids=chunk.sample_ids,
+            prompt_ids=chunk.prompt_ids,
+            response_ids=chunk.response_ids,
+            loss_mask=chunk.loss_mask,
+            **{name: column[index] for name, column in parts.items()},
+        )
     return experience, ExperienceReport(metrics=metrics, value_norm=moments and asdict(moments))
 
 
-def _experience_chunk(
-    index: int, chunk: RolloutChunk, columns: Columns, algo: Algo, made: Mapping[str, Mapping[int, Ragged]]
-) -> ExperienceChunk:
-    """The experience of one chunk; columns that do not change are not copied."""
-    parts: dict[str, Ragged] = {name: column[index] for name, column in made.items()}
-    recomputed = columns.old_logprobs is not None
-    from_update = not recomputed and algo.old_logprobs_from_update
+def _passed_on(
+    chunks: Mapping[int, RolloutChunk], columns: Columns, algo: Algo, *, from_update: bool
+) -> dict[str, Chunks[Ragged]]:
+    """Returns the columns that the losses read and that do not change; they are not copied."""
+    rollout_logprobs = {index: chunk.rollout_logprobs for index, chunk in chunks.items()}
+    parts: dict[str, Chunks[Ragged]] = {}
     if columns.old_logprobs is not None:
-        parts["old_logprobs"] = columns.old_logprobs[index]
+        parts["old_logprobs"] = columns.old_logprobs
     elif not from_update:
-        parts["old_logprobs"] = chunk.rollout_logprobs
-    masks_sequences = algo.correction.sequence_mask is not None
+        parts["old_logprobs"] = rollout_logprobs
     reads_rollout = "rollout_logprobs" in algo.loss_reads or algo.correction.interpolates
-    if from_update or masks_sequences or reads_rollout:
-        parts["rollout_logprobs"] = chunk.rollout_logprobs
-    needs_ref = algo.kl.placement == "loss" or not recomputed or "ref_logprobs" in algo.loss_reads
+    if from_update or reads_rollout or algo.correction.sequence_mask is not None:
+        parts["rollout_logprobs"] = rollout_logprobs
+    needs_ref = algo.kl.placement == "loss" or columns.old_logprobs is None or "ref_logprobs" in algo.loss_reads
     if columns.ref_logprobs is not None and needs_ref:
-        parts["ref_logprobs"] = columns.ref_logprobs[index]
+        parts["ref_logprobs"] = columns.ref_logprobs
     if columns.values is not None:
-        parts["old_values"] = columns.values[index]
-    return ExperienceChunk(
-        sample_ids=chunk.sample_ids,
-        prompt_ids=chunk.prompt_ids,
-        response_ids=chunk.response_ids,
-        loss_mask=chunk.loss_mask,
-        **parts,
-    )
+        parts["old_values"] = columns.values
+    return parts
 
 
 def experience_metrics(

@@ -127,9 +127,10 @@ def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, context: Ste
         lengths += chunk.rollout_logprobs.lengths.tolist()
         names += map(conversation_of, chunk.sample_ids)
     mask = response_mask(lengths)
-    numbers: dict[str, int] = {}
-    conversations = torch.tensor([numbers.setdefault(name, len(numbers)) for name in names], dtype=torch.int64)
-    whole = torch.zeros(len(numbers), dtype=torch.int64).index_add(0, conversations, mask.sum(-1))
+    _, first_rows, conversations = np.unique(names, return_index=True, return_inverse=True)
+    first = torch.zeros(len(names), dtype=torch.bool)
+    first[first_rows] = True
+    whole = np.bincount(conversations, weights=lengths)[conversations]
 
     def padded(column: Chunks[Ragged] | None) -> Tensor | None:
         if column is None:
@@ -137,25 +138,27 @@ def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, context: Ste
         return _padded([column[index].values for index in chunks], mask)
 
     samples = columns.samples.only(chunks)
-    scores = _concatenate([samples.scores], np.float32)
+    scores = torch.tensor(samples.scores)
     scored = scores.isfinite()
     advantages = None
     if samples.sequence_advantages is not None:
-        advantages = _concatenate([samples.sequence_advantages], np.float32)
+        advantages = torch.tensor(samples.sequence_advantages)
     rollout = _padded([chunk.rollout_logprobs.values for chunk in chunks.values()], mask)
     old = padded(columns.old_logprobs)
     dense = None
     if columns.dense is not None:
-        dense = _padded_dense([columns.dense[index] for index in chunks], lengths, mask)
+        halves = [np.split(row, 2) for index in chunks for row in columns.dense[index]]
+        before = _padded([half for half, _ in halves], mask)
+        dense = (before, _padded([half for _, half in halves], mask))
     versions = [_versions(chunk) for chunk in chunks.values()]
     return PaddedBatch(
         mask=mask,
-        first=conversations.diff(prepend=torch.tensor([-1])) > 0,
-        lengths=whole[conversations],
+        first=first,
+        lengths=torch.tensor(whole, dtype=torch.int64),
         scored=scored,
-        actor_rows=scored & _concatenate([samples.actor_mask], np.bool_),
-        groups=Groups(index=_concatenate([samples.groups], np.int64), count=context.groups),
-        scores=torch.where(scored, scores, torch.zeros_like(scores)),
+        actor_rows=scored & torch.tensor(samples.actor_mask),
+        groups=Groups(index=torch.tensor(samples.groups), count=context.groups),
+        scores=scores.where(scored, 0.0),
         sequence_advantages=advantages,
         rollout=rollout,
         old=rollout if old is None else old,
@@ -212,13 +215,6 @@ def _versions(chunk: RolloutChunk) -> np.typing.NDArray[np.int64]:
     spans = list(itertools.chain.from_iterable(chunk.versions))
     versions = np.array([span.version for span in spans], dtype=np.int64)
     return np.repeat(versions, [span.stop - span.start for span in spans])
-
-
-def _padded_dense(columns: Sequence[Ragged], lengths: Sequence[int], mask: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, R] each, the scores before and after each token."""
-    rows = list(zip(itertools.chain.from_iterable(columns), lengths, strict=True))
-    before = _padded([row[:length] for row, length in rows], mask)
-    return before, _padded([row[length:] for row, length in rows], mask)
 
 
 def _padded(parts: Sequence[np.typing.NDArray[Any]], mask: Tensor) -> Tensor:

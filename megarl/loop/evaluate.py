@@ -16,7 +16,7 @@ from megarl.data.branches import Branches
 from megarl.data.prompts import sample_requests
 from megarl.loop.sampler import RolloutParts, conversation_metrics
 from megarl.loop.scoring import REWARD_MODEL, ScoresByReward, Values, group_numbers, unscored_metrics
-from megarl.preflight.datasets import PromptSets
+from megarl.preflight.datasets import Sets
 from megarl.run.results import EvaluationResult, no_columns, prompt_scores, shown_samples
 from megarl.types import SampleInfo
 
@@ -31,17 +31,18 @@ class Evaluator:
         chunks: maximum number of chunks of the samples.
     """
 
-    def __init__(self, config: SamplingConfig, data: PromptSets, parts: RolloutParts, chunks: int) -> None:
+    def __init__(self, config: SamplingConfig, data: Sets, parts: RolloutParts, chunks: int) -> None:
         assert config.evaluation is not None
         self._evaluation = evaluation = config.evaluation
         self._parts = parts
         self._chunks = chunks
         self._tokenizer = data.tokenizer
         self._tracking = config.tracking
-        self._prompts = {prompt.prompt_id: prompt for prompt in data.held_out}
+        prompts = data.rows["evaluation.prompts"]
+        self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
         temperature = 0.0 if evaluation.greedy else evaluation.temperature
         self._requests = sample_requests(
-            data.held_out, evaluation.samples_per_prompt, seed=config.run.seed, step=0, temperature=temperature
+            prompts, evaluation.samples_per_prompt, seed=config.run.seed, step=0, temperature=temperature
         )
 
     async def evaluate(self, step: int) -> EvaluationResult:

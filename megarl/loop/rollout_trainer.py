@@ -26,7 +26,7 @@ from megarl.loop.sampler import RolloutParts, Sampled, sample_metrics
 from megarl.loop.scoring import ScoredBatch, reward_weights
 from megarl.loop.skipped_steps import SkippedBatches, write_rollouts
 from megarl.megatron.worker import MegatronWorker
-from megarl.preflight.datasets import PromptSets
+from megarl.preflight.datasets import Sets
 from megarl.run.paths import ema_export
 from megarl.run.results import EvaluationResult, StepResult, TokenColumns, shown_samples
 from megarl.run.sinks import Metrics
@@ -46,7 +46,7 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         config: C,
         session: Session,
         model_dir: str,
-        data: PromptSets,
+        data: Sets,
         phase: Callable[[str], None],
         truncate_at: TruncateAt | None,
     ) -> None:

@@ -21,7 +21,7 @@ from megarl.loop.pass_meter import PassMeter
 from megarl.loop.skipped_steps import SkippedBatches, write_rows
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest, UpdateRequest
-from megarl.preflight.datasets import PairSets, TextSets
+from megarl.preflight.datasets import Sets
 from megarl.run.results import EvaluationResult, StepResult
 from megarl.run.sinks import Metrics
 from megarl.run.timers import Timers
@@ -43,7 +43,7 @@ class SupervisedTrainer:
         config: TrainingConfig,
         session: Session,
         model_dir: str,
-        data: TextSets | PairSets,
+        data: Sets,
         phase: Callable[[str], None],
         *,
         evaluate_every: int | None,
@@ -60,8 +60,8 @@ class SupervisedTrainer:
         self._skipped = SkippedBatches(config)
         self._layout = self._role.layout
         self._budget = config.role(role).tokens_per_micro_batch
-        self._rows = Stream(data.train, config.run.seed)
-        self._held_out = data.held_out
+        self._rows = Stream(data.rows["data.train"], config.run.seed)
+        self._held_out = data.rows.get("data.evaluation")
         self._rows_per_step = config.rows_per_step
         self._all_tokens = all_tokens
         self.evaluate_every = evaluate_every

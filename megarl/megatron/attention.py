@@ -76,10 +76,12 @@ class PackParams(PackedSeqParams):
 
     Args:
         positions: [S] int64, each position's index in its sequence.
+        sequences: the parameters without rope's ends, which Transformer Engine would take for padding.
     """
 
     shape: PackShape
     positions: Tensor
+    sequences: PackedSeqParams
 
     @classmethod
     def of(cls, shape: PackShape, device: torch.device | int) -> PackParams:
@@ -88,32 +90,25 @@ class PackParams(PackedSeqParams):
         one_sequence = torch.tensor([0, shape.cu_seqlens[-1]], dtype=torch.int32, device="cpu")
         starts = np.repeat(shape.cu_seqlens[:-1], np.diff(shape.cu_seqlens)).astype(np.int64)
         positions = np.arange(len(starts)) - starts
+        common: dict[str, Any] = {
+            "qkv_format": "thd",
+            "cu_seqlens_q": bounds,
+            "cu_seqlens_kv": bounds,
+            "max_seqlen_q": shape.max_seqlen,
+            "max_seqlen_kv": shape.max_seqlen,
+        }
         return cls(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
+            **common,
             cu_seqlens_q_padded=one_sequence,
             cu_seqlens_kv_padded=one_sequence,
-            max_seqlen_q=shape.max_seqlen,
-            max_seqlen_kv=shape.max_seqlen,
             shape=shape,
             positions=torch.from_numpy(positions).to(device),
+            sequences=PackedSeqParams(**common),
         )
 
     @cached_property
     def arrangement(self) -> Arrangement:
         return arrange(self.shape, self.positions.device)
-
-    @cached_property
-    def sequences(self) -> PackedSeqParams:
-        """The sequences without rope's ends, which Transformer Engine would take for padding."""
-        return PackedSeqParams(
-            qkv_format=self.qkv_format,
-            cu_seqlens_q=self.cu_seqlens_q,
-            cu_seqlens_kv=self.cu_seqlens_kv,
-            max_seqlen_q=self.max_seqlen_q,
-            max_seqlen_kv=self.max_seqlen_kv,
-        )
 
 
 class PackedAttention(torch.nn.Module):
@@ -175,14 +170,14 @@ class PackedAttention(torch.nn.Module):
         sizes = [sequences * length for sequences, length in arrangement.rectangles]
         split: list[Sequence[Tensor]] = []
         for x in (query, key, value):
-            spread: Tensor = _Move.apply(x, arrangement, _spread, _collect)
+            spread: Tensor = _Move.apply(x, arrangement.position_of, arrangement.place_of)
             split.append(spread.split(sizes))
         parts: list[Tensor] = []
         for rectangle, *qkv in zip(arrangement.rectangles, *split, strict=True):
             q, k, v = (x.unflatten(0, rectangle).transpose(1, 2) for x in qkv)
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=gqa)
             parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
-        return _Move.apply(torch.cat(parts), arrangement, _collect, _spread)
+        return _Move.apply(torch.cat(parts), arrangement.place_of, arrangement.position_of)
 
 
 class FusedPackedAttention(torch.nn.Module):
@@ -203,28 +198,19 @@ def kernel_takes(query: Tensor) -> bool:
     return query.dtype in (torch.float16, torch.bfloat16)
 
 
-def _spread(x: Tensor, arrangement: Arrangement) -> Tensor:
-    """[S, ...] -> [P, ...], with zeros as padding."""
-    return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, arrangement.position_of)
-
-
-def _collect(x: Tensor, arrangement: Arrangement) -> Tensor:
-    """[P, ...] -> [S, ...], without the padding."""
-    return x.contiguous().index_select(0, arrangement.place_of)
-
-
-Mover = Callable[[Tensor, Arrangement], Tensor]
-
-
 class _Move(torch.autograd.Function):
     """Moves between positions and places; as each position has one place, the gradient moves ``back``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, arrangement: Arrangement, there: Mover, back: Mover) -> Tensor:
-        ctx.arrangement = arrangement
+    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
         ctx.back = back
-        return there(x, arrangement)
+        return _take(x, there)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.back(grad, ctx.arrangement), None, None, None
+        return _take(grad, ctx.back), None, None
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """Returns rows of x, and zeros for the index after its last one."""
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, index)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
 
 from megarl.megatron.logprobs import logprobs_and_entropy, vocab_shard
 from megarl.megatron.model import RoleModel, ScalarHead
@@ -20,9 +21,9 @@ Positions = np.typing.NDArray[np.int64]
 def response_logprobs(
     model: RoleModel,
     batch: MicroBatch,
-    hidden: torch.Tensor,
+    hidden: Tensor,
     temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Returns each response token's log-probability and the entropy of its distribution, [T] float32 nats."""
     weight = model.chunks[-1].output_weight()
     shard = vocab_shard(model.groups.tp, len(weight), model.vocab_size)
@@ -31,33 +32,33 @@ def response_logprobs(
     return logprobs_and_entropy(states, weight, labels, shard, temperature=temperature)
 
 
-def response_states(model: RoleModel, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+def response_states(model: RoleModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
     """Returns the hidden states that predict each response token, [T, H]."""
     return _at(model, hidden, batch.tokens.source_positions)
 
 
-def response_values(model: RoleModel, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+def response_values(model: RoleModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
     """Returns the critic's value of the state before each response token, [T] float32."""
     return _scalars(model, hidden, batch.tokens.source_positions)
 
 
-def row_scores(model: RoleModel, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+def row_scores(model: RoleModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
     """Returns the reward model's score at the last token of each row, [B] float32."""
     return _scalars(model, hidden, batch.tokens.last_positions)
 
 
-def token_scores(model: RoleModel, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+def token_scores(model: RoleModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
     """Returns the reward model's score after each response token, [T] float32."""
     return _scalars(model, hidden, batch.tokens.source_positions + 1)
 
 
-def _scalars(model: RoleModel, hidden: torch.Tensor, positions: Positions) -> torch.Tensor:
+def _scalars(model: RoleModel, hidden: Tensor, positions: Positions) -> Tensor:
     head = model.chunks[-1].output_layer
     assert isinstance(head, ScalarHead), "this role has an LM head"
     return head(_at(model, hidden, positions))
 
 
-def _at(model: RoleModel, hidden: torch.Tensor, positions: Positions) -> torch.Tensor:
+def _at(model: RoleModel, hidden: Tensor, positions: Positions) -> Tensor:
     """[positions, H]."""
     if model.config.sequence_parallel:
         # The heads give every TP rank the whole gradient, so the backward only splits it.

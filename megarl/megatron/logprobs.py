@@ -83,10 +83,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(hidden), dtype=wide(hidden), device=hidden.device)
         entropy = torch.empty_like(logprobs)
         log_z = torch.empty_like(logprobs)
-        sums_of_chunk = _fused_sums if fused else _sums
         for begin in range(0, len(hidden), chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
-            top, sums = sums_of_chunk(hidden[part], weight, labels[part], shard, temperature)
+            top, sums = _sums(hidden[part], weight, labels[part], shard, temperature, fused)
             total, weighted_total, target = sums
             log_z[part] = top + total.log()
             logprobs[part] = target - log_z[part]
@@ -123,18 +122,24 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 
 def _sums(
-    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float
+    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float, fused: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the largest logits and the ``sums_of_products``, [T] and [3, T], over all shards."""
-    logits = shard_logits(hidden, weight, shard, temperature)
-    top = _largest(logits, shard)
-    exp = (logits - top.unsqueeze(-1)).exp_()
-    total = exp.sum(-1)
-    target = torch.zeros_like(top)
-    if shard.size:
-        local, here = _local_labels(labels, shard)
-        target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) * here
-    sums = torch.stack([total, exp.mul_(logits).sum(-1), target])
+    """Returns the largest logits and the ``sums_of_products``, [T] and [3, T], over all shards.
+
+    The fused kernels read the products and write no logits.
+    """
+    local, here = _local_labels(labels, shard)
+    if fused:
+        products = hidden @ weight[: shard.size].T
+        top = compiled(top_of_products)(products, temperature)
+        over_shards(top, shard, dist.ReduceOp.MAX)
+        sums = compiled(sums_of_products)(products, top, local, here, temperature)
+    else:
+        logits = shard_logits(hidden, weight, shard, temperature)
+        top = _largest(logits, shard)
+        sums = top.new_zeros(3, len(top))
+        if shard.size:
+            sums = sums_of_products(logits, top, local, here)
     over_shards(sums, shard)
     return top, sums
 
@@ -146,30 +151,26 @@ def _largest(logits: Tensor, shard: VocabShard) -> Tensor:
     return top
 
 
-def _fused_sums(
-    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """As ``_sums``, in kernels that read the products and write no logits."""
-    products = hidden @ weight[: shard.size].T
-    top = compiled(top_of_products)(products, temperature)
-    over_shards(top, shard, dist.ReduceOp.MAX)
-    local, here = _local_labels(labels, shard)
-    sums = compiled(sums_of_products)(products, top, local, here, temperature)
-    over_shards(sums, shard)
-    return top, sums
-
-
 def top_of_products(products: Tensor, temperature: float) -> Tensor:
     """Returns the largest logit of each token."""
     return (products.to(wide(products)) / temperature).amax(-1)
 
 
-def sums_of_products(products: Tensor, top: Tensor, local: Tensor, here: Tensor, temperature: float) -> Tensor:
-    """Returns sum exp(logit - top), sum exp(logit - top) * logit, and the label's logit or 0, [3, T]."""
-    logits = products.to(wide(products)) / temperature
-    exp = (logits - top.unsqueeze(-1)).exp()
-    target = products.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(top.dtype) / temperature
-    return torch.stack([exp.sum(-1), (exp * logits).sum(-1), target * here])
+def sums_of_products(
+    products: Tensor, top: Tensor, local: Tensor, here: Tensor, temperature: float | None = None
+) -> Tensor:
+    """Returns sum exp(logit - top), sum exp(logit - top) * logit, and the label's logit or 0, [3, T].
+
+    Without a temperature, the products are the logits.
+    """
+    logits = products
+    target = products.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+    if temperature is not None:
+        logits = products.to(wide(products)) / temperature
+        target = target.to(top.dtype) / temperature
+    exp = (logits - top.unsqueeze(-1)).exp_()
+    total = exp.sum(-1)
+    return torch.stack([total, exp.mul_(logits).sum(-1), target * here])
 
 
 def gradient_of_products(

@@ -8,7 +8,7 @@ Shape legend: B rows of the micro-batch, R response tokens of the longest of the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -114,38 +114,33 @@ class LossInputs:
         return self._columns("old_values")
 
 
-class _Aggregation:
-    """Sums terms with weights that contain the step's denominators, which count all response tokens."""
+def aggregated(
+    algo: Algo,
+    schedule: RankSchedule,
+    terms: LossTerms,
+    parts: Mapping[str, Tensor],
+    columns: ExperienceColumns,
+    *,
+    learned: Tensor,
+    reported: Tensor,
+) -> tuple[Tensor, LossMetrics]:
+    """Sums terms with weights that contain the step's denominators, which count all response tokens.
 
-    def __init__(self, algo: Algo, schedule: RankSchedule) -> None:
-        self._weights = bound(AGGREGATIONS, algo.aggregation.name, algo.aggregation.options)
-        self._totals = {
-            "total_tokens": schedule.total_response_tokens,
-            "total_sequences": schedule.total_sequences,
-        }
+    Returns the loss over the ``learned`` tokens, and metrics, which are means over the ``reported`` ones.
 
-    def __call__(
-        self,
-        terms: LossTerms,
-        parts: Mapping[str, Tensor],
-        columns: ExperienceColumns,
-        *,
-        learned: Tensor,
-        reported: Tensor,
-    ) -> tuple[Tensor, LossMetrics]:
-        """Returns the loss over the ``learned`` tokens, and metrics, which are means over the ``reported`` ones.
-
-        Args:
-            parts: [B, R] by name, aggregated like the loss and reported as ``NAME_loss``.
-        """
-        mask = columns.mask
-        whole_weights = self._weights(columns.whole, **self._totals)
-        weights = on_mask(whole_weights[:, : mask.shape[1]], learned)
-        metrics = collect(terms, reported, token_mean(mask, **self._totals, dtype=torch.float64))
-        sums = {f"{name}_loss": weighted_sum(part.detach(), weights) for name, part in parts.items()}
-        return weighted_sum(terms.values, weights), replace(metrics, sums=sums)
+    Args:
+        parts: [B, R] by name, aggregated like the loss and reported as ``NAME_loss``.
+    """
+    mask = columns.mask
+    totals = {"total_tokens": schedule.total_response_tokens, "total_sequences": schedule.total_sequences}
+    whole_weights = bound(AGGREGATIONS, algo.aggregation.name, algo.aggregation.options)(columns.whole, **totals)
+    weights = on_mask(whole_weights[:, : mask.shape[1]], learned)
+    metrics = collect(terms, reported, token_mean(mask, **totals, dtype=torch.float64))
+    sums = {f"{name}_loss": weighted_sum(part.detach(), weights) for name, part in parts.items()}
+    return weighted_sum(terms.values, weights), replace(metrics, sums=sums)
 
 
+@dataclass
 class PolicyLoss:
     """The actor's loss: share * (w * policy loss + kl_coef * KL - entropy_coef * entropy).
 
@@ -153,40 +148,32 @@ class PolicyLoss:
     whole distributions; ``token_values`` records the ratio and the clip of each token.
     """
 
-    def __init__(
-        self,
-        engine: ModelEngine,
-        spec: PolicySpec,
-        experience: Chunks[ExperienceChunk],
-        schedule: RankSchedule,
-        *,
-        kl_coef: float,
-        reference: ModelEngine | None = None,
-        token_values: TokenValues | None = None,
-    ) -> None:
-        algo = spec.algo
-        self._engine = engine
-        self._spec = spec
-        self._experience = experience
-        self._token_values = token_values
-        self._algo = algo
-        self._kl_coef = kl_coef
-        self._per_token = bound(POLICY_LOSSES, algo.policy_loss.name, algo.policy_loss.options)
-        self._aggregate = _Aggregation(algo, schedule)
+    engine: ModelEngine
+    spec: PolicySpec
+    experience: Chunks[ExperienceChunk]
+    schedule: RankSchedule
+    kl_coef: float = field(kw_only=True)
+    reference: ModelEngine | None = field(kw_only=True, default=None)
+    token_values: TokenValues | None = field(kw_only=True, default=None)
+
+    def __post_init__(self) -> None:
         self._divergence: ReferenceDivergence | None = None
-        if algo.kl.reads_distributions:
-            assert reference is not None, "the penalty is of the reference's distributions"
-            temperature = spec.temperature
-            self._divergence = ReferenceDivergence(engine, reference, experience, schedule, temperature)
+        if self.spec.algo.kl.reads_distributions:
+            assert self.reference is not None, "the penalty is of the reference's distributions"
+            self._divergence = ReferenceDivergence(
+                self.engine, self.reference, self.experience, self.schedule, self.spec.temperature
+            )
 
     def __call__(self, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, LossMetrics]:
-        algo = self._algo
-        columns = ExperienceColumns(batch, self._experience, hidden.device)
+        spec = self.spec
+        algo = spec.algo
+        columns = ExperienceColumns(batch, self.experience, hidden.device)
         mask = columns.mask
-        flat, entropy = response_logprobs(self._engine.model, batch, hidden, self._spec.temperature)
+        flat, entropy = response_logprobs(self.engine.model, batch, hidden, spec.temperature)
         inputs = LossInputs(algo, columns, align(flat, mask), align(entropy, mask))
         new = inputs.new_logprobs
-        terms = self._per_token(**{name: getattr(inputs, name) for name in algo.loss_reads})
+        per_token = bound(POLICY_LOSSES, algo.policy_loss.name, algo.policy_loss.options)
+        terms = per_token(**{name: getattr(inputs, name) for name in algo.loss_reads})
         self._keep_token_values(batch, mask, terms)
         if "old_logprobs" in algo.loss_reads:
             terms = _with_metric(terms, "ppo_kl", inputs.old_logprobs - new)
@@ -197,18 +184,18 @@ class PolicyLoss:
                 parts["kl"] = self._kl(inputs)
             else:
                 parts["kl"] = align(self._divergence(batch, hidden), mask)
-            terms = with_term(terms, "kl", parts["kl"], coef=self._kl_coef)
+            terms = with_term(terms, "kl", parts["kl"], coef=self.kl_coef)
         terms = with_term(terms, "entropy", inputs.entropy, coef=-algo.entropy_coef)
         learned = columns.selected("actor_mask")
-        loss, metrics = self._aggregate(terms, parts, columns, learned=learned, reported=mask)
+        loss, metrics = aggregated(algo, self.schedule, terms, parts, columns, learned=learned, reported=mask)
         if not algo.has_logprob_pass:
             actor_metrics = self._actor_metrics(new.detach(), columns)
             metrics = replace(metrics, means={**metrics.means, **actor_metrics})
-        return self._spec.share * loss, metrics
+        return spec.share * loss, metrics
 
     def _keep_token_values(self, batch: MicroBatch, mask: Tensor, terms: LossTerms) -> None:
         """Copies the ratio and the clip of each token, where they are wanted; a user's loss may lack them."""
-        if self._token_values is None:
+        if self.token_values is None:
             return
         named = {"ratio": terms.spreads.get("ratio"), "clipped": terms.metrics.get("clipfrac")}
         for name, values in named.items():
@@ -216,26 +203,26 @@ class PolicyLoss:
                 continue
             parts = values[mask].float().cpu().split(mask.sum(-1).tolist())
             for row, part in zip(batch.rows, parts, strict=True):
-                row_values = self._token_values.setdefault((row.chunk, row.row), {})
+                row_values = self.token_values.setdefault((row.chunk, row.row), {})
                 row_values[name] = part.numpy()
 
     def _actor_metrics(self, new: Tensor, columns: ExperienceColumns) -> Means:
         """What ``experience.build`` reports if log-probabilities are known before the update."""
         mask = columns.mask
         scored = (columns.selected("scored_mask") | ~mask).all(-1)
-        kl = k1(new, columns("ref_logprobs"))[scored] if self._algo.kl.coef > 0 else None
+        kl = k1(new, columns("ref_logprobs"))[scored] if self.spec.algo.kl.coef > 0 else None
         tokens = columns.whole[scored].sum(-1)
         means = dict(policy_drift(new[scored], kl, mask[scored], tokens))
-        if self._algo.old_logprobs_from_update:
+        if self.spec.algo.old_logprobs_from_update:
             rollout = columns("rollout_logprobs")
             means |= mismatch(new, rollout, mask)
-            if oldest := self._spec.max_staleness:
+            if oldest := self.spec.max_staleness:
                 means |= gaps_by_age(new, rollout, mask, columns("ages"), oldest=oldest)
         return means
 
     def _weights(self, inputs: LossInputs, columns: ExperienceColumns) -> Tensor:
         """Returns the factors of the policy loss: the experience's, and those of the policy in training."""
-        correction = self._algo.correction
+        correction = self.spec.algo.correction
         mask = columns.mask
         weights = columns.optional("weights")
         if weights is None:
@@ -251,7 +238,7 @@ class PolicyLoss:
 
     def _kl(self, inputs: LossInputs) -> Tensor:
         """Returns the estimated KL, [B, R] nats."""
-        kl = self._algo.kl
+        kl = self.spec.algo.kl
         new = inputs.new_logprobs
         estimate = bound(KL_ESTIMATORS, kl.estimator.name, kl.estimator.options)
         if not kl.importance:
@@ -299,7 +286,6 @@ class ReferenceDivergence:
 def value_loss(engine: ModelEngine, algo: Algo, experience: Chunks[ExperienceChunk], schedule: RankSchedule) -> Loss:
     """Returns the critic's loss for the micro-batches of an optimizer step."""
     per_token = bound(VALUE_LOSSES, algo.value_loss.name, algo.value_loss.options)
-    aggregate = _Aggregation(algo, schedule)
 
     def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, LossMetrics]:
         columns = ExperienceColumns(batch, experience, hidden.device)
@@ -309,7 +295,7 @@ def value_loss(engine: ModelEngine, algo: Algo, experience: Chunks[ExperienceChu
         terms = _with_metric(terms, "error", (values - returns).square())
         terms = replace(terms, spreads={**terms.spreads, "returns": returns})
         selected = columns.selected("scored_mask")
-        return aggregate(terms, {}, columns, learned=selected, reported=selected)
+        return aggregated(algo, schedule, terms, {}, columns, learned=selected, reported=selected)
 
     return loss
 

@@ -37,6 +37,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megarl.config.schema import LayerChoice
 from megarl.errors import RunError
@@ -57,25 +58,21 @@ class RMSNorm(torch.nn.Module):
         self.weight = _parameter(config, hidden_size)
         self._kernel = implementation("norms", rms_norm, self.weight.device.type)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self._kernel(x, self.weight, self.eps)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x_float = x.float()
     scale = torch.rsqrt(x_float.square().mean(-1, keepdim=True) + eps)
     return weight * (x_float * scale).to(x.dtype)
 
 
-class LayerNorm(torch.nn.Module):
+class LayerNorm(torch.nn.LayerNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.eps = eps
+        super().__init__(hidden_size, eps, device="meta")
         self.weight = _parameter(config, hidden_size)
         self.bias = _parameter(config, hidden_size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 def _parameter(config: TransformerConfig, size: int) -> torch.nn.Parameter:
@@ -105,7 +102,7 @@ _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
 }
 
 _NORMS: Mapping[str, Any] = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
-_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
@@ -121,7 +118,7 @@ class ScalarHead(torch.nn.Module):
         # As Megatron marks its output layers.
         self.weight.is_embedding_or_output_parameter = True
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """[T, H] -> [T]; computed in float32, as in 16 bits nearby scores would be equal."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         return (hidden.to(wide) @ self.weight.to(wide).T).squeeze(-1).float()
@@ -154,7 +151,7 @@ class PackedModel(GPTModel):
             rope = rope[rows]
         return embedded, rope, *rest
 
-    def output_weight(self) -> torch.Tensor:
+    def output_weight(self) -> Tensor:
         """Returns the rows of the LM head on this TP rank."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()

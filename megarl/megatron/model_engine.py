@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megarl.algos.optimization import ema
 from megarl.algos.reward_shaping import head_std
@@ -19,7 +21,7 @@ from megarl.megatron.model import build_model
 from megarl.megatron.offload import HostCopy, release
 from megarl.megatron.optimizer import ShardedOptimizer, WeightEMA, build_optimizer, learning_rate, shards
 from megarl.megatron.parallel import GroupCache, build_groups
-from megarl.megatron.pipeline import MicroBatch, Work, micro_batches, run_forward, run_schedule
+from megarl.megatron.pipeline import LastStage, MicroBatch, Work, micro_batches, run_forward, run_schedule
 from megarl.megatron.worker_requests import UpdateRequest
 from megarl.models import ModelSpec, model_spec
 from megarl.role_specs import Recompute, RoleSpec
@@ -27,12 +29,12 @@ from megarl.types import HEADS, HeadName, Layout, PackRow, Ragged, RankSchedule,
 from megarl.weights.hf_files import load_shard, read_config
 from megarl.weights.shard_map import ShardMap
 
-Loss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, LossMetrics]]
+Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, LossMetrics]]
 """Maps a micro-batch and its hidden states to a weighted sum over its tokens, a scalar, and metrics."""
 
 MakeLoss = Callable[[RankSchedule], Loss]
 
-Head = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
+Head = Callable[[MicroBatch, Tensor], Tensor]
 
 
 class ModelEngine:
@@ -83,7 +85,7 @@ class ModelEngine:
         """Optimizer steps without skipped ones."""
         self._offloaded: HostCopy | None = None
 
-    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+    def load(self, tensors: dict[str, Tensor]) -> None:
         """Sets every local parameter, by the names of the shard map."""
         assert self.optimizer is None, "the optimizer would keep the old weights"
         parameters = self.model.parameters()
@@ -123,7 +125,7 @@ class ModelEngine:
         """Moves parameters, average and optimizer state to host memory; returns the bytes of device memory freed."""
         if self._offloaded is not None:
             return 0
-        tensors: list[torch.Tensor] = [*self.model.parameters().values()]
+        tensors: list[Tensor] = [*self.model.parameters().values()]
         if self.optimizer is not None:
             tensors += self.optimizer.state()
         if self.ema is not None:
@@ -142,7 +144,7 @@ class ModelEngine:
     ) -> dict[int, Ragged] | None:
         """Returns the log-probability of each response token, nats, by chunk."""
 
-        def head(batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+        def head(batch: MicroBatch, hidden: Tensor) -> Tensor:
             return response_logprobs(self.model, batch, hidden, temperature)[0]
 
         return self._per_token(schedule, chunks, head)
@@ -164,18 +166,16 @@ class ModelEngine:
         A row has all scores before a token, then all after one: given tokens change the score too.
         """
 
-        def head(batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+        def head(batch: MicroBatch, hidden: Tensor) -> Tensor:
             before = response_values(self.model, batch, hidden)
             return torch.stack([before, token_scores(self.model, batch, hidden)], -1)
 
-        flat = self._infer(schedule, chunks, head)
-        if flat is None:
+        pairs = self._per_token(schedule, chunks, head)
+        if pairs is None:
             return None
-        before, after = (scatter(_rows(schedule), flat[:, side]) for side in (0, 1))
         scores: dict[int, Ragged] = {}
-        for chunk, column in after.items():
-            pairs = zip(before[chunk], column, strict=True)
-            scores[chunk] = Ragged.from_rows([np.concatenate(pair) for pair in pairs], np.float32)
+        for chunk, column in pairs.items():
+            scores[chunk] = Ragged.from_rows([pair.T.ravel() for pair in column], np.float32)
         return scores
 
     def _per_token(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], head: Head) -> dict[int, Ragged] | None:
@@ -185,9 +185,12 @@ class ModelEngine:
     def _infer(
         self, schedule: RankSchedule, chunks: Chunks[TokenChunk], head: Head
     ) -> np.typing.NDArray[np.float32] | None:
-        batches = micro_batches(self.model, schedule, chunks)
-        results = run_forward(self.model, batches, schedule.pack_tokens, head)
+        results = self._forward(schedule, chunks, head)
         return torch.cat(results).cpu().numpy() if self.reports else None
+
+    def _forward(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], last_stage: LastStage) -> list[Any]:
+        batches = micro_batches(self.model, schedule, chunks)
+        return run_forward(self.model, batches, schedule.pack_tokens, last_stage)
 
     def update(
         self,
@@ -227,10 +230,7 @@ class ModelEngine:
 
     def evaluate(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], make_loss: MakeLoss) -> dict[str, float]:
         """Returns ``loss`` and the loss's metrics without a step; empty on ranks before the last stage."""
-        work = self._work(schedule, chunks, make_loss)
-        with torch.no_grad():
-            results = run_schedule(self.model, self.model.chunks, work, schedule.pack_tokens)
-        return self._reduced(results)
+        return self._reduced(self._forward(schedule, chunks, make_loss(schedule)))
 
     def _work(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], make_loss: MakeLoss) -> list[Work]:
         loss = make_loss(schedule)
@@ -245,7 +245,7 @@ class ModelEngine:
             self.ema.update()
         return {"grad_norm": grad_norm, "lr": lr, "skipped": float(not stepped)}
 
-    def _reduced(self, results: Sequence[tuple[torch.Tensor, LossMetrics]]) -> dict[str, float]:
+    def _reduced(self, results: Sequence[tuple[Tensor, LossMetrics]]) -> dict[str, float]:
         """Reduces over micro-batches and replicas."""
         metrics: list[LossMetrics] = []
         for loss, batch_metrics in results:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 _SMALL = 1 << 20
 
@@ -15,7 +16,7 @@ class HostCopy:
     """The contents of released storages; ``parts`` are storages with the pieces of their copies."""
 
     nbytes: int
-    parts: Sequence[tuple[torch.UntypedStorage, list[torch.Tensor]]]
+    parts: Sequence[tuple[torch.UntypedStorage, list[Tensor]]]
 
     def restore(self) -> None:
         """Allocates the storages again and copies their contents back."""
@@ -26,7 +27,7 @@ class HostCopy:
                 part.copy_(piece)
 
 
-def release(tensors: Iterable[torch.Tensor]) -> HostCopy:
+def release(tensors: Iterable[Tensor]) -> HostCopy:
     """Copies the storages of tensors to host memory, pinned for a CUDA device, and releases them one by one.
 
     Until ``restore``, torch refuses matrix products and embeddings with these tensors and their
@@ -37,11 +38,11 @@ def release(tensors: Iterable[torch.Tensor]) -> HostCopy:
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage
     nbytes = 0
-    parts: list[tuple[torch.UntypedStorage, list[torch.Tensor]]] = []
+    parts: list[tuple[torch.UntypedStorage, list[Tensor]]] = []
     for storage in storages.values():
         pinned = storage.is_cuda
         nbytes += storage.nbytes()
-        pieces: list[torch.Tensor] = []
+        pieces: list[Tensor] = []
         for part in _bytes(storage).split(host_sizes(storage.nbytes(), pinned=pinned)):
             piece = torch.empty(len(part), dtype=torch.uint8, pin_memory=pinned, device="cpu")
             pieces.append(piece.copy_(part))
@@ -62,5 +63,5 @@ def host_sizes(nbytes: int, *, pinned: bool) -> list[int]:
     return [*sizes, nbytes]
 
 
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from torch import Tensor
 
 from megarl.algos.optimization import ema, linear_anneal, tensorflow_eps
 from megarl.config.schema import Optimizer
@@ -79,15 +80,15 @@ class ShardedOptimizer:
         for buffer in self._gradient_buffers():
             buffer.untyped_storage().resize_(0)
 
-    def _gradient_buffers(self) -> list[torch.Tensor]:
+    def _gradient_buffers(self) -> list[Tensor]:
         chunks: list[Any] = self.chunks  # whose ``buffers`` hide the method of torch's modules
-        buffers: list[torch.Tensor] = []
+        buffers: list[Tensor] = []
         for chunk in chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 buffers.append(buffer.grad_data)
         return buffers
 
-    def state(self) -> Iterator[torch.Tensor]:
+    def state(self) -> Iterator[Tensor]:
         """Yields the parameters that the optimizer steps, and their optimizer state."""
         for group in self.chained.param_groups:
             yield from group["params"]
@@ -95,7 +96,7 @@ class ShardedOptimizer:
             adam: Any = sharded.optimizer
             for values in adam.state.values():
                 for value in values.values():
-                    if isinstance(value, torch.Tensor):
+                    if isinstance(value, Tensor):
                         yield value
 
     def zero_grad(self) -> None:
@@ -183,12 +184,8 @@ class OptimizerShard:
 
     name: str
     span: range
-    main: torch.Tensor
+    main: Tensor
     optimizer: Any
-
-    @property
-    def adam(self) -> dict[str, Any]:
-        return self.optimizer.state.get(self.main, {})
 
 
 def shards(model: RoleModel, optimizer: ShardedOptimizer) -> Iterator[OptimizerShard]:

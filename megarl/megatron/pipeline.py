@@ -133,12 +133,8 @@ def micro_batches(model: RoleModel, schedule: RankSchedule, chunks: Chunks[Token
     needs_tokens = is_pp_first_stage(pp) or is_pp_last_stage(pp)
     batches: list[MicroBatch] = []
     for rows in schedule.packs:
-        if needs_tokens:
-            batch = pack(rows, chunks, schedule.pack_tokens)
-            batches.append(MicroBatch(rows=rows, shape=batch.shape, batch=batch))
-        else:
-            shape = pack_shape(rows, schedule.pack_tokens)
-            batches.append(MicroBatch(rows=rows, shape=shape, batch=None))
+        batch = pack(rows, chunks, schedule.pack_tokens) if needs_tokens else None
+        batches.append(MicroBatch(rows=rows, shape=pack_shape(rows, schedule.pack_tokens), batch=batch))
     return batches
 
 
@@ -174,7 +170,17 @@ def run_schedule(
 
     def forward_step(iterator: Any, module: Module) -> tuple[Tensor, Callable[..., Any]]:
         batch, last_stage = next(iterator)
-        return _forward(module, batch), partial(_finish, last_stage, batch, loss_factor)
+
+        def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
+            result = last_stage(batch, hidden)
+            if loss_factor is None:
+                return result  # Megatron passes non_loss_data=True
+            loss, metrics = result
+            # Its gradient may be finite where the loss is not; with NaN, all ranks skip the step.
+            kept = loss * torch.where(loss.isfinite(), torch.ones_like(loss), float("nan"))
+            return as_megatron_loss(kept, (loss.detach(), metrics), loss_factor)
+
+        return _forward(module, batch), finish
 
     return schedule(
         forward_step_func=forward_step,
@@ -188,23 +194,6 @@ def run_schedule(
         p2p_communicator=P2PCommunicator(model.groups.pp, config),
         pg_collection=model.groups,
     )
-
-
-def _finish(
-    last_stage: LastStage,
-    batch: MicroBatch,
-    loss_factor: float | None,
-    hidden: Tensor,
-    non_loss_data: bool = False,
-) -> Any:
-    """Computes the last stage's result; forward-only schedules pass ``non_loss_data=True``."""
-    result = last_stage(batch, hidden)
-    if loss_factor is None:
-        return result
-    loss, metrics = result
-    # Its gradient may be finite where the loss is not; with NaN, all ranks skip the step.
-    kept = loss * torch.where(loss.isfinite(), torch.ones_like(loss), float("nan"))
-    return as_megatron_loss(kept, (loss.detach(), metrics), loss_factor)
 
 
 def _forward(module: Module, batch: MicroBatch) -> Tensor:

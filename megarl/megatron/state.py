@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -109,7 +110,7 @@ class _HeldBox(NamedTuple):
 
     index: MetadataIndex
     info: TensorWriteData
-    data: torch.Tensor
+    data: Tensor
     written: bool
 
 
@@ -126,7 +127,7 @@ class _SavePlanner(DefaultSavePlanner):
         self.nbytes = sum(box.data.nbytes for box in boxes)
         self._copied = copied
         self._items: list[WriteItem] = []
-        self._tensors: dict[MetadataIndex, torch.Tensor] = {}
+        self._tensors: dict[MetadataIndex, Tensor] = {}
         for box in boxes:
             item = WriteItem(index=box.index, type=WriteItemType.SHARD, tensor_data=box.info)
             self._items.append(item)
@@ -136,7 +137,7 @@ class _SavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         return SavePlan(self._items)
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
         self._written.untyped_storage().resize_(0)
         self._written = self._tensors.pop(write_item.index)
         if not self._copied:
@@ -185,7 +186,7 @@ class _LoadPlanner(DefaultLoadPlanner):
             items += create_read_items_for_chunk_list(key, stored, [box.info.chunk])
         return LoadPlan(items)
 
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self._tensors[index]
 
 
@@ -205,20 +206,20 @@ def _set_adam_steps(role: ModelEngine) -> None:
 
 
 def _shards(role: ModelEngine) -> Iterator[OptimizerShard]:
-    """Yields this rank's shards."""
     if role.optimizer is not None:
         yield from shards(role.model, role.optimizer)
 
 
-def _runs(role: ModelEngine) -> Iterator[tuple[str, str, torch.Tensor, range]]:
+def _runs(role: ModelEngine) -> Iterator[tuple[str, str, Tensor, range]]:
     """Yields this rank's values: their kind, the parameter, and their place in it, flattened."""
     parameters = role.model.parameters()
     for name, parameter in parameters.items():
         yield "weight", name, parameter.detach().view(-1), range(parameter.numel())
     for shard in _shards(role):
+        state = shard.optimizer.state.get(shard.main, {})
         for moment in _MOMENTS:
-            if moment in shard.adam:
-                yield moment, shard.name, shard.adam[moment], shard.span
+            if moment in state:
+                yield moment, shard.name, state[moment], shard.span
         if shard.main.dtype != parameters[shard.name].dtype:
             yield "master", shard.name, shard.main.detach(), shard.span
         if role.ema is not None:

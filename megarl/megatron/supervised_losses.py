@@ -5,7 +5,7 @@ Shape legend: B rows of the micro-batch, U preferences, N responses of each.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ def text_loss(engine: ModelEngine, schedule: RankSchedule, *, mix_share: float |
     return loss
 
 
+@dataclass(frozen=True)
 class PreferenceLoss:
     """The reward model's loss: the mean over the preferences of the step; see ``algos.preference_loss``.
 
@@ -47,30 +48,27 @@ class PreferenceLoss:
     covers all of them.
     """
 
-    def __init__(
-        self, engine: ModelEngine, settings: Choice, chunks: Chunks[TextChunk], schedule: RankSchedule
-    ) -> None:
-        self._engine = engine
-        self._settings = settings
-        self._chunks = chunks
-        self._responses = schedule.rows_per_unit
-        self._rows = max(schedule.total_rows, 1)
+    engine: ModelEngine
+    settings: Choice
+    chunks: Chunks[TextChunk]
+    schedule: RankSchedule
 
     def __call__(self, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, LossMetrics]:
-        responses = self._responses
-        scores = row_scores(self._engine.model, batch, hidden)
+        responses = self.schedule.rows_per_unit
+        rows = max(self.schedule.total_rows, 1)
+        scores = row_scores(self.engine.model, batch, hidden)
         terms = self._per_preference(batch, hidden, scores.view(-1, responses))
         detached = scores.detach()
         spread = LossTerms(values=detached, metrics={}, spreads={"score": detached})
-        share = responses / self._rows
+        share = responses / rows
         pair_metrics = _mean(terms, share)
-        score_metrics = _mean(spread, 1 / self._rows)
+        score_metrics = _mean(spread, 1 / rows)
         means = {**pair_metrics.means, **score_metrics.means}
         return terms.values.sum() * share, replace(score_metrics, means=means)
 
     def _per_preference(self, batch: MicroBatch, hidden: Tensor, scores: Tensor) -> LossTerms:
         """Returns terms [U] of scores [U, N]."""
-        settings = self._settings
+        settings = self.settings
         if settings.name == "best_of_n":
             # The best one last, so that it is not found where another has the same score.
             best = torch.full((len(scores),), scores.shape[1] - 1, device=scores.device)
@@ -88,7 +86,7 @@ class PreferenceLoss:
     def _margins(self, batch: MicroBatch, scores: Tensor) -> Tensor:
         margins: list[float] = []
         for row in batch.rows[0::2]:
-            column = self._chunks[row.chunk].margins
+            column = self.chunks[row.chunk].margins
             assert column is not None, "the rows were read without their margins"
             margins.append(float(column[row.row]))
         return torch.tensor(margins, dtype=scores.dtype, device=scores.device)
@@ -96,7 +94,7 @@ class PreferenceLoss:
     def _span(self, batch: MicroBatch, hidden: Tensor) -> LossTerms:
         """Where the other response is longer, a response keeps the score of its last token."""
         mask = response_mask(batch.tokens.response_lengths.tolist(), device=hidden.device)
-        scores = align(token_scores(self._engine.model, batch, hidden), mask)
+        scores = align(token_scores(self.engine.model, batch, hidden), mask)
         last = scores.gather(-1, mask.sum(-1, keepdim=True) - 1)
         held = torch.where(mask, scores, last)
         no_token = -1

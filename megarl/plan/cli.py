@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -71,10 +70,10 @@ def weights(
     Prints bytes, messages, memory and the estimated time. Ranks are on devices in order: the
     trainer's, TP fastest, then DP, then PP; then the engines', one after the other.
     """
-    from megarl.plan.weight_plan import parse_request, plan_weights, print_weights
+    from megarl.plan.weight_plan import plan_weights, print_weights
 
     try:
-        request = parse_request(
+        report = plan_weights(
             hf=hf,
             train=train,
             rollout=rollout,
@@ -86,8 +85,7 @@ def weights(
     except (ValueError, OSError) as error:
         typer.echo(f"megarl plan weights: {error}", err=True)
         raise typer.Exit(2) from None
-    report = plan_weights(request)
     if as_json:
-        typer.echo(json.dumps(asdict(report), indent=2))
+        typer.echo(json.dumps(report, indent=2))
     else:
         print_weights(report)

@@ -203,9 +203,9 @@ def _schedule(optimizer: Optimizer, steps: int) -> str:
     return text + (ends.get(optimizer.schedule) or f"{optimizer.schedule} to {optimizer.final_lr:g}")
 
 
-def print_memory(config: RunConfig, console: Console | None = None) -> None:
+def print_memory(config: RunConfig) -> None:
     """Prints the memory of each device in each phase, and what would help where it may not fit."""
-    out = console or Console(highlight=False)
+    out = Console(highlight=False)
     room = capacity(config)
     peaks = 0
     offloaded = 0

@@ -25,34 +25,36 @@ class Capacity:
     nbytes: int
     source: str
     device_bytes: int
-    shared: bool = False
+    shared: bool
 
 
 def capacity(config: RunConfig) -> Capacity:
     """Returns the memory of a device: as configured, this machine's, or that of the largest GPU."""
     cluster = config.cluster
     shared = cluster.device == "cpu"
+    machines = 1
+    nbytes = _LARGEST
+    source = "the largest GPU there is; set cluster.device_memory_gib"
     if cluster.device_memory_gib is not None:
         nbytes = int(cluster.device_memory_gib * _GIB)
-        return Capacity(nbytes=nbytes, source="cluster.device_memory_gib", device_bytes=nbytes, shared=shared)
-    if shared:
-        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if cluster.is_here or cluster.nodes == 1:
-            return Capacity(nbytes=machine, source="this machine", device_bytes=machine, shared=True)
-        nbytes = cluster.nodes * machine
-        return Capacity(nbytes=nbytes, source="machines like this", device_bytes=machine, shared=True)
-    gpu = _first_gpu() if cluster.is_here else None
-    source = "the largest GPU there is; set cluster.device_memory_gib"
-    return gpu or Capacity(nbytes=_LARGEST, source=source, device_bytes=_LARGEST)
+        source = "cluster.device_memory_gib"
+    elif shared:
+        nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        source = "this machine"
+        if not cluster.is_here and cluster.nodes > 1:
+            machines = cluster.nodes
+            source = "machines like this"
+    elif cluster.is_here and (gpu := _first_gpu()):
+        nbytes, source = gpu
+    return Capacity(nbytes=machines * nbytes, source=source, device_bytes=nbytes, shared=shared)
 
 
-def _first_gpu() -> Capacity | None:
-    """Returns the first GPU of this machine; asks without torch, which would start CUDA."""
+def _first_gpu() -> tuple[int, str] | None:
+    """Returns memory and name of this machine's first GPU; asks without torch, which would start CUDA."""
     query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits", "--id=0"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
         mib, name = answer.strip().split(", ", 1)
-        nbytes = int(mib) << 20
-        return Capacity(nbytes=nbytes, source=name, device_bytes=nbytes)
+        return int(mib) << 20, name
     except (OSError, ValueError, subprocess.SubprocessError):
         return None

@@ -15,7 +15,7 @@ from megarl.config.problems import MASK, masked, shown
 from megarl.config.schema import Fault, RowSettings, Tracking
 from megarl.config.schema.questions import template_columns
 from megarl.data.tokenizer import Tokenizer, model_tokenizer
-from megarl.preflight.datasets import DataReader, PromptSets, Sets, scored_prompts
+from megarl.preflight.datasets import DataReader, Sets, scored_prompts
 from megarl.preflight.epochs import epoch_problems
 from megarl.preflight.models import check_models
 from megarl.preflight.template_trial import check_template
@@ -63,12 +63,9 @@ def check(config: RunConfig, *, bare: bool = False) -> Sets:
 
 def _trackers(tracking: Tracking) -> Iterator[Problem]:
     """Yields the trackers whose packages are missing."""
-    projects = {
-        "wandb_project": ("wandb", tracking.wandb_project),
-        "mlflow_experiment": ("mlflow", tracking.mlflow_experiment),
-        "trackio_project": ("trackio", tracking.trackio_project),
-    }
-    for field, (package, value) in projects.items():
+    packages = {"wandb_project": "wandb", "mlflow_experiment": "mlflow", "trackio_project": "trackio"}
+    for field, package in packages.items():
+        value = getattr(tracking, field)
         if value is not None and find_spec(package) is None:
             fix = f"install it with pip install 'megarl-trainer[{package}]', or set it to null"
             yield Problem(f"tracking.{field}", value, f"needs the package {package}", fix)
@@ -110,13 +107,13 @@ def _read_data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem
         fix = "correct its files, or name another tokenizer with model.tokenizer"
         value = shown(config.model.tokenizer or config.model.path)
         return None, [Problem("model.tokenizer", value, str(error), fix)]
-    rules = [f"{section}.{fault}" for fault in get_args(Fault) if fault in type(rows).model_fields]
+    rules = ", ".join(f"{section}.{fault}" for fault in get_args(Fault) if fault in type(rows).model_fields)
     reader = DataReader(
-        tokenizer,
-        vocab,
+        tokenizer=tokenizer,
+        vocab_size=vocab,
         chat_template=rows.chat_template,
         template_arguments=rows.chat_template_kwargs,
-        drop=rows.drop,
+        drop=frozenset(rows.drop),
         rules=rules,
     )
     reader.problems += _end_token(config, tokenizer)
@@ -173,13 +170,13 @@ def _reward_functions(config: RunConfig, sets: Sets | None) -> Iterator[Problem]
     """Checks reward functions against their signatures, and against prompts that could be read."""
     if not isinstance(config, SamplingConfig):
         return
-    found = sets if isinstance(sets, PromptSets) else None
-    tokenizer = found is None or found.tokenizer is not None
+    tokenizer = sets is None or sets.tokenizer is not None
+    rows = sets.rows if sets else {}
     longest = config.rollout.max_new_tokens
-    for where, functions, prompts in scored_prompts(config, found):
+    for where, functions, prompts in scored_prompts(config, rows):
         problems = check_functions(functions, where=where, tokenizer=tokenizer, longest=longest)
         yield from problems or check_fields(functions, prompts, where=where)
-    if config.reward.judge_model is not None and found is not None:
-        prompts = [*found.train, *found.held_out]
+    if config.reward.judge_model is not None:
+        prompts = [*rows.get("data.prompts", ()), *rows.get("evaluation.prompts", ())]
         for column in template_columns(config.reward.judge_model.template):
             yield from missing_column("reward.judge_model.template", column, prompts)

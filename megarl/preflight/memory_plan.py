@@ -6,6 +6,7 @@ allowance. All sizes are bytes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -29,33 +30,30 @@ class PhaseMemory:
     """The memory of a device in a phase.
 
     Args:
-        role: role that works, if any.
         optimizer: optimizer state, and the average of the weights.
         activations, logits: memory of a forward pass, and of a backward pass where there is one.
         stepping: Adam's intermediate results, when the activations are gone.
         weights, cache, engine: weights, key-value cache and the rest of a vLLM engine, see
             `EngineRankMemory`.
-        buckets: buckets of a sync.
-        process: memory of the processes themselves.
         snapshot: copy for a checkpoint that is being written, on a CPU.
         offloaded: memory on the host, not on the device; also a snapshot.
     """
 
     phase: str
     role: RoleName | None
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    logits: int
-    stepping: int
-    weights: int
-    cache: int
-    engine: int
-    buckets: int
-    process: int
-    snapshot: int
-    offloaded: int
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    logits: int = 0
+    stepping: int = 0
+    weights: int = 0
+    cache: int = 0
+    engine: int = 0
+    buckets: int = 0
+    process: int = 0
+    snapshot: int = 0
+    offloaded: int = 0
 
     @property
     def exact(self) -> int:
@@ -115,76 +113,53 @@ class DevicePlan:
 
         On a CPU, the device is the host to which roles are offloaded.
         """
-        gradients = activations = logits = stepping = 0
-        written = 0
+        sizes = Counter[str](self._engine_memory(phase))
+        sizes["process"] = PROCESS * (bool(self.roles) + (self.engine is not None))
         active: set[RoleName | None] = {role}
         if role is not None:
             working = self.roles[role]
             if phase == "inference":
-                activations, logits = working.inference
+                sizes["activations"], sizes["logits"] = working.inference
             elif phase == "update":
-                activations, logits = working.update
-                gradients = working.gradients
-                stepping = working.stepping
+                sizes["activations"], sizes["logits"] = working.update
+                sizes["gradients"] = working.gradients
+                sizes["stepping"] = working.stepping
                 if _reads_reference(working.spec):
                     active.add("reference")
             elif phase == "checkpoint":
-                written = working.written
-        parameters = optimizer = offloaded = 0
-        snapshot = written
+                sizes["snapshot"] = working.written
+            elif phase == "sync":
+                sizes["buckets"] += 2 * min(self.bucket, working.parameters)
         for name, memory in self.roles.items():
             if name in active or self.kind == "cpu" or not memory.spec.offload:
-                parameters += memory.parameters
-                optimizer += memory.optimizer
+                sizes["parameters"] += memory.parameters
+                sizes["optimizer"] += memory.optimizer
             else:
-                offloaded += memory.state
+                sizes["offloaded"] += memory.state
             if name in self.saved:
-                snapshot += memory.snapshot
+                sizes["snapshot"] += memory.snapshot
         if self.kind != "cpu":
-            offloaded += snapshot
-            snapshot = 0
-        weights, cache, engine, buckets = self._engine_memory(phase)
-        if phase == "sync" and role is not None:
-            buckets += 2 * min(self.bucket, self.roles[role].parameters)
-        return PhaseMemory(
-            phase=phase,
-            role=role,
-            parameters=parameters,
-            gradients=gradients,
-            optimizer=optimizer,
-            activations=activations,
-            logits=logits,
-            stepping=stepping,
-            weights=weights,
-            cache=cache,
-            engine=engine,
-            buckets=buckets,
-            process=PROCESS * (bool(self.roles) + (self.engine is not None)),
-            snapshot=snapshot,
-            offloaded=offloaded,
-        )
+            sizes["offloaded"] += sizes.pop("snapshot", 0)
+        return PhaseMemory(phase=phase, role=role, **sizes)
 
-    def _engine_memory(self, phase: str) -> tuple[int, int, int, int]:
-        """Returns weights, cache, rest and buckets of the engine in a phase."""
-        if self.engine is None:
-            return 0, 0, 0, 0
-        cache = 0
-        weights = 0
+    def _engine_memory(self, phase: str) -> dict[str, int]:
+        """Returns the engine's weights, cache, buckets and the rest in a phase."""
+        engine = self.engine
+        if engine is None:
+            return {}
+        sizes = {"engine": engine.kept}
+        if phase in ("generate", "sync") or not self.sleeps:
+            sizes["weights"] = engine.weights
         if phase == "generate" or not self.sleeps:
-            cache = self.engine.cache
-            weights = self.engine.weights
-        elif phase == "sync":
-            weights = self.engine.weights
-        rest = self.engine.kept
+            sizes["cache"] = engine.cache
         if phase == "generate" or (self.kind == "cuda" and not self.sleeps):
-            rest += self.engine.work
-        buckets = 0
+            sizes["engine"] += engine.work
         if phase == "sync":
-            rest += self.engine.repacked
+            sizes["engine"] += engine.repacked
         # On a CPU, an engine keeps its buckets between syncs.
         if phase == "sync" or (phase == "generate" and self.kind == "cpu"):
-            buckets = 2 * min(self.bucket, self.engine.weights)
-        return weights, cache, rest, buckets
+            sizes["buckets"] = 2 * min(self.bucket, engine.weights)
+        return sizes
 
 
 def _reads_reference(spec: RoleSpec) -> bool:

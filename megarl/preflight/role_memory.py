@@ -99,7 +99,8 @@ def role_memory(
         update_logits = 8 * min(_CHUNK_TOKENS, update_pack) * rows
         update_logits += rows * dims.hidden * (4 + item) + update_pack * dims.hidden * item
     attention = (4 * dims.heads + 6 * dims.kv_heads) * dims.head_dim / layout.tp
-    mlp = 5 * dims.ffn * _experts(model) / layout.tp
+    experts = model.table.megatron.get("moe_router_topk", 1)  # of a token, if tokens are spread evenly
+    mlp = 5 * dims.ffn * experts / layout.tp
     forward = pack * (3 * dims.hidden + max(attention, mlp)) * item
     layer = _layer(spec, model, device)
     activations = update_pack * _kept(spec, model, stage, micro_batches, layer)
@@ -167,7 +168,7 @@ def _layer(spec: RoleSpec, model: ModelSpec, device: str) -> float:
         attention += inputs + one + kv / 2 + 4 * heads
     ffn = dims.ffn * item / tp
     if dims.experts:
-        mlp = _experts(model) * (6 * ffn + dims.hidden * item) + 16 * dims.experts
+        mlp = model.table.megatron["moe_router_topk"] * (6 * ffn + dims.hidden * item) + 16 * dims.experts
     elif model.table.megatron["gated_linear_unit"]:
         mlp = 5 * ffn
     else:
@@ -190,8 +191,3 @@ def _norm(spec: RoleSpec, model: ModelSpec) -> float:
 def _split(layout: Layout) -> float:
     """Returns the part of the tokens that a rank has between the tensor-parallel regions."""
     return 1 / layout.tp if layout.sequence_parallel else 1.0
-
-
-def _experts(model: ModelSpec) -> int:
-    """Returns the experts of a token, if tokens are spread evenly."""
-    return model.table.megatron.get("moe_router_topk", 1)

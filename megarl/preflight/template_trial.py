@@ -33,11 +33,7 @@ _TOOL: Final = {"type": "function", "function": {"name": "f", "description": "d"
 
 
 def check_template(tokenizer: Tokenizer, arguments: Mapping[str, Any]) -> None:
-    """Raises ValueError if the chat template takes too much time or memory for a short chat.
-
-    Args:
-        arguments: arguments of the chat template.
-    """
+    """Raises ValueError if the chat template takes too much time or memory for a short chat."""
     context = multiprocessing.get_context("fork")  # a new interpreter would load the tokenizer for seconds
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_write_chats, args=(tokenizer, arguments, sending, os.getpid()))

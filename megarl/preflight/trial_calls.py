@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-import numpy as np
-
 from megarl.config import ConfigError, Problem, RunConfig, SamplingConfig
 from megarl.config.schema import EnvironmentSettings, Reward, RewardFunction
 from megarl.conversations.chat import ChatRenderer
@@ -20,12 +18,13 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.environments.environment import FailedEnvironmentError
 from megarl.environments.python_program import FIX, bubblewrap
 from megarl.errors import RunError
-from megarl.preflight.datasets import PromptSets, Sets, scored_prompts
+from megarl.preflight.datasets import Sets, scored_prompts
 from megarl.preflight.user_functions import adapter_fix
+from megarl.rewards.completion import Completion
 from megarl.rewards.functions import resolve
 from megarl.rewards.scorer import RuleScorer, Unscored
 from megarl.texts import short_reason
-from megarl.types import Prompt, Ragged, RolloutChunk
+from megarl.types import Prompt
 
 _LINES = 4
 """Number of a traceback's last lines that are shown."""
@@ -48,7 +47,7 @@ def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
     Raises:
         ConfigError: a function failed on all of them, or the environment failed.
     """
-    if not isinstance(config, SamplingConfig) or not isinstance(sets, PromptSets):
+    if not isinstance(config, SamplingConfig):
         return ()
     first: Sequence[int] = ()
     problems = list(_sandbox(config.environment))
@@ -62,7 +61,7 @@ def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
             rule = f"begins a conversation on a row of the data; it failed:\n      {reason}"
             fix = "correct it; docs/environments.md describes environments"
             raise ConfigError([Problem("environment.name", config.environment.name, rule, fix)]) from error
-    for where, functions, prompts in scored_prompts(config, sets):
+    for where, functions, prompts in scored_prompts(config, sets.rows):
         problems += _problems(where, functions, prompts, sets.tokenizer, config.reward)
     if problems:
         raise ConfigError(problems)
@@ -80,13 +79,13 @@ def _sandbox(environment: EnvironmentSettings | None) -> Iterator[Problem]:
             yield Problem("environment.args.functions", "python", f"runs programs in a sandbox: {error}", FIX)
 
 
-async def _first_prompt(config: SamplingConfig, sets: PromptSets) -> Sequence[int]:
+async def _first_prompt(config: SamplingConfig, sets: Sets) -> Sequence[int]:
     """Resets the environment on the first row, in a child process; returns the prompt's ids."""
     assert config.environment is not None
     assert sets.tokenizer is not None
     children = EnvironmentChildren(config.environment, _MEMORY)
     _, data = config.rows_section
-    task = task_of((sets.train or sets.held_out)[0], sets.tokenizer)
+    task = task_of(next(filter(None, sets.rows.values()))[0], sets.tokenizer)
     try:
         await children.start(_LOAD_S)
         async with children.place() as child:
@@ -112,8 +111,7 @@ def _problems(
 ) -> Iterator[Problem]:
     if not functions or not prompts:  # a standalone evaluation has no prompts for reward.functions
         return
-    decode = None if tokenizer is None else tokenizer.decode
-    scorer = RuleScorer(functions, decode, reward.model_copy(update={"retries": 0}), _MEMORY)
+    scorer = RuleScorer(functions, None, reward.model_copy(update={"retries": 0}), _MEMORY)
     tried = [prompts[0], prompts[len(prompts) // 2], prompts[-1]]
     try:
         scorer.start(time.monotonic() + _LOAD_S)
@@ -136,18 +134,13 @@ def _problems(
 def _call(
     scorer: RuleScorer, function: int, prompts: Sequence[Prompt], tokenizer: Tokenizer | None, copies: int
 ) -> Unscored | None:
-    """Calls a function until it scores a response or takes too long; else returns the first failure.
-
-    Args:
-        copies: number of copies of the response in a call.
-    """
+    """Calls a function until it scores a response or takes too long; else returns the first failure."""
     first: Unscored | None = None
     for row, prompt in enumerate(prompts):
         response: Sequence[int] = prompt.token_ids
         if row == 1 and tokenizer is not None:
             response = _text(prompt, tokenizer)
-        chunk = _chunk(prompt, response)
-        completions = scorer.completions(chunk, {0: prompt}) * copies
+        completions = [_completion(prompt, response, tokenizer)] * copies
         _, failures = scorer.score({"": function}, completions, math.inf)
         if not failures:
             return None
@@ -166,12 +159,15 @@ def _text(prompt: Prompt, tokenizer: Tokenizer) -> Sequence[int]:
     return prompt.token_ids
 
 
-def _chunk(prompt: Prompt, response: Sequence[int]) -> RolloutChunk:
-    return RolloutChunk(
-        sample_ids=(f"{prompt.prompt_id}/trial",),
-        prompt_ids=Ragged.from_rows([prompt.token_ids], np.int32),
-        response_ids=Ragged.from_rows([response], np.int32),
-        rollout_logprobs=Ragged.from_rows([np.zeros(len(response))], np.float32),
-        finished=np.array([True]),
-        versions=((),),
+def _completion(prompt: Prompt, response: Sequence[int], tokenizer: Tokenizer | None) -> Completion:
+    texts = ["" if tokenizer is None else tokenizer.decode(ids) for ids in (prompt.token_ids, response)]
+    return Completion(
+        prompt_id=prompt.prompt_id,
+        prompt=texts[0],
+        response=texts[1],
+        prompt_ids=prompt.token_ids,
+        response_ids=tuple(response),
+        finished=True,
+        fields=prompt.fields,
+        messages=prompt.messages,
     )

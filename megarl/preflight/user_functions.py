@@ -48,8 +48,6 @@ def check_functions(
     """Imports reward functions and checks their arguments, without calling them.
 
     Args:
-        where: field of the functions.
-        tokenizer: whether the run has a tokenizer.
         longest: number of tokens of the longest possible response; None if unknown.
     """
     problems: list[Problem] = []

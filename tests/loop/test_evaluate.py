@@ -114,7 +114,8 @@ def test_an_evaluation_takes_the_devices_for_the_same_requests_every_time(
         run=SimpleNamespace(seed=0),
         tracking=SimpleNamespace(samples=0, tokens=False),
     )
-    data: Any = SimpleNamespace(tokenizer=None, held_out=[Prompt(prompt_id=id, token_ids=(1,)) for id in "ab"])
+    prompts = [Prompt(prompt_id=id, token_ids=(1,)) for id in "ab"]
+    data: Any = SimpleNamespace(tokenizer=None, rows={"evaluation.prompts": prompts})
 
     def generate(requests: list[SampleRequest], _chunks: int) -> Any:
         asked.append(requests)

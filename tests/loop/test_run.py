@@ -99,7 +99,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch, stage: str, responses: int, *ove
         TrainingText(key=str(row), prompt_ids=ids[:2] + row, responses=(ids[2:], ids[:3])[:responses])
         for row in range(6)
     ]
-    data: Any = SimpleNamespace(train=rows, held_out=rows, reference=())
+    data: Any = SimpleNamespace(rows={"data.train": rows, "data.evaluation": rows})
     return train.trainer_class(config)(config, None, "model", data, lambda _: None)
 
 

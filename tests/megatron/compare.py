@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -69,13 +70,20 @@ def reductions_over(group: Any = None) -> list[Any]:
     return [partial(reduce, operation=operation) for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)]
 
 
+def weights_of(role: Any) -> dict[str, torch.Tensor]:
+    """Copies of a rank's parameters."""
+    return {name: parameter.detach().clone() for name, parameter in role.model.parameters().items()}
+
+
+def shards_of(role: Any, tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, Any, torch.Tensor]]:
+    """The parts of HF's tensors that tensors of the parameters' shapes hold: name, region and values."""
+    parts = [(shard, tensors[shard.param][shard.box.slices]) for shard in role.shard_map.shards]
+    return [(shard.name, shard.region.slices, part.T if shard.transposed else part) for shard, part in parts]
+
+
 def trained(role: Any, steps: list[dict[str, float]]) -> dict[str, Any]:
     """A rank's result for the checks below: its steps, and its shards of the weights by HF name."""
-    parameters = {name: parameter.detach() for name, parameter in role.model.parameters().items()}
-    shards = []
-    for shard in role.shard_map.shards:
-        held = parameters[shard.param][shard.box.slices].clone()
-        shards.append((shard.name, shard.region.slices, held.T if shard.transposed else held))
+    shards = shards_of(role, weights_of(role))
     return {"name": role.name, "steps": steps, "reports": role.reports, "shards": shards}
 
 

@@ -28,6 +28,7 @@ from megarl.megatron.parallel import GroupCache
 from megarl.megatron.supervised_losses import text_loss
 from megarl.megatron.worker_requests import UpdateRequest
 from megarl.types import Layout, Ragged, SampleInfo, TextChunk
+from tests.megatron.compare import shards_of, weights_of
 from tests.megatron.tiny import load_role, random_head
 
 LENGTHS = [(3, 9), (5, 1), (2, 0), (7, 4), (1, 6), (4, 0), (2, 2), (6, 8), (3, 5), (1, 1), (5, 3), (2, 7)]
@@ -210,7 +211,7 @@ def updates(
         head = random_head(directory) if name == "critic" else None
         roles[name] = load_role(directory, name, layout, rank, cache, trainable=True, head=head)
         roles[name].start_training(SETTINGS, total_steps=2, decay=0.6)
-        start[name] = {key: value.detach().clone() for key, value in roles[name].model.parameters().items()}
+        start[name] = weights_of(roles[name])
     reference = load_role(directory, "reference", layout, rank, cache)
     for value in reference.model.parameters().values():
         value.data.mul_(1.3)  # to differ from the actor
@@ -284,9 +285,6 @@ def _held(role: Any) -> list[tuple[str, str, Any, torch.Tensor]]:
     held = []
     for kind in ("weight", "average"):
         role.ema.swap_weights(kind == "average")
-        parameters = role.model.parameters()
-        for shard in role.shard_map.shards:
-            values = parameters[shard.param].detach()[shard.box.slices].clone()
-            held.append((kind, shard.name, shard.region.slices, values.T if shard.transposed else values))
+        held += [(kind, *part) for part in shards_of(role, weights_of(role))]
     role.ema.swap_weights(False)
     return held

@@ -12,6 +12,7 @@ from megarl.config.schema import Optimizer
 from megarl.megatron.optimizer import shards
 from megarl.megatron.parallel import GroupCache
 from megarl.types import Layout
+from tests.megatron.compare import weights_of
 from tests.megatron.test_parity import case_id
 from tests.megatron.tiny import load_role, save_model
 from tests.megatron.training import restore, save, train
@@ -26,7 +27,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def _weights(role: Any) -> Weights:
-    return {name: parameter.detach().float().clone() for name, parameter in role.model.parameters().items()}
+    return {name: weight.float() for name, weight in weights_of(role).items()}
 
 
 def _averaged(role: Any) -> Weights:

@@ -13,10 +13,11 @@ import torch
 from megarl.lazy_compiling import compiled_at_first_call
 
 _TRAIN = """
-import megarl.megatron.worker, megarl.megatron.losses
+import megarl.megatron.worker
 import torch
 from megarl.megatron.platform import start_platform
 start_platform("cpu")
+import megarl.megatron.losses
 parameter = torch.nn.Parameter(torch.ones(1))
 adam = torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.0)
 adam.zero_grad()

@@ -34,7 +34,6 @@ def _megatrons(tp: int, ep: int, dp: int, pp: int) -> Any:
     return RankGenerator(tp=tp, ep=ep, dp=dp, pp=pp, cp=1, order=ORDER)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of what Megatron imports
 @pytest.mark.parametrize("layout", [Layout(tp=2, dp=4, pp=3, ep=2), Layout(tp=3, dp=4, ep=4), Layout(dp=2, pp=2)])
 def test_groups_equal_megatrons(layout: Layout) -> None:
     dense = _megatrons(layout.tp, 1, layout.dp, layout.pp)

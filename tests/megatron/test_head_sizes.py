@@ -23,6 +23,7 @@ from megarl.megatron import attention
 from megarl.megatron.attention import kernel_takes
 from megarl.megatron.supervised_losses import text_loss
 from megarl.types import Layout, RolloutChunk
+from tests.megatron.compare import shards_of
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_attention import definition
 from tests.megatron.tiny import load_role, save_model
@@ -58,10 +59,8 @@ def computed(
     gradients: Parts = []
 
     def keep(_optimizer: Any) -> dict[str, float]:
-        parameters = role.model.parameters()
-        for shard in role.shard_map.shards:
-            part = parameters[shard.param].main_grad[shard.box.slices].cpu().clone()
-            gradients.append((shard.name, shard.region.slices, part.T if shard.transposed else part))
+        parameters = role.model.parameters().items()
+        gradients.extend(shards_of(role, {name: parameter.main_grad.cpu().clone() for name, parameter in parameters}))
         return {}
 
     with _kernel_on_cpu() if way == "kernel" else nullcontext(), patch.object(role, "_optimizer_step", keep):

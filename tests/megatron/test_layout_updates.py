@@ -15,6 +15,7 @@ from megarl.data.batches import on_all_tokens
 from megarl.data.schedule import step_schedule
 from megarl.megatron.supervised_losses import text_loss
 from megarl.types import Layout
+from tests.megatron.compare import weights_of
 from tests.megatron.layouts import CASES, SETTINGS, TEXTS, Case, chunks, deviation, restart, samples, two_steps, updates
 from tests.megatron.tiny import load_role, save_model
 from tests.pool import RankPool
@@ -93,7 +94,7 @@ def _steps(rank: int, directory: Path, stored: Path) -> Found:
     columns = pickle.loads((stored / "experience").read_bytes())
     role = load_role(directory, "actor", Layout(), rank, trainable=True)
     role.start_training(SETTINGS, total_steps=2, decay=0.6)
-    start = {name: parameter.detach().clone() for name, parameter in role.model.parameters().items()}
+    start = weights_of(role)
     found: Found = {}
     for name, share, same in (("none", None, "rollouts"), ("share 0", 0.0, "rollouts"), ("share 1", 1.0, "texts")):
         restart(role, start)

@@ -13,7 +13,7 @@ from megarl.algos.registry import POLICY_LOSSES, bound
 from megarl.config.schema import Algo
 from megarl.data.schedule import update_schedules
 from megarl.experience.padded_batch import response_mask
-from megarl.megatron.losses import LossInputs, _Aggregation
+from megarl.megatron.losses import LossInputs, aggregated
 from megarl.types import Layout, SampleInfo
 from tests.oracle import aggregation as naive
 
@@ -39,7 +39,7 @@ class Experience:
         return COLUMNS[name]
 
 
-def terms(algo: Algo) -> tuple[torch.Tensor, list[str]]:
+def policy_terms(algo: Algo) -> tuple[torch.Tensor, list[str]]:
     """The terms of a loss, and the columns that it read."""
     experience: Any = Experience()
     new = torch.tensor([[-1.0, -1.0], [-2.0, 0.0]])
@@ -52,20 +52,20 @@ def terms(algo: Algo) -> tuple[torch.Tensor, list[str]]:
 
 def test_a_loss_of_the_user_has_every_input() -> None:
     algo = Algo.model_validate({"policy_loss": "tests.own_functions:anchored"})
-    values, read = terms(algo)
+    values, read = policy_terms(algo)
     assert values.tolist() == [-0.5 * 3 - 0.5, -0.75 * 5 - 0.25, -1.0 * 7 - 0.125]
     assert sorted(read) == ["old_values", "ref_logprobs"]
     assert not algo.has_logprob_pass
 
 
 def test_the_likelihood_reads_no_column() -> None:
-    values, read = terms(Algo.model_validate({"policy_loss": "sft", "advantage": "none", "mini_batches": 2}))
+    values, read = policy_terms(Algo.model_validate({"policy_loss": "sft", "advantage": "none", "mini_batches": 2}))
     assert (values.tolist(), read) == ([1.0, 1.0, 2.0], [])
 
 
 @pytest.mark.parametrize(("settings", "columns"), [({}, []), ({"mini_batches": 2}, ["old_logprobs"])])
 def test_old_log_probabilities_are_read_where_the_update_has_several_steps(settings: Any, columns: list[str]) -> None:
-    _, read = terms(Algo.model_validate({"advantage": "grpo", **settings}))
+    _, read = policy_terms(Algo.model_validate({"advantage": "grpo", **settings}))
     assert sorted(read) == ["advantages", *columns]
 
 
@@ -97,9 +97,8 @@ def test_the_weight_of_a_token_is_that_in_its_whole_conversation(name: str, dp: 
             whole = response_mask([row.sequence_tokens or row.response_tokens for row in rows])
             of: Any = SimpleNamespace(mask=mask, whole=whole)
             values = torch.ones(mask.shape, requires_grad=True)
-            loss, _ = _Aggregation(algo, rank)(
-                LossTerms(values=values, metrics={}), {}, of, learned=mask, reported=mask
-            )
+            terms = LossTerms(values=values, metrics={})
+            loss, _ = aggregated(algo, rank, terms, {}, of, learned=mask, reported=mask)
             loss.backward()
             assert values.grad is not None
             for row, weights in zip(rows, values.grad, strict=True):

@@ -22,7 +22,7 @@ from megarl.experience.records import StepContext
 from megarl.megatron.losses import loss_maker, report
 from megarl.megatron.parallel import GroupCache
 from megarl.types import Layout, Ragged, VersionSpan
-from tests.megatron.compare import everywhere, reductions_over
+from tests.megatron.compare import everywhere, reductions_over, weights_of
 from tests.megatron.layouts import restart
 from tests.megatron.samples import columns_of, random_chunks
 from tests.megatron.test_parity import case_id
@@ -86,7 +86,7 @@ def _both(
     actor = load_role(directory, "actor", layout, rank, cache, trainable=True)
     reference = load_role(other, "reference", layout, rank, cache)
     actor.start_training(SETTINGS, total_steps=1, decay=0.5)
-    start = {name: value.detach().clone() for name, value in actor.model.parameters().items()}
+    start = weights_of(actor)
     chunks, infos = random_chunks(count)
     passes = inference_schedule(infos, layout, budget).ranks[actor.coords.dp]
     old, ref = (everywhere(role.logprobs(passes, chunks, temperature=TEMPERATURE)) for role in (actor, reference))
@@ -118,8 +118,7 @@ def _both(
         )
         make_loss = loss_maker(spec, actor, experience, kl_coef=0.3, reference=reference)
         (metrics,) = actor.update([schedule.ranks[actor.coords.dp]], experience, make_loss)
-        weights = {name: value.detach().clone() for name, value in actor.model.parameters().items()}
-        return {**told.metrics, **report(spec, metrics)}, weights
+        return {**told.metrics, **report(spec, metrics)}, weights_of(actor)
 
     found = {}
     for name, fields in ALGOS.items():

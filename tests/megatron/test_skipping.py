@@ -16,7 +16,7 @@ from megarl.megatron.loss_metrics import LossMetrics
 from megarl.types import Layout
 from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role, save_model
-from tests.megatron.training import snapshot
+from tests.megatron.training import differing, snapshot
 from tests.pool import RankPool
 
 Fault = Literal["gradient", "NaN", "infinite"]
@@ -62,19 +62,8 @@ def _updates(rank: int, directory: Path, layout: Layout, dtype: torch.dtype) -> 
 
 def _moved(before: Any, after: Any) -> bool:
     """Whether weights, moments, the average or Adam's steps differ; all or none of them do."""
-    changes = {before.adam_steps != after.adam_steps}
-    for kind in ("weights", "moments"):
-        old, new = getattr(before, kind), getattr(after, kind)
-        if old:
-            changes.add(any(not _same(old[name], new[name]) for name in old))
-    assert len(changes) == 1, "a part of the state has changed"
-    return changes.pop()
-
-
-def _same(first: Any, second: Any) -> bool:
-    if isinstance(first, tuple):
-        return first[0] == second[0] and torch.equal(first[1], second[1])
-    return torch.equal(first, second)
+    (moved,) = set(differing(before, after).values())
+    return moved
 
 
 @pytest.mark.dist

@@ -18,7 +18,7 @@ from megarl.experience.records import ExperienceChunk
 from megarl.megatron.losses import PolicyLoss, value_loss
 from megarl.megatron.parallel import GroupCache
 from megarl.types import Layout, Ragged
-from tests.megatron.compare import everywhere
+from tests.megatron.compare import everywhere, weights_of
 from tests.megatron.layouts import KL_COEF, LEFT_OUT, SETTINGS, STEPS, TEMPERATURE, chunks, experience, restart, samples
 from tests.megatron.tiny import load_role, random_head, save_model
 from tests.pool import RankPool
@@ -69,7 +69,7 @@ def _updates(rank: int, directory: Path) -> Reported:
         roles[name] = load_role(directory, name, LAYOUT, rank, cache, trainable=True, head=head)
         roles[name].start_training(SETTINGS, total_steps=1, decay=0.5)
     actor, critic = roles["actor"], roles["critic"]
-    start = {name: {k: p.detach().clone() for k, p in role.model.parameters().items()} for name, role in roles.items()}
+    start = {name: weights_of(role) for name, role in roles.items()}
     passes = inference_schedule(samples(), LAYOUT, 20).ranks[actor.coords.dp]
     now = everywhere(actor.logprobs(passes, chunks(), temperature=TEMPERATURE))
     columns = experience(now)
@@ -113,7 +113,7 @@ def _updates(rank: int, directory: Path) -> Reported:
         "decoupled from itself", STALE, _with(fresh, proximal_weights={i: _filled(c, 0.0) for i, c in sampled.items()})
     )
     step("a step before", PLAIN, columns)
-    before = {name: parameter.detach().clone() for name, parameter in actor.model.parameters().items()}
+    before = weights_of(actor)
     step("without a gradient", PLAIN, _with(columns, actor_mask=nothing), first=False)
     reported["moved"] = {
         name: float((parameter - before[name]).abs().max()) for name, parameter in actor.model.parameters().items()

@@ -17,6 +17,7 @@ from megarl.megatron.optimizer import shards
 from megarl.megatron.parallel import GroupCache
 from megarl.megatron.state import plan_save, restore_role
 from megarl.types import Layout, RoleName
+from tests.megatron.compare import weights_of
 from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role
 
@@ -60,12 +61,22 @@ def snapshot(role: Any) -> Snapshot:
                 else:
                     moments[kind, names[parameter]] = start, values.detach().clone()
     return Snapshot(
-        weights={name: parameter.detach().clone() for name, parameter in role.model.parameters().items()},
+        weights=weights_of(role),
         moments=moments,
         adam_steps=adam_steps,
         counters=(role.steps_taken, role.adam_steps),
         shard_map=role.shard_map,
     )
+
+
+def differing(one: Snapshot, other: Snapshot) -> dict[str, bool]:
+    """Whether weights, moments and Adam's steps differ in a bit, padding included; moments that the first one has."""
+    changes = {"adam_steps": one.adam_steps != other.adam_steps}
+    changes["weights"] = any(not torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
+    if one.moments:
+        pairs = [(one.moments[key], other.moments[key]) for key in one.moments]
+        changes["moments"] = any(a[0] != b[0] or not torch.equal(a[1], b[1]) for a, b in pairs)
+    return changes
 
 
 def _average(role: Any) -> dict[tuple[str, str], tuple[int, torch.Tensor]]:

@@ -15,7 +15,7 @@ from megarl.data.sources import LeftOutRows
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments.python_program import bubblewrap
 from megarl.preflight.check import check
-from megarl.preflight.datasets import PromptSets
+from megarl.preflight.datasets import Sets
 from megarl.preflight.trial_calls import call_functions
 from tests.data.encoded_texts import encoded_lengths
 from tests.rewards.test_process import alive
@@ -111,7 +111,7 @@ def begun(environment: str, *overrides: str) -> Sequence[int]:
     given = ["data.prompts=null", "data.tasks=4", "evaluation=null", "model.tokenizer=x", "reward.functions=[]"]
     made = load(GRPO, [*given, f'environment.name="{environment}"', *overrides])
     tokens = Tokenizer(tokenizer(), "characters")
-    sets = PromptSets(train=task_prompts(4), held_out=[], tokenizer=tokens, left_out=LeftOutRows(), texts=[])
+    sets = Sets(rows={"data.prompts": task_prompts(4)}, tokenizer=tokens, left_out=LeftOutRows())
     return call_functions(made, sets)
 
 

@@ -12,7 +12,6 @@ import yaml
 from megarl.config import load
 from megarl.config.schema import Reward
 from megarl.preflight.check import check
-from megarl.preflight.datasets import PromptSets
 from megarl.preflight.user_functions import check_functions
 from megarl.rewards.adapters import BoundFunction
 from megarl.rewards.functions import RULES
@@ -51,10 +50,9 @@ def test_the_run_without_a_model_can_be_planned(user_directory: Path) -> None:
     Path("prompts.jsonl").write_text("\n".join(rows))
     (block,) = re.findall(r"^    defaults: .*\n(?:    .*\n)+", PAGE, flags=re.MULTILINE)
     Path("try.yaml").write_text(textwrap.dedent(block).replace("[configs", f"[{REPOSITORY}/configs"))
-    data = check(load("try.yaml"))
-    assert isinstance(data, PromptSets)
+    prompts = check(load("try.yaml")).rows["data.prompts"]
     # a token before the text, and one for each character of "Say something: " and "Name some letters: "
-    assert [len(prompt.token_ids) for prompt in data.train] == [16, 20]
+    assert [len(prompt.token_ids) for prompt in prompts] == [16, 20]
 
 
 def _write_module(directory: Path) -> None:

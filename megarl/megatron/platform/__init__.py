@@ -9,12 +9,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from megarl.lazy_compiling import absent, compiled_at_first_call
 from megarl.megatron.platform.kernels import implementation
 from megarl.resharding import serve_store
 
 
 def start_platform(kind: str) -> torch.device:
-    """Prepares this process for megatron-core on "cuda" or "cpu"; returns the device of its tensors."""
+    """Imports megatron-core, and prepares this process for it on "cuda" or "cpu"; returns its device."""
+    # Without torch's compiler, and wandb, which Megatron's inference engine imports where it can.
+    with compiled_at_first_call(), absent("wandb"):
+        import megatron.core  # noqa: F401
     if kind == "cpu":
         from megarl.megatron.platform import cpu
 

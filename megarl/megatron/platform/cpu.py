@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def _with_lists_of_sizes(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,7 +33,7 @@ def _with_lists_of_sizes(all_to_all_single: Callable[..., Any]) -> Callable[...,
     @functools.wraps(all_to_all_single)
     def call(*args: Any, **kwargs: Any) -> Any:
         for name in ("output_split_sizes", "input_split_sizes"):
-            if isinstance(kwargs.get(name), torch.Tensor):
+            if isinstance(kwargs.get(name), Tensor):
                 kwargs[name] = kwargs[name].tolist()
         return all_to_all_single(*args, **kwargs)
 
@@ -43,7 +44,7 @@ def _of_any_sizes(all_gather: Callable[..., Any]) -> Callable[..., Any]:
     """All-gathers tensors that may differ along the first axis."""
 
     @functools.wraps(all_gather)
-    def call(tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call(tensor_list: Sequence[Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if len({part.shape for part in tensor_list}) == 1:
             return all_gather(tensor_list, tensor, *args, **kwargs)
         sizes = [len(part) for part in tensor_list]
@@ -55,12 +56,12 @@ def _of_any_sizes(all_gather: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _reduce_scatter(output: torch.Tensor, input_list: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+def _reduce_scatter(output: Tensor, input_list: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     received = _exchange(input_list, [len(output)] * len(input_list), group=group)
     output.copy_(torch.stack(list(received)).sum(0))
 
 
-def _exchange(sent: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> Sequence[torch.Tensor]:
+def _exchange(sent: Sequence[Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> Sequence[Tensor]:
     """Sends each rank of a group its tensor; returns the ranks' tensors, of ``sizes`` along the first axis."""
     received = sent[0].new_empty(sum(sizes), *sent[0].shape[1:])
     dist.all_to_all_single(
@@ -125,9 +126,9 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, str) and device.startswith("cuda")
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(factory)
-    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def call(*args: Any, **kwargs: Any) -> Tensor:
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs["device"] = _CPU
         return factory(*args, **kwargs)
@@ -139,14 +140,14 @@ def _replace_methods() -> None:
     tensor_type = torch.Tensor.type
     tensor_to = torch.Tensor.to
 
-    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def type_name(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = tensor_type(self, *args, **kwargs)
         if isinstance(answer, str):
             # The optimizers sort parameters by the names of the CUDA tensor types.
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
 
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         args = tuple(_CPU if _is_cuda(arg) else arg for arg in args)
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU

@@ -44,13 +44,9 @@ def implementation[F: Callable[..., Any]](kernel: Kernel, eager: F, device: str)
     return compiled(eager) if is_compiled(kernel, device) else eager
 
 
-def compiled[F: Callable[..., Any]](eager: F) -> F:
-    """Returns the function compiled at its first call with each dtype, width and need of gradients."""
-    return _compiled(eager)
-
-
 @functools.cache
-def _compiled(eager: Any) -> Any:
+def compiled(eager: Any) -> Any:
+    """Returns the function compiled at its first call with each dtype, width and need of gradients."""
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = 64  # of a function; beyond it, torch runs the function eagerly
@@ -58,11 +54,7 @@ def _compiled(eager: Any) -> Any:
 
 
 def layer_kind(wanted: LayerChoice, dims: Dims, dtype: str, device: str) -> LayerKind:
-    """Returns the kind of a model's layers; raises ValueError if the wanted one cannot compute it here.
-
-    Args:
-        device: type of the process's device.
-    """
+    """Returns the kind of a model's layers; raises ValueError if the wanted one cannot compute it here."""
     if wanted == "local":
         return "local"
     reasons = [*device_refusals(device), *refusals(dims, dtype)]
@@ -96,9 +88,8 @@ def report(device: Device) -> list[tuple[str, str, str]]:
     else:
         limits = "16 bits, no experts, heads of multiples of 8 up to 128; others Megatron's own"
         rows = [("layers", "Transformer Engine's", limits)]
-    for kernel, (choice, why) in TABLE.items():
+    for kernel, chosen in TABLE.items():
         if device == "cpu":
-            rows.append((kernel, "eager", "a run on a CPU keeps its numbers, bit for bit"))
-        else:
-            rows.append((kernel, choice, why))
+            chosen = ("eager", "a run on a CPU keeps its numbers, bit for bit")
+        rows.append((kernel, *chosen))
     return rows

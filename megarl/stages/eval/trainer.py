@@ -13,7 +13,7 @@ from megarl.groups.trainers import close_all, launch_trainers, start_all
 from megarl.loop.evaluate import Evaluator
 from megarl.loop.sampler import RolloutParts
 from megarl.loop.train import checked
-from megarl.preflight.datasets import PromptSets
+from megarl.preflight.datasets import Sets
 from megarl.run.directory import EvaluationDirectory, attempt, model_directory
 from megarl.run.report import EvaluationReporter, Summary
 from megarl.run.results import EvaluationResult
@@ -46,12 +46,13 @@ def evaluate(config: RunConfig) -> Summary:
         seconds = process_age()
         summary = Summary(stage=config.stage, steps=0, seconds=seconds, evaluation=result.metrics)
         summary.write(directory.summary)
-    print(f"{counted(len(data.held_out), 'prompt')} in {seconds:.0f} s; samples are in {directory.samples}", flush=True)
+    count = len(data.rows["evaluation.prompts"])
+    print(f"{counted(count, 'prompt')} in {seconds:.0f} s; samples are in {directory.samples}", flush=True)
     return summary
 
 
 async def _evaluate_model(
-    config: EvalConfig, session: Session, directory: EvaluationDirectory, data: PromptSets
+    config: EvalConfig, session: Session, directory: EvaluationDirectory, data: Sets
 ) -> EvaluationResult:
     model_dir = model_directory(config, directory.path)
     trainers = launch_trainers(config, session)

@@ -31,7 +31,7 @@ from megarl.loop.scoring import ENVIRONMENT, ScoredBatch, sample_filter, score_b
 from megarl.loop.update import PretrainMix, StepPlan, Updater
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ExperienceRequest
-from megarl.preflight.datasets import PromptSets
+from megarl.preflight.datasets import Sets
 from megarl.run.results import StepResult, TokenColumns
 from megarl.run.sinks import Metrics
 from megarl.run.timers import Timers
@@ -43,7 +43,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
     """A step samples, scores, builds the experience, updates actor and critic, and syncs the weights."""
 
     def __init__(
-        self, config: PPOConfig, session: Session, model_dir: str, data: PromptSets, phase: Callable[[str], None]
+        self, config: PPOConfig, session: Session, model_dir: str, data: Sets, phase: Callable[[str], None]
     ) -> None:
         algo = config.algo
         super().__init__(config, session, model_dir, data, phase, algo.scores.truncate_at)
@@ -55,7 +55,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             begin_forwards = None
         sampler = Sampler(
             config,
-            data.train,
+            data.rows["data.prompts"],
             self._parts,
             self._trainers.chunks(config.rollout.inference_parts),
             keep=keep,
@@ -64,7 +64,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             begin_forwards=begin_forwards,
         )
         self._buffer = RolloutBuffer(config, sampler, self._engines, self._colocation)
-        pretrain_mix = None if config.ptx is None else PretrainMix(config, config.ptx, data.texts)
+        pretrain_mix = None if config.ptx is None else PretrainMix(config, config.ptx, data.rows["ptx.data"])
         self._updater = Updater(
             algo,
             self.roles,

@@ -32,7 +32,7 @@ from megarl.loop.scoring import Values, gather_rows
 from megarl.loop.supervised import SupervisedTrainer
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest
-from megarl.preflight.datasets import PairSets
+from megarl.preflight.datasets import Sets
 from megarl.rewards.model_files import PreferenceStatistics, write_scale
 from megarl.run.sinks import Metrics
 from megarl.stages.reward_model.config import RewardModelConfig
@@ -43,11 +43,11 @@ class RewardModelTrainer(SupervisedTrainer):
     """Trains the role reward."""
 
     def __init__(
-        self, config: RewardModelConfig, session: Session, model_dir: str, data: PairSets, phase: Callable[[str], None]
+        self, config: RewardModelConfig, session: Session, model_dir: str, data: Sets, phase: Callable[[str], None]
     ) -> None:
         super().__init__(config, session, model_dir, data, phase, evaluate_every=config.data.evaluate_every)
-        self._preferences = data.held_out
-        self._reference_prompts = data.reference
+        self._preferences = data.rows.get("data.evaluation")
+        self._reference_prompts = data.rows.get("normalisation.prompts", ())
         self._normalisation = config.normalisation
         self._responses: Rollouts | None = None  # of the initial model
         self._engines: RolloutGroup | None = None

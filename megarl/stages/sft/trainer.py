@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from megarl.cluster.session import Session
 from megarl.loop.supervised import SupervisedTrainer
-from megarl.preflight.datasets import TextSets
+from megarl.preflight.datasets import Sets
 from megarl.stages.sft.config import SFTConfig
 
 
@@ -14,7 +14,7 @@ class SFTTrainer(SupervisedTrainer):
     """Trains the actor on demonstrations."""
 
     def __init__(
-        self, config: SFTConfig, session: Session, model_dir: str, data: TextSets, phase: Callable[[str], None]
+        self, config: SFTConfig, session: Session, model_dir: str, data: Sets, phase: Callable[[str], None]
     ) -> None:
         super().__init__(
             config,
