@@ -189,13 +189,10 @@ class RolloutBuffer:
         Samples that have become too old for the configuration, or too few, or are of another
         distribution or format, are generated again.
         """
-        position = dict(state)
-        steps = position.pop("sampled", {})
-        kind = position.pop("sampling", None), position.pop("format", None)
-        self._sampler.load(position)
-        if kind != (sampling_settings(self._rollout), _FORMAT):
+        self._sampler.load(state)
+        if (state.get("sampling"), state.get("format")) != (sampling_settings(self._rollout), _FORMAT):
             return
-        for step, saved in steps.items():
+        for step, saved in state["sampled"].items():
             prompts = [self._sampler.prompt(prompt_id) for prompt_id in saved["prompts"]]
             rollouts, scoring = _load(saved["samples"], directory / f"step-{step}.npz")
             greedy = greedy_scoring = None

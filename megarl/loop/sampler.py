@@ -7,9 +7,9 @@ A step has `data.prompts_per_step` draws: a draw is a prompt with its
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from megarl.config import RolloutTrainingConfig, SamplingConfig
 from megarl.config.schema import TruncateAt
 from megarl.data.branches import Branches
 from megarl.data.prompts import greedy_requests, sample_requests
-from megarl.data.stream import Stream, StreamState
+from megarl.data.stream import Stream
 from megarl.groups.colocation import Colocation
 from megarl.groups.conversations import Generator, launch_conversations
 from megarl.groups.engines import RolloutGroup
@@ -192,17 +192,15 @@ class Sampler:
 
     def state(self) -> dict[str, Any]:
         """Returns the position in the prompts, and those of steps that have not been trained on."""
-        state = asdict(self._stream.state())
+        state: dict[str, Any] = {**self._stream.state()}
         if self._drawn:
             state["drawn"] = {str(step): prompts for step, prompts in sorted(self._drawn.items())}
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Loads `state()`; raises ValueError if the prompts have changed. Steps get the same prompts again."""
-        position = dict(state)
-        drawn = position.pop("drawn", {})
-        self._stream.load(StreamState(**position))
-        self._drawn = {int(step): list(prompts) for step, prompts in drawn.items()}
+        self._stream.load(state)
+        self._drawn = {int(step): list(prompts) for step, prompts in state.get("drawn", {}).items()}
 
     def _draw(self, step: int) -> list[Prompt]:
         """Returns the next prompts of a step; those that an earlier process drew come first."""
@@ -344,24 +342,16 @@ def conversation_metrics(samples: Sequence[SampleInfo]) -> dict[str, float]:
     held = [outcome for outcome in outcomes.values() if outcome is not None]
     if not held:
         return {}
-    turns: list[int] = []
-    failed = 0
-    truncated = 0
-    limits = Counter[str]()
-    environment_values: dict[str, list[float]] = {}
+    environment_values: dict[str, list[float]] = defaultdict(list)
     for outcome in held:
-        turns.append(outcome.turns)
-        failed += outcome.failure is not None
-        truncated += outcome.truncated
-        if outcome.limit is not None:
-            limits[outcome.limit] += 1
         for name, value in outcome.metrics.items():
-            environment_values.setdefault(name, []).append(value)
+            environment_values[name].append(value)
     metrics = {f"environment/{name}": float(np.mean(values)) for name, values in environment_values.items()}
+    turns = [outcome.turns for outcome in held]
     metrics["environment/turns/mean"] = float(np.mean(turns))
     metrics["environment/turns/max"] = max(turns)
-    metrics["environment/failed"] = failed
-    metrics["environment/truncated"] = truncated / len(held)
-    for limit, count in limits.items():
+    metrics["environment/failed"] = sum(outcome.failure is not None for outcome in held)
+    metrics["environment/truncated"] = sum(outcome.truncated for outcome in held) / len(held)
+    for limit, count in Counter(outcome.limit for outcome in held if outcome.limit is not None).items():
         metrics[f"environment/truncated/{limit}"] = count / len(held)
     return metrics

@@ -167,20 +167,14 @@ class Scorer:
             seconds.append(await model.longest())
         for call in rules:
             assert self.rules is not None
-            scores |= gather_columns(await self.rules.gather(call))
+            columns = await self.rules.gather(call)
+            for name in next(iter(columns.values())):
+                scores[name] = gather_rows({chunk: by_reward[name] for chunk, by_reward in columns.items()})
             seconds.append(await call.longest())
         if self._config.environment is not None:
             rewards = [sample.reward for sample in whole.samples]
             scores[ENVIRONMENT] = np.array(rewards, dtype=np.float32)
         return ScoredSamples(samples=rollouts.samples, scores=scores, seconds=max(seconds), dense=dense)
-
-
-def gather_columns(columns: Mapping[int, Mapping[str, Values]]) -> dict[str, Values]:
-    """Returns the scores of all chunks by reward."""
-    gathered: dict[str, Values] = {}
-    for name in next(iter(columns.values())):
-        gathered[name] = gather_rows({chunk: scores[name] for chunk, scores in columns.items()})
-    return gathered
 
 
 def gather_rows(columns: Mapping[int, Values]) -> Values:

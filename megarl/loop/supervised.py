@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from megarl.cluster.session import Session
 from megarl.config import TrainingConfig
 from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.schedule import step_schedule
-from megarl.data.stream import Stream, StreamState
+from megarl.data.stream import Stream
 from megarl.data.training_texts import TrainingText
 from megarl.groups.trainers import close_all, launch_trainers
 from megarl.loop.pass_meter import PassMeter
@@ -120,11 +119,11 @@ class SupervisedTrainer:
 
     def state(self, directory: Path) -> dict[str, Any]:
         """Returns the position in the rows; needs no files."""
-        return {"rows": asdict(self._rows.state())}
+        return {"rows": self._rows.state()}
 
     def load(self, state: Mapping[str, Any], directory: Path) -> None:
         """Loads `state()`."""
-        self._rows.load(StreamState(**state["rows"]))
+        self._rows.load(state["rows"])
 
     async def finish(self, export: Path) -> Metrics:
         """Exports the trained role."""

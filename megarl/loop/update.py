@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import ChainMap
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +15,7 @@ from megarl.config import RolloutTrainingConfig
 from megarl.config.schema import PTX, Algo
 from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.schedule import step_schedule, under_one_length, update_schedules
-from megarl.data.stream import Stream, StreamState
+from megarl.data.stream import Stream
 from megarl.data.training_texts import TrainingText
 from megarl.experience.records import ExperienceChunk
 from megarl.groups.trainers import RemoteRole
@@ -81,12 +79,12 @@ class PretrainMix:
         self._settings = settings
         self._layout = config.layout("actor")
         self._budget = config.role("actor").tokens_per_micro_batch
-        self._rows = Stream(rows, config.run.seed)
+        self.rows = Stream(rows, config.run.seed)
 
     def next(self, steps: Sequence[Schedule]) -> tuple[tuple[Schedule, ...], UpdateRequest[Schedule]]:
         """Takes the next texts for some optimizer steps; returns both with packs of the same length in each step."""
         per_step = self._settings.sequences_per_mini_batch
-        samples, chunks = text_batch(self._rows.next(per_step * len(steps)), self._layout.dp * len(steps))
+        samples, chunks = text_batch(self.rows.next(per_step * len(steps)), self._layout.dp * len(steps))
         trained = on_all_tokens(samples) if self._settings.loss_on == "all" else samples
         lengthened: list[Schedule] = []
         texts: list[Schedule] = []
@@ -96,14 +94,6 @@ class PretrainMix:
             lengthened.append(longer_step)
             texts.append(text)
         return tuple(lengthened), UpdateRequest(schedules=texts, chunks=ChunkRefs[TextChunk].put(chunks))
-
-    def state(self) -> dict[str, Any]:
-        """Returns the position in the texts."""
-        return asdict(self._rows.state())
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Loads `state()`."""
-        self._rows.load(StreamState(**state))
 
 
 class Updater:
@@ -157,11 +147,14 @@ class Updater:
             calls: list[Call[list[dict[str, float]] | None]] = []
             passes: list[list[Schedule]] = []
             for role, schedules in zip(trained, by_role, strict=True):
-                request = self._request(role, schedules, experience, kl_coef)
+                texts = None
+                counted = [*schedules]
+                if role is self._actor and self._pretrain_mix is not None:
+                    schedules, texts = self._pretrain_mix.next(schedules)
+                    counted = [*schedules, *texts.schedules]
+                request = UpdateRequest(schedules=schedules, chunks=experience, kl_coef=kl_coef, texts=texts)
                 calls.append(role.dispatch(MegatronWorker.update, request))
-                passes.append([*request.schedules])
-                if request.texts is not None:
-                    passes[-1] += request.texts.schedules
+                passes.append(counted)
             metrics = [await rank0_result(call) for call in calls]
             for role, schedules, call in zip(trained, passes, calls, strict=True):
                 self._meter.add_update(role.name, schedules, await call.longest())
@@ -189,14 +182,14 @@ class Updater:
             values |= part
         return values
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, int]:
         """Returns the position in the pretraining texts."""
-        return {} if self._pretrain_mix is None else self._pretrain_mix.state()
+        return {} if self._pretrain_mix is None else self._pretrain_mix.rows.state()
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, int]) -> None:
         """Loads `state()`."""
         if self._pretrain_mix is not None:
-            self._pretrain_mix.load(state)
+            self._pretrain_mix.rows.load(state)
 
     def trains_actor(self, step: int, trained_roles: Container[RoleName]) -> bool:
         """Returns whether the actor takes optimizer steps in a step; see `update`."""
@@ -217,14 +210,6 @@ class Updater:
         elif self._critic is not None:
             await self._critic.call(MegatronWorker.skip_steps, plan.total_steps)
         return trained
-
-    def _request(
-        self, role: RemoteRole, schedules: Sequence[Schedule], experience: ChunkRefs[ExperienceChunk], kl_coef: float
-    ) -> UpdateRequest[Schedule]:
-        texts = None
-        if role is self._actor and self._pretrain_mix is not None:
-            schedules, texts = self._pretrain_mix.next(schedules)
-        return UpdateRequest(schedules=schedules, chunks=experience, kl_coef=kl_coef, texts=texts)
 
 
 def mean_kl(updates: Sequence[Mapping[str, float]], schedules: Sequence[Schedule]) -> float:
