@@ -32,11 +32,12 @@ def best_of_groups(scores: Tensor, groups: Tensor, discarded: Tensor) -> Tensor:
     """
     candidates = scores.masked_fill(discarded, -math.inf)
     best: list[int] = []
-    for group in sorted({int(group) for group in groups}):
+    for group in groups.unique():
         members = (groups == group).nonzero().squeeze(-1)
-        scored = candidates[members]
-        best.append(int(members[(scored == scored.max()).nonzero()[0]]))
-    return torch.tensor([index for index in best if not discarded[index]], dtype=torch.int64)
+        index = int(members[candidates[members].argmax()])
+        if not discarded[index]:
+            best.append(index)
+    return torch.tensor(best, dtype=torch.int64)
 
 
 def best_fraction(scores: Tensor, groups: Tensor, discarded: Tensor, *, fraction: BelowOne = 0.2) -> Tensor:

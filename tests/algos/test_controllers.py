@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algos.kl import KLController
-from tests.oracle.kl import adapted
 
 
 def test_a_fixed_coefficient_stays() -> None:
@@ -45,13 +44,6 @@ def test_a_controller_resumes_exactly(updates: list[tuple[float, int]], cut: int
     for update in updates[cut:]:
         second.update(*update)
     assert second.coef == whole.coef
-
-
-@given(st.floats(-1e6, 1e6), st.integers(1, 4096), st.floats(0.01, 100), st.floats(100, 1e5))
-def test_t17_an_update_equals_the_oracles(kl: float, samples: int, target: float, horizon: float) -> None:
-    controller = KLController(0.3, target=target, horizon=horizon)
-    controller.update(kl, samples)
-    assert controller.coef == pytest.approx(adapted(0.3, kl, samples, target=target, horizon=horizon))
 
 
 def test_a_nan_kl_leaves_the_coefficient() -> None:
