@@ -98,21 +98,8 @@ def transformers_own(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory)
 
 
-def encoder(
-    tokenizer: MegaTokenizer | None = None,
-    *,
-    vocab_size: int = 1000,
-    chat_template: bool = False,
-    max_tokens: int = 100,
-    template_arguments: Mapping[str, Any] | None = None,
-) -> Encoder:
-    return Encoder(
-        tokenizer,
-        vocab_size=vocab_size,
-        chat_template=chat_template,
-        max_tokens=max_tokens,
-        template_arguments=template_arguments,
-    )
+def encoder(tokenizer: MegaTokenizer | None = None, **changes: Any) -> Encoder:
+    return Encoder(tokenizer, **{"vocab_size": 1000, "chat_template": False, "max_tokens": 100, **changes})
 
 
 def jsonl(directory: Path, rows: Sequence[Mapping[str, Any] | str], name: str = "rows.jsonl") -> SourceFields:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ from megarl.groups.rollouts import Rollouts
 from megarl.loop.sampler import RolloutParts, Sampled, Sampler
 from megarl.loop.scoring import ScoredSamples, ScoresByReward
 from megarl.types import Prompt, SampleInfo, SampleRequest
-from tests.loop.answers import run
+from tests.loop.answers import answer, info, run
 
 PROMPTS = [Prompt(prompt_id=f"p{index}", token_ids=(index,)) for index in range(5)]
 SAMPLES = 2
@@ -37,10 +37,11 @@ class World:
         self.moves: list[str] = []
         self.picked: list[str] = []
 
-    def generate(self, requests: Sequence[SampleRequest], chunks: int) -> Answered:
+    def generate(self, requests: Sequence[SampleRequest], chunks: int) -> Any:
         self.asked.append(list(requests))
-        samples = tuple(info(request, row) for row, request in enumerate(requests))
-        return Answered(Rollouts(samples=samples, chunks=OneChunk()))
+        samples = tuple(info(each.sample_id, each.prompt.prompt_id, row) for row, each in enumerate(requests))
+        rollouts = Rollouts(samples=samples, chunks=OneChunk())
+        return SimpleNamespace(rollouts=rollouts, result=lambda: answer(rollouts))
 
     async def pick(self, rollouts: Rollouts, samples: Sequence[SampleInfo], chunks: int) -> Rollouts:
         self.picked = [sample.sample_id for sample in samples]
@@ -66,16 +67,6 @@ class World:
         self.moves.append("rollout")
 
 
-@dataclass(frozen=True)
-class Answered:
-    """Rollouts that are available immediately."""
-
-    rollouts: Rollouts
-
-    async def result(self) -> Rollouts:
-        return self.rollouts
-
-
 class OneChunk:
     """Stands for the references to a chunk."""
 
@@ -86,18 +77,6 @@ class OneChunk:
 
     def only(self, chunks: object) -> OneChunk:
         return self
-
-
-def info(request: SampleRequest, row: int) -> SampleInfo:
-    return SampleInfo(
-        sample_id=request.sample_id,
-        prompt_id=request.prompt.prompt_id,
-        chunk=0,
-        row=row,
-        prompt_tokens=1,
-        response_tokens=1 + row,
-        finished=True,
-    )
 
 
 def differ(sources: ScoresByReward, samples: Sequence[SampleInfo]) -> np.ndarray:

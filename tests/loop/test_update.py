@@ -16,9 +16,9 @@ from megarl.loop.update import StepPlan, Updater, mean_kl
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import UpdateRequest
 from megarl.stages.ppo.trainer import PPOTrainer
-from megarl.types import Layout, RankSchedule, RoleName, SampleInfo, Schedule
+from megarl.types import Layout, RankSchedule, RoleName, Schedule
 from tests.config.debug import debug
-from tests.loop.answers import Answered, answer, run
+from tests.loop.answers import Answered, answer, info, run
 
 TOKENS = (10, 30)
 """Response tokens of the two optimizer steps of an epoch."""
@@ -107,18 +107,7 @@ def updated(
 
 
 def test_a_selection_is_all_that_is_trained_on() -> None:
-    samples = [
-        SampleInfo(
-            sample_id=f"1/p{row}/0",
-            prompt_id=f"p{row}",
-            chunk=0,
-            row=row,
-            prompt_tokens=2,
-            response_tokens=row + 1,
-            finished=True,
-        )
-        for row in range(6)
-    ]
+    samples = [info(f"1/p{row}/0", f"p{row}", row, response_tokens=row + 1) for row in range(6)]
     algo = Algo.model_validate({"mini_batches": 2, "ppo_epochs": 3})
     for selected, mini_batches in (([4, 1, 2], 2), ([3], 1)):
         made = StepPlan(debug(), algo, samples, 1, selected=selected)
@@ -234,9 +223,6 @@ def test_the_kl_coefficient_adapts_once_to_the_actors_kl_in_a_steps_updates() ->
 def test_experience_is_built_with_the_version_before_the_step_and_the_weight_of_turns(
     algo: dict[str, Any], turn_rewards: float | None
 ) -> None:
-    sample = SampleInfo(
-        sample_id="5/p/0", prompt_id="p", chunk=0, row=0, prompt_tokens=2, response_tokens=1, finished=True
-    )
     asked: list[Any] = []
 
     def dispatch(method: Any, request: Any) -> Answered:
@@ -255,7 +241,7 @@ def test_experience_is_built_with_the_version_before_the_step_and_the_weight_of_
     trainer._parts = SimpleNamespace(scorer=SimpleNamespace(token_scale=None))
     trainer.roles = {"actor": SimpleNamespace(layout=Layout(), dispatch_by_chunk=dispatch)}
     batch: Any = SimpleNamespace(samples=SimpleNamespace(groups=np.array([0])), metrics={})
-    rollouts = SimpleNamespace(samples=[sample], chunks={})
+    rollouts = SimpleNamespace(samples=[info("5/p/0", "p", 0)], chunks={})
     scored = SimpleNamespace(dense=None, seconds=1.5)
 
     async def build() -> Any:
