@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from megarl.cluster.calls import gather_by_chunk
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config import RolloutTrainingConfig
 from megarl.config.schema import LogprobAgreement
 from megarl.data.batches import text_batch
+from megarl.data.encoding import Ids
 from megarl.data.schedule import inference_schedule
 from megarl.data.training_texts import TrainingText
 from megarl.errors import RunError
@@ -46,7 +46,7 @@ class LogprobCheck:
         limit: largest mean absolute difference of an engine, in nats per token.
     """
 
-    sequences: Sequence[npt.NDArray[np.int32]]
+    sequences: Sequence[Ids]
     logprobs: Ragged
     limit: float
 
@@ -80,9 +80,7 @@ class LogprobCheck:
         return compare_logprobs(self.logprobs, found, self.limit)
 
 
-def random_sequences(
-    agreement: LogprobAgreement, *, vocab: int, longest: int, seed: int
-) -> list[npt.NDArray[np.int32]]:
+def random_sequences(agreement: LogprobAgreement, *, vocab: int, longest: int, seed: int) -> list[Ids]:
     """Returns sequences of 2 to `longest` token ids; the first has `longest`."""
     generator = np.random.default_rng(seed)
     lengths = [longest, *generator.integers(2, longest, size=agreement.sequences - 1, endpoint=True)]

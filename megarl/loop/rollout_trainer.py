@@ -33,7 +33,7 @@ from megarl.run.sinks import Metrics
 
 
 class RolloutTrainer[C: RolloutTrainingConfig]:
-    """Launches trainers, engines and scorers, and moves the actor's weights into the engines.
+    """Launches trainers, engines and scorers, and moves the actor's weights into the engines; see `loop.train.Trainer`.
 
     Args:
         model_dir: Hugging Face directory of the model.
@@ -167,7 +167,6 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         return await self._evaluator.evaluate(step)
 
     async def evaluations(self, *, wait: bool) -> Sequence[EvaluationResult]:
-        """Returns the results of finished evaluations that ran during the training; with `wait`, of all of them."""
         return await self._buffer.take_results(wait=wait)
 
     async def _noting_versions(self, evaluation: Coroutine[Any, Any, EvaluationResult]) -> EvaluationResult:
@@ -178,7 +177,6 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         return replace(result, metrics={**result.metrics, **versions})
 
     async def to_training(self) -> None:
-        """Gives shared devices to the trainers."""
         await self._colocation.to_training()
 
     async def finish(self, export: Path) -> Metrics:
@@ -199,9 +197,7 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         return {"prompts": self._buffer.state(directory)}
 
     def load(self, state: Mapping[str, Any], directory: Path) -> None:
-        """Loads `state()`."""
         self._buffer.load(state["prompts"], directory)
 
     async def close(self) -> None:
-        """Lets every process end by itself."""
         await close_all(self._trainers, self._engines, self._parts.services)

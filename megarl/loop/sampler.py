@@ -124,12 +124,11 @@ class Sampler:
         greedy: bool = False,
         begin_forwards: Callable[[Rollouts], Forwards] | None = None,
     ) -> None:
+        self._config = config
         self._stream = Stream(prompts, config.run.seed)
         self._parts = parts
-        self._functions = config.reward.functions
         self._prompts_per_step = config.data.prompts_per_step
         self._samples_per_prompt = config.data.samples_per_prompt
-        self._seed = config.run.seed
         self._chunks = chunks
         self._part_count = config.rollout.inference_parts
         self._keep = keep
@@ -218,7 +217,8 @@ class Sampler:
 
         Where the trainers have devices of their own, their scores and forward passes have begun.
         """
-        requests = sample_requests([*earlier, *prompts], self._samples_per_prompt, seed=self._seed, step=step)
+        seed = self._config.run.seed
+        requests = sample_requests([*earlier, *prompts], self._samples_per_prompt, seed=seed, step=step)
         pending = self._parts.generator.generate(requests[len(earlier) * self._samples_per_prompt :], self._chunks)
         if self._parts.colocation.shared:
             return await pending.result(), None, ()
@@ -242,7 +242,7 @@ class Sampler:
     def _score(self, rollouts: Rollouts, prompts: Sequence[Prompt]) -> Scoring:
         """Starts to score rollouts."""
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
-        return self._parts.engines.spawn(self._parts.scorer.score(rollouts, by_id, self._functions))
+        return self._parts.engines.spawn(self._parts.scorer.score(rollouts, by_id, self._config.reward.functions))
 
     async def _filtered(
         self, keep: SampleFilter, step: int

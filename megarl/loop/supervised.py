@@ -28,7 +28,7 @@ from megarl.types import SampleInfo, Schedule, TextChunk
 
 
 class SupervisedTrainer:
-    """Trains one role.
+    """Trains one role; see `loop.train.Trainer`.
 
     Args:
         model_dir: Hugging Face directory of the model.
@@ -61,24 +61,20 @@ class SupervisedTrainer:
         self._budget = config.role(role).tokens_per_micro_batch
         self._rows = Stream(data.train, config.run.seed)
         self._held_out = data.held_out
-        self._rows_per_step = config.rows_per_step
         self._all_tokens = all_tokens
         self.evaluate_every = evaluate_every
 
     async def start(self) -> None:
-        """Starts the trainers and loads the model."""
         await self._trainers.start(self._model_dir)
 
     async def begin(self, step: int) -> Metrics:
-        """Does nothing."""
         return {}
 
     async def step(self, step: int) -> StepResult:
-        """Takes an optimizer step."""
         timers = Timers()
         self._phase("update")
         with timers("step"):
-            samples, chunks, schedule = self._batch(self._rows.next(self._rows_per_step))
+            samples, chunks, schedule = self._batch(self._rows.next(self._config.rows_per_step))
             request = UpdateRequest(schedules=(schedule,), chunks=chunks)
             call = self._role.dispatch(MegatronWorker.update, request)
             updates = await rank0_result(call)
@@ -111,7 +107,6 @@ class SupervisedTrainer:
         return samples, ChunkRefs[TextChunk].put(chunks), schedule
 
     async def evaluations(self, *, wait: bool) -> Sequence[EvaluationResult]:
-        """Returns nothing: no evaluation runs during the training."""
         return ()
 
     async def to_training(self) -> None:
@@ -122,16 +117,13 @@ class SupervisedTrainer:
         return {"rows": self._rows.state()}
 
     def load(self, state: Mapping[str, Any], directory: Path) -> None:
-        """Loads `state()`."""
         self._rows.load(state["rows"])
 
     async def finish(self, export: Path) -> Metrics:
-        """Exports the trained role."""
         self._phase("export")
         template = self._config.model.tokenizer_directory(self._model_dir)
         await self._role.call(MegatronWorker.export, str(export), template)
         return {}
 
     async def close(self) -> None:
-        """Lets every process end by itself."""
         await close_all(self._trainers)

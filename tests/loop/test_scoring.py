@@ -26,7 +26,6 @@ from megarl.loop.scoring import (
     reward_weights,
     sample_filter,
     score_batch,
-    select_samples,
     shuffled_order,
     total_scores,
     unscored_metrics,
@@ -358,7 +357,10 @@ FINISHED = [True, False, True, True, True, True, True, True]
 def chosen(selection: Selection, scores: Sequence[float] = SCORES, prompts: str = "aaaabbbb") -> list[int]:
     pairs = enumerate(zip(prompts, FINISHED, strict=True))
     samples = [sample(prompt, row, 0, row, finished=finished) for row, (prompt, finished) in pairs]
-    return select_samples(np.float32(scores), samples, selection, 4).tolist()
+    batch = scored_batch(list(scores), samples=tuple(samples))
+    selected = with_selection(batch, samples, selection, 4).selected
+    assert selected is not None
+    return list(selected)
 
 
 @pytest.mark.parametrize(
