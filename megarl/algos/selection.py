@@ -32,7 +32,7 @@ def best_of_groups(scores: Tensor, groups: Tensor, discarded: Tensor) -> Tensor:
     """
     candidates = scores.masked_fill(discarded, -math.inf)
     best: list[int] = []
-    for group in groups.unique():
+    for group in sorted({int(group) for group in groups}):
         members = (groups == group).nonzero().squeeze(-1)
         index = int(members[candidates[members].argmax()])
         if not discarded[index]:

@@ -246,13 +246,12 @@ class ScoredBatch:
 
     Args:
         totals: [C], with the rewards of all turns.
-        selected: indices of the samples to train on, in the order of `algo.select`;
-            None where all are.
+        selected: indices of the samples to train on, in the order of `algo.select`.
     """
 
     samples: SampleScores
     totals: Values
-    selected: Sequence[int] | None = None
+    selected: Sequence[int]
     scores_by_reward: ScoresByReward
     metrics: Mapping[str, float]
 
@@ -260,9 +259,7 @@ class ScoredBatch:
     def trained_roles(self) -> frozenset[RoleName]:
         """Returns the roles with a scored and selected sample that is not masked; the gradient of others is 0."""
         trained: set[RoleName] = set()
-        scored = np.isfinite(self.samples.scores)
-        if self.selected is not None:
-            scored &= np.isin(np.arange(len(scored)), self.selected)
+        scored = np.isfinite(self.samples.scores) & np.isin(np.arange(len(self.samples.scores)), self.selected)
         if scored.any():
             trained.add("critic")
         if (scored & self.samples.actor_mask).any():
@@ -335,6 +332,7 @@ def score_batch(
             actor_mask=actor_mask[branches.conversation],
         ),
         totals=totals,
+        selected=range(len(samples)),
         scores_by_reward=by_reward,
         metrics={**means, **unscored_metrics(by_reward), **_group_metrics(totals, groups[branches.last])},
     )
@@ -358,10 +356,10 @@ def with_selection(
         discarded |= ~(scores >= selection.min_score)
     draws = torch.arange(len(scores)) // samples_per_prompt
     select = bound(SELECTIONS, selection.by.name, selection.by.options)
-    conversations = select(torch.as_tensor(scores), draws, torch.as_tensor(discarded)).tolist()
+    conversations = select(torch.as_tensor(scores), draws, torch.as_tensor(discarded)).numpy()
     metrics = {"select/samples": len(conversations), **known_mean("select/score", scores[conversations])}
     selected: list[int] = []
-    for conversation in conversations:
+    for conversation in conversations.tolist():
         selected += branches.rows(conversation)
     return replace(batch, selected=selected, metrics={**batch.metrics, **metrics})
 

@@ -25,53 +25,6 @@ from megarl.megatron.worker_requests import UpdateRequest
 from megarl.types import RoleName, SampleInfo, Schedule, TextChunk, TokenValues
 
 
-class StepPlan:
-    """The schedules of one step.
-
-    Args:
-        selected: indices of the samples to train on; None for all.
-    """
-
-    def __init__(
-        self,
-        config: RolloutTrainingConfig,
-        algo: Algo,
-        samples: Sequence[SampleInfo],
-        step: int,
-        *,
-        selected: Sequence[int] | None = None,
-    ) -> None:
-        self._config = config
-        self._algo = algo
-        self.step = step
-        self._trained = samples
-        self._mini_batches = algo.mini_batches
-        if selected is not None:
-            self._trained = [samples[index] for index in selected]
-            conversations = {sample.conversation for sample in self._trained}
-            self._mini_batches = min(self._mini_batches, len(conversations))
-        self.total_steps = algo.ppo_epochs * algo.mini_batches
-        """Optimizer steps in the schedule of the learning rate; a selection of few samples leaves some of them out."""
-
-    def passes(self, role: RoleName) -> list[tuple[Schedule, ...]]:
-        """Returns the schedules of a role's optimizer steps: all together, or by epoch if training may stop early.
-
-        An optimizer step has the same samples for every role.
-        """
-        steps = update_schedules(
-            self._trained,
-            self._config.layout(role),
-            self._config.role(role).tokens_per_micro_batch,
-            mini_batches=self._mini_batches,
-            epochs=self._algo.ppo_epochs,
-            seed=self._config.run.seed,
-            step=self.step,
-        )
-        if self._algo.early_stop is None:
-            return [steps]
-        return list(itertools.batched(steps, self._mini_batches))
-
-
 class PretrainMix:
     """Mixes pretraining texts into every optimizer step of the actor."""
 
@@ -102,31 +55,31 @@ class Updater:
     Args:
         warmup_steps: first steps of the run, in which the critic alone is trained.
         meter: counts the passes.
-        token_values: whether the ranks keep values of the tokens in an update.
     """
 
     def __init__(
         self,
+        config: RolloutTrainingConfig,
         algo: Algo,
         roles: Mapping[RoleName, RemoteRole],
         pretrain_mix: PretrainMix | None,
         meter: PassMeter,
         *,
         warmup_steps: int = 0,
-        token_values: bool = False,
     ) -> None:
+        self._config = config
         self._algo = algo
         self._pretrain_mix = pretrain_mix
         self._meter = meter
         self._warmup_steps = warmup_steps
-        self._token_values = token_values
         self._actor = roles["actor"]
         self._critic = roles.get("critic")
 
     async def update(
         self,
         experience: ChunkRefs[ExperienceChunk],
-        plan: StepPlan,
+        samples: Sequence[SampleInfo],
+        step: int,
         *,
         kl_coef: float,
         trained_roles: Container[RoleName],
@@ -137,13 +90,14 @@ class Updater:
         steps, because Adam changes its weights even without a gradient.
 
         Args:
+            samples: samples to train on.
             kl_coef: coefficient of a KL penalty in the loss, per nat.
             trained_roles: roles with scored samples.
         """
-        trained = await self._trained(plan, trained_roles)
+        trained = await self._trained(step, trained_roles)
         stop = self._algo.early_stop
         updates: list[dict[str, float]] = []
-        for by_role in zip(*(plan.passes(role.name) for role in trained), strict=True):
+        for by_role in zip(*(self._passes(role.name, samples, step) for role in trained), strict=True):
             calls: list[Call[list[dict[str, float]] | None]] = []
             passes: list[list[Schedule]] = []
             for role, schedules in zip(trained, by_role, strict=True):
@@ -158,24 +112,24 @@ class Updater:
             metrics = [await rank0_result(call) for call in calls]
             for role, schedules, call in zip(trained, passes, calls, strict=True):
                 self._meter.add_update(role.name, schedules, await call.longest())
-            steps = [dict(ChainMap(*reports)) for reports in zip(*metrics, strict=True)]
-            updates += steps
+            reported = [dict(ChainMap(*reports)) for reports in zip(*metrics, strict=True)]
+            updates += reported
             if stop is None or self._actor not in trained:
                 continue
-            if exceeds_target(mean_kl(steps, by_role[0]), target=stop.kl, factor=stop.factor):
+            if exceeds_target(mean_kl(reported, by_role[0]), target=stop.kl, factor=stop.factor):
                 break
-        left = plan.total_steps - len(updates)
+        left = self._steps - len(updates)
         if left:
             for call in [role.call(MegatronWorker.skip_steps, left) for role in trained]:
                 await call
         sync = self._algo.kl.reference_sync
-        if sync is not None and plan.step % sync.every == 0:
+        if sync is not None and step % sync.every == 0:
             await self._actor.call(MegatronWorker.soft_update_reference)
         return updates
 
     async def take_token_values(self) -> TokenValues:
         """Returns the values of the tokens in the last update, where `tracking.tokens` keeps them."""
-        if not self._token_values:
+        if not self._config.tracking.tokens:
             return {}
         values: TokenValues = {}
         for part in await self._actor.call(MegatronWorker.take_token_values):
@@ -198,17 +152,41 @@ class Updater:
     def _warms_up(self, step: int) -> bool:
         return step <= self._warmup_steps
 
-    async def _trained(self, plan: StepPlan, trained_roles: Container[RoleName]) -> list[RemoteRole]:
+    @property
+    def _steps(self) -> int:
+        """Optimizer steps in a step's schedule of the learning rate; a selection of few samples leaves some out."""
+        return self._algo.ppo_epochs * self._algo.mini_batches
+
+    def _passes(self, role: RoleName, samples: Sequence[SampleInfo], step: int) -> list[tuple[Schedule, ...]]:
+        """Returns the schedules of a role's optimizer steps: all together, or by epoch if training may stop early.
+
+        An optimizer step has the same samples for every role.
+        """
+        mini_batches = min(self._algo.mini_batches, len({sample.conversation for sample in samples}))
+        schedules = update_schedules(
+            samples,
+            self._config.layout(role),
+            self._config.role(role).tokens_per_micro_batch,
+            mini_batches=mini_batches,
+            epochs=self._algo.ppo_epochs,
+            seed=self._config.run.seed,
+            step=step,
+        )
+        if self._algo.early_stop is None:
+            return [schedules]
+        return list(itertools.batched(schedules, mini_batches))
+
+    async def _trained(self, step: int, trained_roles: Container[RoleName]) -> list[RemoteRole]:
         """Returns the roles that take optimizer steps; other roles with a schedule skip theirs."""
         trained: list[RemoteRole] = []
-        if self.trains_actor(plan.step, trained_roles):
+        if self.trains_actor(step, trained_roles):
             trained.append(self._actor)
-        elif not self._warms_up(plan.step):
-            await self._actor.call(MegatronWorker.skip_steps, plan.total_steps)
+        elif not self._warms_up(step):
+            await self._actor.call(MegatronWorker.skip_steps, self._steps)
         if self._critic is not None and "critic" in trained_roles:
             trained.append(self._critic)
         elif self._critic is not None:
-            await self._critic.call(MegatronWorker.skip_steps, plan.total_steps)
+            await self._critic.call(MegatronWorker.skip_steps, self._steps)
         return trained
 
 

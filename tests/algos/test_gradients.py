@@ -42,5 +42,8 @@ def test_policy_losses_with_weights_entropy_and_kl(name: str) -> None:
 def test_span_loss() -> None:
     ids = torch.tensor([[5, 6, 7, 8, 0, 0], [5, 6, 9, 9, 9, 0], [4, 4, 4, 0, 0, 0]])
     other = torch.tensor([[5, 6, 3, 0, 0, 0], [5, 6, 9, 2, 2, 2], [4, 4, 4, 0, 0, 0]])
-    spans = preference_loss.spans_of(ids, other, pad=0)
-    check(lambda c, r: preference_loss.span(c, r, spans).values.mean(), numbers(3, 6, seed=0), numbers(3, 6, seed=1))
+    check(
+        lambda c, r: preference_loss.span(c, r, ids, other, 0).values.mean(),
+        numbers(3, 6, seed=0),
+        numbers(3, 6, seed=1),
+    )

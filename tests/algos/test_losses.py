@@ -239,7 +239,7 @@ def test_losses_stay_on_the_device_of_their_arguments() -> None:
     losses = [function(x, x, x, mask) for function in POLICY_LOSSES.values()]
     losses += [function(x, x, x) for function in VALUE_LOSSES.values()]
     losses += [preference_loss.pairwise(x, x, x, margin=True), preference_loss.best_of_n(x, mask.sum(-1))]
-    losses += [preference_loss.span(x, x, preference_loss.spans_of(x.long(), x.long(), pad=0)), weighted(losses[0], x)]
+    losses += [preference_loss.span(x, x, x.long(), x.long(), 0), weighted(losses[0], x)]
     for loss in losses:
         assert {loss.values.device.type, *(v.device.type for v in loss.metrics.values())} == {"meta"}
     for weigh in map(registry.ROLLOUT_WEIGHTS.function, registry.ROLLOUT_WEIGHTS.functions):

@@ -173,8 +173,7 @@ def rm_pick_best(*, scores: Tensor, best: Tensor) -> Outputs:
 def rm_span_pairwise(
     *, chosen_ids: Tensor, rejected_ids: Tensor, chosen_values: Tensor, rejected_values: Tensor, pad: int
 ) -> Outputs:
-    spans = preference_loss.spans_of(chosen_ids, rejected_ids, pad=pad)
-    loss = preference_loss.span(chosen_values, rejected_values, spans)
+    loss = preference_loss.span(chosen_values, rejected_values, chosen_ids, rejected_ids, pad)
     ends = {"chosen_end": loss.metrics["chosen"], "rejected_end": loss.metrics["rejected"]}
     return {"loss": mean_of_pairs(loss.values), **ends}
 

@@ -16,6 +16,7 @@ from megarl.data.training_texts import TrainingText
 from megarl.loop.update import PretrainMix, Updater
 from megarl.stages.ppo.config import PPOConfig
 from megarl.types import Schedule
+from tests.config.debug import debug
 from tests.loop.answers import info
 
 TEXTS = [
@@ -73,7 +74,7 @@ def test_only_response_tokens_count_if_configured() -> None:
 
 def updater(mixed: PretrainMix) -> Updater:
     parts: Any = SimpleNamespace()
-    return Updater(parts, {"actor": parts}, mixed, parts)
+    return Updater(debug(), parts, {"actor": parts}, mixed, parts)
 
 
 def test_a_resumed_run_continues_with_the_next_text() -> None:

@@ -12,7 +12,8 @@ from megarl.algos.kl import KLController
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config.schema import Algo, EarlyStop
 from megarl.experience.records import StepContext
-from megarl.loop.update import StepPlan, Updater, mean_kl
+from megarl.loop import update
+from megarl.loop.update import Updater, mean_kl
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import UpdateRequest
 from megarl.stages.ppo.trainer import PPOTrainer
@@ -76,14 +77,6 @@ def schedule(tokens: int) -> Schedule:
     return Schedule(ranks=(rank,))
 
 
-def plan(step: int, *, together: bool) -> Any:
-    epochs = [tuple(map(schedule, TOKENS)) for _ in range(EPOCHS)]
-    whole = [tuple(one for epoch in epochs for one in epoch)]
-    passes = whole if together else epochs
-    total_steps = sum(len(schedules) for schedules in passes)
-    return SimpleNamespace(step=step, passes=lambda _role: passes, total_steps=total_steps)
-
-
 def updated(
     kls: list[float],
     *,
@@ -98,21 +91,26 @@ def updated(
     """The metrics of the optimizer steps, and the calls."""
     log: list[tuple[str, Any]] = []
     sync = None if every is None else SimpleNamespace(every=every)
-    algo: Any = SimpleNamespace(early_stop=stop, kl=SimpleNamespace(reference_sync=sync))
+    kl = SimpleNamespace(reference_sync=sync)
+    algo: Any = SimpleNamespace(early_stop=stop, kl=kl, mini_batches=len(TOKENS), ppo_epochs=EPOCHS)
     roles: Any = {"actor": FakeRole("actor", log, list(kls)), "critic": FakeRole("critic", log, [0.0] * 6)}
-    updater = Updater(algo, roles, texts, meter or FakeMeter(), warmup_steps=warmup)
-    made = plan(step, together=stop is None)
-    told = run(updater.update(ChunkRefs({}), made, kl_coef=0.5, trained_roles=trained_roles))
+    updater = Updater(debug(), algo, roles, texts, meter or FakeMeter(), warmup_steps=warmup)
+    samples = [info(f"{step}/p{row}/0", f"p{row}", row) for row in range(len(TOKENS))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update, "update_schedules", lambda *_, **__: tuple(map(schedule, TOKENS)) * EPOCHS)
+        told = run(updater.update(ChunkRefs({}), samples, step, kl_coef=0.5, trained_roles=trained_roles))
     return told, log
 
 
 def test_a_selection_is_all_that_is_trained_on() -> None:
     samples = [info(f"1/p{row}/0", f"p{row}", row, response_tokens=row + 1) for row in range(6)]
     algo = Algo.model_validate({"mini_batches": 2, "ppo_epochs": 3})
+    roles: Any = {"actor": FakeRole("actor", [], [])}
+    updater = Updater(debug(), algo, roles, None, FakeMeter())
+    assert updater._steps == 6
     for selected, mini_batches in (([4, 1, 2], 2), ([3], 1)):
-        made = StepPlan(debug(), algo, samples, 1, selected=selected)
-        (schedules,) = made.passes("actor")
-        assert (len(schedules), made.total_steps) == (3 * mini_batches, 6)
+        (schedules,) = updater._passes("actor", [samples[index] for index in selected], 1)
+        assert len(schedules) == 3 * mini_batches
         for epoch in range(3):
             own = schedules[epoch * mini_batches : (epoch + 1) * mini_batches]
             rows = [row.row for one in own for rank in one.ranks for pack in rank.packs for row in pack]
@@ -156,7 +154,7 @@ def test_a_policy_with_small_kl_takes_all_epochs() -> None:
 )
 def test_actor_training_is_known_before_the_update(step: int, roles: Any, texts: Any, expected: bool) -> None:
     roles_of: Any = {"actor": FakeRole("actor", [], [])}
-    updater = Updater(Algo(), roles_of, texts, FakeMeter(), warmup_steps=2)
+    updater = Updater(debug(), Algo(), roles_of, texts, FakeMeter(), warmup_steps=2)
     assert updater.trains_actor(step, roles) == expected
 
 
