@@ -109,9 +109,11 @@ def mini_batch_members(
 def under_one_length(one: Schedule, other: Schedule) -> tuple[Schedule, Schedule]:
     """Gives two passes of one optimizer step one pack length, as pipelines exchange one shape."""
     pack_tokens = max(rank.pack_tokens for rank in (*one.ranks, *other.ranks))
-    lengthened = [replace(rank, pack_tokens=pack_tokens) for rank in (*one.ranks, *other.ranks)]
-    count = len(one.ranks)
-    return Schedule(ranks=tuple(lengthened[:count])), Schedule(ranks=tuple(lengthened[count:]))
+
+    def lengthened(schedule: Schedule) -> Schedule:
+        return Schedule(ranks=tuple(replace(rank, pack_tokens=pack_tokens) for rank in schedule.ranks))
+
+    return lengthened(one), lengthened(other)
 
 
 def _in_order(samples: Sequence[SampleInfo]) -> list[SampleInfo]:
@@ -129,19 +131,11 @@ def _row(sample: SampleInfo) -> PackRow:
 
 
 def _branch_units(samples: Sequence[SampleInfo]) -> list[Unit]:
-    """Returns a unit per sample; branches have the tokens of their conversations."""
-    rows = Counter[str]()
+    """Returns a unit per sample, with the tokens of its conversation."""
     tokens = Counter[str]()
     for sample in samples:
-        rows[sample.conversation] += 1
         tokens[sample.conversation] += sample.response_tokens
-    units: list[Unit] = []
-    for sample in samples:
-        row = _row(sample)
-        if rows[sample.conversation] > 1:
-            row = replace(row, sequence_tokens=tokens[sample.conversation])
-        units.append((row,))
-    return units
+    return [(replace(_row(sample), sequence_tokens=tokens[sample.conversation]),) for sample in samples]
 
 
 def _sequences(rows: Sequence[PackRow]) -> int:
