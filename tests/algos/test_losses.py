@@ -173,17 +173,12 @@ def test_the_first_update_is_the_policy_gradient(name: str) -> None:
     torch.testing.assert_close(grad, -advantages * step_weights(MASK, aggregation.sequence_mean))
 
 
-# ---- decoupled PPO, mixed-in text
-
-
-def test_pretraining_text_of_weight_0_is_ignored_and_of_weight_1_is_the_whole_loss() -> None:
-    assert ptx_shares(coef=0.0, mode="add") == (1.0, 0.0)
-    assert ptx_shares(coef=0.0, mode="convex") == (1.0, 0.0)
-    assert ptx_shares(coef=1.0, mode="convex") == (0.0, 1.0)
-    assert ptx_shares(coef=27.8, mode="deepspeed") == (0.5, 13.9)
-
-
 # ---- single losses
+
+
+def test_deepspeed_halves_a_loss_with_pretraining_texts() -> None:
+    """The other modes are in the vectors."""
+    assert ptx_shares(coef=27.8, mode="deepspeed") == (0.5, 13.9)
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES.keys() - {"reinforce"}))

@@ -85,7 +85,7 @@ def policy_loss(
     return outputs
 
 
-def policy_metrics(loss: LossTerms, mask: Tensor) -> Outputs:
+def policy_metrics(loss: LossTerms, mask: Tensor) -> dict[str, Any]:
     ratio = loss.spreads["ratio"]
     return {
         **{name: mean(loss.metrics[name], mask) for name in ("clipfrac", "clipfrac_lower", "ppo_kl", "approxkl")},
@@ -228,10 +228,3 @@ def mismatch_metrics(*, train: Tensor, rollout: Tensor, mask: Tensor) -> Outputs
     found = metrics.averaged(metrics.mismatch(train, rollout, mask), local)
     outputs: Outputs = {name.partition("/")[2]: value for name, value in found.items()}
     return {**outputs, "chi2_seq": outputs.pop("chi2_sequence"), "abs_diff": outputs.pop("logprob_gap")}
-
-
-RUNNERS = (
-    *(aggregate, aggregate_layout, policy_loss, decoupled_policy_loss, value_loss, combine_actor_loss, ptx_mix),
-    *(rm_pairwise, rm_pick_best, rm_span_pairwise, rollout_weights, rejection_mask, off_policy_sequence_mask),
-    *(m2po_mask, proximal_logprobs, mismatch_metrics),
-)
