@@ -42,7 +42,7 @@ class Branches:
         return np.flatnonzero(self.conversation == conversation).tolist()
 
     def whole(self, samples: Sequence[SampleInfo]) -> list[SampleInfo]:
-        """Returns a sample per conversation: the last, with the first prompt and all sampled tokens."""
+        """Returns each conversation as one sample: the last, with the first prompt and all tokens."""
         prompts = dict[int, int]()
         tokens = [0] * len(self.last)
         for number, sample in zip(self.conversation.tolist(), samples, strict=True):

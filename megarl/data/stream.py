@@ -57,7 +57,7 @@ class Stream[T: Keyed]:
         return self._epoch + self._position / len(self._items)
 
     def state(self) -> dict[str, int]:
-        """Returns the position: the next item is number `position` of `epoch`; `digest` identifies data and seed."""
+        """Returns the number of the next item in its epoch, and a digest of data and seed."""
         return {"epoch": self._epoch, "position": self._position, "digest": self._digest}
 
     def load(self, state: Mapping[str, int]) -> None:

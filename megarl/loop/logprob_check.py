@@ -1,4 +1,4 @@
-"""Compares the log-probabilities of the trainer and the engines on random sequences, before training starts."""
+"""Compares log-probabilities of trainer and engines on random sequences, before training starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megarl.rollout.engine import RolloutEngine
 from megarl.types import Ragged, TextChunk
 
 TOLERANCES: Final[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 0.05}
-"""Largest mean absolute difference that rounding explains, in nats per token, by the model's dtype."""
+"""Largest mean absolute difference due to rounding, in nats per token, by the model's dtype."""
 
 _ADVICE = (
     "Check the transfer (shard maps of the architecture, resharding.verify), attention and positions (rope_theta, "
@@ -35,7 +35,7 @@ _ADVICE = (
 
 
 class DisagreementError(RunError):
-    """The trainer and the engines disagree on log-probabilities, so rollouts are not samples of the policy."""
+    """Trainer and engines disagree on log-probabilities: rollouts are not samples of the policy."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class LogprobCheck:
         return cls(sequences, logprobs, limit)
 
     async def compare(self, engines: RolloutGroup) -> dict[str, float]:
-        """Compares every engine, awake and with the actor's weights; returns the metrics `sync/logprob_*`.
+        """Compares all engines, which have the actor's weights; returns the metrics `sync/logprob_*`.
 
         Raises:
             DisagreementError: An engine's mean absolute difference is above the limit, or NaN.

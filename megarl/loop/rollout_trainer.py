@@ -33,7 +33,7 @@ from megarl.run.sinks import Metrics
 
 
 class RolloutTrainer[C: RolloutTrainingConfig]:
-    """Launches trainers, engines and scorers, and moves the actor's weights into the engines; see `loop.train.Trainer`.
+    """Launches trainers, engines and scorers, and syncs the engines; see `loop.train.Trainer`.
 
     Args:
         model_dir: Hugging Face directory of the model.
@@ -82,7 +82,7 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         await self._resharder.connect()
 
     async def begin(self, step: int) -> Metrics:
-        """Moves the actor's weights into the engines, and compares the log-probabilities of both."""
+        """Syncs the actor's weights to the engines, and compares their log-probabilities."""
         check = None
         if self._config.resharding.logprob_check is not None:
             check = await LogprobCheck.begin(self._config, self.roles["actor"])
@@ -156,7 +156,7 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         return StepResult(step=step, metrics=all_metrics, updates=updates, samples=shown, failures=failures)
 
     async def evaluate(self, step: int) -> EvaluationResult | None:
-        """Evaluates the weights of the last sync; without `evaluation.blocking`, `evaluations` returns the result."""
+        """Evaluates the weights of the last sync, beside the training unless `evaluation.blocking`."""
         evaluation = self._config.evaluation
         if self._evaluator is None or evaluation is None:
             return None
@@ -170,7 +170,7 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         return await self._buffer.take_results(wait=wait)
 
     async def _noting_versions(self, evaluation: Coroutine[Any, Any, EvaluationResult]) -> EvaluationResult:
-        """Adds the engines' versions at the beginning and the end of an evaluation to its metrics."""
+        """Adds the engines' versions before and after an evaluation to its metrics."""
         first = self._buffer.version
         result = await evaluation
         versions = {"eval/version": first, "eval/version_end": self._buffer.version}
@@ -193,7 +193,7 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         return {}
 
     def state(self, directory: Path) -> dict[str, Any]:
-        """Returns the driver's part of a checkpoint; writes the rollouts that wait for the training."""
+        """Returns the driver's part of a checkpoint; writes the rollouts of sampled steps."""
         return {"prompts": self._buffer.state(directory)}
 
     def load(self, state: Mapping[str, Any], directory: Path) -> None:

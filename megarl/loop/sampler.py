@@ -139,7 +139,7 @@ class Sampler:
         self._requested: Counter[int] = Counter()  # how many of them this process has requested
 
     async def sample(self, step: int) -> Sampled:
-        """Generates the rollouts of a step and starts to score them; afterwards the trainers have the devices."""
+        """Samples a step and starts to score it; afterwards the trainers have the devices."""
         metrics: Mapping[str, float] = {}
         forwards: Sequence[Forwards] = ()
         greedy = None
@@ -197,7 +197,7 @@ class Sampler:
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Loads `state()`; raises ValueError if the prompts have changed. Steps get the same prompts again."""
+        """Loads `state()`, so that steps get the same prompts; raises ValueError if these changed."""
         self._stream.load(state)
         self._drawn = {int(step): list(prompts) for step, prompts in state.get("drawn", {}).items()}
 
@@ -213,7 +213,7 @@ class Sampler:
     async def _generate(
         self, prompts: Sequence[Prompt], earlier: Sequence[Prompt], step: int
     ) -> tuple[Rollouts, Scoring | None, Sequence[Forwards]]:
-        """Generates samples of some prompts, whose ids and seeds continue those of the step's earlier prompts.
+        """Samples some prompts; ids and seeds continue those of the step's earlier prompts.
 
         Where the trainers have devices of their own, their scores and forward passes have begun.
         """
@@ -232,7 +232,7 @@ class Sampler:
         return await pending.result(), self._parts.engines.spawn(_join(scorings)), forwards
 
     async def _begin(self, part: PendingRollouts, prompts: Sequence[Prompt]) -> tuple[Scoring, Forwards]:
-        """Starts forward passes and scores of a part of some samples when its responses have arrived."""
+        """Waits for a part of some samples, and starts its forward passes and scores."""
         rollouts = await part.result()
         forwards: Forwards = {}
         if self._begin_forwards is not None:
@@ -281,7 +281,7 @@ class Sampler:
     async def _rounds(
         self, keep: SampleFilter, step: int
     ) -> tuple[list[Prompt], list[Rollouts], list[ScoredSamples], list[int]]:
-        """Samples rounds until enough draws pass; returns all draws, each round's samples, and which draws passed."""
+        """Samples rounds until enough draws pass; returns draws, samples by round, and who passed."""
         drawn: list[Prompt] = []
         rounds: list[Rollouts] = []
         scorings: list[ScoredSamples] = []

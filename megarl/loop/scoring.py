@@ -56,7 +56,7 @@ Flags = npt.NDArray[np.bool_]
 
 REWARD_MODEL = "reward_model"
 ENVIRONMENT = "environment"
-"""Names of the reward model and the environment among the rewards; reward functions have their labels."""
+"""Names of these rewards; reward functions have their labels."""
 
 ScoresByReward = Mapping[str, Values]
 """[C] unweighted scores by the name of the reward; those of the reward model are normalized."""
@@ -125,7 +125,7 @@ class Scorer:
 
     @property
     def token_scale(self) -> TokenRewardScale | None:
-        """Returns the scale of the reward model's scores of tokens; None if it scores whole responses."""
+        """Returns the scale of a reward model of tokens; None if it scores whole responses."""
         reward = self._reward
         if reward.dense is None:
             return None
@@ -186,7 +186,7 @@ def gather_rows(columns: Mapping[int, Values]) -> Values:
 def total_scores(
     scores: ScoresByReward, samples: Sequence[SampleInfo], weights: Mapping[str, float], shaping: Scores
 ) -> Values:
-    """Returns the weighted sum of all rewards, clipped and shaped, [C]; NaN where a reward has no score.
+    """Returns the weighted sum of all rewards, clipped and shaped, [C]; NaN where one is missing.
 
     Args:
         samples: [C].
@@ -206,7 +206,7 @@ def total_scores(
 
 
 def reward_weights(reward: Reward, environment: EnvironmentSettings | None = None) -> dict[str, float]:
-    """Returns the weight of each reward by name; 0 for a reward model that scores tokens, which is not in the sum."""
+    """Returns the weight of each reward by name; 0 for a reward model that scores tokens."""
     weights = {REWARD_MODEL: reward.weight}
     if reward.dense:
         weights[REWARD_MODEL] = 0.0
@@ -220,7 +220,7 @@ def reward_weights(reward: Reward, environment: EnvironmentSettings | None = Non
 
 
 def unscored_metrics(scores: ScoresByReward) -> dict[str, int]:
-    """Returns the number of samples without a score: `rewards/unscored`, and by reward `rewards/unscored/NAME`."""
+    """Returns the numbers of samples without a score, of any reward and by reward."""
     missing = ~np.isfinite(np.stack(list(scores.values())))
     metrics = {"rewards/unscored": int(missing.any(axis=0).sum())}
     for name, is_missing in zip(scores, missing, strict=True):
@@ -257,7 +257,7 @@ class ScoredBatch:
 
     @property
     def trained_roles(self) -> frozenset[RoleName]:
-        """Returns the roles with a scored and selected sample that is not masked; the gradient of others is 0."""
+        """Returns the roles with a scored, selected and unmasked sample; others have no gradient."""
         trained: set[RoleName] = set()
         scored = np.isfinite(self.samples.scores) & np.isin(np.arange(len(self.samples.scores)), self.selected)
         if scored.any():
@@ -276,7 +276,7 @@ def score_batch(
     *,
     order: Indices | None,
 ) -> ScoredBatch:
-    """Returns the scores of a step, with advantages if the algorithm compares the samples of a prompt.
+    """Returns the scores of a step, with the advantages of algorithms that compare samples.
 
     Branches count as one sample, with the score and the end of the last one and the length of all.
 
@@ -365,7 +365,7 @@ def with_selection(
 
 
 def sample_filter(weights: Mapping[str, float], algo: Algo) -> SampleFilter:
-    """Returns the algorithm's filter for conversations, [C]; it drops prompts without a scored one."""
+    """Returns the algorithm's filter of conversations; it drops prompts without a scored one."""
     assert algo.filter is not None
     passes = bound(FILTERS, algo.filter.name, algo.filter.options)
 
@@ -388,7 +388,7 @@ def group_numbers(samples: Sequence[SampleInfo]) -> Indices:
 
 
 def _group_metrics(scores: Values, groups: Indices) -> dict[str, float]:
-    """Returns the metrics `group/*`; none if every prompt has one sample, or no sample has a score."""
+    """Returns the metrics `group/*`; none if every prompt has one sample, or nothing a score."""
     scored = np.isfinite(scores)
     _, numbers, sizes = np.unique(groups[scored], return_inverse=True, return_counts=True)
     if not scored.any() or groups.max() + 1 == len(groups):

@@ -1,4 +1,4 @@
-"""The updates of a PPO step: schedules, optimizer steps of actor and critic, and pretraining texts."""
+"""The updates of a PPO step: schedules, optimizer steps of actor and critic, pretraining texts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PretrainMix:
         self.rows = Stream(rows, config.run.seed)
 
     def next(self, steps: Sequence[Schedule]) -> tuple[tuple[Schedule, ...], UpdateRequest[Schedule]]:
-        """Takes the next texts for some optimizer steps; returns both with packs of the same length in each step."""
+        """Takes the next texts for some optimizer steps; returns both, with one pack length per step."""
         per_step = self._settings.sequences_per_mini_batch
         samples, chunks = text_batch(self.rows.next(per_step * len(steps)), self._layout.dp * len(steps))
         trained = on_all_tokens(samples) if self._settings.loss_on == "all" else samples
@@ -84,7 +84,7 @@ class Updater:
         kl_coef: float,
         trained_roles: Container[RoleName],
     ) -> list[dict[str, float]]:
-        """Takes the optimizer steps of a step, and returns their metrics, those of both roles together.
+        """Takes the optimizer steps of a step, and returns the metrics of each, of both roles.
 
         While the critic warms up, the actor takes none. A role without scored samples skips its
         steps, because Adam changes its weights even without a gradient.
@@ -128,7 +128,7 @@ class Updater:
         return updates
 
     async def take_token_values(self) -> TokenValues:
-        """Returns the values of the tokens in the last update, where `tracking.tokens` keeps them."""
+        """Pops the values of the tokens in the last update; none without `tracking.tokens`."""
         if not self._config.tracking.tokens:
             return {}
         values: TokenValues = {}
@@ -154,11 +154,11 @@ class Updater:
 
     @property
     def _steps(self) -> int:
-        """Optimizer steps in a step's schedule of the learning rate; a selection of few samples leaves some out."""
+        """Optimizer steps of the learning rate's schedule; a small selection leaves some out."""
         return self._algo.ppo_epochs * self._algo.mini_batches
 
     def _passes(self, role: RoleName, samples: Sequence[SampleInfo], step: int) -> list[tuple[Schedule, ...]]:
-        """Returns the schedules of a role's optimizer steps: all together, or by epoch if training may stop early.
+        """Returns the schedules of a role's optimizer steps; by epoch if training may stop early.
 
         An optimizer step has the same samples for every role.
         """
@@ -191,7 +191,7 @@ class Updater:
 
 
 def mean_kl(updates: Sequence[Mapping[str, float]], schedules: Sequence[Schedule]) -> float:
-    """Returns the mean of log p(old) - log p(new) over the tokens of some optimizer steps, in nats; 0 without any."""
+    """Returns the mean of log p(old) - log p(new) over tokens, in nats; 0 without any."""
     name = "policy/ppo_kl"  # missing in a step in which no token has a weight
     known: list[float] = []
     tokens: list[int] = []
