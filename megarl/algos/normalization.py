@@ -158,7 +158,6 @@ def whiten_advantages(
         mean_only: subtract the mean, without a division.
         eps: keeps the divisor above 0.
     """
-    del groups
     whitened = standardise(advantages, response_mask, reduce, ddof=ddof, form=form, mean_only=mean_only, eps=eps)
     return on_mask(whitened, response_mask)
 

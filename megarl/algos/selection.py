@@ -48,7 +48,6 @@ def best_fraction(scores: Tensor, groups: Tensor, discarded: Tensor, *, fraction
     Args:
         fraction: part of the samples that is kept.
     """
-    del groups
     order = scores.masked_fill(discarded, -math.inf).argsort(stable=True).flip(0)
     allowed = order[~discarded[order]]
     return allowed[: int(len(scores) * fraction)]

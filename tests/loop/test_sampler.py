@@ -13,9 +13,10 @@ import pytest
 
 from megarl.groups.rollouts import Rollouts
 from megarl.loop.sampler import RolloutParts, Sampled, Sampler
-from megarl.loop.scoring import ScoredSamples, ScoresByReward
+from megarl.loop.scoring import ScoredSamples
 from megarl.types import Prompt, SampleInfo, SampleRequest
 from tests.loop.answers import answer, info, run
+from tests.loop.simulation import differ
 
 PROMPTS = [Prompt(prompt_id=f"p{index}", token_ids=(index,)) for index in range(5)]
 SAMPLES = 2
@@ -77,13 +78,6 @@ class OneChunk:
 
     def only(self, chunks: object) -> OneChunk:
         return self
-
-
-def differ(sources: ScoresByReward, samples: Sequence[SampleInfo]) -> np.ndarray:
-    """Keeps prompts whose samples do not all score the same."""
-    scores = sources["rule"]
-    of_prompt = {s.prompt_id: [scores[i] for i, t in enumerate(samples) if t.prompt_id == s.prompt_id] for s in samples}
-    return np.array([len(set(of_prompt[sample.prompt_id])) > 1 for sample in samples])
 
 
 def sampler(world: World, *, rounds: int = 0, greedy: bool = False) -> Sampler:

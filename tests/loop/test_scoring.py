@@ -363,17 +363,11 @@ def chosen(selection: Selection, scores: Sequence[float] = SCORES, prompts: str 
     return list(selected)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, [1, 6]),
-        ({"discard_unfinished": True}, [3, 6]),
-        ({"min_score": 0.3, "discard_unfinished": True}, [6]),
-        ({"min_score": 2.0}, []),
-    ],
-)
-def test_the_best_of_each_prompt_is_selected(options: dict[str, Any], expected: list[int]) -> None:
-    assert chosen(Selection(**options)) == expected
+def test_the_best_of_each_draw_of_a_prompt_is_selected() -> None:
+    assert chosen(Selection()) == chosen(Selection(), prompts="aaaaaaaa") == [1, 6]
+    assert chosen(Selection(discard_unfinished=True)) == [3, 6]
+    assert chosen(Selection(min_score=0.3, discard_unfinished=True)) == [6]
+    assert chosen(Selection(min_score=2.0)) == chosen(Selection(), scores=[NONE] * 8) == []
 
 
 def test_the_best_of_the_step_are_selected() -> None:
@@ -384,14 +378,6 @@ def test_the_best_of_the_step_are_selected() -> None:
     assert chosen(top(0.3, discard_unfinished=True)) == [6, 7]
     assert chosen(top(0.9, min_score=0.5)) == [6, 1, 7, 4], "the least score is enough"
     assert chosen(top(0.9)) == [6, 1, 7, 4, 5, 3, 0], "samples without a score are never selected"
-
-
-def test_a_repeated_prompt_in_a_step_counts_twice() -> None:
-    assert chosen(Selection(), prompts="aaaaaaaa") == [1, 6]
-
-
-def test_without_any_score_nothing_is_selected() -> None:
-    assert chosen(Selection(), scores=[NONE] * 8) == []
 
 
 def test_all_branches_of_a_selected_conversation_are_trained_on() -> None:

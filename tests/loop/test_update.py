@@ -197,13 +197,9 @@ def test_pretraining_texts_are_trained_on_without_scores() -> None:
     assert len(told) == 6
 
 
-def test_the_mean_is_over_tokens() -> None:
-    steps = [{"policy/ppo_kl": 0.4}, {"policy/ppo_kl": 0.0}]
-    assert mean_kl(steps, [schedule(10), schedule(30)]) == pytest.approx(0.1)
-
-
-def test_steps_without_tokens_are_excluded_from_the_mean() -> None:
-    assert mean_kl([{"policy/ppo_kl": 0.4}, {}], [schedule(10), schedule(30)]) == pytest.approx(0.4)
+@pytest.mark.parametrize(("second", "mean"), [({"policy/ppo_kl": 0.0}, 0.1), ({}, 0.4)], ids=["with tokens", "none"])
+def test_the_mean_is_over_the_tokens_of_steps_that_have_any(second: dict[str, float], mean: float) -> None:
+    assert mean_kl([{"policy/ppo_kl": 0.4}, second], [schedule(10), schedule(30)]) == pytest.approx(mean)
     assert mean_kl([{}], [schedule(10)]) == 0.0
 
 
