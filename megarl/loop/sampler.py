@@ -223,13 +223,9 @@ class Sampler:
         if self._parts.colocation.shared:
             return await pending.result(), None, ()
         parts = [self._parts.engines.spawn(self._begin(part, prompts)) for part in pending.parts(self._part_count)]
-        scorings: list[Scoring] = []
-        forwards: list[Forwards] = []
-        for part in parts:
-            scoring, begun = await part
-            scorings.append(scoring)
-            forwards.append(begun)
-        return await pending.result(), self._parts.engines.spawn(_join(scorings)), forwards
+        begun = [await part for part in parts]
+        scoring = self._parts.engines.spawn(_join([scoring for scoring, _ in begun]))
+        return await pending.result(), scoring, [forwards for _, forwards in begun]
 
     async def _begin(self, part: PendingRollouts, prompts: Sequence[Prompt]) -> tuple[Scoring, Forwards]:
         """Waits for a part of some samples, and starts its forward passes and scores."""
