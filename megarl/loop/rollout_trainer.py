@@ -19,7 +19,7 @@ from megarl.groups.engines import launch_engines
 from megarl.groups.resharder import Resharder, SyncPlanner
 from megarl.groups.trainers import close_all, launch_trainers, start_all
 from megarl.loop.evaluate import Evaluator
-from megarl.loop.logprob_check import LogprobCheck
+from megarl.loop.logprob_check import begin_check
 from megarl.loop.pass_meter import PassMeter
 from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.sampler import RolloutParts, Sampled, sample_metrics
@@ -83,15 +83,16 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
 
     async def begin(self, step: int) -> Metrics:
         """Syncs the actor's weights to the engines, and compares their log-probabilities."""
-        check = None
-        if self._config.resharding.logprob_check is not None:
-            check = await LogprobCheck.begin(self._config, self.roles["actor"])
+        compare = None
+        agreement = self._config.resharding.logprob_check
+        if agreement is not None:
+            compare = await begin_check(self._config, agreement, self.roles["actor"])
         self._phase("weights into the engines")
         report = await self._colocation.sync(step)
         metrics = report.metrics()
-        if check is not None:
+        if compare is not None:
             self._phase("log-probabilities compared")
-            metrics |= await check.compare(self._engines)
+            metrics |= await compare(self._engines)
         self._engines.take_metrics()  # the start is no part of a step
         self._buffer.begin(step)
         return metrics
