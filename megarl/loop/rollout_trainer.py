@@ -25,6 +25,7 @@ from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.sampler import RolloutParts, Sampled, sample_metrics
 from megarl.loop.scoring import ScoredBatch, reward_weights
 from megarl.loop.skipped_steps import SkippedBatches, write_rollouts
+from megarl.loop.train import is_due
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.datasets import PromptSets
 from megarl.run.paths import ema_export
@@ -99,9 +100,7 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
 
     async def _sync(self, step: int) -> Metrics:
         """Moves the actor's weights into the engines as version `step`, if a sync is due."""
-        steps = self._config.steps
-        every = self.evaluate_every
-        evaluates = step == steps or (every is not None and step % every == 0)
+        evaluates = is_due(step, self.evaluate_every, self._config.steps)
         if not evaluates and (step % self._config.rollout.sync_every or self._buffer.skips_sync(step)):
             return {}
         await self._buffer.prepare_sync()

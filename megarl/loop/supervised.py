@@ -18,6 +18,7 @@ from megarl.data.training_texts import TrainingText
 from megarl.groups.trainers import close_all, launch_trainers
 from megarl.loop.pass_meter import PassMeter
 from megarl.loop.skipped_steps import SkippedBatches, write_rows
+from megarl.loop.train import Trainer
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest, UpdateRequest
 from megarl.preflight.datasets import PairSets, TextSets
@@ -27,8 +28,8 @@ from megarl.run.timers import Timers
 from megarl.types import SampleInfo, Schedule, TextChunk
 
 
-class SupervisedTrainer:
-    """Trains one role; see `loop.train.Trainer`.
+class SupervisedTrainer(Trainer):
+    """Trains one role, which always has the devices.
 
     Args:
         model_dir: Hugging Face directory of the model.
@@ -67,9 +68,6 @@ class SupervisedTrainer:
     async def start(self) -> None:
         await self._trainers.start(self._model_dir)
 
-    async def begin(self, step: int) -> Metrics:
-        return {}
-
     async def step(self, step: int) -> StepResult:
         timers = Timers()
         self._phase("update")
@@ -105,12 +103,6 @@ class SupervisedTrainer:
         trained = on_all_tokens(samples) if self._all_tokens else samples
         schedule = step_schedule(trained, self._layout, self._budget, rows_per_unit=len(rows[0].responses))
         return samples, ChunkRefs[TextChunk].put(chunks), schedule
-
-    async def evaluations(self, *, wait: bool) -> Sequence[EvaluationResult]:
-        return ()
-
-    async def to_training(self) -> None:
-        """Does nothing: the trained role always has the devices."""
 
     def state(self, directory: Path) -> dict[str, Any]:
         """Returns the position in the rows; needs no files."""

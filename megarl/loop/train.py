@@ -52,7 +52,7 @@ class Trainer(Protocol):
 
     async def begin(self, step: int) -> Metrics:
         """Prepares the first step of this process; `step` is the last one taken, by a checkpoint."""
-        ...
+        return {}
 
     async def step(self, step: int) -> StepResult:
         """Takes a step."""
@@ -63,7 +63,7 @@ class Trainer(Protocol):
 
     async def evaluations(self, *, wait: bool) -> Sequence[EvaluationResult]:
         """Pops the results of finished evaluations beside the training; with `wait`, of all."""
-        ...
+        return ()
 
     async def to_training(self) -> None:
         """Gives the devices to the trained roles, which are about to be saved."""
@@ -155,11 +155,11 @@ async def train(
         for limit in limits:
             limit.add(result)
         await saver.check()
-        if _due(step, trainer.evaluate_every, config.steps):
+        if is_due(step, trainer.evaluate_every, config.steps):
             reporter.evaluated(await trainer.evaluate(step))
         alarm = reporter.alarm(step)
         leaves = preemption.leaves(saver.expected_s)
-        saves = leaves or alarm is not None or _due(step, config.checkpoint.every, config.steps)
+        saves = leaves or alarm is not None or is_due(step, config.checkpoint.every, config.steps)
         for evaluation in await trainer.evaluations(wait=saves):
             reporter.evaluated(evaluation)
         if saves:
@@ -272,7 +272,8 @@ class UnscoredSteps:
             raise RunError("\n".join([f"{message}; correct the reward, and start the run again", *causes]))
 
 
-def _due(step: int, every: int | None, last: int) -> bool:
+def is_due(step: int, every: int | None, last: int) -> bool:
+    """Returns whether something happens after a step: after every so many, and after the last."""
     return step == last or (every is not None and step % every == 0)
 
 
