@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,6 +31,13 @@ def rows(*columns: Tensor) -> list[list[list[float]]]:
     return [[own[row][mask].tolist() for own in columns] for row, mask in enumerate(MASK) if mask.any()]
 
 
+def assert_equal_on_ranks(function: Callable[[slice, Reduce], Tensor], whole: Tensor) -> None:
+    """Ranks that share the rows compute of them what one rank does."""
+    for split in ([slice(0, 1), slice(1, 4)], [slice(0, 4), slice(0, 0)], [slice(1, 2), slice(2, 4), slice(0, 1)]):
+        for part, own in zip(split, on_ranks(function, [(part,) for part in split]), strict=True):
+            torch.testing.assert_close(own, whole[part])
+
+
 @pytest.mark.parametrize("bounds", [(None, 1.2), (0.8, 1.3), (0.97, 1.03)], ids=str)
 @pytest.mark.parametrize("name", WEIGHTS)
 @given(seed=st.integers(0, 99))
@@ -54,10 +62,7 @@ def test_batch_normalised_weights_have_mean_one_over_all_ranks(name: str) -> Non
     expected = naive.normalised(plain, by_sequence=name.startswith("sequence") or name == "geometric_truncate")
     for (own,), other in zip(rows(whole), expected, strict=True):
         assert own == pytest.approx(other)
-    for split in ([slice(0, 1), slice(1, 4)], [slice(0, 4), slice(0, 0)], [slice(1, 2), slice(2, 4), slice(0, 1)]):
-        parts = on_ranks(weigh, [(part,) for part in split])
-        for part, own in zip(split, parts, strict=True):
-            torch.testing.assert_close(own, whole[part])
+    assert_equal_on_ranks(weigh, whole)
 
 
 def test_weights_carry_no_gradient_and_stay_finite() -> None:
@@ -113,13 +118,9 @@ def test_m2po_does_not_depend_on_the_ranks() -> None:
     whole = m2po(old, rollout, MASK, local, threshold=0.05)
     assert whole.any()
     assert (MASK & ~whole).any()
-    for split in ([slice(0, 1), slice(1, 4)], [slice(0, 4), slice(0, 0)], [slice(1, 2), slice(2, 4), slice(0, 1)]):
-        kept = on_ranks(
-            lambda part, reduce: m2po(old[part], rollout[part], MASK[part], reduce, threshold=0.05),
-            [(part,) for part in split],
-        )
-        for part, own in zip(split, kept, strict=True):
-            assert torch.equal(own, whole[part])
+    assert_equal_on_ranks(
+        lambda part, reduce: m2po(old[part], rollout[part], MASK[part], reduce, threshold=0.05), whole
+    )
 
 
 def test_m2po_of_no_tokens_and_of_equal_policies() -> None:

@@ -124,9 +124,7 @@ def test_a_step_takes_the_next_prompts() -> None:
     world = World(SAYS)
     first = take(sampler(world), 1)
     assert world.moves == ["rollout", "training"]
-    assert [prompt.prompt_id for prompt in first.prompts for _ in range(SAMPLES)] == [
-        sample.prompt_id for sample in first.rollouts.samples
-    ]
+    assert ids(first) == [f"1/{prompt.prompt_id}/{index}" for prompt in first.prompts for index in range(SAMPLES)]
     assert scores(first) == [0, 1, 0, 1]
     assert first.greedy is None
     assert first.metrics == {}
@@ -144,12 +142,8 @@ def test_sampling_continues_until_the_step_is_full() -> None:
     assert ids(found) == world.picked == [f"7/{prompt}/{index}" for prompt in order[1:3] for index in range(SAMPLES)]
     assert scores(found) == [0, 1, 0, 1]
     assert world.moves == ["rollout", "training", "rollout", "training", "training"]
-    assert found.metrics == {
-        "filter/rounds": 2,
-        "filter/groups": 4,
-        "filter/groups_kept": 0.75,
-        "filter/filled": 0,
-    }
+    counts = {"filter/rounds": 2, "filter/groups": 4, "filter/groups_kept": 0.75, "filter/filled": 0}
+    assert found.metrics == counts
 
 
 def test_a_repeated_prompt_in_a_step_gets_new_samples() -> None:
