@@ -30,9 +30,6 @@ def test_early_stopping_is_strictly_above_the_target() -> None:
     assert not exceeds_target(-1.0, target=0.1)
 
 
-# ---- EMA of weights
-
-
 @given(st.floats(0.0, 1.0))
 def test_the_ema_equals_its_closed_form(decay: float) -> None:
     average = start = numbers(3, seed=0)
@@ -47,9 +44,6 @@ def test_the_ema_of_bfloat16_weights_is_in_float32() -> None:
     average = ema(torch.zeros(2), torch.ones(2, dtype=torch.bfloat16), decay=0.992)
     assert average.dtype == torch.float32
     torch.testing.assert_close(average, torch.full((2,), 0.008))
-
-
-# ---- normalised returns
 
 
 def test_the_moments_of_one_batch_equal_those_of_its_tokens() -> None:
