@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,13 +35,11 @@ most. Very short sequences cost time where attention loops over them."""
 Ids = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float32]
 
-V_co = TypeVar("V_co", covariant=True)
 
-
-class Chunks(Protocol[V_co]):
+class Chunks[V](Protocol):
     """One value per chunk, by chunk index; access may fetch it."""
 
-    def __getitem__(self, chunk: int, /) -> V_co: ...
+    def __getitem__(self, chunk: int, /) -> V: ...
 
 
 class TokenChunk(Protocol):

@@ -138,15 +138,6 @@ def _branch_units(samples: Sequence[SampleInfo]) -> list[Unit]:
     return [(replace(_row(sample), sequence_tokens=tokens[sample.conversation]),) for sample in samples]
 
 
-def _sequences(rows: Sequence[PackRow]) -> int:
-    """Returns the number of conversations with a response token."""
-    total = 0.0
-    for row in rows:
-        if row.response_tokens:
-            total += row.response_tokens / (row.sequence_tokens or row.response_tokens)
-    return round(total)
-
-
 def _tokens(unit: Unit) -> int:
     return sum(row.tokens for row in unit)
 
@@ -223,6 +214,10 @@ def _schedule(shares: Sequence[Sequence[Unit]], layout: Layout, budget: int) -> 
     assert rows, "more mini-batches than samples"
     assert len({(row.chunk, row.row) for row in rows}) == len(rows), "a sample is listed twice"
     assert all(row.prompt_tokens for row in rows), "a first response token has nothing that predicts it"
+    conversations: list[float] = []  # a branch is a part of one
+    for row in rows:
+        if row.response_tokens:
+            conversations.append(row.response_tokens / (row.sequence_tokens or row.response_tokens))
     packs_multiple = layout.pp if layout.vpp > 1 else 1
     tokens_multiple = layout.tp if layout.sequence_parallel else 1
     packed = _pack(shares, max(budget, *map(_tokens, units)), packs_multiple)
@@ -231,7 +226,7 @@ def _schedule(shares: Sequence[Sequence[Unit]], layout: Layout, budget: int) -> 
         packs=(),
         pack_tokens=-(-longest // tokens_multiple) * tokens_multiple,
         total_rows=len(rows),
-        total_sequences=_sequences(rows),
+        total_sequences=round(sum(conversations)),
         total_response_tokens=sum(row.response_tokens for row in rows),
         rows_per_unit=len(units[0]),
     )
