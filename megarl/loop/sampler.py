@@ -250,13 +250,9 @@ class Sampler:
         others = sorted(set(range(len(prompts))) - set(kept))
         chosen = sorted([*kept, *others][:wanted])
         rollouts = Rollouts.joined(rounds)
-        branches = Branches.of(rollouts.samples)
-        conversations: list[int] = []
-        for draw in chosen:
-            conversations += range(draw * size, (draw + 1) * size)
-        rows: list[int] = []
-        for conversation in conversations:
-            rows += branches.rows(conversation)
+        draws = Branches.of(rollouts.samples).conversation // size
+        rows: list[int] = np.flatnonzero(np.isin(draws, chosen)).tolist()
+        conversations = np.isin(np.arange(len(prompts) * size) // size, chosen)
         if len(rows) < len(rollouts.samples):
             picked = [rollouts.samples[row] for row in rows]
             rollouts = await self._parts.engines.pick(rollouts, picked, self._chunks)
