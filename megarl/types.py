@@ -337,8 +337,7 @@ class SampleInfo:
 class PackRow:
     """A sample in a pack: its chunk and row, and its lengths as in ``SampleInfo``.
 
-    ``sequence_tokens`` counts the sampled tokens of all branches of its conversation,
-    if there are others.
+    ``sequence_tokens`` counts the sampled tokens of all branches of its conversation; None: the row's.
     """
 
     chunk: int

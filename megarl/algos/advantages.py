@@ -88,7 +88,6 @@ def reinforce(
     the step, with the penalties in the rewards. Source: Williams, "Simple statistical
     gradient-following algorithms" (1992); REINFORCE++ (Hu et al., 2025); OpenRLHF and verl.
     """
-    del values
     returns = on_mask(discounted_returns(rewards, response_mask, gamma=gamma), response_mask)
     return returns, returns
 

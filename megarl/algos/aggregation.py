@@ -27,7 +27,6 @@ def token_mean(
 
     Every counting token weighs 1 / total_tokens. Source: OpenRLHF, verl and DAPO (Yu et al., 2025).
     """
-    del total_sequences
     return response_mask.to(dtype) / max(total_tokens, 1)
 
 
@@ -38,7 +37,6 @@ def token_sum(
 
     Every counting token weighs 1: the gradient grows with the tokens of a step. Source: verl.
     """
-    del total_tokens, total_sequences
     return response_mask.to(dtype)
 
 
@@ -51,7 +49,6 @@ def sequence_mean(
     without one are left out.
     Source: GRPO (Shao et al., 2024) and GSPO (Zheng et al., 2025).
     """
-    del total_tokens
     lengths = response_mask.sum(-1, keepdim=True).clamp(min=1)
     return response_mask.to(dtype) / (lengths * max(total_sequences, 1))
 
@@ -63,7 +60,6 @@ def sequence_sum(
 
     Every counting token weighs 1 / total_sequences. Source: verl's seq-mean-token-sum.
     """
-    del total_tokens
     return response_mask.to(dtype) / max(total_sequences, 1)
 
 
@@ -78,7 +74,6 @@ def sequence_sum_norm(
     Args:
         tokens: the constant length, such as that of the longest response.
     """
-    del total_tokens
     return response_mask.to(dtype) / (max(total_sequences, 1) * tokens)
 
 

@@ -158,7 +158,6 @@ def whiten_advantages(
         mean_only: subtract the mean, without a division.
         eps: keeps the divisor above 0.
     """
-    del groups
     whitened = standardise(advantages, response_mask, reduce, ddof=ddof, form=form, mean_only=mean_only, eps=eps)
     return on_mask(whitened, response_mask)
 
@@ -204,8 +203,13 @@ def levels(
     of_level = {"batch": Groups(index=torch.zeros_like(groups.index), count=1), "group": groups}
     centred = on_mask(advantages.double(), response_mask)
     if mean is not None:
-        centred = centred - _means(centred, response_mask, of_level[mean], reduce, leave_one_out=leave_one_out)
-        centred = on_mask(centred, response_mask)
+        moments = grouped_moments(centred, response_mask, of_level[mean], reduce)
+        subtracted = moments.mean[of_level[mean].index, None]
+        if leave_one_out:
+            count = moments.count[of_level[mean].index, None]
+            of_others = (subtracted * count - centred) / (count - 1).clamp(min=1)
+            subtracted = torch.where(count > 1, of_others, torch.zeros_like(centred))
+        centred = on_mask(centred - subtracted, response_mask)
     if std is not None:
         moments = grouped_moments(centred.square(), response_mask, of_level[std], reduce)
         total = moments.mean * moments.count
@@ -214,13 +218,3 @@ def levels(
             deviation = torch.where(moments.count > 1, deviation, torch.ones_like(deviation))
         centred = centred / (deviation[of_level[std].index, None] + eps)
     return centred.to(advantages.dtype)
-
-
-def _means(values: Tensor, mask: Tensor, groups: Groups, reduce: Reduce, *, leave_one_out: bool) -> Tensor:
-    """The mean of each row's group, [B, 1]; or of the group's other entries, [B, R], 0 without others."""
-    moments = grouped_moments(values, mask, groups, reduce)
-    mean = moments.mean[groups.index, None]
-    count = moments.count[groups.index, None]
-    if not leave_one_out:
-        return mean
-    return torch.where(count > 1, (mean * count - values) / (count - 1).clamp(min=1), torch.zeros_like(values))

@@ -13,7 +13,6 @@ pairs also ``margin``, chosen - rejected, and the scores, ``chosen`` and ``rejec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -72,24 +71,17 @@ def best_of_n(scores: Tensor, best: Tensor) -> LossTerms:
     return LossTerms(values=values, metrics={"accuracy": hits})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spans:
-    """The columns in which the two responses of each pair differ.
+def span(chosen: Tensor, rejected: Tensor, chosen_ids: Tensor, rejected_ids: Tensor, pad: int) -> LossTerms:
+    """The Bradley-Terry loss at every token where the responses differ, averaged per pair.
+
+    l = mean over the span of -log sigmoid(chosen[t] - rejected[t]), of the scores after each token,
+    [P, T]. The scores of the metrics are those of the last tokens.
+    Source: DeepSpeed-Chat's reward model.
 
     Args:
-        mask: [P, T] bool, True from the first difference up to the end of the longer response.
-        chosen_last, rejected_last: [P] int64, the last column of each response.
-    """
-
-    mask: Tensor
-    chosen_last: Tensor
-    rejected_last: Tensor
-
-
-def spans_of(chosen_ids: Tensor, rejected_ids: Tensor, *, pad: int) -> Spans:
-    """The spans of right-padded pairs, [P, T] int64 each; that of two equal rows is the last column alone.
-
-    A row ends before its first ``pad``. Source: DeepSpeed-Chat's reward model.
+        chosen_ids, rejected_ids: [P, T] int64, right-padded; a row ends before its first ``pad``.
+            The span goes from the first difference up to the end of the longer response; that of
+            two equal rows is the last column alone.
     """
     width = chosen_ids.shape[1]
     columns = torch.arange(width, device=chosen_ids.device)
@@ -104,24 +96,12 @@ def spans_of(chosen_ids: Tensor, rejected_ids: Tensor, *, pad: int) -> Spans:
     equal = start == width
     start = torch.where(equal, width - 1, start)
     end = torch.where(equal, width, end)
-    return Spans(
-        mask=(columns >= start[:, None]) & (columns < end[:, None]),
-        chosen_last=(chosen_end - 1).clamp(min=0),
-        rejected_last=(rejected_end - 1).clamp(min=0),
-    )
-
-
-def span(chosen: Tensor, rejected: Tensor, spans: Spans) -> LossTerms:
-    """The Bradley-Terry loss at every token where the responses differ, averaged per pair.
-
-    l = mean over the span of -log sigmoid(chosen[t] - rejected[t]), of the scores after each token,
-    [P, T]. The scores of the metrics are those of the last tokens.
-    Source: DeepSpeed-Chat's reward model.
-    """
-    counted = on_mask(chosen - rejected, spans.mask)
-    values = -(functional.logsigmoid(counted) * spans.mask).sum(-1) / spans.mask.sum(-1).clamp(min=1)
-    ends = chosen.gather(-1, spans.chosen_last[:, None]), rejected.gather(-1, spans.rejected_last[:, None])
-    return LossTerms(values=values, metrics=_metrics(*(end.squeeze(-1) for end in ends)))
+    mask = (columns >= start[:, None]) & (columns < end[:, None])
+    counted = on_mask(chosen - rejected, mask)
+    values = -(functional.logsigmoid(counted) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+    chosen_last = chosen.gather(-1, (chosen_end - 1).clamp(min=0)[:, None])
+    rejected_last = rejected.gather(-1, (rejected_end - 1).clamp(min=0)[:, None])
+    return LossTerms(values=values, metrics=_metrics(chosen_last.squeeze(-1), rejected_last.squeeze(-1)))
 
 
 def _metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:

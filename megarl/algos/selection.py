@@ -34,9 +34,10 @@ def best_of_groups(scores: Tensor, groups: Tensor, discarded: Tensor) -> Tensor:
     best: list[int] = []
     for group in sorted({int(group) for group in groups}):
         members = (groups == group).nonzero().squeeze(-1)
-        scored = candidates[members]
-        best.append(int(members[(scored == scored.max()).nonzero()[0]]))
-    return torch.tensor([index for index in best if not discarded[index]], dtype=torch.int64)
+        index = int(members[candidates[members].argmax()])
+        if not discarded[index]:
+            best.append(index)
+    return torch.tensor(best, dtype=torch.int64)
 
 
 def best_fraction(scores: Tensor, groups: Tensor, discarded: Tensor, *, fraction: BelowOne = 0.2) -> Tensor:
@@ -47,7 +48,6 @@ def best_fraction(scores: Tensor, groups: Tensor, discarded: Tensor, *, fraction
     Args:
         fraction: part of the samples that is kept.
     """
-    del groups
     order = scores.masked_fill(discarded, -math.inf).argsort(stable=True).flip(0)
     allowed = order[~discarded[order]]
     return allowed[: int(len(scores) * fraction)]

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from megarl.types import SampleInfo
+
+Indices = npt.NDArray[np.int64]
+
+
+def numbered(names: Iterable[str]) -> Indices:
+    """Returns a number of each name, from 0 on in the order of first appearance."""
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,22 +28,21 @@ class Branches:
         last: index of the last sample of each conversation, [C].
     """
 
-    conversation: npt.NDArray[np.int64]
-    last: npt.NDArray[np.int64]
+    conversation: Indices
+    last: Indices
 
     @classmethod
     def of(cls, samples: Sequence[SampleInfo]) -> Branches:
-        numbers: dict[str, int] = {}
-        conversation = [numbers.setdefault(sample.conversation, len(numbers)) for sample in samples]
-        last = {number: index for index, number in enumerate(conversation)}
-        return cls(conversation=np.array(conversation, np.int64), last=np.array(list(last.values()), np.int64))
+        conversation = numbered(sample.conversation for sample in samples)
+        last = {number: index for index, number in enumerate(conversation.tolist())}
+        return cls(conversation=conversation, last=np.array(list(last.values()), np.int64))
 
     def rows(self, conversation: int) -> list[int]:
         """Returns the samples of a conversation."""
         return np.flatnonzero(self.conversation == conversation).tolist()
 
     def whole(self, samples: Sequence[SampleInfo]) -> list[SampleInfo]:
-        """Returns a sample per conversation: the last, with the first prompt and all sampled tokens."""
+        """Returns each conversation as one sample: the last, with the first prompt and all tokens."""
         prompts = dict[int, int]()
         tokens = [0] * len(self.last)
         for number, sample in zip(self.conversation.tolist(), samples, strict=True):

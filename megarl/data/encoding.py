@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from megarl.data.sources import UnusableRowError, listed
-from megarl.data.tokenizer import Message, TextTooLongError, Tokenizer
+from megarl.data.tokenizer import Message, Tokenizer
 from megarl.files import parse_json
 
 Ids = npt.NDArray[np.int32]
@@ -63,7 +63,7 @@ class Encoder:
             return self.chat(chat, columns.get("tools"))
         if "tools" in columns:
             raise ValueError("tools are for a prompt that is a chat: give messages, or set chat_template to true")
-        return self._encoded("prompt", lambda tokenizer: tokenizer.encode(value))
+        return _as_array("prompt", self._text_tokenizer.encode(value))
 
     def messages(self, name: str, value: Any) -> list[Message] | None:
         """Returns the messages of a prompt in a column; None for text and ids."""
@@ -80,8 +80,8 @@ class Encoder:
         if chat[-1]["role"] == "assistant":
             raise ValueError("the last message of a prompt is the assistant's: nothing is left to answer")
         offered = _tools(tools)
-        arguments = self._template_arguments
-        return self._encoded("prompt", lambda tokenizer: tokenizer.chat(chat, tools=offered, arguments=arguments))
+        ids = self._text_tokenizer.chat(chat, tools=offered, arguments=self._template_arguments)
+        return _as_array("prompt", ids)
 
     def response(self, columns: Columns, *names: str) -> Ids:
         """Encodes a response, found as `prompt` finds a prompt."""
@@ -106,7 +106,7 @@ class Encoder:
         """Encodes a response that is text; raises UnusableRowError if it is blank."""
         if not text.strip():
             raise UnusableRowError("empty", "a response is empty")
-        return self._encoded("response", lambda tokenizer: tokenizer.respond(text))
+        return _as_array("response", self._text_tokenizer.respond(text))
 
     def ids(self, name: str, value: object) -> Ids:
         """Checks ids and returns them as an array; raises UnusableRowError if there are none."""
@@ -124,14 +124,11 @@ class Encoder:
             reason = f"{tokens} tokens are too many: at most {max(self._max_tokens, 0)} fit"
             raise UnusableRowError("too_long", reason, tokens)
 
-    def _encoded(self, name: str, encode: Callable[[Tokenizer], list[int]]) -> Ids:
-        """Encodes a part of a row; raises UnusableRowError if it is empty, or cannot fit."""
+    @property
+    def _text_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             raise ValueError("text needs a tokenizer, and there is none; set model.tokenizer, or give token ids")
-        try:
-            return _as_array(name, encode(self._tokenizer))
-        except TextTooLongError as error:
-            raise UnusableRowError("too_long", str(error), error.tokens) from None
+        return self._tokenizer
 
 
 def first_column(columns: Mapping[str, Any], *names: str) -> str:

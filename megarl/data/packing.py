@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,13 +32,14 @@ PAD_SEQUENCE_TOKENS = 64
 """Length of padding sequences. Attention is quadratic in it: if all padding were one sequence, empty packs would cost
 most. Very short sequences cost time where attention loops over them."""
 
-V_co = TypeVar("V_co", covariant=True)
+Ids = npt.NDArray[np.int64]
+Values = npt.NDArray[np.float32]
 
 
-class Chunks(Protocol[V_co]):
+class Chunks[V](Protocol):
     """One value per chunk, by chunk index; access may fetch it."""
 
-    def __getitem__(self, chunk: int, /) -> V_co: ...
+    def __getitem__(self, chunk: int, /) -> V: ...
 
 
 class TokenChunk(Protocol):
@@ -80,19 +81,18 @@ class PackedBatch:
     """
 
     shape: PackShape
-    tokens: npt.NDArray[np.int64]
-    response_lengths: npt.NDArray[np.int64]
-    source_positions: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int64]
-    last_positions: npt.NDArray[np.int64]
+    tokens: Ids
+    response_lengths: Ids
+    source_positions: Ids
+    labels: Ids
+    last_positions: Ids
 
 
 def pack_shape(rows: Sequence[PackRow], pack_tokens: int) -> PackShape:
-    """Returns the shape of a padded pack; raises ValueError if the rows do not fit."""
+    """Returns the shape of a padded pack."""
     lengths = [row.tokens for row in rows]
     padding = pack_tokens - sum(lengths)
-    if padding < 0:
-        raise ValueError(f"rows of {sum(lengths)} tokens do not fit into a pack of {pack_tokens}")
+    assert padding >= 0, "the rows do not fit into the pack"
     while padding > 0:
         lengths.append(min(PAD_SEQUENCE_TOKENS, padding))
         padding -= PAD_SEQUENCE_TOKENS
@@ -105,22 +105,15 @@ def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) 
 
     Args:
         pack_tokens: padded number of tokens, S.
-
-    Raises:
-        ValueError: the rows do not fit, or a row's lengths are not those of its tokens.
     """
     shape = pack_shape(rows, pack_tokens)
     tokens = np.full(pack_tokens, PAD_TOKEN_ID, dtype=np.int64)
-    positions: list[npt.NDArray[np.int64]] = []
+    positions: list[Ids] = []
     for row, start in zip(rows, shape.cu_seqlens.tolist(), strict=False):
         chunk = chunks[row.chunk]
         prompt = chunk.prompt_ids[row.row]
         response = chunk.response_ids[row.row]
-        if len(prompt) + len(response) != row.tokens:
-            raise ValueError(
-                f"row {row.row} of chunk {row.chunk} has {len(prompt)} + {len(response)} tokens;"
-                f" the schedule says {row.prompt_tokens} + {row.response_tokens + row.given_tokens}"
-            )
+        assert len(prompt) + len(response) == row.tokens, f"the tokens of {row}"
         tokens[start : start + row.tokens] = np.concatenate([prompt, response])
         positions.append(start + _sampled_positions(row, chunk))
     labelled = _concatenate(positions, np.int64)
@@ -135,47 +128,35 @@ def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) 
     )
 
 
-def _sampled_positions(row: PackRow, chunk: TokenChunk) -> npt.NDArray[np.int64]:
+def _sampled_positions(row: PackRow, chunk: TokenChunk) -> Ids:
     """Returns where the response tokens of a row are in its sequence, without given ones."""
     if not row.given_tokens:
         return np.arange(row.prompt_tokens, row.tokens, dtype=np.int64)
-    sampled = np.zeros(0, np.int64)
-    if chunk.loss_mask is not None:
-        sampled = np.flatnonzero(chunk.loss_mask[row.row])
-    if len(sampled) != row.response_tokens:
-        raise ValueError(
-            f"row {row.row} of chunk {row.chunk} has {len(sampled)} sampled tokens in its loss_mask;"
-            f" the schedule says {row.response_tokens}"
-        )
+    assert chunk.loss_mask is not None
+    sampled = np.flatnonzero(chunk.loss_mask[row.row])
+    assert len(sampled) == row.response_tokens, f"the loss mask of {row}"
     return row.prompt_tokens + sampled
 
 
-def gather(rows: Iterable[PackRow], column: Chunks[Ragged]) -> npt.NDArray[np.float32]:
-    """Returns a column of the rows, [T] float32; raises ValueError on a wrong length."""
-    values: list[npt.NDArray[Any]] = []
+def gather(rows: Iterable[PackRow], column: Chunks[Ragged]) -> Values:
+    """Returns a column of the rows, [T] float32."""
+    values: list[Values] = []
     for row in rows:
         value = column[row.chunk][row.row]
-        if len(value) != row.response_tokens:
-            raise ValueError(
-                f"row {row.row} of chunk {row.chunk} has {len(value)} values for {row.response_tokens} response tokens"
-            )
+        assert len(value) == row.response_tokens, f"{len(value)} values for {row}"
         values.append(value)
     return _concatenate(values, np.float32)
 
 
-def scatter(rows: Sequence[PackRow], flat: npt.NDArray[np.float32]) -> dict[int, Ragged]:
+def scatter(rows: Sequence[PackRow], flat: Values) -> dict[int, Ragged]:
     """Returns one column per chunk: the inverse of `gather` for whole chunks.
 
     Args:
         rows: rows of whole chunks, in any order.
         flat: values in the order of `rows`, [T] float32.
-
-    Raises:
-        ValueError: a chunk is incomplete, or the number of values is wrong.
     """
     lengths = [row.response_tokens for row in rows]
-    if len(flat) != sum(lengths):
-        raise ValueError(f"{len(flat)} values for {sum(lengths)} response tokens")
+    assert len(flat) == sum(lengths)
     parts = np.split(flat, np.cumsum(lengths)[:-1])
     columns: dict[int, Ragged] = {}
     for chunk, order in _row_order(rows).items():
@@ -183,10 +164,9 @@ def scatter(rows: Sequence[PackRow], flat: npt.NDArray[np.float32]) -> dict[int,
     return columns
 
 
-def scatter_scalars(rows: Sequence[PackRow], values: npt.NDArray[np.float32]) -> dict[int, npt.NDArray[np.float32]]:
+def scatter_scalars(rows: Sequence[PackRow], values: Values) -> dict[int, Values]:
     """Returns one [N] float32 array per chunk from values per row, [B] float32; see `scatter`."""
-    if len(values) != len(rows):
-        raise ValueError(f"{len(values)} values for {len(rows)} rows")
+    assert len(values) == len(rows)
     return {chunk: values[order].astype(np.float32) for chunk, order in _row_order(rows).items()}
 
 
@@ -196,8 +176,7 @@ def _row_order(rows: Sequence[PackRow]) -> dict[int, list[int]]:
     by_place = sorted(range(len(rows)), key=lambda index: (rows[index].chunk, rows[index].row))
     for index in by_place:
         indices = order[rows[index].chunk]
-        if rows[index].row != len(indices):
-            raise ValueError("rows do not make whole chunks: one is missing or listed twice")
+        assert rows[index].row == len(indices), "the rows are not whole chunks"
         indices.append(index)
     return order
 

@@ -28,12 +28,7 @@ def inference_schedule(samples: Sequence[SampleInfo], layout: Layout, tokens_per
 
     Args:
         tokens_per_micro_batch: maximum tokens of a pack; raised to the longest sample.
-
-    Raises:
-        ValueError: no samples, a repeated sample, a sample without a prompt, or a
-            budget below one token.
     """
-    _check(samples, tokens_per_micro_batch)
     chunks: dict[int, list[PackRow]] = defaultdict(list)
     for sample in _in_order(samples):
         chunks[sample.chunk].append(_row(sample))
@@ -53,18 +48,13 @@ def step_schedule(
         tokens_per_micro_batch: maximum tokens of a pack; raised to the longest unit.
         rows_per_unit: number of neighboring rows of a chunk that stay in one
             pack: the responses of a preference.
-
-    Raises:
-        ValueError: as for `inference_schedule`; or a unit is incomplete.
     """
-    _check(samples, tokens_per_micro_batch)
     members: dict[tuple[int, int], list[SampleInfo]] = defaultdict(list)
     for sample in _in_order(samples):
         members[sample.chunk, sample.row // rows_per_unit].append(sample)
     units: list[Unit] = []
     for neighbors in members.values():
-        if len(neighbors) != rows_per_unit:
-            raise ValueError(f"sample {neighbors[0].sample_id} is not one of {rows_per_unit} neighbors of its chunk")
+        assert len(neighbors) == rows_per_unit, f"a neighbor of {neighbors[0].sample_id} is missing"
         units.append(tuple(map(_row, neighbors)))
     return _schedule(_balance(units, layout.dp), layout, tokens_per_micro_batch)
 
@@ -86,19 +76,9 @@ def update_schedules(
     and so do those of DP ranks.
 
     Args:
+        mini_batches: number of mini-batches, from 1 to that of conversations.
         tokens_per_micro_batch: maximum tokens of a pack; raised to the mini-batch's longest sample.
-
-    Raises:
-        ValueError: as for `inference_schedule`; no epoch, no mini-batch, or more
-            mini-batches than samples.
     """
-    _check(samples, tokens_per_micro_batch)
-    if epochs < 1:
-        raise ValueError(f"epochs is {epochs}: it must be at least 1")
-    conversations = {sample.conversation for sample in samples}
-    if not 1 <= mini_batches <= len(conversations):
-        rule = f"it must be from 1 to the {len(conversations)} samples of a step"
-        raise ValueError(f"mini_batches is {mini_batches}: {rule}")
     schedules: list[Schedule] = []
     for epoch in range(epochs):
         for members in mini_batch_members(samples, mini_batches, seed=seed, step=step, epoch=epoch):
@@ -129,24 +109,11 @@ def mini_batch_members(
 def under_one_length(one: Schedule, other: Schedule) -> tuple[Schedule, Schedule]:
     """Gives two passes of one optimizer step one pack length, as pipelines exchange one shape."""
     pack_tokens = max(rank.pack_tokens for rank in (*one.ranks, *other.ranks))
-    lengthened = [replace(rank, pack_tokens=pack_tokens) for rank in (*one.ranks, *other.ranks)]
-    count = len(one.ranks)
-    return Schedule(ranks=tuple(lengthened[:count])), Schedule(ranks=tuple(lengthened[count:]))
 
+    def lengthened(schedule: Schedule) -> Schedule:
+        return Schedule(ranks=tuple(replace(rank, pack_tokens=pack_tokens) for rank in schedule.ranks))
 
-def _check(samples: Sequence[SampleInfo], tokens_per_micro_batch: int) -> None:
-    if not samples:
-        raise ValueError("there are no samples to schedule")
-    if tokens_per_micro_batch < 1:
-        raise ValueError(f"tokens_per_micro_batch is {tokens_per_micro_batch}: it must be at least 1")
-    ids = {sample.sample_id for sample in samples}
-    places = {(sample.chunk, sample.row) for sample in samples}
-    if len(ids) != len(samples) or len(places) != len(samples):
-        raise ValueError("a sample is listed twice: sample ids, and (chunk, row) pairs, must be unique in a step")
-    for sample in samples:
-        if sample.prompt_tokens < 1:
-            reason = "nothing predicts its first response token"
-            raise ValueError(f"sample {sample.sample_id} has no prompt token: {reason}")
+    return lengthened(one), lengthened(other)
 
 
 def _in_order(samples: Sequence[SampleInfo]) -> list[SampleInfo]:
@@ -164,28 +131,11 @@ def _row(sample: SampleInfo) -> PackRow:
 
 
 def _branch_units(samples: Sequence[SampleInfo]) -> list[Unit]:
-    """Returns a unit per sample; branches have the tokens of their conversations."""
-    rows = Counter[str]()
+    """Returns a unit per sample, with the tokens of its conversation."""
     tokens = Counter[str]()
     for sample in samples:
-        rows[sample.conversation] += 1
         tokens[sample.conversation] += sample.response_tokens
-    units: list[Unit] = []
-    for sample in samples:
-        row = _row(sample)
-        if rows[sample.conversation] > 1:
-            row = replace(row, sequence_tokens=tokens[sample.conversation])
-        units.append((row,))
-    return units
-
-
-def _sequences(rows: Sequence[PackRow]) -> int:
-    """Returns the number of conversations with a response token."""
-    total = 0.0
-    for row in rows:
-        if row.response_tokens:
-            total += row.response_tokens / (row.sequence_tokens or row.response_tokens)
-    return round(total)
+    return [(replace(_row(sample), sequence_tokens=tokens[sample.conversation]),) for sample in samples]
 
 
 def _tokens(unit: Unit) -> int:
@@ -261,6 +211,13 @@ def _schedule(shares: Sequence[Sequence[Unit]], layout: Layout, budget: int) -> 
     """Packs the units of every DP rank under one padded length."""
     units = list(itertools.chain.from_iterable(shares))
     rows = _joined(units)
+    assert rows, "more mini-batches than samples"
+    assert len({(row.chunk, row.row) for row in rows}) == len(rows), "a sample is listed twice"
+    assert all(row.prompt_tokens for row in rows), "a first response token has nothing that predicts it"
+    conversations: list[float] = []  # a branch is a part of one
+    for row in rows:
+        if row.response_tokens:
+            conversations.append(row.response_tokens / (row.sequence_tokens or row.response_tokens))
     packs_multiple = layout.pp if layout.vpp > 1 else 1
     tokens_multiple = layout.tp if layout.sequence_parallel else 1
     packed = _pack(shares, max(budget, *map(_tokens, units)), packs_multiple)
@@ -269,7 +226,7 @@ def _schedule(shares: Sequence[Sequence[Unit]], layout: Layout, budget: int) -> 
         packs=(),
         pack_tokens=-(-longest // tokens_multiple) * tokens_multiple,
         total_rows=len(rows),
-        total_sequences=_sequences(rows),
+        total_sequences=round(sum(conversations)),
         total_response_tokens=sum(row.response_tokens for row in rows),
         rows_per_unit=len(units[0]),
     )

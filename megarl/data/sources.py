@@ -250,6 +250,6 @@ class LeftOutRows:
             path.write_text("".join(lines))
 
     def message(self, path: Path) -> str:
-        """Returns the message for the user: the number of rows, the first ones, and the file of all."""
+        """Returns the message for the user, with the first rows."""
         lines = _report([(row.where, row.reason) for _, row in self.rows])
         return "\n  ".join([f"{len(self.rows)} rows are left out; {path} names them:", *lines])

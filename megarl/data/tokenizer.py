@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.schema import Model
+from megarl.data.sources import UnusableRowError
 from megarl.files import format_bytes
 
 if TYPE_CHECKING:
@@ -28,12 +29,11 @@ Message = Mapping[str, Any]
 """Role, content, and other keys that chat templates read."""
 
 
-class TextTooLongError(ValueError):
-    """A text or a chat cannot fit into a limit of tokens; `tokens` is its lower bound."""
+class TextTooLongError(UnusableRowError):
+    """A text or a chat cannot fit into a limit of tokens."""
 
     def __init__(self, what: str, tokens: int, limit: int) -> None:
-        super().__init__(f"{what} cannot fit into {limit} tokens")
-        self.tokens = tokens
+        super().__init__("too_long", f"{what} cannot fit into {limit} tokens", tokens)
 
 
 class Tokenizer:
@@ -56,7 +56,7 @@ class Tokenizer:
         self._backend: Backend = hf.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._hf = hf
+        self.hf = hf
         self._name = name
         if not isinstance(hf.eos_token_id, int):
             raise ValueError(f"{name}: the tokenizer names no end token; set eos_token in tokenizer_config.json")
@@ -84,12 +84,8 @@ class Tokenizer:
         return limited
 
     @property
-    def hf(self) -> PreTrainedTokenizerBase:
-        return self._hf
-
-    @property
     def has_chat_template(self) -> bool:
-        return self._hf.chat_template is not None
+        return self.hf.chat_template is not None
 
     def check(self, *, vocab_size: int, chat_template: bool = False, template_arguments: Collection[str] = ()) -> None:
         """Raises ValueError if ids exceed the model's, or no chat template reads the arguments."""
@@ -99,12 +95,12 @@ class Tokenizer:
         if (chat_template or template_arguments) and not self.has_chat_template:
             raise ValueError(f"{self._name}: the tokenizer has no chat template")
         for name in template_arguments:
-            if re.search(rf"\b{re.escape(name)}\b", str(self._hf.chat_template)) is None:
+            if re.search(rf"\b{re.escape(name)}\b", str(self.hf.chat_template)) is None:
                 raise ValueError(f"{self._name}: the chat template does not read {name!r}, of chat_template_kwargs")
 
     def encode(self, text: str) -> list[int]:
         """Encodes a prompt."""
-        begun = self._hf.bos_token is not None and text.startswith(str(self._hf.bos_token))
+        begun = self.hf.bos_token is not None and text.startswith(str(self.hf.bos_token))
         return self._encode(text, special=not begun)
 
     def chat(
@@ -175,7 +171,7 @@ class Tokenizer:
         """Returns what the chat template writes; with `answer`, up to the start of an answer."""
         messages = [dict(message) for message in chat]
         offered: Any = tools and [dict(tool) for tool in tools]
-        text = self._hf.apply_chat_template(
+        text = self.hf.apply_chat_template(
             messages, tools=offered, tokenize=False, add_generation_prompt=answer, **arguments
         )
         return str(text)
@@ -195,7 +191,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Decodes ids, with or without special tokens."""
-        text = self._hf.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        text = self.hf.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 

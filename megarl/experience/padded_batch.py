@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.normalization import Groups
-from megarl.data.packing import Chunks, V_co
+from megarl.data.packing import Chunks
 from megarl.experience.records import SampleScores, StepContext
 from megarl.types import Ragged, RolloutChunk, conversation_of
 
@@ -40,7 +40,7 @@ def flatten(aligned: Tensor, mask: Tensor) -> Tensor:
     return aligned[mask]
 
 
-class Selectable(Chunks[V_co], Protocol[V_co]):
+class Selectable[V](Chunks[V], Protocol):
     """A value per chunk; ``only`` selects some of the chunks."""
 
     def only(self, chunks: Iterable[int], /) -> Self: ...

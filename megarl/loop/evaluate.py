@@ -25,7 +25,7 @@ _STANDARD_ERRORS = NormalDist().inv_cdf(0.975)
 
 
 class Evaluator:
-    """Generates from the same prompts with the same seeds every time, so that evaluations differ by the weights only.
+    """Samples the same prompts with the same seeds, so that evaluations differ by the weights only.
 
     Args:
         chunks: maximum number of chunks of the samples.

@@ -1,4 +1,4 @@
-"""The forward passes over a step's rollouts: log-probabilities of actor and reference, and values of the critic."""
+"""The forward passes over a step's rollouts: log-probabilities of actor and reference, values of the critic."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class ForwardPasses:
             self._early = ["ref"] if is_apart and algo.kl.reference_sync is None else []
 
     def begin(self, part: Rollouts) -> Forwards:
-        """Starts the passes over a part of a step that need not wait for its training; returns at once."""
+        """Starts the passes over a part of a step that need not wait for its training."""
         return {name: self._call(name, part) for name in self._early}
 
     def complete(self, rollouts: Rollouts, begun: Sequence[Forwards]) -> Mapping[str, Sequence[Forward]]:
-        """Starts the passes over a step that have not begun, and returns the calls of all; `begun` are of its parts."""
+        """Starts the passes over a step that are not among those begun on its parts; returns all."""
         begun = begun or [self.begin(part) for part in rollouts.parts(self._parts)]
         calls: dict[str, Sequence[Forward]] = {}
         for name in self._names:

@@ -1,19 +1,18 @@
-"""Compares the log-probabilities of the trainer and the engines on random sequences, before training starts."""
+"""Compares log-probabilities of trainer and engines on random sequences, before training starts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from megarl.cluster.calls import gather_by_chunk
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config import RolloutTrainingConfig
 from megarl.config.schema import LogprobAgreement
 from megarl.data.batches import text_batch
+from megarl.data.encoding import Ids
 from megarl.data.schedule import inference_schedule
 from megarl.data.training_texts import TrainingText
 from megarl.errors import RunError
@@ -26,7 +25,7 @@ from megarl.rollout.engine import RolloutEngine
 from megarl.types import Ragged, TextChunk
 
 TOLERANCES: Final[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 0.05}
-"""Largest mean absolute difference that rounding explains, in nats per token, by the model's dtype."""
+"""Largest mean absolute difference due to rounding, in nats per token, by the model's dtype."""
 
 _ADVICE = (
     "Check the transfer (shard maps of the architecture, resharding.verify), attention and positions (rope_theta, "
@@ -34,55 +33,37 @@ _ADVICE = (
 )
 
 
+Comparison = Callable[[RolloutGroup], Awaitable[dict[str, float]]]
+"""Compares all engines, which have the actor's weights; returns the metrics `sync/logprob_*`."""
+
+
 class DisagreementError(RunError):
-    """The trainer and the engines disagree on log-probabilities, so rollouts are not samples of the policy."""
+    """Trainer and engines disagree on log-probabilities: rollouts are not samples of the policy."""
 
 
-@dataclass(frozen=True)
-class LogprobCheck:
-    """Random sequences and the actor's log-probabilities of them.
+async def begin_check(config: RolloutTrainingConfig, agreement: LogprobAgreement, actor: RemoteRole) -> Comparison:
+    """Computes the actor's log-probabilities of random sequences; returns what compares the engines with them."""
+    spec = model_spec(config.model.hf_config())
+    longest = min(agreement.tokens, config.rollout.max_model_len)
+    vocab = spec.ids_in_use(config.model.vocab_size)
+    sequences = random_sequences(agreement, vocab=vocab, longest=longest, seed=config.run.seed)
+    texts: list[TrainingText] = []
+    for index, ids in enumerate(sequences):
+        texts.append(TrainingText(key=str(index), prompt_ids=ids[:1], responses=(ids[1:],)))
+    samples, chunks = text_batch(texts, actor.layout.dp)
+    schedule = inference_schedule(samples, actor.layout, config.role("actor").tokens_per_micro_batch)
+    request = ForwardRequest(schedule=schedule, chunks=ChunkRefs[TextChunk].put(chunks))
+    by_chunk = await gather_by_chunk(actor.dispatch(MegatronWorker.logprobs, request))
+    logprobs = Ragged.from_rows((by_chunk[sample.chunk][sample.row] for sample in samples), np.float32)
 
-    Args:
-        limit: largest mean absolute difference of an engine, in nats per token.
-    """
+    async def compare(engines: RolloutGroup) -> dict[str, float]:
+        found = await engines.call(RolloutEngine.logprobs, [ids.tolist() for ids in sequences])
+        return compare_logprobs(logprobs, found, agreement.max_mean_abs_diff or TOLERANCES[spec.dtype])
 
-    sequences: Sequence[npt.NDArray[np.int32]]
-    logprobs: Ragged
-    limit: float
-
-    @classmethod
-    async def begin(cls, config: RolloutTrainingConfig, actor: RemoteRole) -> LogprobCheck:
-        """Computes the actor's log-probabilities."""
-        agreement = config.resharding.logprob_check
-        assert agreement is not None
-        spec = model_spec(config.model.hf_config())
-        longest = min(agreement.tokens, config.rollout.max_model_len)
-        limit = agreement.max_mean_abs_diff or TOLERANCES[spec.dtype]
-        vocab = spec.ids_in_use(config.model.vocab_size)
-        sequences = random_sequences(agreement, vocab=vocab, longest=longest, seed=config.run.seed)
-        texts: list[TrainingText] = []
-        for index, ids in enumerate(sequences):
-            texts.append(TrainingText(key=str(index), prompt_ids=ids[:1], responses=(ids[1:],)))
-        samples, chunks = text_batch(texts, actor.layout.dp)
-        schedule = inference_schedule(samples, actor.layout, config.role("actor").tokens_per_micro_batch)
-        request = ForwardRequest(schedule=schedule, chunks=ChunkRefs[TextChunk].put(chunks))
-        by_chunk = await gather_by_chunk(actor.dispatch(MegatronWorker.logprobs, request))
-        logprobs = Ragged.from_rows((by_chunk[sample.chunk][sample.row] for sample in samples), np.float32)
-        return cls(sequences, logprobs, limit)
-
-    async def compare(self, engines: RolloutGroup) -> dict[str, float]:
-        """Compares every engine, awake and with the actor's weights; returns the metrics `sync/logprob_*`.
-
-        Raises:
-            DisagreementError: An engine's mean absolute difference is above the limit, or NaN.
-        """
-        found = await engines.call(RolloutEngine.logprobs, [ids.tolist() for ids in self.sequences])
-        return compare_logprobs(self.logprobs, found, self.limit)
+    return compare
 
 
-def random_sequences(
-    agreement: LogprobAgreement, *, vocab: int, longest: int, seed: int
-) -> list[npt.NDArray[np.int32]]:
+def random_sequences(agreement: LogprobAgreement, *, vocab: int, longest: int, seed: int) -> list[Ids]:
     """Returns sequences of 2 to `longest` token ids; the first has `longest`."""
     generator = np.random.default_rng(seed)
     lengths = [longest, *generator.integers(2, longest, size=agreement.sequences - 1, endpoint=True)]

@@ -69,7 +69,7 @@ class PassMeter:
         self.add(f"{role}_update", role, rows, seconds, backward=True)
 
     def take(self, usages: Mapping[str, Sequence[ProcessUsage]]) -> Metrics:
-        """Returns the metrics of the passes and of the groups' processes, and forgets the passes."""
+        """Pops the metrics of the passes, with those of the groups' processes."""
         peaks: set[float | None] = set()
         for usage in itertools.chain.from_iterable(usages.values()):
             peaks.add(self._config.cluster.peak_tflops or peak_tflops(usage.device_name))

@@ -1,4 +1,4 @@
-"""Samples steps ahead of the training, as far as `rollout.max_staleness` allows, and returns them in order.
+"""Samples steps ahead of the training within `rollout.max_staleness`, and returns them in order.
 
 Step t may be sampled once the engines have version t - 1 - S or a later one, S being the staleness,
 so that no token is more than S versions old when it is trained on (AReaL's bound, at admission). A
@@ -107,7 +107,7 @@ class RolloutBuffer:
         self._admit()
 
     def skips_sync(self, step: int) -> bool:
-        """Returns whether the engines rather finish their responses, as the next step does not need them."""
+        """Returns whether a sync may wait for the responses in progress: the next step is sampled."""
         following = self._steps.get(step + 1)
         ready = following is not None and following.done()
         return self._overlaps and self._mode == "bounded" and ready and not self._engines.idle
@@ -117,7 +117,7 @@ class RolloutBuffer:
         self._background.append(self._engines.spawn(work))
 
     async def take_results(self, *, wait: bool) -> list[Any]:
-        """Returns the results of the finished work that was added, in its order; with `wait`, of all of it."""
+        """Pops the results of finished work, in the order of its start; with `wait`, of all of it."""
         if wait and self._unfinished:
             await self._engines.require(asyncio.wait(self._unfinished))
         done: list[Any] = []
@@ -126,7 +126,7 @@ class RolloutBuffer:
         return done
 
     async def _restore(self) -> None:
-        """Gives the engines the actor's weights, as all were lost; raises WorkerError if they had older ones."""
+        """Gives new engines the actor's weights; raises WorkerError if the lost ones had others."""
         if self._mode == "exact" and self.version != self._taken:
             raise WorkerError(
                 f"{self._engines.replaced[-1]}\nNo engine is left with version {self.version} of the weights, and "
@@ -173,7 +173,7 @@ class RolloutBuffer:
             self._admit()
 
     def state(self, directory: Path) -> dict[str, Any]:
-        """Returns the position in the prompts, and what is sampled; writes the rollouts of the latter to files."""
+        """Returns the position in the prompts, and the sampled steps; writes their rollouts to files."""
         state = self._sampler.state()
         steps: dict[str, Any] = {}
         for step, sampling in sorted(self._steps.items()):
@@ -189,13 +189,10 @@ class RolloutBuffer:
         Samples that have become too old for the configuration, or too few, or are of another
         distribution or format, are generated again.
         """
-        position = dict(state)
-        steps = position.pop("sampled", {})
-        kind = position.pop("sampling", None), position.pop("format", None)
-        self._sampler.load(position)
-        if kind != (sampling_settings(self._rollout), _FORMAT):
+        self._sampler.load(state)
+        if (state.get("sampling"), state.get("format")) != (sampling_settings(self._rollout), _FORMAT):
             return
-        for step, saved in steps.items():
+        for step, saved in state["sampled"].items():
             prompts = [self._sampler.prompt(prompt_id) for prompt_id in saved["prompts"]]
             rollouts, scoring = _load(saved["samples"], directory / f"step-{step}.npz")
             greedy = greedy_scoring = None
@@ -210,7 +207,7 @@ class RolloutBuffer:
 
 
 def _save(sampled: Sampled, path: Path) -> dict[str, Any]:
-    """Writes the rollouts of a step to `path` with its suffixes, and returns what else belongs to it, as JSON."""
+    """Writes the rollouts of a step to `path` with suffixes; returns all else of it, as JSON."""
     path.parent.mkdir(exist_ok=True)
     greedy = None
     if sampled.greedy_rollouts is not None:
@@ -224,7 +221,7 @@ def _save(sampled: Sampled, path: Path) -> dict[str, Any]:
 
 
 def _save_rollouts(rollouts: Rollouts, scoring: Scoring | None, path: Path) -> dict[str, Any]:
-    """Writes rollouts; returns their prompts by chunk and row, their scores as far as they are known, and outcomes."""
+    """Writes rollouts; returns their prompts by chunk and row, known scores, and outcomes."""
     chunks = rollouts.fetched()
     save_chunks(path, chunks)
     prompt_ids: list[list[str]] = [[] for _ in chunks]

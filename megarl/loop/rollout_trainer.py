@@ -19,12 +19,13 @@ from megarl.groups.engines import launch_engines
 from megarl.groups.resharder import Resharder, SyncPlanner
 from megarl.groups.trainers import close_all, launch_trainers, start_all
 from megarl.loop.evaluate import Evaluator
-from megarl.loop.logprob_check import LogprobCheck
+from megarl.loop.logprob_check import begin_check
 from megarl.loop.pass_meter import PassMeter
 from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.sampler import RolloutParts, Sampled, sample_metrics
 from megarl.loop.scoring import ScoredBatch, reward_weights
 from megarl.loop.skipped_steps import SkippedBatches, write_rollouts
+from megarl.loop.train import is_due
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.datasets import Sets
 from megarl.run.paths import ema_export
@@ -33,7 +34,7 @@ from megarl.run.sinks import Metrics
 
 
 class RolloutTrainer[C: RolloutTrainingConfig]:
-    """Launches trainers, engines and scorers, and moves the actor's weights into the engines.
+    """Launches trainers, engines and scorers, and syncs the engines; see `loop.train.Trainer`.
 
     Args:
         model_dir: Hugging Face directory of the model.
@@ -82,25 +83,24 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         await self._resharder.connect()
 
     async def begin(self, step: int) -> Metrics:
-        """Moves the actor's weights into the engines, and compares the log-probabilities of both."""
-        check = None
-        if self._config.resharding.logprob_check is not None:
-            check = await LogprobCheck.begin(self._config, self.roles["actor"])
+        """Syncs the actor's weights to the engines, and compares their log-probabilities."""
+        compare = None
+        agreement = self._config.resharding.logprob_check
+        if agreement is not None:
+            compare = await begin_check(self._config, agreement, self.roles["actor"])
         self._phase("weights into the engines")
         report = await self._colocation.sync(step)
         metrics = report.metrics()
-        if check is not None:
+        if compare is not None:
             self._phase("log-probabilities compared")
-            metrics |= await check.compare(self._engines)
+            metrics |= await compare(self._engines)
         self._engines.take_metrics()  # the start is no part of a step
         self._buffer.begin(step)
         return metrics
 
     async def _sync(self, step: int) -> Metrics:
         """Moves the actor's weights into the engines as version `step`, if a sync is due."""
-        steps = self._config.steps
-        every = self.evaluate_every
-        evaluates = step == steps or (every is not None and step % every == 0)
+        evaluates = is_due(step, self.evaluate_every, self._config.steps)
         if not evaluates and (step % self._config.rollout.sync_every or self._buffer.skips_sync(step)):
             return {}
         await self._buffer.prepare_sync()
@@ -156,7 +156,7 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         return StepResult(step=step, metrics=all_metrics, updates=updates, samples=shown, failures=failures)
 
     async def evaluate(self, step: int) -> EvaluationResult | None:
-        """Evaluates the weights of the last sync; without `evaluation.blocking`, `evaluations` returns the result."""
+        """Evaluates the weights of the last sync, beside the training unless `evaluation.blocking`."""
         evaluation = self._config.evaluation
         if self._evaluator is None or evaluation is None:
             return None
@@ -167,18 +167,16 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         return await self._evaluator.evaluate(step)
 
     async def evaluations(self, *, wait: bool) -> Sequence[EvaluationResult]:
-        """Returns the results of finished evaluations that ran during the training; with `wait`, of all of them."""
         return await self._buffer.take_results(wait=wait)
 
     async def _noting_versions(self, evaluation: Coroutine[Any, Any, EvaluationResult]) -> EvaluationResult:
-        """Adds the engines' versions at the beginning and the end of an evaluation to its metrics."""
+        """Adds the engines' versions before and after an evaluation to its metrics."""
         first = self._buffer.version
         result = await evaluation
         versions = {"eval/version": first, "eval/version_end": self._buffer.version}
         return replace(result, metrics={**result.metrics, **versions})
 
     async def to_training(self) -> None:
-        """Gives shared devices to the trainers."""
         await self._colocation.to_training()
 
     async def finish(self, export: Path) -> Metrics:
@@ -195,13 +193,11 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         return {}
 
     def state(self, directory: Path) -> dict[str, Any]:
-        """Returns the driver's part of a checkpoint; writes the rollouts that wait for the training."""
+        """Returns the driver's part of a checkpoint; writes the rollouts of sampled steps."""
         return {"prompts": self._buffer.state(directory)}
 
     def load(self, state: Mapping[str, Any], directory: Path) -> None:
-        """Loads `state()`."""
         self._buffer.load(state["prompts"], directory)
 
     async def close(self) -> None:
-        """Lets every process end by itself."""
         await close_all(self._trainers, self._engines, self._parts.services)

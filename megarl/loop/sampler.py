@@ -7,9 +7,9 @@ A step has `data.prompts_per_step` draws: a draw is a prompt with its
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from megarl.config import RolloutTrainingConfig, SamplingConfig
 from megarl.config.schema import TruncateAt
 from megarl.data.branches import Branches
 from megarl.data.prompts import greedy_requests, sample_requests
-from megarl.data.stream import Stream, StreamState
+from megarl.data.stream import Stream
 from megarl.groups.colocation import Colocation
 from megarl.groups.conversations import Generator, launch_conversations
 from megarl.groups.engines import RolloutGroup
@@ -124,12 +124,11 @@ class Sampler:
         greedy: bool = False,
         begin_forwards: Callable[[Rollouts], Forwards] | None = None,
     ) -> None:
+        self._config = config
         self._stream = Stream(prompts, config.run.seed)
         self._parts = parts
-        self._functions = config.reward.functions
         self._prompts_per_step = config.data.prompts_per_step
         self._samples_per_prompt = config.data.samples_per_prompt
-        self._seed = config.run.seed
         self._chunks = chunks
         self._part_count = config.rollout.inference_parts
         self._keep = keep
@@ -140,7 +139,7 @@ class Sampler:
         self._requested: Counter[int] = Counter()  # how many of them this process has requested
 
     async def sample(self, step: int) -> Sampled:
-        """Generates the rollouts of a step and starts to score them; afterwards the trainers have the devices."""
+        """Samples a step and starts to score it; afterwards the trainers have the devices."""
         metrics: Mapping[str, float] = {}
         forwards: Sequence[Forwards] = ()
         greedy = None
@@ -192,17 +191,15 @@ class Sampler:
 
     def state(self) -> dict[str, Any]:
         """Returns the position in the prompts, and those of steps that have not been trained on."""
-        state = asdict(self._stream.state())
+        state: dict[str, Any] = {**self._stream.state()}
         if self._drawn:
             state["drawn"] = {str(step): prompts for step, prompts in sorted(self._drawn.items())}
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Loads `state()`; raises ValueError if the prompts have changed. Steps get the same prompts again."""
-        position = dict(state)
-        drawn = position.pop("drawn", {})
-        self._stream.load(StreamState(**position))
-        self._drawn = {int(step): list(prompts) for step, prompts in drawn.items()}
+        """Loads `state()`, so that steps get the same prompts; raises ValueError if these changed."""
+        self._stream.load(state)
+        self._drawn = {int(step): list(prompts) for step, prompts in state.get("drawn", {}).items()}
 
     def _draw(self, step: int) -> list[Prompt]:
         """Returns the next prompts of a step; those that an earlier process drew come first."""
@@ -216,25 +213,22 @@ class Sampler:
     async def _generate(
         self, prompts: Sequence[Prompt], earlier: Sequence[Prompt], step: int
     ) -> tuple[Rollouts, Scoring | None, Sequence[Forwards]]:
-        """Generates samples of some prompts, whose ids and seeds continue those of the step's earlier prompts.
+        """Samples some prompts; ids and seeds continue those of the step's earlier prompts.
 
         Where the trainers have devices of their own, their scores and forward passes have begun.
         """
-        requests = sample_requests([*earlier, *prompts], self._samples_per_prompt, seed=self._seed, step=step)
+        seed = self._config.run.seed
+        requests = sample_requests([*earlier, *prompts], self._samples_per_prompt, seed=seed, step=step)
         pending = self._parts.generator.generate(requests[len(earlier) * self._samples_per_prompt :], self._chunks)
         if self._parts.colocation.shared:
             return await pending.result(), None, ()
         parts = [self._parts.engines.spawn(self._begin(part, prompts)) for part in pending.parts(self._part_count)]
-        scorings: list[Scoring] = []
-        forwards: list[Forwards] = []
-        for part in parts:
-            scoring, begun = await part
-            scorings.append(scoring)
-            forwards.append(begun)
-        return await pending.result(), self._parts.engines.spawn(_join(scorings)), forwards
+        begun = [await part for part in parts]
+        scoring = self._parts.engines.spawn(_join([scoring for scoring, _ in begun]))
+        return await pending.result(), scoring, [forwards for _, forwards in begun]
 
     async def _begin(self, part: PendingRollouts, prompts: Sequence[Prompt]) -> tuple[Scoring, Forwards]:
-        """Starts forward passes and scores of a part of some samples when its responses have arrived."""
+        """Waits for a part of some samples, and starts its forward passes and scores."""
         rollouts = await part.result()
         forwards: Forwards = {}
         if self._begin_forwards is not None:
@@ -244,7 +238,7 @@ class Sampler:
     def _score(self, rollouts: Rollouts, prompts: Sequence[Prompt]) -> Scoring:
         """Starts to score rollouts."""
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
-        return self._parts.engines.spawn(self._parts.scorer.score(rollouts, by_id, self._functions))
+        return self._parts.engines.spawn(self._parts.scorer.score(rollouts, by_id, self._config.reward.functions))
 
     async def _filtered(
         self, keep: SampleFilter, step: int
@@ -256,13 +250,9 @@ class Sampler:
         others = sorted(set(range(len(prompts))) - set(kept))
         chosen = sorted([*kept, *others][:wanted])
         rollouts = Rollouts.joined(rounds)
-        branches = Branches.of(rollouts.samples)
-        conversations: list[int] = []
-        for draw in chosen:
-            conversations += range(draw * size, (draw + 1) * size)
-        rows: list[int] = []
-        for conversation in conversations:
-            rows += branches.rows(conversation)
+        draws = Branches.of(rollouts.samples).conversation // size
+        rows: list[int] = np.flatnonzero(np.isin(draws, chosen)).tolist()
+        conversations = np.isin(np.arange(len(prompts) * size) // size, chosen)
         if len(rows) < len(rollouts.samples):
             picked = [rollouts.samples[row] for row in rows]
             rollouts = await self._parts.engines.pick(rollouts, picked, self._chunks)
@@ -283,7 +273,7 @@ class Sampler:
     async def _rounds(
         self, keep: SampleFilter, step: int
     ) -> tuple[list[Prompt], list[Rollouts], list[ScoredSamples], list[int]]:
-        """Samples rounds until enough draws pass; returns all draws, each round's samples, and which draws passed."""
+        """Samples rounds until enough draws pass; returns draws, samples by round, and who passed."""
         drawn: list[Prompt] = []
         rounds: list[Rollouts] = []
         scorings: list[ScoredSamples] = []
@@ -344,24 +334,16 @@ def conversation_metrics(samples: Sequence[SampleInfo]) -> dict[str, float]:
     held = [outcome for outcome in outcomes.values() if outcome is not None]
     if not held:
         return {}
-    turns: list[int] = []
-    failed = 0
-    truncated = 0
-    limits = Counter[str]()
-    environment_values: dict[str, list[float]] = {}
+    environment_values: dict[str, list[float]] = defaultdict(list)
     for outcome in held:
-        turns.append(outcome.turns)
-        failed += outcome.failure is not None
-        truncated += outcome.truncated
-        if outcome.limit is not None:
-            limits[outcome.limit] += 1
         for name, value in outcome.metrics.items():
-            environment_values.setdefault(name, []).append(value)
+            environment_values[name].append(value)
     metrics = {f"environment/{name}": float(np.mean(values)) for name, values in environment_values.items()}
+    turns = [outcome.turns for outcome in held]
     metrics["environment/turns/mean"] = float(np.mean(turns))
     metrics["environment/turns/max"] = max(turns)
-    metrics["environment/failed"] = failed
-    metrics["environment/truncated"] = truncated / len(held)
-    for limit, count in limits.items():
+    metrics["environment/failed"] = sum(outcome.failure is not None for outcome in held)
+    metrics["environment/truncated"] = sum(outcome.truncated for outcome in held) / len(held)
+    for limit, count in Counter(outcome.limit for outcome in held if outcome.limit is not None).items():
         metrics[f"environment/truncated/{limit}"] = count / len(held)
     return metrics

@@ -75,7 +75,7 @@ class Saver:
         self._session = session
 
     async def save(self, step: int) -> None:
-        """Saves the state after a step; returns when the training may go on. Waits for the checkpoint before it.
+        """Saves the state after a step; returns when the training may continue. Waits for earlier saves.
 
         Raises:
             RunError: it cannot be written, or that before it could not be.
@@ -128,17 +128,17 @@ class Saver:
 
     @property
     def expected_s(self) -> float:
-        """Returns the seconds of the longest save so far, to its commit; twice while one is being written."""
+        """Returns the seconds of the longest save so far; twice that while one is being written."""
         return self._longest_s if self._writing is None else 2 * self._longest_s
 
     def close(self) -> None:
-        """Lets a commit in progress finish, within the limit of a checkpoint; it can no longer be interrupted."""
+        """Lets a commit finish, uninterrupted, within the time limit of a checkpoint."""
         ignore_interrupts()
         if self._writing is not None and self._writing.commit is not None:
             wait([self._writing.commit], self._config.cluster.time_limits.checkpoint)
 
     async def _watch(self, saved: _Writing) -> None:
-        """Asks the ranks, from time to time, whether they have written, until the commit has begun."""
+        """Polls the ranks until all have written and the commit has begun."""
         await self._commit_written(saved, wait=False)
         while saved.commit is None:
             await asyncio.sleep(_INTERVAL_S)

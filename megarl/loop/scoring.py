@@ -6,13 +6,13 @@ branches; B samples of a rank or a micro-batch; R tokens of the longest response
 forms from the reward to the loss:
 
 1. [n] float32 by chunk and reward: from `rewards.scorer` in a scoring process, or from the reward
-model's ranks.
+   model's ranks.
 2. [C] on the driver: `gather_rows` concatenates the chunks, `total_scores` adds, clips and shapes
    the scores of all rewards, and `score_batch` compares the conversations of a prompt. The
    resulting `SampleScores` are [N], each sample with the numbers of its conversation; each of the
-actor's ranks gets its rows of them. 3. [B, R] on the actor's ranks: `experience.build` computes
-token rewards and advantages. 4. Flat, one value per response token: the columns of an
-`ExperienceChunk`.
+   actor's ranks gets its rows of them.
+3. [B, R] on the actor's ranks: `experience.build` computes token rewards and advantages.
+4. Flat, one value per response token: the columns of an `ExperienceChunk`.
 5. [B, R] in the loss of a micro-batch.
 
 A score of NaN means that the reward could not score the sample.
@@ -35,7 +35,7 @@ from megarl.cluster.calls import Call, gather_by_chunk
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config import SamplingConfig
 from megarl.config.schema import Algo, EnvironmentSettings, Reward, RewardFunction, Scores, Selection, TruncateAt
-from megarl.data.branches import Branches
+from megarl.data.branches import Branches, Indices, numbered
 from megarl.data.schedule import inference_schedule
 from megarl.data.stream import stable_hash
 from megarl.experience.records import SampleScores, TokenRewardScale
@@ -52,15 +52,16 @@ from megarl.rewards.model_files import read_scale
 from megarl.types import Prompt, Ragged, RoleName, SampleInfo
 
 Values = npt.NDArray[np.float32]
+Flags = npt.NDArray[np.bool_]
 
 REWARD_MODEL = "reward_model"
 ENVIRONMENT = "environment"
-"""Names of the reward model and the environment among the rewards; reward functions have their labels."""
+"""Names of these rewards; reward functions have their labels."""
 
 ScoresByReward = Mapping[str, Values]
 """[C] unweighted scores by the name of the reward; those of the reward model are normalized."""
 
-SampleFilter = Callable[[ScoresByReward, Sequence[SampleInfo]], npt.NDArray[np.bool_]]
+SampleFilter = Callable[[ScoresByReward, Sequence[SampleInfo]], Flags]
 """Returns for each conversation whether its prompt is kept, [C] bool."""
 
 
@@ -124,7 +125,7 @@ class Scorer:
 
     @property
     def token_scale(self) -> TokenRewardScale | None:
-        """Returns the scale of the reward model's scores of tokens; None if it scores whole responses."""
+        """Returns the scale of a reward model of tokens; None if it scores whole responses."""
         reward = self._reward
         if reward.dense is None:
             return None
@@ -167,20 +168,14 @@ class Scorer:
             seconds.append(await model.longest())
         for call in rules:
             assert self.rules is not None
-            scores |= gather_columns(await self.rules.gather(call))
+            columns = await self.rules.gather(call)
+            for name in next(iter(columns.values())):
+                scores[name] = gather_rows({chunk: by_reward[name] for chunk, by_reward in columns.items()})
             seconds.append(await call.longest())
         if self._config.environment is not None:
             rewards = [sample.reward for sample in whole.samples]
             scores[ENVIRONMENT] = np.array(rewards, dtype=np.float32)
         return ScoredSamples(samples=rollouts.samples, scores=scores, seconds=max(seconds), dense=dense)
-
-
-def gather_columns(columns: Mapping[int, Mapping[str, Values]]) -> dict[str, Values]:
-    """Returns the scores of all chunks by reward."""
-    gathered: dict[str, Values] = {}
-    for name in next(iter(columns.values())):
-        gathered[name] = gather_rows({chunk: scores[name] for chunk, scores in columns.items()})
-    return gathered
 
 
 def gather_rows(columns: Mapping[int, Values]) -> Values:
@@ -191,7 +186,7 @@ def gather_rows(columns: Mapping[int, Values]) -> Values:
 def total_scores(
     scores: ScoresByReward, samples: Sequence[SampleInfo], weights: Mapping[str, float], shaping: Scores
 ) -> Values:
-    """Returns the weighted sum of all rewards, clipped and shaped, [C]; NaN where a reward has no score.
+    """Returns the weighted sum of all rewards, clipped and shaped, [C]; NaN where one is missing.
 
     Args:
         samples: [C].
@@ -211,7 +206,7 @@ def total_scores(
 
 
 def reward_weights(reward: Reward, environment: EnvironmentSettings | None = None) -> dict[str, float]:
-    """Returns the weight of each reward by name; 0 for a reward model that scores tokens, which is not in the sum."""
+    """Returns the weight of each reward by name; 0 for a reward model that scores tokens."""
     weights = {REWARD_MODEL: reward.weight}
     if reward.dense:
         weights[REWARD_MODEL] = 0.0
@@ -225,7 +220,7 @@ def reward_weights(reward: Reward, environment: EnvironmentSettings | None = Non
 
 
 def unscored_metrics(scores: ScoresByReward) -> dict[str, int]:
-    """Returns the number of samples without a score: `rewards/unscored`, and by reward `rewards/unscored/NAME`."""
+    """Returns the numbers of samples without a score, of any reward and by reward."""
     missing = ~np.isfinite(np.stack(list(scores.values())))
     metrics = {"rewards/unscored": int(missing.any(axis=0).sum())}
     for name, is_missing in zip(scores, missing, strict=True):
@@ -239,7 +234,7 @@ def known_mean(name: str, values: Values) -> dict[str, float]:
     return {name: float(known.mean())} if len(known) else {}
 
 
-def shuffled_order(count: int, run_seed: int, step: int) -> npt.NDArray[np.int64]:
+def shuffled_order(count: int, run_seed: int, step: int) -> Indices:
     """Returns the permutation of a step's scores for `reward.shuffle`, a control experiment."""
     seed = stable_hash(run_seed, step, "shuffle") % 2**63
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).numpy()
@@ -251,26 +246,25 @@ class ScoredBatch:
 
     Args:
         totals: [C], with the rewards of all turns.
-        selected: indices of the samples to train on, in the order of `algo.select`;
-            None where all are.
+        selected: indices of the samples to train on, in the order of `algo.select`.
     """
 
     samples: SampleScores
     totals: Values
-    selected: Sequence[int] | None = None
+    selected: Sequence[int]
     scores_by_reward: ScoresByReward
     metrics: Mapping[str, float]
 
     @property
     def trained_roles(self) -> frozenset[RoleName]:
-        """Returns the roles with a scored and selected sample that is not masked; the gradient of others is 0."""
-        scored = np.isfinite(self.samples.scores)
-        if self.selected is not None:
-            is_selected = np.zeros_like(scored)
-            is_selected[list(self.selected)] = True
-            scored = scored & is_selected
-        masks: dict[RoleName, npt.NDArray[np.bool_]] = {"actor": scored & self.samples.actor_mask, "critic": scored}
-        return frozenset(role for role, mask in masks.items() if mask.any())
+        """Returns the roles with a scored, selected and unmasked sample; others have no gradient."""
+        trained: set[RoleName] = set()
+        scored = np.isfinite(self.samples.scores) & np.isin(np.arange(len(self.samples.scores)), self.selected)
+        if scored.any():
+            trained.add("critic")
+        if (scored & self.samples.actor_mask).any():
+            trained.add("actor")
+        return frozenset(trained)
 
 
 def score_batch(
@@ -280,9 +274,9 @@ def score_batch(
     weights: Mapping[str, float],
     algo: Algo,
     *,
-    order: npt.NDArray[np.int64] | None,
+    order: Indices | None,
 ) -> ScoredBatch:
-    """Returns the scores of a step, with advantages if the algorithm compares the samples of a prompt.
+    """Returns the scores of a step, with the advantages of algorithms that compare samples.
 
     Branches count as one sample, with the score and the end of the last one and the length of all.
 
@@ -338,6 +332,7 @@ def score_batch(
             actor_mask=actor_mask[branches.conversation],
         ),
         totals=totals,
+        selected=range(len(samples)),
         scores_by_reward=by_reward,
         metrics={**means, **unscored_metrics(by_reward), **_group_metrics(totals, groups[branches.last])},
     )
@@ -346,46 +341,35 @@ def score_batch(
 def with_selection(
     batch: ScoredBatch, samples: Sequence[SampleInfo], selection: Selection, samples_per_prompt: int
 ) -> ScoredBatch:
-    """Returns a batch with the samples that are trained on.
+    """Returns a batch with the samples that are trained on, of which each has a score.
 
     Args:
         samples: [N], with the ends of the responses as truncated for the rewards.
         samples_per_prompt: neighbors that answer the same draw of a prompt.
     """
     branches = Branches.of(samples)
-    conversations = select_samples(batch.totals, branches.whole(samples), selection, samples_per_prompt)
-    metrics = {"select/samples": len(conversations), **known_mean("select/score", batch.totals[conversations])}
+    scores = batch.totals
+    discarded = ~np.isfinite(scores)
+    if selection.discard_unfinished:
+        discarded |= ~np.array([sample.finished for sample in branches.whole(samples)])
+    if selection.min_score is not None:
+        discarded |= ~(scores >= selection.min_score)
+    draws = torch.arange(len(scores)) // samples_per_prompt
+    select = bound(SELECTIONS, selection.by.name, selection.by.options)
+    conversations = select(torch.as_tensor(scores), draws, torch.as_tensor(discarded)).numpy()
+    metrics = {"select/samples": len(conversations), **known_mean("select/score", scores[conversations])}
     selected: list[int] = []
     for conversation in conversations.tolist():
         selected += branches.rows(conversation)
     return replace(batch, selected=selected, metrics={**batch.metrics, **metrics})
 
 
-def select_samples(
-    scores: Values, samples: Sequence[SampleInfo], selection: Selection, samples_per_prompt: int
-) -> npt.NDArray[np.int64]:
-    """Returns the indices of the samples to train on.
-
-    Args:
-        scores: [C]; those without one are not selected.
-        samples: [C], adjacent for each draw.
-    """
-    discarded = ~np.isfinite(scores)
-    if selection.discard_unfinished:
-        discarded |= ~np.array([sample.finished for sample in samples])
-    if selection.min_score is not None:
-        discarded |= ~(scores >= selection.min_score)
-    draws = torch.arange(len(scores)) // samples_per_prompt
-    select = bound(SELECTIONS, selection.by.name, selection.by.options)
-    return select(torch.as_tensor(scores), draws, torch.as_tensor(discarded)).numpy()
-
-
 def sample_filter(weights: Mapping[str, float], algo: Algo) -> SampleFilter:
-    """Returns the algorithm's filter for conversations, [C]; it drops prompts without a scored one."""
+    """Returns the algorithm's filter of conversations; it drops prompts without a scored one."""
     assert algo.filter is not None
     passes = bound(FILTERS, algo.filter.name, algo.filter.options)
 
-    def keep(scores: ScoresByReward, samples: Sequence[SampleInfo]) -> npt.NDArray[np.bool_]:
+    def keep(scores: ScoresByReward, samples: Sequence[SampleInfo]) -> Flags:
         totals = total_scores(scores, samples, weights, algo.scores)
         groups = group_numbers(samples)
         scored = np.isfinite(totals)
@@ -398,15 +382,13 @@ def sample_filter(weights: Mapping[str, float], algo: Algo) -> SampleFilter:
     return keep
 
 
-def group_numbers(samples: Sequence[SampleInfo]) -> npt.NDArray[np.int64]:
+def group_numbers(samples: Sequence[SampleInfo]) -> Indices:
     """Returns the index of each sample's prompt, [N], in the order of first appearance."""
-    numbers: dict[str, int] = {}
-    groups = [numbers.setdefault(sample.prompt_id, len(numbers)) for sample in samples]
-    return np.array(groups, dtype=np.int64)
+    return numbered(sample.prompt_id for sample in samples)
 
 
-def _group_metrics(scores: Values, groups: npt.NDArray[np.int64]) -> dict[str, float]:
-    """Returns the metrics `group/*`; none if every prompt has one sample, or no sample has a score."""
+def _group_metrics(scores: Values, groups: Indices) -> dict[str, float]:
+    """Returns the metrics `group/*`; none if every prompt has one sample, or nothing a score."""
     scored = np.isfinite(scores)
     _, numbers, sizes = np.unique(groups[scored], return_inverse=True, return_counts=True)
     if not scored.any() or groups.max() + 1 == len(groups):

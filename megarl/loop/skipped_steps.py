@@ -1,4 +1,4 @@
-"""Optimizer steps that were skipped on all ranks, because the loss or the gradient was not finite."""
+"""Optimizer steps that all ranks skipped: the loss or the gradient was not finite."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megarl.types import SampleInfo
 
 
 class SkippedSteps:
-    """Counts each role's last optimizer steps that were skipped, up to `run.max_skipped_steps` or all of a run."""
+    """Counts each role's last skipped optimizer steps, up to `run.max_skipped_steps`."""
 
     def __init__(self, config: TrainingConfig, paths: RunPaths) -> None:
         self._limit = config.run.max_skipped_steps
@@ -60,7 +60,7 @@ class SkippedSteps:
 
 
 class SkippedBatches:
-    """Writes the batches of the last steps in a row with skipped optimizer steps into the run's directory."""
+    """Writes the batches of the last consecutive steps with skipped optimizer steps."""
 
     def __init__(self, config: TrainingConfig) -> None:
         paths = RunPaths(config.run.dir)
@@ -71,7 +71,7 @@ class SkippedBatches:
                 self._last = update["step"]
 
     def add(self, step: int, updates: Sequence[Metrics], write: Callable[[Path], None]) -> None:
-        """Calls `write` with the directory if a step has skipped optimizer steps; a full disk ends nothing."""
+        """Calls `write` with the directory if optimizer steps were skipped; survives a full disk."""
         if not any(skipped_roles(update) for update in updates):
             return
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,12 @@ from megarl.cluster.session import Session
 from megarl.config import TrainingConfig
 from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.schedule import step_schedule
-from megarl.data.stream import Stream, StreamState
+from megarl.data.stream import Stream
 from megarl.data.training_texts import TrainingText
 from megarl.groups.trainers import close_all, launch_trainers
 from megarl.loop.pass_meter import PassMeter
 from megarl.loop.skipped_steps import SkippedBatches, write_rows
+from megarl.loop.train import Trainer
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest, UpdateRequest
 from megarl.preflight.datasets import Sets
@@ -28,8 +28,8 @@ from megarl.run.timers import Timers
 from megarl.types import SampleInfo, Schedule, TextChunk
 
 
-class SupervisedTrainer:
-    """Trains one role.
+class SupervisedTrainer(Trainer):
+    """Trains one role, which always has the devices.
 
     Args:
         model_dir: Hugging Face directory of the model.
@@ -62,24 +62,17 @@ class SupervisedTrainer:
         self._budget = config.role(role).tokens_per_micro_batch
         self._rows = Stream(data.rows["data.train"], config.run.seed)
         self._held_out = data.rows.get("data.evaluation")
-        self._rows_per_step = config.rows_per_step
         self._all_tokens = all_tokens
         self.evaluate_every = evaluate_every
 
     async def start(self) -> None:
-        """Starts the trainers and loads the model."""
         await self._trainers.start(self._model_dir)
 
-    async def begin(self, step: int) -> Metrics:
-        """Does nothing."""
-        return {}
-
     async def step(self, step: int) -> StepResult:
-        """Takes an optimizer step."""
         timers = Timers()
         self._phase("update")
         with timers("step"):
-            samples, chunks, schedule = self._batch(self._rows.next(self._rows_per_step))
+            samples, chunks, schedule = self._batch(self._rows.next(self._config.rows_per_step))
             request = UpdateRequest(schedules=(schedule,), chunks=chunks)
             call = self._role.dispatch(MegatronWorker.update, request)
             updates = await rank0_result(call)
@@ -111,28 +104,18 @@ class SupervisedTrainer:
         schedule = step_schedule(trained, self._layout, self._budget, rows_per_unit=len(rows[0].responses))
         return samples, ChunkRefs[TextChunk].put(chunks), schedule
 
-    async def evaluations(self, *, wait: bool) -> Sequence[EvaluationResult]:
-        """Returns nothing: no evaluation runs during the training."""
-        return ()
-
-    async def to_training(self) -> None:
-        """Does nothing: the trained role always has the devices."""
-
     def state(self, directory: Path) -> dict[str, Any]:
         """Returns the position in the rows; needs no files."""
-        return {"rows": asdict(self._rows.state())}
+        return {"rows": self._rows.state()}
 
     def load(self, state: Mapping[str, Any], directory: Path) -> None:
-        """Loads `state()`."""
-        self._rows.load(StreamState(**state["rows"]))
+        self._rows.load(state["rows"])
 
     async def finish(self, export: Path) -> Metrics:
-        """Exports the trained role."""
         self._phase("export")
         template = self._config.model.tokenizer_directory(self._model_dir)
         await self._role.call(MegatronWorker.export, str(export), template)
         return {}
 
     async def close(self) -> None:
-        """Lets every process end by itself."""
         await close_all(self._trainers)

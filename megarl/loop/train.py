@@ -51,25 +51,25 @@ class Trainer(Protocol):
         """Starts every process and loads every model."""
 
     async def begin(self, step: int) -> Metrics:
-        """Prepares the first step of this process, after a checkpoint was loaded; `step` is the last one taken."""
-        ...
+        """Prepares the first step of this process; `step` is the last one taken, by a checkpoint."""
+        return {}
 
     async def step(self, step: int) -> StepResult:
         """Takes a step."""
         ...
 
     async def evaluate(self, step: int) -> EvaluationResult | None:
-        """Evaluates on held-out data; returns None without any, or if `evaluations` will return the result."""
+        """Evaluates on held-out data; None without any, or if `evaluations` returns the result."""
 
     async def evaluations(self, *, wait: bool) -> Sequence[EvaluationResult]:
-        """Returns the results of finished evaluations that ran during the training; with `wait`, of all of them."""
-        ...
+        """Pops the results of finished evaluations beside the training; with `wait`, of all."""
+        return ()
 
     async def to_training(self) -> None:
         """Gives the devices to the trained roles, which are about to be saved."""
 
     def state(self, directory: Path) -> dict[str, Any]:
-        """Returns the driver's part of a checkpoint, as JSON; may write files into a directory of the checkpoint."""
+        """Returns the driver's part of a checkpoint, as JSON; may write files into its directory."""
         ...
 
     def load(self, state: Mapping[str, Any], directory: Path) -> None:
@@ -121,7 +121,7 @@ def train_with_restarts(config: TrainingConfig) -> Summary:
 
 
 def _attempt(config: TrainingConfig, data: Any, directory: RunDirectory, clock: Callable[[], float]) -> Summary:
-    """Takes the steps that are left, with processes of its own; `clock` gives the seconds of this attempt."""
+    """Takes the steps that are left, in new processes; `clock` gives the seconds of this attempt."""
     with (
         _started(config, data, directory, clock) as (session, trainer, reporter, saver),
         Preemption(
@@ -155,11 +155,11 @@ async def train(
         for limit in limits:
             limit.add(result)
         await saver.check()
-        if _due(step, trainer.evaluate_every, config.steps):
+        if is_due(step, trainer.evaluate_every, config.steps):
             reporter.evaluated(await trainer.evaluate(step))
         alarm = reporter.alarm(step)
         leaves = preemption.leaves(saver.expected_s)
-        saves = leaves or alarm is not None or _due(step, config.checkpoint.every, config.steps)
+        saves = leaves or alarm is not None or is_due(step, config.checkpoint.every, config.steps)
         for evaluation in await trainer.evaluations(wait=saves):
             reporter.evaluated(evaluation)
         if saves:
@@ -176,7 +176,7 @@ async def train(
 
 
 def profile(config: TrainingConfig) -> None:
-    """Takes the steps of a run up to the last profiled one, from the beginning; evaluates and saves nothing.
+    """Takes the steps of a run up to the last profiled one; evaluates and saves nothing.
 
     Raises:
         ConfigError, RunError: See `train_with_restarts`.
@@ -200,7 +200,7 @@ def profile(config: TrainingConfig) -> None:
 
 
 def checked[C: RunConfig](config: C) -> tuple[C, Any]:
-    """Returns the final configuration and the data of a run that can start here; raises ConfigError if it cannot."""
+    """Returns the final configuration and the data of a run; raises ConfigError if it cannot start."""
     print(phase_line("checking models, data and functions", process_age()), flush=True)
     data = check(config)
     config = with_steps(config, data)
@@ -224,7 +224,7 @@ def _started(
     *,
     profiles: bool = False,
 ) -> Generator[tuple[Session, Trainer, Reporter, Saver]]:
-    """Starts every process, loads the last checkpoint, and ends all of it after the block, which may only profile."""
+    """Starts every process, loads the last checkpoint, and ends all processes after the block."""
     taken = directory.step
     session = Session(config.cluster, directory.logs, config.cluster.address)
     with (
@@ -253,7 +253,7 @@ def _started(
 
 
 class UnscoredSteps:
-    """Counts the last steps without a scored response, up to `reward.max_unscored_steps` or all steps of a run."""
+    """Counts the last steps without a scored response, up to `reward.max_unscored_steps`."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self._limit: int | None = None
@@ -272,7 +272,8 @@ class UnscoredSteps:
             raise RunError("\n".join([f"{message}; correct the reward, and start the run again", *causes]))
 
 
-def _due(step: int, every: int | None, last: int) -> bool:
+def is_due(step: int, every: int | None, last: int) -> bool:
+    """Returns whether something happens after a step: after every so many, and after the last."""
     return step == last or (every is not None and step % every == 0)
 
 

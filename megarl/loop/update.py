@@ -1,12 +1,10 @@
-"""The updates of a PPO step: schedules, optimizer steps of actor and critic, and pretraining texts."""
+"""The updates of a PPO step: schedules, optimizer steps of actor and critic, pretraining texts."""
 
 from __future__ import annotations
 
 import itertools
 from collections import ChainMap
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +15,7 @@ from megarl.config import RolloutTrainingConfig
 from megarl.config.schema import PTX, Algo
 from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.schedule import step_schedule, under_one_length, update_schedules
-from megarl.data.stream import Stream, StreamState
+from megarl.data.stream import Stream
 from megarl.data.training_texts import TrainingText
 from megarl.experience.records import ExperienceChunk
 from megarl.groups.trainers import RemoteRole
@@ -27,53 +25,6 @@ from megarl.megatron.worker_requests import UpdateRequest
 from megarl.types import RoleName, SampleInfo, Schedule, TextChunk, TokenValues
 
 
-class StepPlan:
-    """The schedules of one step.
-
-    Args:
-        selected: indices of the samples to train on; None for all.
-    """
-
-    def __init__(
-        self,
-        config: RolloutTrainingConfig,
-        algo: Algo,
-        samples: Sequence[SampleInfo],
-        step: int,
-        *,
-        selected: Sequence[int] | None = None,
-    ) -> None:
-        self._config = config
-        self._algo = algo
-        self.step = step
-        self._trained = samples
-        self._mini_batches = algo.mini_batches
-        if selected is not None:
-            self._trained = [samples[index] for index in selected]
-            conversations = {sample.conversation for sample in self._trained}
-            self._mini_batches = min(self._mini_batches, len(conversations))
-        self.total_steps = algo.ppo_epochs * algo.mini_batches
-        """Optimizer steps in the schedule of the learning rate; a selection of few samples leaves some of them out."""
-
-    def passes(self, role: RoleName) -> list[tuple[Schedule, ...]]:
-        """Returns the schedules of a role's optimizer steps: all together, or by epoch if training may stop early.
-
-        An optimizer step has the same samples for every role.
-        """
-        steps = update_schedules(
-            self._trained,
-            self._config.layout(role),
-            self._config.role(role).tokens_per_micro_batch,
-            mini_batches=self._mini_batches,
-            epochs=self._algo.ppo_epochs,
-            seed=self._config.run.seed,
-            step=self.step,
-        )
-        if self._algo.early_stop is None:
-            return [steps]
-        return list(itertools.batched(steps, self._mini_batches))
-
-
 class PretrainMix:
     """Mixes pretraining texts into every optimizer step of the actor."""
 
@@ -81,12 +32,12 @@ class PretrainMix:
         self._settings = settings
         self._layout = config.layout("actor")
         self._budget = config.role("actor").tokens_per_micro_batch
-        self._rows = Stream(rows, config.run.seed)
+        self.rows = Stream(rows, config.run.seed)
 
     def next(self, steps: Sequence[Schedule]) -> tuple[tuple[Schedule, ...], UpdateRequest[Schedule]]:
-        """Takes the next texts for some optimizer steps; returns both with packs of the same length in each step."""
+        """Takes the next texts for some optimizer steps; returns both, with one pack length per step."""
         per_step = self._settings.sequences_per_mini_batch
-        samples, chunks = text_batch(self._rows.next(per_step * len(steps)), self._layout.dp * len(steps))
+        samples, chunks = text_batch(self.rows.next(per_step * len(steps)), self._layout.dp * len(steps))
         trained = on_all_tokens(samples) if self._settings.loss_on == "all" else samples
         lengthened: list[Schedule] = []
         texts: list[Schedule] = []
@@ -97,14 +48,6 @@ class PretrainMix:
             texts.append(text)
         return tuple(lengthened), UpdateRequest(schedules=texts, chunks=ChunkRefs[TextChunk].put(chunks))
 
-    def state(self) -> dict[str, Any]:
-        """Returns the position in the texts."""
-        return asdict(self._rows.state())
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Loads `state()`."""
-        self._rows.load(StreamState(**state))
-
 
 class Updater:
     """Trains actor and critic, and moves the reference towards the actor.
@@ -112,91 +55,95 @@ class Updater:
     Args:
         warmup_steps: first steps of the run, in which the critic alone is trained.
         meter: counts the passes.
-        token_values: whether the ranks keep values of the tokens in an update.
     """
 
     def __init__(
         self,
+        config: RolloutTrainingConfig,
         algo: Algo,
         roles: Mapping[RoleName, RemoteRole],
         pretrain_mix: PretrainMix | None,
         meter: PassMeter,
         *,
         warmup_steps: int = 0,
-        token_values: bool = False,
     ) -> None:
+        self._config = config
         self._algo = algo
         self._pretrain_mix = pretrain_mix
         self._meter = meter
         self._warmup_steps = warmup_steps
-        self._token_values = token_values
         self._actor = roles["actor"]
         self._critic = roles.get("critic")
 
     async def update(
         self,
         experience: ChunkRefs[ExperienceChunk],
-        plan: StepPlan,
+        samples: Sequence[SampleInfo],
+        step: int,
         *,
         kl_coef: float,
         trained_roles: Container[RoleName],
     ) -> list[dict[str, float]]:
-        """Takes the optimizer steps of a step, and returns their metrics, those of both roles together.
+        """Takes the optimizer steps of a step, and returns the metrics of each, of both roles.
 
         While the critic warms up, the actor takes none. A role without scored samples skips its
         steps, because Adam changes its weights even without a gradient.
 
         Args:
+            samples: samples to train on.
             kl_coef: coefficient of a KL penalty in the loss, per nat.
             trained_roles: roles with scored samples.
         """
-        trained = await self._trained(plan, trained_roles)
+        trained = await self._trained(step, trained_roles)
         stop = self._algo.early_stop
         updates: list[dict[str, float]] = []
-        for by_role in zip(*(plan.passes(role.name) for role in trained), strict=True):
+        for by_role in zip(*(self._passes(role.name, samples, step) for role in trained), strict=True):
             calls: list[Call[list[dict[str, float]] | None]] = []
             passes: list[list[Schedule]] = []
             for role, schedules in zip(trained, by_role, strict=True):
-                request = self._request(role, schedules, experience, kl_coef)
+                texts = None
+                counted = [*schedules]
+                if role is self._actor and self._pretrain_mix is not None:
+                    schedules, texts = self._pretrain_mix.next(schedules)
+                    counted = [*schedules, *texts.schedules]
+                request = UpdateRequest(schedules=schedules, chunks=experience, kl_coef=kl_coef, texts=texts)
                 calls.append(role.dispatch(MegatronWorker.update, request))
-                passes.append([*request.schedules])
-                if request.texts is not None:
-                    passes[-1] += request.texts.schedules
+                passes.append(counted)
             metrics = [await rank0_result(call) for call in calls]
             for role, schedules, call in zip(trained, passes, calls, strict=True):
                 self._meter.add_update(role.name, schedules, await call.longest())
-            steps = [dict(ChainMap(*reports)) for reports in zip(*metrics, strict=True)]
-            updates += steps
+            reported = [dict(ChainMap(*reports)) for reports in zip(*metrics, strict=True)]
+            updates += reported
             if stop is None or self._actor not in trained:
                 continue
-            if exceeds_target(mean_kl(steps, by_role[0]), target=stop.kl, factor=stop.factor):
+            if exceeds_target(mean_kl(reported, by_role[0]), target=stop.kl, factor=stop.factor):
                 break
-        left = plan.total_steps - len(updates)
+        left = self._steps - len(updates)
         if left:
             for call in [role.call(MegatronWorker.skip_steps, left) for role in trained]:
                 await call
         sync = self._algo.kl.reference_sync
-        if sync is not None and plan.step % sync.every == 0:
+        if sync is not None and step % sync.every == 0:
             await self._actor.call(MegatronWorker.soft_update_reference)
         return updates
 
     async def take_token_values(self) -> TokenValues:
-        """Returns the values of the tokens in the last update, where `tracking.tokens` keeps them."""
-        if not self._token_values:
+        """Pops the values of the tokens in the last update; none without `tracking.tokens`."""
+        if not self._config.tracking.tokens:
             return {}
         values: TokenValues = {}
         for part in await self._actor.call(MegatronWorker.take_token_values):
             values |= part
         return values
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, int]:
         """Returns the position in the pretraining texts."""
-        return {} if self._pretrain_mix is None else self._pretrain_mix.state()
+        return {} if self._pretrain_mix is None else self._pretrain_mix.rows.state()
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, int]) -> None:
         """Loads `state()`."""
         if self._pretrain_mix is not None:
-            self._pretrain_mix.load(state)
+            self._pretrain_mix.rows.load(state)
 
     def trains_actor(self, step: int, trained_roles: Container[RoleName]) -> bool:
         """Returns whether the actor takes optimizer steps in a step; see `update`."""
@@ -205,30 +152,46 @@ class Updater:
     def _warms_up(self, step: int) -> bool:
         return step <= self._warmup_steps
 
-    async def _trained(self, plan: StepPlan, trained_roles: Container[RoleName]) -> list[RemoteRole]:
+    @property
+    def _steps(self) -> int:
+        """Optimizer steps of the learning rate's schedule; a small selection leaves some out."""
+        return self._algo.ppo_epochs * self._algo.mini_batches
+
+    def _passes(self, role: RoleName, samples: Sequence[SampleInfo], step: int) -> list[tuple[Schedule, ...]]:
+        """Returns the schedules of a role's optimizer steps; by epoch if training may stop early.
+
+        An optimizer step has the same samples for every role.
+        """
+        mini_batches = min(self._algo.mini_batches, len({sample.conversation for sample in samples}))
+        schedules = update_schedules(
+            samples,
+            self._config.layout(role),
+            self._config.role(role).tokens_per_micro_batch,
+            mini_batches=mini_batches,
+            epochs=self._algo.ppo_epochs,
+            seed=self._config.run.seed,
+            step=step,
+        )
+        if self._algo.early_stop is None:
+            return [schedules]
+        return list(itertools.batched(schedules, mini_batches))
+
+    async def _trained(self, step: int, trained_roles: Container[RoleName]) -> list[RemoteRole]:
         """Returns the roles that take optimizer steps; other roles with a schedule skip theirs."""
         trained: list[RemoteRole] = []
-        if self.trains_actor(plan.step, trained_roles):
+        if self.trains_actor(step, trained_roles):
             trained.append(self._actor)
-        elif not self._warms_up(plan.step):
-            await self._actor.call(MegatronWorker.skip_steps, plan.total_steps)
+        elif not self._warms_up(step):
+            await self._actor.call(MegatronWorker.skip_steps, self._steps)
         if self._critic is not None and "critic" in trained_roles:
             trained.append(self._critic)
         elif self._critic is not None:
-            await self._critic.call(MegatronWorker.skip_steps, plan.total_steps)
+            await self._critic.call(MegatronWorker.skip_steps, self._steps)
         return trained
-
-    def _request(
-        self, role: RemoteRole, schedules: Sequence[Schedule], experience: ChunkRefs[ExperienceChunk], kl_coef: float
-    ) -> UpdateRequest[Schedule]:
-        texts = None
-        if role is self._actor and self._pretrain_mix is not None:
-            schedules, texts = self._pretrain_mix.next(schedules)
-        return UpdateRequest(schedules=schedules, chunks=experience, kl_coef=kl_coef, texts=texts)
 
 
 def mean_kl(updates: Sequence[Mapping[str, float]], schedules: Sequence[Schedule]) -> float:
-    """Returns the mean of log p(old) - log p(new) over the tokens of some optimizer steps, in nats; 0 without any."""
+    """Returns the mean of log p(old) - log p(new) over tokens, in nats; 0 without any."""
     name = "policy/ppo_kl"  # missing in a step in which no token has a weight
     known: list[float] = []
     tokens: list[int] = []

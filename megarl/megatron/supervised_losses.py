@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.policy_loss import LossTerms
-from megarl.algos.preference_loss import best_of_n, pairwise, span, spans_of
+from megarl.algos.preference_loss import best_of_n, pairwise, span
 from megarl.algos.registry import PREFERENCE_LOSSES, bound
 from megarl.config.schema import Choice
 from megarl.data.packing import Chunks
@@ -100,7 +100,7 @@ class PreferenceLoss:
         no_token = -1
         ids = torch.full_like(mask, no_token, dtype=torch.int64)
         ids[mask] = torch.from_numpy(batch.tokens.labels).to(mask.device)
-        return span(held[0::2], held[1::2], spans_of(ids[0::2], ids[1::2], pad=no_token))
+        return span(held[0::2], held[1::2], ids[0::2], ids[1::2], no_token)
 
 
 def _mean(terms: LossTerms, weight: float) -> LossMetrics:

@@ -16,26 +16,36 @@ from tests.algos.inputs import numbers
 
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], LossTerms]
 
-POLICY_LOSSES: Mapping[str, PolicyLoss] = {
-    "ppo": policy_loss.ppo,
-    "ppo clip-higher": partial(policy_loss.ppo, clip=0.1, clip_high=0.28),
-    "ppo dual clip": partial(policy_loss.ppo, dual_clip=1.4),
-    "ppo delta": partial(policy_loss.ppo, delta=1.5),
-    "ppo ratio clamp": partial(policy_loss.ppo, ratio_clamp=(0.5, 1.6)),
-    "gspo": partial(policy_loss.gspo, clip=0.1, clip_high=0.15),
-    "gspo dual clip": partial(policy_loss.gspo, clip=0.1, clip_high=0.15, dual_clip=1.2),
-    "cispo": partial(policy_loss.cispo, clip=0.2, clip_high=0.3),
-    "cispo upper": partial(policy_loss.cispo_upper, max_ratio=1.3),
-    "sapo": policy_loss.sapo,
-    "gmpo": partial(policy_loss.gmpo, clip=0.3),
-    "reinforce": policy_loss.reinforce,
+OPTIONS: Mapping[str, dict[str, Any]] = {
+    "ppo": {},
+    "ppo clip-higher": {"clip": 0.1, "clip_high": 0.28},
+    "ppo dual clip": {"dual_clip": 1.4},
+    "ppo delta": {"delta": 1.5},
+    "ppo ratio clamp": {"ratio_clamp": (0.5, 1.6)},
+    "gspo": {"clip": 0.1, "clip_high": 0.15},
+    "gspo dual clip": {"clip": 0.1, "clip_high": 0.15, "dual_clip": 1.2},
+    "cispo": {"clip": 0.2, "clip_high": 0.3},
+    "cispo_upper": {"max_ratio": 1.3},
+    "sapo": {},
+    "gmpo": {"clip": 0.3},
+    "reinforce": {},
+    "mse": {},
+    "mse unclipped": {"clip": None, "scale": 1.0},
+    "huber": {"delta": 0.7},
+    "huber unclipped": {"clip": None, "delta": 0.7},
 }
-VALUE_LOSSES: Mapping[str, Callable[[Tensor, Tensor, Tensor], LossTerms]] = {
-    "mse": value_loss.mse,
-    "mse unclipped": partial(value_loss.mse, clip=None, scale=1.0),
-    "huber": partial(value_loss.huber, delta=0.7),
-    "huber unclipped": partial(value_loss.huber, clip=None, delta=0.7),
-}
+"""Of each case, which begins with the name of the loss."""
+
+
+def cases(module: Any, **others: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """The losses of a module with the options of each case, or with others."""
+    options = {**OPTIONS, **others}
+    names = [name for name in options if hasattr(module, name.split()[0])]
+    return {name: partial(getattr(module, name.split()[0]), **options[name]) for name in names}
+
+
+POLICY_LOSSES: Mapping[str, PolicyLoss] = cases(policy_loss)
+VALUE_LOSSES: Mapping[str, Callable[[Tensor, Tensor, Tensor], LossTerms]] = cases(value_loss)
 AGGREGATIONS: Mapping[str, Callable[..., Tensor]] = {
     "token_mean": aggregation.token_mean,
     "token_sum": aggregation.token_sum,

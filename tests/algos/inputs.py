@@ -7,9 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+
+from megarl.algos.normalization import Reduce
 
 NAN = float("nan")
 
@@ -64,3 +67,12 @@ def on_ranks(function: Callable[..., Any], per_rank: list[tuple[Any, ...]]) -> l
 
     with ThreadPoolExecutor(len(per_rank)) as pool:
         return list(pool.map(rank, range(len(per_rank))))
+
+
+def measured_on_ranks(measure: Callable[[slice, Reduce], Any]) -> Any:
+    """What one rank measures of four rows, as several ranks that share them must do."""
+    whole = measure(slice(0, 4), local)
+    for split in ([slice(0, 1), slice(1, 4)], [slice(0, 4), slice(0, 0)]):
+        for own in on_ranks(measure, [(rows,) for rows in split]):
+            assert own == pytest.approx(whole)
+    return whole

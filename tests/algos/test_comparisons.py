@@ -17,6 +17,7 @@ from megarl.algos.advantages import broadcast_advantages
 from megarl.algos.group_advantages import Samples
 from megarl.algos.registry import GROUP_ADVANTAGES
 from tests.algos.inputs import NAN, lengths_mask
+from tests.algos.vectors_of_experience import samples_of as in_groups
 from tests.oracle import comparisons as naive
 from tests.oracle.models import Sample
 from tests.unit_profile import fewer
@@ -65,13 +66,6 @@ def naive_samples(rows: list[tuple[int, float | None, bool, int]]) -> list[Sampl
     ]
 
 
-def in_groups(scores: list[float], groups: list[int], **others: Any) -> Samples:
-    """Samples that all ended and have a score."""
-    n = len(scores)
-    usual = {"lengths": torch.ones(n).long(), "finished": torch.ones(n).bool(), "scored": torch.ones(n).bool()}
-    return Samples(scores=torch.tensor(scores), groups=torch.tensor(groups), **{**usual, **others})
-
-
 FUNCTIONS = {name: GROUP_ADVANTAGES.function(name) for name in GROUP_ADVANTAGES.functions}
 ORACLES = sorted(FUNCTIONS.keys() - {"reinforce_pp_baseline", "none"})
 
@@ -110,15 +104,8 @@ def test_t8_equal_scores_and_single_samples_have_advantage_exactly_0(name: str, 
     """0.1 is no binary fraction: the mean of seven of them is another number."""
     scores = torch.tensor([0.1] * 7 + [5.0], dtype=dtype)
     n = len(scores)
-    samples = Samples(
-        scores=scores,
-        groups=torch.tensor([0] * 7 + [1]),
-        lengths=torch.arange(1, n + 1),
-        finished=torch.ones(n).bool(),
-        scored=torch.ones(n).bool(),
-        components=torch.stack([scores, scores * 3], dim=-1),
-        weights=WEIGHTS,
-    )
+    known = {"lengths": torch.arange(1, n + 1), "components": torch.stack([scores, scores * 3], dim=-1)}
+    samples = in_groups(scores, [0] * 7 + [1], **known, weights=WEIGHTS)
     advantages = FUNCTIONS[name](samples)
     assert advantages.tolist() == [0.0] * n
     assert advantages.dtype == dtype
@@ -127,7 +114,7 @@ def test_t8_equal_scores_and_single_samples_have_advantage_exactly_0(name: str, 
 
 
 def test_remax_skips_prompts_whose_greedy_response_has_no_score() -> None:
-    samples = in_groups([1.0, 2.0], [0, 1], greedy_scores=torch.tensor([0.25, NAN]))
+    samples = in_groups(torch.tensor([1.0, 2.0]), [0, 1], greedy_scores=torch.tensor([0.25, NAN]))
     assert group_advantages.remax(samples).tolist() == [0.75, 0.0]
 
 
@@ -136,7 +123,7 @@ def test_remax_skips_prompts_whose_greedy_response_has_no_score() -> None:
 
 def test_p15_a_single_sample_has_advantage_0_unless_its_score_is_configured() -> None:
     """verl divides a single sample by 1 and subtracts 0: its score is its advantage."""
-    samples = in_groups([3.0, 1.0, 2.0], [0, 1, 1])
+    samples = in_groups(torch.tensor([3.0, 1.0, 2.0]), [0, 1, 1])
     for name in ("grpo", "dr_grpo", "rloo", "opo"):
         assert FUNCTIONS[name](samples)[0] == 0.0
         assert FUNCTIONS[name](samples, singleton="raw")[0] == 3.0

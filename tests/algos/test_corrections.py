@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from megarl.algos import metrics, registry, rollout_correction
 from megarl.algos.normalization import Reduce
 from megarl.algos.rollout_correction import m2po
 from tests.algos.examples import MASK, tokens
-from tests.algos.inputs import local, numbers, on_ranks
+from tests.algos.inputs import local, measured_on_ranks, numbers, on_ranks
 from tests.oracle import corrections as naive
 
 WEIGHTS = {name: registry.ROLLOUT_WEIGHTS.function(name) for name in registry.ROLLOUT_WEIGHTS.functions}
@@ -28,6 +29,13 @@ STATISTICS = [(level, kind) for level in LEVELS for kind in KINDS if (level, kin
 def rows(*columns: Tensor) -> list[list[list[float]]]:
     """The unmasked tokens of each column, by row; rows without any are dropped."""
     return [[own[row][mask].tolist() for own in columns] for row, mask in enumerate(MASK) if mask.any()]
+
+
+def assert_equal_on_ranks(function: Callable[[slice, Reduce], Tensor], whole: Tensor) -> None:
+    """Ranks that share the rows compute of them what one rank does."""
+    for split in ([slice(0, 1), slice(1, 4)], [slice(0, 4), slice(0, 0)], [slice(1, 2), slice(2, 4), slice(0, 1)]):
+        for part, own in zip(split, on_ranks(function, [(part,) for part in split]), strict=True):
+            torch.testing.assert_close(own, whole[part])
 
 
 @pytest.mark.parametrize("bounds", [(None, 1.2), (0.8, 1.3), (0.97, 1.03)], ids=str)
@@ -54,10 +62,7 @@ def test_batch_normalised_weights_have_mean_one_over_all_ranks(name: str) -> Non
     expected = naive.normalised(plain, by_sequence=name.startswith("sequence") or name == "geometric_truncate")
     for (own,), other in zip(rows(whole), expected, strict=True):
         assert own == pytest.approx(other)
-    for split in ([slice(0, 1), slice(1, 4)], [slice(0, 4), slice(0, 0)], [slice(1, 2), slice(2, 4), slice(0, 1)]):
-        parts = on_ranks(weigh, [(part,) for part in split])
-        for part, own in zip(split, parts, strict=True):
-            torch.testing.assert_close(own, whole[part])
+    assert_equal_on_ranks(weigh, whole)
 
 
 def test_weights_carry_no_gradient_and_stay_finite() -> None:
@@ -113,13 +118,9 @@ def test_m2po_does_not_depend_on_the_ranks() -> None:
     whole = m2po(old, rollout, MASK, local, threshold=0.05)
     assert whole.any()
     assert (MASK & ~whole).any()
-    for split in ([slice(0, 1), slice(1, 4)], [slice(0, 4), slice(0, 0)], [slice(1, 2), slice(2, 4), slice(0, 1)]):
-        kept = on_ranks(
-            lambda part, reduce: m2po(old[part], rollout[part], MASK[part], reduce, threshold=0.05),
-            [(part,) for part in split],
-        )
-        for part, own in zip(split, kept, strict=True):
-            assert torch.equal(own, whole[part])
+    assert_equal_on_ranks(
+        lambda part, reduce: m2po(old[part], rollout[part], MASK[part], reduce, threshold=0.05), whole
+    )
 
 
 def test_m2po_of_no_tokens_and_of_equal_policies() -> None:
@@ -164,10 +165,7 @@ def test_metrics_are_summed_over_ranks(measure: str) -> None:
             return metrics.averaged(metrics.mismatch(old[part], rollout[part], MASK[part]), reduce)
         return metrics.correction_metrics(weights[part], old[part], rollout[part], MASK[part], reduce=reduce)
 
-    whole = of(slice(0, 4), local)
-    for split in ([slice(0, 1), slice(1, 4)], [slice(0, 4), slice(0, 0)]):
-        for own in on_ranks(of, [(part,) for part in split]):
-            assert own == pytest.approx(whole)
+    assert measured_on_ranks(of)
 
 
 def test_the_same_policy_needs_no_correction() -> None:

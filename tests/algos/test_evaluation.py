@@ -28,17 +28,18 @@ def test_pass_rate_is_vectorised_and_takes_many_samples() -> None:
     assert rates.tolist() == pytest.approx([0, 0.5, 1 - (500 / 1000) * (499 / 999), 1])
 
 
-def test_clusters_of_one_sample_have_the_ordinary_standard_error() -> None:
-    values = [0.0, 1.0, 1.0, 0.0, 3.0]
-    mean, error = clustered_mean(torch.tensor(values), torch.tensor([4, 2, 0, 1, 3]))
-    assert (mean, error) == pytest.approx((1.0, statistics.stdev(values) / math.sqrt(5)))
-
-
-def test_clusters_of_equal_size_have_the_standard_error_of_their_means() -> None:
-    values, clusters = torch.tensor([1.0, 5.0, 3.0, 2.0, 2.0, 8.0]), torch.tensor([0, 1, 2, 0, 1, 2])
-    means = [1.5, 3.5, 5.5]
-    mean, error = clustered_mean(values, clusters)
-    assert (mean, error) == pytest.approx((3.5, statistics.stdev(means) / math.sqrt(3)))
+@pytest.mark.parametrize(
+    ("values", "clusters", "means"),
+    [
+        ([0.0, 1.0, 1.0, 0.0, 3.0], [4, 2, 0, 1, 3], [0.0, 1.0, 1.0, 0.0, 3.0]),
+        ([1.0, 5.0, 3.0, 2.0, 2.0, 8.0], [0, 1, 2, 0, 1, 2], [1.5, 3.5, 5.5]),
+    ],
+)
+def test_clusters_of_equal_size_have_the_standard_error_of_their_means(
+    values: list[float], clusters: list[int], means: list[float]
+) -> None:
+    mean, error = clustered_mean(torch.tensor(values), torch.tensor(clusters))
+    assert (mean, error) == pytest.approx((statistics.mean(means), statistics.stdev(means) / math.sqrt(len(means))))
 
 
 def test_the_standard_error_equals_that_of_a_bootstrap_over_prompts() -> None:

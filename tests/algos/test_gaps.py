@@ -27,15 +27,10 @@ from megarl.algos.registry import (
 from megarl.algos.reward_shaping import dense_rewards, kl_penalties, token_rewards
 from megarl.algos.rollout_correction import m2po, off_policy_sequences, rejection
 from megarl.experience.padded_batch import align, response_mask
-from tests.algos.inputs import masks, numbers, seeds
+from tests.algos.inputs import local, masks, numbers, seeds
 
 Case = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 OPTIONS = {"sequence_sum_norm": {"tokens": 4}}
-
-
-def alone(vector: Tensor) -> Tensor:
-    """One rank's reduction."""
-    return vector
 
 
 def per_row(values: Tensor, mask: Tensor) -> Tensor:
@@ -64,7 +59,7 @@ CASES: dict[str, Case] = {
         for name in TOKEN_ADVANTAGES.functions
     },
     **{
-        name: lambda a, _, __, mask, name=name: (bound(NORMALISERS, name, {})(a, mask, groups(mask), alone),)
+        name: lambda a, _, __, mask, name=name: (bound(NORMALISERS, name, {})(a, mask, groups(mask), local),)
         for name in NORMALISERS.functions
     },
     **{name: lambda a, b, c, mask, name=name: (policy_terms(name, a, b, c, mask),) for name in POLICY_LOSSES.functions},
@@ -79,18 +74,18 @@ CASES: dict[str, Case] = {
         for name in AGGREGATIONS.functions
     },
     **{
-        f"weights {name}": lambda a, b, _, mask, name=name: (bound(ROLLOUT_WEIGHTS, name, {})(a, b, mask, alone),)
+        f"weights {name}": lambda a, b, _, mask, name=name: (bound(ROLLOUT_WEIGHTS, name, {})(a, b, mask, local),)
         for name in ROLLOUT_WEIGHTS.functions
     },
-    "m2po": lambda a, b, _, mask: (m2po(a, b, mask, alone, threshold=0.5),),
-    "rejection": lambda a, b, _, mask: (rejection(a, b, mask, statistic="seq_mean_k1", upper=0.1),),
+    "m2po": lambda a, b, _, mask: (m2po(a, b, mask, local, threshold=0.5),),
+    "rejection": lambda a, b, _, mask: (rejection(a, b, mask, statistic="sequence_mean_k1", upper=0.1),),
     "off_policy_sequences": lambda a, b, c, mask: (
         off_policy_sequences(a, b, per_row(c, mask)[:, None].expand_as(a), mask).expand_as(a),
     ),
     "token_rewards": lambda a, _, c, mask: (token_rewards(per_row(a, mask), kl_penalties(c, mask, kl_coef=0.3), mask),),
     "dense_rewards": lambda a, b, c, mask: (dense_rewards(a, b, c, mask, differences=True),),
     "broadcast_advantages": lambda a, _, c, mask: (broadcast_advantages(per_row(a, mask), c, mask),),
-    "whiten_rewards": lambda a, _, __, mask: (whiten_rewards(a, mask, alone),),
+    "whiten_rewards": lambda a, _, __, mask: (whiten_rewards(a, mask, local),),
 }
 
 
@@ -114,7 +109,7 @@ def test_metrics_are_of_counting_tokens(mask: list[list[bool]], seed: int) -> No
     def measured(one: Tensor, other: Tensor, own: Tensor) -> dict[str, float]:
         quotients = {name: float(total / count) for name, (total, count) in mismatch(one, other, own).items() if count}
         penalties = kl_penalties(other, own, kl_coef=1.0)
-        return {**quotients, **objective_metrics(per_row(one, own), penalties, own, reduce=alone)}
+        return {**quotients, **objective_metrics(per_row(one, own), penalties, own, reduce=local)}
 
     found = measured(*columns, gaps)
     assert found == pytest.approx(measured(*(align(column[gaps], dense) for column in columns), dense), rel=1e-9)

@@ -21,7 +21,17 @@ from megarl.algos import (
 from megarl.algos.aggregation import weighted_sum
 from megarl.algos.optimization import ptx_shares
 from megarl.algos.policy_loss import LossTerms, weighted, with_term
-from tests.algos.examples import AGGREGATIONS, MASK, POLICY_LOSSES, VALUE_LOSSES, gradient, step_weights, tokens, total
+from tests.algos.examples import (
+    AGGREGATIONS,
+    MASK,
+    POLICY_LOSSES,
+    VALUE_LOSSES,
+    cases,
+    gradient,
+    step_weights,
+    tokens,
+    total,
+)
 from tests.algos.inputs import local, numbers
 from tests.oracle import kl as naive_kl
 from tests.oracle import policy as naive_policy
@@ -36,25 +46,10 @@ NAN = float("nan")
 # ---- against the oracle
 
 NAIVE_POLICY_LOSSES = {
-    "ppo": naive_policy.ppo,
-    "ppo clip-higher": partial(naive_policy.ppo, clip=0.1, clip_high=0.28),
-    "ppo dual clip": partial(naive_policy.ppo, dual_clip=1.4),
-    "ppo delta": partial(naive_policy.ppo, dual_clip=1.5),
-    "ppo ratio clamp": partial(naive_policy.ppo, ratio_clamp=(0.5, 1.6)),
-    "gspo": partial(naive_policy.gspo, clip=0.1, clip_high=0.15),
-    "gspo dual clip": partial(naive_policy.gspo, clip=0.1, clip_high=0.15, dual_clip=1.2),
-    "cispo": partial(naive_policy.cispo, clip=0.2, clip_high=0.3),
-    "cispo upper": partial(naive_policy.cispo, clip_high=0.3, upper_only=True),
-    "sapo": naive_policy.sapo,
-    "gmpo": partial(naive_policy.gmpo, clip=0.3),
-    "reinforce": naive_policy.reinforce,
+    **cases(naive_policy, **{"ppo delta": {"dual_clip": 1.5}}),
+    "cispo_upper": partial(naive_policy.cispo, clip_high=0.3, upper_only=True),
 }
-NAIVE_VALUE_LOSSES = {
-    "mse": naive_values.mse,
-    "mse unclipped": partial(naive_values.mse, clip=None, scale=1.0),
-    "huber": partial(naive_values.huber, delta=0.7),
-    "huber unclipped": partial(naive_values.huber, clip=None, delta=0.7),
-}
+NAIVE_VALUE_LOSSES = cases(naive_values)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -178,17 +173,12 @@ def test_the_first_update_is_the_policy_gradient(name: str) -> None:
     torch.testing.assert_close(grad, -advantages * step_weights(MASK, aggregation.sequence_mean))
 
 
-# ---- decoupled PPO, mixed-in text
-
-
-def test_pretraining_text_of_weight_0_is_ignored_and_of_weight_1_is_the_whole_loss() -> None:
-    assert ptx_shares(coef=0.0, mode="add") == (1.0, 0.0)
-    assert ptx_shares(coef=0.0, mode="convex") == (1.0, 0.0)
-    assert ptx_shares(coef=1.0, mode="convex") == (0.0, 1.0)
-    assert ptx_shares(coef=27.8, mode="deepspeed") == (0.5, 13.9)
-
-
 # ---- single losses
+
+
+def test_deepspeed_halves_a_loss_with_pretraining_texts() -> None:
+    """The other modes are in the vectors."""
+    assert ptx_shares(coef=27.8, mode="deepspeed") == (0.5, 13.9)
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES.keys() - {"reinforce"}))
@@ -244,7 +234,7 @@ def test_losses_stay_on_the_device_of_their_arguments() -> None:
     losses = [function(x, x, x, mask) for function in POLICY_LOSSES.values()]
     losses += [function(x, x, x) for function in VALUE_LOSSES.values()]
     losses += [preference_loss.pairwise(x, x, x, margin=True), preference_loss.best_of_n(x, mask.sum(-1))]
-    losses += [preference_loss.span(x, x, preference_loss.spans_of(x.long(), x.long(), pad=0)), weighted(losses[0], x)]
+    losses += [preference_loss.span(x, x, x.long(), x.long(), 0), weighted(losses[0], x)]
     for loss in losses:
         assert {loss.values.device.type, *(v.device.type for v in loss.metrics.values())} == {"meta"}
     for weigh in map(registry.ROLLOUT_WEIGHTS.function, registry.ROLLOUT_WEIGHTS.functions):

@@ -1,4 +1,4 @@
-"""Optimizer steps, weight averages, and return normalisation."""
+"""Mini-batches, weight averages, and return normalisation; Adam's epsilon is in the vectors."""
 
 from __future__ import annotations
 
@@ -8,36 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from megarl.algos.normalization import Reduce
-from megarl.algos.optimization import divided, ema, exceeds_target, tensorflow_eps
+from megarl.algos.optimization import divided, ema, exceeds_target
 from megarl.algos.value_loss import ValueMoments
 from tests.algos.examples import MASK
 from tests.algos.inputs import local, numbers, on_ranks
-from tests.oracle.adam import Adam, AdamSettings
-
-# ---- Adam
-
-
-@pytest.mark.parametrize("beta2", [0.999, 0.95])
-def test_pytorchs_adam_with_the_epsilon_schedule_equals_tensorflows(beta2: float) -> None:
-    eps = 1e-5
-    parameter = nn.Parameter(numbers(5, seed=0))
-    model = nn.ParameterList([parameter])
-    other = nn.Parameter(parameter.detach().clone())
-    naive = Adam(model, AdamSettings(lr=1e-3, betas=(0.9, beta2), eps=eps, clip_grad=None, tensorflow=True))
-    optimizer = torch.optim.AdamW([other], lr=1e-3, betas=(0.9, beta2), weight_decay=0.0)
-    for step in range(1, 20):
-        gradient = 1e-4 * numbers(5, seed=step)
-        parameter.grad, other.grad = gradient.clone(), gradient.clone()
-        naive.step()
-        optimizer.param_groups[0]["eps"] = tensorflow_eps(eps, beta2, step)
-        optimizer.step()
-        torch.testing.assert_close(other, parameter, rtol=1e-12, atol=0.0)
-
-
-# ---- schedules, mini-batches, seeds
 
 
 @given(st.lists(st.integers(), max_size=30), st.integers(1, 9))
@@ -54,9 +30,6 @@ def test_early_stopping_is_strictly_above_the_target() -> None:
     assert not exceeds_target(-1.0, target=0.1)
 
 
-# ---- EMA of weights
-
-
 @given(st.floats(0.0, 1.0))
 def test_the_ema_equals_its_closed_form(decay: float) -> None:
     average = start = numbers(3, seed=0)
@@ -71,9 +44,6 @@ def test_the_ema_of_bfloat16_weights_is_in_float32() -> None:
     average = ema(torch.zeros(2), torch.ones(2, dtype=torch.bfloat16), decay=0.992)
     assert average.dtype == torch.float32
     torch.testing.assert_close(average, torch.full((2,), 0.008))
-
-
-# ---- normalised returns
 
 
 def test_the_moments_of_one_batch_equal_those_of_its_tokens() -> None:

@@ -13,7 +13,7 @@ from megarl.algos.aggregation import sequence_mean, token_mean, weighted_sum
 from megarl.algos.metrics import averaged, policy_drift
 from megarl.algos.optimization import ema
 from megarl.algos.policy_loss import LossTerms, weighted
-from megarl.algos.preference_loss import span, spans_of
+from megarl.algos.preference_loss import span
 from megarl.algos.rollout_correction import m2po
 from megarl.models.architecture import model_spec
 from tests.algos.examples import MASK, POLICY_LOSSES, step_weights, tokens, total
@@ -75,9 +75,9 @@ def test_p25_an_average_in_bfloat16_that_never_moves() -> None:
 def test_p30_a_last_token_of_an_empty_response() -> None:
     """Two empty responses: the score is placed on the first column, not on the last."""
     empty = torch.zeros(1, 4).long()
-    spans = spans_of(empty, empty, pad=0)
-    assert (spans.chosen_last.item(), spans.rejected_last.item()) == (0, 0)
-    assert torch.isfinite(span(torch.zeros(1, 4), torch.ones(1, 4), spans).values).all()
+    loss = span(torch.arange(4.0)[None], torch.arange(4.0, 8.0)[None], empty, empty, 0)
+    assert (loss.metrics["chosen"].item(), loss.metrics["rejected"].item()) == (0, 4)
+    assert torch.isfinite(loss.values).all()
 
 
 @pytest.mark.parametrize(

@@ -85,13 +85,9 @@ def field(schema: object, path: list[str]) -> object:
     return inside if len(path) == 1 else field(inside, path[1:])
 
 
-def test_table_and_sections_agree_on_the_arguments_of_custom_functions() -> None:
-    rows = re.findall(r"^\| `[\w.]+`(?:, `level: \w+`)? \| (.*?) \|", PAGE, flags=re.MULTILINE)
-    own = [kind for kind in registry.KINDS if kind.custom]
-    assert len(rows) == len(own)
-    for kind, row in zip(own, rows, strict=True):
-        called = re.findall(r"\w+", re.sub(r"; then (`\w+`) with `.*`", r"\1", row.removeprefix("any of ")))
-        assert called == [*kind.arguments, *(name for name, _ in kind.further), *kind.keywords]
+def test_sections_describe_the_arguments_of_custom_functions_in_their_order() -> None:
+    for kind in filter(lambda kind: kind.custom, registry.KINDS):
+        called = [*kind.arguments, *(name for name, _ in kind.further), *kind.keywords]
         opening = PAGE.split(f"\n## {kind.title}: ")[1].split("\n### ")[0]
         listed = re.findall(r"^- `(\w+)`: ", opening, flags=re.MULTILINE)
         assert called == ["samples"] or called == listed[: len(called)]

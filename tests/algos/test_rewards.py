@@ -31,11 +31,8 @@ def test_the_score_is_placed_as_configured() -> None:
     }
     for placement, expected in places.items():
         assert token_rewards(scores, nothing, mask, placement=placement).tolist() == expected
-
-
-def test_a_batch_without_columns_has_no_rewards() -> None:
     empty = torch.zeros(2, 0)
-    for placement in ("last_valid", "every_valid"):
+    for placement in places:
         assert token_rewards(torch.ones(2), empty, empty.bool(), placement=placement).shape == (2, 0)
 
 

@@ -15,10 +15,12 @@ from torch import Tensor
 from tests.algos import vectors_of_experience, vectors_of_losses, vectors_of_scores
 
 RUNNERS = {
-    function.__name__: function
+    name: function
     for module in (vectors_of_scores, vectors_of_experience, vectors_of_losses)
-    for function in module.RUNNERS
+    for name, function in vars(module).items()
+    if getattr(function, "__annotations__", {}).get("return") == "Outputs"
 }
+"""The functions that return outputs run the cases of their names."""
 BOOLS = {"mask", "has_token", "truncated", "discard"}
 INTEGERS = {"labels", "responses", "best", "chosen_ids", "rejected_ids", "versions", "cu_short", "lengths"}
 LISTS = {

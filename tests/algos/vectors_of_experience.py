@@ -181,9 +181,3 @@ def gdpo(*, components: Tensor, groups: list[Any], mask: Tensor, weights: list[f
     tokens = advantages.broadcast_advantages(outcomes, torch.zeros(mask.shape), mask)
     whitened = whiten_advantages(tokens, mask, consecutive(len(mask), 1), local, ddof=1)
     return {"sequence": outcomes, "advantages": whitened}
-
-
-RUNNERS = (
-    *(whiten, whiten_sharded, grouped_token_norm, level_norm, gae, gae_valid, gae_packed, gae_decoupled),
-    *(discounted_returns, reinforce_pp, outcome_advantages, broadcast_advantages, reinforce_pp_baseline, remax, gdpo),
-)

@@ -85,7 +85,7 @@ def policy_loss(
     return outputs
 
 
-def policy_metrics(loss: LossTerms, mask: Tensor) -> Outputs:
+def policy_metrics(loss: LossTerms, mask: Tensor) -> dict[str, Any]:
     ratio = loss.spreads["ratio"]
     return {
         **{name: mean(loss.metrics[name], mask) for name in ("clipfrac", "clipfrac_lower", "ppo_kl", "approxkl")},
@@ -173,8 +173,7 @@ def rm_pick_best(*, scores: Tensor, best: Tensor) -> Outputs:
 def rm_span_pairwise(
     *, chosen_ids: Tensor, rejected_ids: Tensor, chosen_values: Tensor, rejected_values: Tensor, pad: int
 ) -> Outputs:
-    spans = preference_loss.spans_of(chosen_ids, rejected_ids, pad=pad)
-    loss = preference_loss.span(chosen_values, rejected_values, spans)
+    loss = preference_loss.span(chosen_values, rejected_values, chosen_ids, rejected_ids, pad)
     ends = {"chosen_end": loss.metrics["chosen"], "rejected_end": loss.metrics["rejected"]}
     return {"loss": mean_of_pairs(loss.values), **ends}
 
@@ -229,10 +228,3 @@ def mismatch_metrics(*, train: Tensor, rollout: Tensor, mask: Tensor) -> Outputs
     found = metrics.averaged(metrics.mismatch(train, rollout, mask), local)
     outputs: Outputs = {name.partition("/")[2]: value for name, value in found.items()}
     return {**outputs, "chi2_seq": outputs.pop("chi2_sequence"), "abs_diff": outputs.pop("logprob_gap")}
-
-
-RUNNERS = (
-    *(aggregate, aggregate_layout, policy_loss, decoupled_policy_loss, value_loss, combine_actor_loss, ptx_mix),
-    *(rm_pairwise, rm_pick_best, rm_span_pairwise, rollout_weights, rejection_mask, off_policy_sequence_mask),
-    *(m2po_mask, proximal_logprobs, mismatch_metrics),
-)

@@ -213,11 +213,3 @@ def explained_variance(*, returns: Tensor, values: Tensor, vpred: Tensor, mask: 
     error = mse(vpred, values, returns).metrics["error"]
     openai = metrics.explained_variance(float(mean(error, mask)), found["returns/var"])
     return {"verl": found["value/explained_variance"], "openai": openai}
-
-
-RUNNERS = (
-    *(token_statistics, lengths_from_eos, truncate_at_token, score_without_token, stop_properly, overlong_penalty),
-    *(head_init_std, reward_norm, kl_estimate, kl_full, kl_controller, shape_rewards, dense_rewards, adam, ema),
-    *(linear_anneal, minibatch_plan, early_stop, value_rms, raft_select, dynamic_filter, objective_metrics),
-    explained_variance,
-)

@@ -12,7 +12,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megarl.config.schema import SourceFields
 from megarl.data.encoding import Encoder
+from megarl.data.sources import Rows
 from megarl.data.tokenizer import Tokenizer as MegaTokenizer
+from megarl.data.training_texts import TrainingText
 
 CHATML = (
     "{% for message in messages %}"
@@ -98,21 +100,15 @@ def transformers_own(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory)
 
 
-def encoder(
-    tokenizer: MegaTokenizer | None = None,
-    *,
-    vocab_size: int = 1000,
-    chat_template: bool = False,
-    max_tokens: int = 100,
-    template_arguments: Mapping[str, Any] | None = None,
-) -> Encoder:
-    return Encoder(
-        tokenizer,
-        vocab_size=vocab_size,
-        chat_template=chat_template,
-        max_tokens=max_tokens,
-        template_arguments=template_arguments,
-    )
+def encoder(tokenizer: MegaTokenizer | None = None, **changes: Any) -> Encoder:
+    return Encoder(tokenizer, **{"vocab_size": 1000, "chat_template": False, "max_tokens": 100, **changes})
+
+
+def token_lists(found: Rows[TrainingText]) -> tuple[list[tuple[Any, ...]], list[tuple[int, str]]]:
+    """Key, prompt and responses of each text, and the lines that were left out, with their faults."""
+    assert {array.dtype.name for text in found.items for array in (text.prompt_ids, *text.responses)} == {"int32"}
+    kept = [(text.key, text.prompt_ids.tolist(), *(ids.tolist() for ids in text.responses)) for text in found.items]
+    return kept, [(int(row.where.rsplit(" ", 1)[1]), row.fault) for row in found.left_out]
 
 
 def jsonl(directory: Path, rows: Sequence[Mapping[str, Any] | str], name: str = "rows.jsonl") -> SourceFields:

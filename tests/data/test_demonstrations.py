@@ -12,21 +12,15 @@ import pytest
 from megarl.config.schema import SourceFields
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.training_texts import load_demonstrations
-from tests.data.rows import encoder, jsonl, transformers_own
+from tests.data.rows import encoder, jsonl, token_lists, transformers_own
 
 ASKED = {"role": "user", "content": "1+1?"}
 SAID = {"role": "assistant", "content": "2"}
 
 
-def load(
-    source: SourceFields, tokenizer: Tokenizer | None = None, **changes: Any
-) -> tuple[list[tuple[str, list[int], list[int]]], list[tuple[int, str]]]:
-    """Key, prompt and response of each demonstration, and the lines that were left out, with their faults."""
+def load(source: SourceFields, tokenizer: Tokenizer | None = None, **changes: Any) -> Any:
     drop = changes.pop("drop", ())
-    found = load_demonstrations(source, encoder(tokenizer, **changes), drop=drop)
-    assert {(d.prompt_ids.dtype.name, d.responses[0].dtype.name) for d in found.items} == {("int32", "int32")}
-    kept = [(d.key, d.prompt_ids.tolist(), d.responses[0].tolist()) for d in found.items]
-    return kept, [(int(row.where.rsplit(" ", 1)[1]), row.fault) for row in found.left_out]
+    return token_lists(load_demonstrations(source, encoder(tokenizer, **changes), drop=drop))
 
 
 def test_every_form_of_a_chat_is_the_same_demonstration(tmp_path: Path, llama: Path) -> None:

@@ -59,7 +59,7 @@ def test_a_conversation_by_hand() -> None:
     assert batch.last_positions.tolist() == [8, 11]
     assert batch.response_lengths.tolist() == [3, 2]
     wrong = PackRow(chunk=4, row=0, prompt_tokens=2, response_tokens=4, given_tokens=3)
-    with pytest.raises(ValueError, match="3 sampled tokens in its loss_mask; the schedule says 4"):
+    with pytest.raises(AssertionError, match="the loss mask of PackRow"):
         pack([wrong], chunks, 12)
 
 
@@ -140,18 +140,17 @@ def test_nothing_is_scattered_from_no_rows() -> None:
 
 def test_invalid_packs_are_refused() -> None:
     chunks, rows = make_chunks([[(2, 3), (1, 1)]])
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(AssertionError, match="do not fit"):
         pack_shape(rows, 6)
     wrong = PackRow(chunk=0, row=0, prompt_tokens=3, response_tokens=3)
-    with pytest.raises(ValueError, match=r"row 0 of chunk 0 has 2 \+ 3 tokens; the schedule says 3 \+ 3"):
+    with pytest.raises(AssertionError, match="the tokens of PackRow"):
         pack([wrong], chunks, 9)
     wrong = PackRow(chunk=0, row=0, prompt_tokens=3, response_tokens=2)
-    with pytest.raises(ValueError, match="3 values for 2 response tokens"):
+    with pytest.raises(AssertionError, match="3 values for PackRow"):
         gather([wrong], {0: Ragged.from_rows([[1, 2, 3]], np.float32)})
-    with pytest.raises(ValueError, match="whole chunks"):
-        scatter(rows[1:], np.zeros(1, dtype=np.float32))
-    with pytest.raises(ValueError, match="whole chunks"):
-        scatter([rows[0], rows[0]], np.zeros(6, dtype=np.float32))
+    for incomplete in (rows[1:], [rows[0], rows[0]]):
+        with pytest.raises(AssertionError, match="whole chunks"):
+            scatter(incomplete, np.zeros(sum(row.response_tokens for row in incomplete), dtype=np.float32))
 
 
 @given(st.lists(st.integers(0, 6), max_size=6))

@@ -10,23 +10,17 @@ import pytest
 
 from megarl.config.schema import SourceFields
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.data.training_texts import TrainingText, load_candidates, load_pairs
-from tests.data.rows import encoder, jsonl, transformers_own
+from megarl.data.training_texts import load_candidates, load_pairs
+from tests.data.rows import encoder, jsonl, token_lists, transformers_own
 
 ASKED = {"role": "user", "content": "1+1?"}
 GOOD = {"role": "assistant", "content": "2"}
 BAD = {"role": "assistant", "content": "11"}
 
 
-def load(
-    source: SourceFields, tokenizer: Tokenizer | None = None, **changes: Any
-) -> tuple[list[tuple[str, list[int], list[int], list[int]]], list[tuple[int, str]]]:
-    """Key, prompt, chosen and rejected of each pair, and the lines that were left out, with their faults."""
+def load(source: SourceFields, tokenizer: Tokenizer | None = None, **changes: Any) -> Any:
     drop = changes.pop("drop", ())
-    found = load_pairs(source, encoder(tokenizer, **changes), drop=drop)
-    assert {array.dtype.name for p in found.items for array in (p.prompt_ids, *p.responses)} == {"int32"}
-    kept = [(p.key, p.prompt_ids.tolist(), *(response.tolist() for response in p.responses)) for p in found.items]
-    return kept, [(int(row.where.rsplit(" ", 1)[1]), row.fault) for row in found.left_out]
+    return token_lists(load_pairs(source, encoder(tokenizer, **changes), drop=drop))
 
 
 def margins_of(source: SourceFields, *, margins: bool = False) -> list[float | None]:
@@ -125,9 +119,8 @@ def test_margins(tmp_path: Path) -> None:
             margins_of(jsonl(tmp_path, [{**pair, "margin": broken}], "broken.jsonl"), margins=True)
 
 
-def candidates(source: SourceFields, tokenizer: Tokenizer | None = None, **changes: Any) -> list[TrainingText]:
-    drop = changes.pop("drop", ())
-    return list(load_candidates(source, encoder(tokenizer, **changes), drop=drop).items)
+def candidates(source: SourceFields, tokenizer: Tokenizer | None = None) -> Any:
+    return token_lists(load_candidates(source, encoder(tokenizer)))[0]
 
 
 def test_the_best_candidate_comes_first(tmp_path: Path, chatml: Path) -> None:
@@ -139,14 +132,9 @@ def test_the_best_candidate_comes_first(tmp_path: Path, chatml: Path) -> None:
         ],
     )
     oracle = transformers_own(chatml)
-    end, prompt = (
-        oracle.eos_token_id,
-        oracle.apply_chat_template([ASKED], add_generation_prompt=True, return_dict=False),
-    )
-    ids, text = candidates(source, load_tokenizer(chatml))
-    assert (ids.key, ids.prompt_ids.tolist(), [r.tolist() for r in ids.responses]) == ("1", [1], [[3, 4], [2], [2]])
-    assert text.prompt_ids.tolist() == prompt
-    assert [r.tolist() for r in text.responses] == [[*oracle(said).input_ids, end] for said in ("2", "11", "3")]
+    prompt = oracle.apply_chat_template([ASKED], add_generation_prompt=True, return_dict=False)
+    texts = [[*oracle(said).input_ids, oracle.eos_token_id] for said in ("2", "11", "3")]
+    assert candidates(source, load_tokenizer(chatml)) == [("1", [1], [3, 4], [2], [2]), ("2", prompt, *texts)]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,14 @@ import asyncio
 from collections.abc import Coroutine, Generator
 from typing import Any
 
+from megarl.types import SampleInfo
+
+
+def info(sample_id: str, prompt_id: str, row: int, **others: Any) -> SampleInfo:
+    """A finished sample of a chunk, one token of prompt and one of response, unless others are given."""
+    usual = {"chunk": 0, "prompt_tokens": 1, "response_tokens": 1, "finished": True}
+    return SampleInfo(sample_id=sample_id, prompt_id=prompt_id, row=row, **{**usual, **others})
+
 
 class Answered:
     """A call with these results; `values` are further attributes."""

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from megarl.cluster.calls import Call, ChunkCall
-from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config.schema import EnvironmentSettings
 from megarl.conversations.chat import ChatRenderer
 from megarl.conversations.chat_session import TurnLimits
@@ -23,6 +22,7 @@ from megarl.groups.conversations import ConversationGroup
 from megarl.groups.engines import RolloutGroup
 from megarl.types import WorkItem
 from tests.conversations.test_environment_process import Characters
+from tests.loop.simulated_sync import chunk_call_of
 from tests.loop.simulated_time import SimulatedMonitor, SimulatedTime
 
 PROCESSES, CONCURRENCY, LAST = 2, 5, 1e4
@@ -138,15 +138,7 @@ class Conversations(ConversationGroup):
         return host
 
     def _call(self, process: int, label: str) -> ChunkCall[Any, Any]:
-        call = ChunkCall[Any, Any](
-            label=label,
-            phase="rollout",
-            processes=[self.processes[process]],
-            done=[SimpleNamespace()],
-            monitor=self._session.monitor,
-            chunks=ChunkRefs({}),
-        )
-        return self._session.monitor.follow(call)
+        return chunk_call_of(self._session.monitor, self.processes[process], label)
 
     def _deliver(self, call: Call[Any], answer: Future[Any], take: Callable[[Any], Any]) -> None:
         """Brings the driver the result of a call, after a while."""

@@ -10,14 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from megarl.cluster.calls import Call, ChunkCall, ProcessLostError
-from megarl.cluster.ray_worker import ChunkRefs
 from megarl.data.stream import stable_hash
 from megarl.groups.engines import RolloutGroup
 from megarl.resharding import SyncStats
 from megarl.rollout.completions import Response, pack_chunk, select_rows
 from megarl.types import Pickled, SampledTurn, SampleRequest, TurnAnswer, VersionSpan, WorkItem
 from tests.cluster.fakes import OPTIONS
-from tests.loop.simulated_sync import Meeting, call_of
+from tests.loop.simulated_sync import Meeting, call_of, chunk_call_of
 from tests.loop.simulated_time import SimulatedMonitor
 
 seeded = cache(stable_hash)
@@ -85,11 +84,9 @@ class Engines(RolloutGroup):
     def call_one(self, process: int, method: object, item: WorkItem, chunks: Sequence[int]) -> ChunkCall[Any, Any]:
         """Each token takes a while; a chunk arrives with its last token."""
         mine = self.processes[process]
-        assert mine in self.versions, "an engine without weights"
-        assert mine not in self._mixed, "an engine with half of its weights"
         self.begun_in_syncs += any(self.processes[engine] in self.versions for engine in self._held)
-        running = [self._begin(mine, seeded(request.seed, "tokens") % 7 + 1) for request in item.requests]
-        call = self._chunk_call("generate", mine)
+        running = [self._begin(mine, request) for request in item.requests]
+        call = chunk_call_of(self.monitor, mine, "generate")
 
         def finish() -> None:
             if mine in self.ills:
@@ -155,12 +152,10 @@ class Engines(RolloutGroup):
     def _sample_turns(self, process: int, call: Call[Any], requests: Sequence[tuple[int, Any]]) -> None:
         """Each turn arrives with its last token."""
         mine = self.processes[process]
-        assert mine in self.versions, "an engine without weights"
-        assert mine not in self._mixed, "an engine with half of its weights"
         self.begun_in_syncs += any(self.processes[engine] in self.versions for engine in self._held)
         for number, pickled in requests:
             request = pickled.value()
-            response = self._begin(mine, seeded(request.seed, "tokens") % 7 + 1)
+            response = self._begin(mine, request)
             self._clock.after(response.seconds, partial(self._end_turn, process, mine, number, request, response))
         self._clock.after(0.01 * self._chance.random(), lambda: self._answer(call, None))
 
@@ -256,18 +251,10 @@ class Engines(RolloutGroup):
         call.results[0] = result
         call.ended.set_result(None)
 
-    def _chunk_call(self, label: str, process: Any) -> ChunkCall[Any, Any]:
-        call = ChunkCall[Any, Any](
-            label=label,
-            phase="rollout",
-            processes=[process],
-            done=[SimpleNamespace()],
-            monitor=self._session.monitor,
-            chunks=ChunkRefs({}),
-        )
-        return self.monitor.follow(call)
-
-    def _begin(self, process: Any, tokens: int) -> Running:
+    def _begin(self, process: Any, request: SampleRequest) -> Running:
+        assert process in self.versions, "an engine without weights"
+        assert process not in self._mixed, "an engine with half of its weights"
+        tokens = seeded(request.seed, "tokens") % 7 + 1
         seconds = self._chance.choice([0.0, 1.0, 1.0, 2.0, 20.0]) * self._chance.random()
         versions = [(0, self.versions[process])]
         response = Running(tokens=tokens, start=self._clock.now, seconds=seconds, versions=versions)
@@ -287,7 +274,7 @@ class Engines(RolloutGroup):
         """Copies samples; a call is one process's part."""
         ((request,),), (own,) = args, chunks
         (process,) = processes
-        call = self._chunk_call(method.name, process)
+        call = chunk_call_of(self.monitor, process, method.name)
 
         def finish() -> None:
             call.chunks._refs.update({chunk: select_rows(request.chunks, request.rows[chunk]) for chunk in own})

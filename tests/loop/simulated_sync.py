@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from megarl.cluster.calls import Call
+from megarl.cluster.calls import Call, ChunkCall
+from megarl.cluster.ray_worker import ChunkRefs
 from megarl.groups.resharder import Resharder
 from megarl.resharding import SyncStats
 from tests.loop.simulated_time import SimulatedMonitor, SimulatedTime
@@ -81,6 +82,15 @@ class Meeting:
 def call_of(monitor: Any, process: Any, label: str = "sync") -> Call[Any]:
     """A call on one process."""
     call = Call[Any](label=label, phase="sync", processes=[process], done=[SimpleNamespace()], monitor=monitor)
+    return monitor.follow(call)
+
+
+def chunk_call_of(monitor: Any, process: Any, label: str) -> ChunkCall[Any, Any]:
+    """A call on one process of engines or environments."""
+    processes, done = [process], [SimpleNamespace()]
+    call = ChunkCall[Any, Any](
+        label=label, phase="rollout", processes=processes, done=done, monitor=monitor, chunks=ChunkRefs({})
+    )
     return monitor.follow(call)
 
 

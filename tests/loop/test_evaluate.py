@@ -15,7 +15,7 @@ from megarl.config.schema import Evaluation, SourceFields
 from megarl.loop.evaluate import Evaluator, held_out_metrics
 from megarl.loop.scoring import ScoredSamples
 from megarl.types import Prompt, SampleInfo, SampleRequest
-from tests.loop.answers import answer, run
+from tests.loop.answers import answer, info, run
 
 Z = 1.959963984540054
 NAN = math.nan
@@ -25,20 +25,9 @@ def evaluation(**settings: Any) -> Evaluation:
     return Evaluation(prompts=SourceFields(path="somewhere"), **settings)
 
 
-def samples(prompts: str, lengths: list[int] | None = None, finished: list[bool] | None = None) -> list[SampleInfo]:
+def samples(prompts: str) -> list[SampleInfo]:
     """One per letter, of the prompt of that name."""
-    return [
-        SampleInfo(
-            sample_id=f"0/{prompt}/{index}",
-            prompt_id=prompt,
-            chunk=0,
-            row=index,
-            prompt_tokens=1,
-            response_tokens=1 if lengths is None else lengths[index],
-            finished=True if finished is None else finished[index],
-        )
-        for index, prompt in enumerate(prompts)
-    ]
+    return [info(f"0/{prompt}/{index}", prompt, index) for index, prompt in enumerate(prompts)]
 
 
 def test_means_have_intervals_over_prompts() -> None:
@@ -86,7 +75,8 @@ def test_samples_without_a_score_are_excluded_and_counted() -> None:
 
 
 def test_lengths() -> None:
-    given = samples("aab", lengths=[2, 4, 9], finished=[True, True, False])
+    ends = ((2, True), (4, True), (9, False))
+    given = [info(f"0/a/{row}", "a", row, response_tokens=n, finished=ended) for row, (n, ended) in enumerate(ends)]
     found = held_out_metrics({"f": np.float32([0, 0, 0])}, given, evaluation())
     assert (found["response_length"], found["response_length_max"]) == (5, 9)
     assert found["truncated_fraction"] == pytest.approx(1 / 3)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.loop.forward_passes import ForwardPasses
-from tests.loop.simulation import Setup, Simulation, content, resumed, saved
+from tests.loop.simulation import Setup, Simulation, content, resumed, saved, trained
 from tests.loop.simulation import run as run_setup
 from tests.unit_profile import fewer
 
@@ -59,11 +59,13 @@ def beside(simulation: Simulation) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_numbers_do_not_depend_on_the_order_of_arrival(staleness: int, parts: int, kind: Mapping[str, bool]) -> None:
     runs = [run(seed, kind, staleness=staleness, parts=parts) for seed in range(SCHEDULES)]
     for seed, simulation in enumerate(runs):
         assert numbers(simulation) == numbers(runs[0]), f"schedule {seed} differs"
+    for step, samples in enumerate(trained(runs[0]), start=1):
+        assert {version for _, _, versions in samples for version in versions} == {max(0, step - 1 - staleness)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,13 +98,16 @@ def test_only_the_reference_runs_ahead_of_the_actor() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_a_resumed_run_has_the_same_numbers(tmp_path: Path, staleness: int, kind: Mapping[str, bool]) -> None:
-    straight = numbers(run(0, kind, staleness=staleness, parts=3))
+@pytest.mark.parametrize(("staleness", "parts"), [(0, 3), (1, 1), (1, 3), (3, 3)])
+def test_a_run_resumed_from_any_checkpoint_has_the_numbers_of_one_that_was_not_interrupted(
+    tmp_path: Path, staleness: int, parts: int, kind: Mapping[str, bool]
+) -> None:
+    options = {"staleness": staleness, "parts": parts}
+    straight = numbers(run(0, kind, **options))
     for seed in range(SCHEDULES // 2):
         step, directory = 1 + seed % (STEPS - 1), tmp_path / str(seed)
-        options = {"staleness": staleness, "parts": 3}
         _, state = saved(setup(seed, kind, **options), seed, step, directory)
+        assert bool(state.get("sampled")) == directory.exists()
         again = resumed(setup(seed + 1000, kind, **options), seed + 1000, step, state, directory)
         assert numbers(again) == straight[step:], f"schedule {seed} differs after step {step}"
 

@@ -14,9 +14,8 @@ from megarl.errors import RunError
 from megarl.models import model_spec
 from megarl.run.directory import RunDirectory, model_directory
 from megarl.weights.hf_files import HFDirectory
+from tests.config.debug import DEBUG
 from tests.disk import SmallDisk
-
-DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
 
 
 def test_a_random_model_is_determined_by_seed_and_configuration(tmp_path: Path) -> None:

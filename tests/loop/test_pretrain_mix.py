@@ -15,7 +15,9 @@ from megarl.data.schedule import step_schedule
 from megarl.data.training_texts import TrainingText
 from megarl.loop.update import PretrainMix, Updater
 from megarl.stages.ppo.config import PPOConfig
-from megarl.types import SampleInfo, Schedule
+from megarl.types import Schedule
+from tests.config.debug import debug
+from tests.loop.answers import info
 
 TEXTS = [
     TrainingText(key=str(i), prompt_ids=np.arange(2, dtype=np.int32), responses=(np.arange(i + 1, dtype=np.int32),))
@@ -37,7 +39,7 @@ def mixture(*overrides: str) -> PretrainMix:
 
 
 def steps(count: int, mixed: PretrainMix) -> tuple[Schedule, ...]:
-    sample = SampleInfo(sample_id="a", prompt_id="a", chunk=0, row=0, prompt_tokens=3, response_tokens=1, finished=True)
+    sample = info("a", "a", 0, prompt_tokens=3)
     return tuple(step_schedule([sample], mixed._layout, 16) for _ in range(count))
 
 
@@ -72,7 +74,7 @@ def test_only_response_tokens_count_if_configured() -> None:
 
 def updater(mixed: PretrainMix) -> Updater:
     parts: Any = SimpleNamespace()
-    return Updater(parts, {"actor": parts}, mixed, parts)
+    return Updater(debug(), parts, {"actor": parts}, mixed, parts)
 
 
 def test_a_resumed_run_continues_with_the_next_text() -> None:

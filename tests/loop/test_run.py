@@ -21,8 +21,8 @@ from megarl.plan.run_plan import plan_lines
 from megarl.preflight.capacity import capacity
 from megarl.preflight.check import check
 from megarl.stages.ppo.trainer import PPOTrainer
+from tests.config.debug import DEBUG
 from tests.loop.answers import Answered, answer, run
-from tests.loop.test_model_directory import DEBUG
 
 
 def test_a_run_on_gpus_needs_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +13,10 @@ import pytest
 
 from megarl.groups.rollouts import Rollouts
 from megarl.loop.sampler import RolloutParts, Sampled, Sampler
-from megarl.loop.scoring import ScoredSamples, ScoresByReward
+from megarl.loop.scoring import ScoredSamples
 from megarl.types import Prompt, SampleInfo, SampleRequest
-from tests.loop.answers import run
+from tests.loop.answers import answer, info, run
+from tests.loop.simulation import differ
 
 PROMPTS = [Prompt(prompt_id=f"p{index}", token_ids=(index,)) for index in range(5)]
 SAMPLES = 2
@@ -37,10 +38,11 @@ class World:
         self.moves: list[str] = []
         self.picked: list[str] = []
 
-    def generate(self, requests: Sequence[SampleRequest], chunks: int) -> Answered:
+    def generate(self, requests: Sequence[SampleRequest], chunks: int) -> Any:
         self.asked.append(list(requests))
-        samples = tuple(info(request, row) for row, request in enumerate(requests))
-        return Answered(Rollouts(samples=samples, chunks=OneChunk()))
+        samples = tuple(info(each.sample_id, each.prompt.prompt_id, row) for row, each in enumerate(requests))
+        rollouts = Rollouts(samples=samples, chunks=OneChunk())
+        return SimpleNamespace(rollouts=rollouts, result=lambda: answer(rollouts))
 
     async def pick(self, rollouts: Rollouts, samples: Sequence[SampleInfo], chunks: int) -> Rollouts:
         self.picked = [sample.sample_id for sample in samples]
@@ -66,16 +68,6 @@ class World:
         self.moves.append("rollout")
 
 
-@dataclass(frozen=True)
-class Answered:
-    """Rollouts that are available immediately."""
-
-    rollouts: Rollouts
-
-    async def result(self) -> Rollouts:
-        return self.rollouts
-
-
 class OneChunk:
     """Stands for the references to a chunk."""
 
@@ -86,25 +78,6 @@ class OneChunk:
 
     def only(self, chunks: object) -> OneChunk:
         return self
-
-
-def info(request: SampleRequest, row: int) -> SampleInfo:
-    return SampleInfo(
-        sample_id=request.sample_id,
-        prompt_id=request.prompt.prompt_id,
-        chunk=0,
-        row=row,
-        prompt_tokens=1,
-        response_tokens=1 + row,
-        finished=True,
-    )
-
-
-def differ(sources: ScoresByReward, samples: Sequence[SampleInfo]) -> np.ndarray:
-    """Keeps prompts whose samples do not all score the same."""
-    scores = sources["rule"]
-    of_prompt = {s.prompt_id: [scores[i] for i, t in enumerate(samples) if t.prompt_id == s.prompt_id] for s in samples}
-    return np.array([len(set(of_prompt[sample.prompt_id])) > 1 for sample in samples])
 
 
 def sampler(world: World, *, rounds: int = 0, greedy: bool = False) -> Sampler:
@@ -151,9 +124,7 @@ def test_a_step_takes_the_next_prompts() -> None:
     world = World(SAYS)
     first = take(sampler(world), 1)
     assert world.moves == ["rollout", "training"]
-    assert [prompt.prompt_id for prompt in first.prompts for _ in range(SAMPLES)] == [
-        sample.prompt_id for sample in first.rollouts.samples
-    ]
+    assert ids(first) == [f"1/{prompt.prompt_id}/{index}" for prompt in first.prompts for index in range(SAMPLES)]
     assert scores(first) == [0, 1, 0, 1]
     assert first.greedy is None
     assert first.metrics == {}
@@ -171,12 +142,8 @@ def test_sampling_continues_until_the_step_is_full() -> None:
     assert ids(found) == world.picked == [f"7/{prompt}/{index}" for prompt in order[1:3] for index in range(SAMPLES)]
     assert scores(found) == [0, 1, 0, 1]
     assert world.moves == ["rollout", "training", "rollout", "training", "training"]
-    assert found.metrics == {
-        "filter/rounds": 2,
-        "filter/groups": 4,
-        "filter/groups_kept": 0.75,
-        "filter/filled": 0,
-    }
+    counts = {"filter/rounds": 2, "filter/groups": 4, "filter/groups_kept": 0.75, "filter/filled": 0}
+    assert found.metrics == counts
 
 
 def test_a_repeated_prompt_in_a_step_gets_new_samples() -> None:

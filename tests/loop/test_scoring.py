@@ -13,15 +13,7 @@ import pytest
 
 from megarl.algos.reward_shaping import ScoreScale
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.config.schema import (
-    Algo,
-    EnvironmentSettings,
-    JudgeModel,
-    Reward,
-    RewardFunction,
-    Scores,
-    Selection,
-)
+from megarl.config.schema import Algo, EnvironmentSettings, JudgeModel, Reward, RewardFunction, Scores, Selection
 from megarl.experience.records import TokenRewardScale
 from megarl.groups.rollouts import Rollouts
 from megarl.loop.sampler import conversation_metrics, sample_metrics
@@ -31,11 +23,9 @@ from megarl.loop.scoring import (
     ScoredBatch,
     ScoredSamples,
     Scorer,
-    gather_rows,
     reward_weights,
     sample_filter,
     score_batch,
-    select_samples,
     shuffled_order,
     total_scores,
     unscored_metrics,
@@ -46,21 +36,14 @@ from megarl.rewards.functions import labels
 from megarl.rewards.judge import JUDGE_MODEL
 from megarl.types import ConversationOutcome, SampleInfo
 from tests.config.debug import debug
-from tests.loop.answers import Answered, answer, run
+from tests.loop.answers import Answered, answer, info, run
 
 NONE = math.nan
 
 
 def sample(prompt: str, index: int, chunk: int, row: int, *, finished: bool = True, tokens: int = 1) -> SampleInfo:
-    return SampleInfo(
-        sample_id=f"1/{prompt}/{index}",
-        prompt_id=prompt,
-        chunk=chunk,
-        row=row,
-        prompt_tokens=3,
-        response_tokens=tokens,
-        finished=finished,
-    )
+    lengths = {"prompt_tokens": 3, "response_tokens": tokens}
+    return info(f"1/{prompt}/{index}", prompt, row, chunk=chunk, finished=finished, **lengths)
 
 
 SAMPLES = (
@@ -106,12 +89,6 @@ def advantages(batch: ScoredBatch) -> list[float]:
     return batch.samples.sequence_advantages.tolist()
 
 
-def test_columns_are_joined_in_chunk_order() -> None:
-    rows = gather_rows({1: np.float32([3, 4]), 2: np.float32([5]), 0: np.float32([1, 2])})
-    assert rows.tolist() == VALUES.tolist()
-    assert rows.dtype == np.float32
-
-
 def test_a_rank_gets_the_rows_of_its_chunks() -> None:
     rows = scored_batch(VALUES.tolist(), advantage="rloo", scores={"missing_end": "mask"}).samples
     own = rows.only([2, 0])
@@ -149,6 +126,7 @@ def test_scores_are_in_sample_order() -> None:
         "rewards/unscored/f": 1,
         "rewards/unscored/g": 0,
     }
+    assert {values.dtype.name for values in scored.scores.values()} == {"float32"}
     assert scored.seconds == 2.0
 
 
@@ -315,21 +293,23 @@ def test_lengths_and_endings_cover_the_step() -> None:
 
 
 def test_branches_count_as_one_sample() -> None:
-    def info(row: int, name: str, prompt: str, tokens: int, *, finished: bool = True) -> SampleInfo:
-        lengths = {"prompt_tokens": 7 if "#" in name else 1, "response_tokens": tokens}
-        return SampleInfo(sample_id=name, prompt_id=prompt, chunk=0, row=row, finished=finished, **lengths)
+    def rows(lengths: dict[str, int], unfinished: tuple[str, ...] = ()) -> list[SampleInfo]:
+        return [
+            info(
+                f"1/{name}",
+                name[0],
+                row,
+                prompt_tokens=7 if "#" in name else 1,
+                response_tokens=tokens,
+                finished=name not in unfinished,
+            )
+            for row, (name, tokens) in enumerate(lengths.items())
+        ]
 
-    whole = [info(0, "1/p/0", "p", 5), info(1, "1/p/1", "p", 2), info(2, "1/q/0", "q", 9), info(3, "1/q/1", "q", 4)]
+    whole = rows({"p/0": 5, "p/1": 2, "q/0": 9, "q/1": 4})
     scores = np.float32([1, 0, 3, 5])
-    branched = [
-        info(0, "1/p/0", "p", 3, finished=False),
-        info(1, "1/p/0#1", "p", 2),
-        info(2, "1/p/1", "p", 2),
-        info(3, "1/q/0", "q", 4),
-        info(4, "1/q/0#1", "q", 4, finished=False),
-        info(5, "1/q/0#2", "q", 1),
-        info(6, "1/q/1", "q", 4),
-    ]
+    lengths = {"p/0": 3, "p/0#1": 2, "p/1": 2, "q/0": 4, "q/0#1": 4, "q/0#2": 1, "q/1": 4}
+    branched = rows(lengths, unfinished=("p/0", "q/0#1"))
     of = [0, 0, 1, 2, 2, 2, 3]
 
     def scored(samples: Sequence[SampleInfo], values: np.ndarray, algo: dict[str, Any]) -> ScoredBatch:
@@ -377,20 +357,17 @@ FINISHED = [True, False, True, True, True, True, True, True]
 def chosen(selection: Selection, scores: Sequence[float] = SCORES, prompts: str = "aaaabbbb") -> list[int]:
     pairs = enumerate(zip(prompts, FINISHED, strict=True))
     samples = [sample(prompt, row, 0, row, finished=finished) for row, (prompt, finished) in pairs]
-    return select_samples(np.float32(scores), samples, selection, 4).tolist()
+    batch = scored_batch(list(scores), samples=tuple(samples))
+    selected = with_selection(batch, samples, selection, 4).selected
+    assert selected is not None
+    return list(selected)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, [1, 6]),
-        ({"discard_unfinished": True}, [3, 6]),
-        ({"min_score": 0.3, "discard_unfinished": True}, [6]),
-        ({"min_score": 2.0}, []),
-    ],
-)
-def test_the_best_of_each_prompt_is_selected(options: dict[str, Any], expected: list[int]) -> None:
-    assert chosen(Selection(**options)) == expected
+def test_the_best_of_each_draw_of_a_prompt_is_selected() -> None:
+    assert chosen(Selection()) == chosen(Selection(), prompts="aaaaaaaa") == [1, 6]
+    assert chosen(Selection(discard_unfinished=True)) == [3, 6]
+    assert chosen(Selection(min_score=0.3, discard_unfinished=True)) == [6]
+    assert chosen(Selection(min_score=2.0)) == chosen(Selection(), scores=[NONE] * 8) == []
 
 
 def test_the_best_of_the_step_are_selected() -> None:
@@ -401,14 +378,6 @@ def test_the_best_of_the_step_are_selected() -> None:
     assert chosen(top(0.3, discard_unfinished=True)) == [6, 7]
     assert chosen(top(0.9, min_score=0.5)) == [6, 1, 7, 4], "the least score is enough"
     assert chosen(top(0.9)) == [6, 1, 7, 4, 5, 3, 0], "samples without a score are never selected"
-
-
-def test_a_repeated_prompt_in_a_step_counts_twice() -> None:
-    assert chosen(Selection(), prompts="aaaaaaaa") == [1, 6]
-
-
-def test_without_any_score_nothing_is_selected() -> None:
-    assert chosen(Selection(), scores=[NONE] * 8) == []
 
 
 def test_all_branches_of_a_selected_conversation_are_trained_on() -> None:

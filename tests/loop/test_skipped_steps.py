@@ -23,8 +23,8 @@ from megarl.rollout.replay import ReplayingEngine, recorded_steps
 from megarl.run.paths import RunPaths
 from megarl.run.results import StepResult
 from megarl.types import Prompt, SampleRequest, VersionSpan, WorkItem
+from tests.config.debug import DEBUG
 
-DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
 ROLLOUT = Rollout(devices="0", max_new_tokens=2, max_model_len=4)
 CLEAN, SKIPPED = {"policy/skipped": 0.0}, {"policy/skipped": 1.0}
 

@@ -12,13 +12,14 @@ from megarl.algos.kl import KLController
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config.schema import Algo, EarlyStop
 from megarl.experience.records import StepContext
-from megarl.loop.update import StepPlan, Updater, mean_kl
+from megarl.loop import update
+from megarl.loop.update import Updater, mean_kl
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import UpdateRequest
 from megarl.stages.ppo.trainer import PPOTrainer
-from megarl.types import Layout, RankSchedule, RoleName, SampleInfo, Schedule
+from megarl.types import Layout, RankSchedule, RoleName, Schedule
 from tests.config.debug import debug
-from tests.loop.answers import Answered, answer, run
+from tests.loop.answers import Answered, answer, info, run
 
 TOKENS = (10, 30)
 """Response tokens of the two optimizer steps of an epoch."""
@@ -76,14 +77,6 @@ def schedule(tokens: int) -> Schedule:
     return Schedule(ranks=(rank,))
 
 
-def plan(step: int, *, together: bool) -> Any:
-    epochs = [tuple(map(schedule, TOKENS)) for _ in range(EPOCHS)]
-    whole = [tuple(one for epoch in epochs for one in epoch)]
-    passes = whole if together else epochs
-    total_steps = sum(len(schedules) for schedules in passes)
-    return SimpleNamespace(step=step, passes=lambda _role: passes, total_steps=total_steps)
-
-
 def updated(
     kls: list[float],
     *,
@@ -98,32 +91,26 @@ def updated(
     """The metrics of the optimizer steps, and the calls."""
     log: list[tuple[str, Any]] = []
     sync = None if every is None else SimpleNamespace(every=every)
-    algo: Any = SimpleNamespace(early_stop=stop, kl=SimpleNamespace(reference_sync=sync))
+    kl = SimpleNamespace(reference_sync=sync)
+    algo: Any = SimpleNamespace(early_stop=stop, kl=kl, mini_batches=len(TOKENS), ppo_epochs=EPOCHS)
     roles: Any = {"actor": FakeRole("actor", log, list(kls)), "critic": FakeRole("critic", log, [0.0] * 6)}
-    updater = Updater(algo, roles, texts, meter or FakeMeter(), warmup_steps=warmup)
-    made = plan(step, together=stop is None)
-    told = run(updater.update(ChunkRefs({}), made, kl_coef=0.5, trained_roles=trained_roles))
+    updater = Updater(debug(), algo, roles, texts, meter or FakeMeter(), warmup_steps=warmup)
+    samples = [info(f"{step}/p{row}/0", f"p{row}", row) for row in range(len(TOKENS))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update, "update_schedules", lambda *_, **__: tuple(map(schedule, TOKENS)) * EPOCHS)
+        told = run(updater.update(ChunkRefs({}), samples, step, kl_coef=0.5, trained_roles=trained_roles))
     return told, log
 
 
 def test_a_selection_is_all_that_is_trained_on() -> None:
-    samples = [
-        SampleInfo(
-            sample_id=f"1/p{row}/0",
-            prompt_id=f"p{row}",
-            chunk=0,
-            row=row,
-            prompt_tokens=2,
-            response_tokens=row + 1,
-            finished=True,
-        )
-        for row in range(6)
-    ]
+    samples = [info(f"1/p{row}/0", f"p{row}", row, response_tokens=row + 1) for row in range(6)]
     algo = Algo.model_validate({"mini_batches": 2, "ppo_epochs": 3})
+    roles: Any = {"actor": FakeRole("actor", [], [])}
+    updater = Updater(debug(), algo, roles, None, FakeMeter())
+    assert updater._steps == 6
     for selected, mini_batches in (([4, 1, 2], 2), ([3], 1)):
-        made = StepPlan(debug(), algo, samples, 1, selected=selected)
-        (schedules,) = made.passes("actor")
-        assert (len(schedules), made.total_steps) == (3 * mini_batches, 6)
+        (schedules,) = updater._passes("actor", [samples[index] for index in selected], 1)
+        assert len(schedules) == 3 * mini_batches
         for epoch in range(3):
             own = schedules[epoch * mini_batches : (epoch + 1) * mini_batches]
             rows = [row.row for one in own for rank in one.ranks for pack in rank.packs for row in pack]
@@ -167,7 +154,7 @@ def test_a_policy_with_small_kl_takes_all_epochs() -> None:
 )
 def test_actor_training_is_known_before_the_update(step: int, roles: Any, texts: Any, expected: bool) -> None:
     roles_of: Any = {"actor": FakeRole("actor", [], [])}
-    updater = Updater(Algo(), roles_of, texts, FakeMeter(), warmup_steps=2)
+    updater = Updater(debug(), Algo(), roles_of, texts, FakeMeter(), warmup_steps=2)
     assert updater.trains_actor(step, roles) == expected
 
 
@@ -210,13 +197,9 @@ def test_pretraining_texts_are_trained_on_without_scores() -> None:
     assert len(told) == 6
 
 
-def test_the_mean_is_over_tokens() -> None:
-    steps = [{"policy/ppo_kl": 0.4}, {"policy/ppo_kl": 0.0}]
-    assert mean_kl(steps, [schedule(10), schedule(30)]) == pytest.approx(0.1)
-
-
-def test_steps_without_tokens_are_excluded_from_the_mean() -> None:
-    assert mean_kl([{"policy/ppo_kl": 0.4}, {}], [schedule(10), schedule(30)]) == pytest.approx(0.4)
+@pytest.mark.parametrize(("second", "mean"), [({"policy/ppo_kl": 0.0}, 0.1), ({}, 0.4)], ids=["with tokens", "none"])
+def test_the_mean_is_over_the_tokens_of_steps_that_have_any(second: dict[str, float], mean: float) -> None:
+    assert mean_kl([{"policy/ppo_kl": 0.4}, second], [schedule(10), schedule(30)]) == pytest.approx(mean)
     assert mean_kl([{}], [schedule(10)]) == 0.0
 
 
@@ -234,9 +217,6 @@ def test_the_kl_coefficient_adapts_once_to_the_actors_kl_in_a_steps_updates() ->
 def test_experience_is_built_with_the_version_before_the_step_and_the_weight_of_turns(
     algo: dict[str, Any], turn_rewards: float | None
 ) -> None:
-    sample = SampleInfo(
-        sample_id="5/p/0", prompt_id="p", chunk=0, row=0, prompt_tokens=2, response_tokens=1, finished=True
-    )
     asked: list[Any] = []
 
     def dispatch(method: Any, request: Any) -> Answered:
@@ -255,7 +235,7 @@ def test_experience_is_built_with_the_version_before_the_step_and_the_weight_of_
     trainer._parts = SimpleNamespace(scorer=SimpleNamespace(token_scale=None))
     trainer.roles = {"actor": SimpleNamespace(layout=Layout(), dispatch_by_chunk=dispatch)}
     batch: Any = SimpleNamespace(samples=SimpleNamespace(groups=np.array([0])), metrics={})
-    rollouts = SimpleNamespace(samples=[sample], chunks={})
+    rollouts = SimpleNamespace(samples=[info("5/p/0", "p", 0)], chunks={})
     scored = SimpleNamespace(dense=None, seconds=1.5)
 
     async def build() -> Any:

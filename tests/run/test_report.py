@@ -18,7 +18,7 @@ from megarl.run.directory import RunDirectory
 from megarl.run.report import Reporter, run_columns
 from megarl.run.results import EvaluationResult, PromptScores, StepResult
 from megarl.stages.ppo.config import PPOConfig
-from tests.loop.test_model_directory import DEBUG
+from tests.config.debug import DEBUG
 from tests.run.test_samples import SAMPLE
 
 RESULT = StepResult(

@@ -23,7 +23,7 @@ from megarl.run.paths import RunPaths
 from megarl.run.report import EvaluationReporter
 from megarl.run.results import ShownSample, prompt_scores, shown_samples
 from megarl.types import Prompt, Ragged, RolloutChunk, SampledTurn, SampleInfo, SampleRequest, VersionSpan
-from tests.loop.test_model_directory import DEBUG
+from tests.config.debug import DEBUG
 
 SAMPLE = ShownSample(
     sample_id="p1/0",

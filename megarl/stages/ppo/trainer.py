@@ -28,7 +28,7 @@ from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.rollout_trainer import RolloutTrainer
 from megarl.loop.sampler import Sampled, Sampler
 from megarl.loop.scoring import ENVIRONMENT, ScoredBatch, sample_filter, score_batch, shuffled_order, with_selection
-from megarl.loop.update import PretrainMix, StepPlan, Updater
+from megarl.loop.update import PretrainMix, Updater
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ExperienceRequest
 from megarl.preflight.datasets import Sets
@@ -66,12 +66,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         self._buffer = RolloutBuffer(config, sampler, self._engines, self._colocation)
         pretrain_mix = None if config.ptx is None else PretrainMix(config, config.ptx, data.rows["ptx.data"])
         self._updater = Updater(
-            algo,
-            self.roles,
-            pretrain_mix,
-            self._meter,
-            warmup_steps=config.critic_warmup_steps,
-            token_values=config.tracking.tokens,
+            config, algo, self.roles, pretrain_mix, self._meter, warmup_steps=config.critic_warmup_steps
         )
         self._kl = KLController(algo.kl.coef, target=algo.kl.target, horizon=algo.kl.horizon)
         self._value_norm: Mapping[str, float] | None = None
@@ -88,14 +83,14 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             with timers("experience"):
                 forwards = self._forward_passes.complete(sampled.rollouts, sampled.forwards)
                 batch = await self._score(sampled, step)
-                plan = StepPlan(self._config, algo, sampled.rollouts.samples, step, selected=batch.selected)
                 if algo.old_logprobs_from_update and not self._updater.trains_actor(step, batch.trained_roles):
                     passes = [self._forward_passes.actor_logprobs(sampled.rollouts)]  # for the metrics alone
                     forwards = {**forwards, "logprobs": passes}
                 experience, metrics = await self._build_experience(sampled, step, forwards, batch)
             with timers("update"):
+                trained = [sampled.rollouts.samples[index] for index in batch.selected]
                 updates = await self._updater.update(
-                    experience, plan, kl_coef=self._kl.coef, trained_roles=batch.trained_roles
+                    experience, trained, step, kl_coef=self._kl.coef, trained_roles=batch.trained_roles
                 )
                 in_update = await self._updater.take_token_values()
             with timers("sync"):
