@@ -6,18 +6,17 @@ import asyncio
 import logging
 import os
 import secrets
-import sys
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Self
 
 from ray import ObjectRef
 from ray.exceptions import RayError
 
 from megarl.cluster import ray_api
-from megarl.cluster.calls import Call, CallMonitor, Process, ProcessLostError, WorkerError
+from megarl.cluster.calls import Call, CallMonitor, Process, WorkerError
 from megarl.cluster.cleanup import MARK, Guard, ProcessCleanup
 from megarl.cluster.driver_environment import (
     environment,
@@ -29,7 +28,6 @@ from megarl.cluster.driver_environment import (
     temporary_directory,
 )
 from megarl.cluster.hang_report import report_hang
-from megarl.cluster.kernel_profile import CallProfile
 from megarl.cluster.placement import Placement
 from megarl.cluster.ray_node import DEVICE, ENVIRONMENT, ray_directory
 from megarl.cluster.ray_worker import RayWorker, SteppingRayWorker
@@ -37,9 +35,6 @@ from megarl.config.schema import Cluster
 from megarl.errors import RunError
 from megarl.remote import Phase
 from megarl.stacks import answering
-
-W = TypeVar("W")
-P = ParamSpec("P")
 
 _LOOPBACK = "127.0.0.1"
 _LOCAL_ENV = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
@@ -68,7 +63,7 @@ class Session:
         self._log_dir = log_dir
         self._address = address
         self._ending = ExitStack()
-        self._processes: list[Process[Any]] = []  # Ray ends a process without a handle
+        self.processes: list[Process[Any]] = []  # Ray ends a process without a handle
         self._files: list[Path] = []  # to remove at the end
         self._guard: Guard | None = None
         self._runner = asyncio.Runner(loop_factory=_event_loop)
@@ -114,16 +109,15 @@ class Session:
         """Starts work beside that of `run`, which its error ends."""
         return self.monitor.spawn(work)
 
-    def launch(
+    def launch[**P, W](
         self, name: str, devices: Sequence[int], worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
     ) -> Process[W]:
         """Starts a process that uses devices, on the node of the first of them; see `launch_at`."""
-        threads = self._cluster.threads_per_device.trainers
-        if _steps(worker):
-            threads = self._cluster.threads_per_device.engines
-        return self._launch(name, devices[0], devices, threads, worker, args, kwargs)
+        return self._launch(name, devices[0], devices, worker, args, kwargs)
 
-    def launch_at(self, name: str, place: int, worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Process[W]:
+    def launch_at[**P, W](
+        self, name: str, place: int, worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
+    ) -> Process[W]:
         """Starts a process without devices, and returns at once; it creates its object, a `worker`, at the first call.
 
         If the object has a method `step`, the process takes steps between calls; see
@@ -133,43 +127,53 @@ class Session:
             name: name in messages and of the log file, such as `train rank 0`.
             place: a device of the node on which the process runs.
         """
-        return self._launch(name, place, (), 1, worker, args, kwargs)
+        return self._launch(name, place, (), worker, args, kwargs)
 
-    def _launch(
+    def _launch[W](
         self,
         name: str,
         place: int,
         devices: Sequence[int],
-        threads: int | None,
         worker: Callable[..., W],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Process[W]:
         log_file = self._log_dir.absolute() / f"{name.replace(' ', '-')}.log"
-        stepping = _steps(worker)
         options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": self.placement.strategy(place)}
-        actor_class = ray_api.remote(RayWorker)
+        actor_class = RayWorker
+        threads = self._cluster.threads_per_device.trainers
+        stepping = hasattr(worker, "step")
         if stepping:
             options["max_concurrency"] = _MAX_CALLS
-            actor_class = ray_api.remote(SteppingRayWorker)
+            actor_class = SteppingRayWorker
+            threads = self._cluster.threads_per_device.engines
         env: Mapping[str, str] = {}
-        gpus: tuple[int, ...] | None = None
+        gpus: list[int] | None = None
         if self._cluster.device == "cpu":
-            env = _cpu_environment(threads)
+            env = _cpu_environment(threads if devices else 1)
         else:
-            gpus = tuple(self.placement.slots[device].local for device in devices)
-        actor = actor_class.options(**options).remote(
-            f"{worker.__module__}:{worker.__qualname__}",  # imported by the process, in its environment
-            args,
-            kwargs,
-            directory=os.getcwd(),
-            env=env,
-            local_devices=gpus,
-            log_file=str(log_file),
+            gpus = [device % self._cluster.devices_per_node for device in devices]
+        actor = (
+            ray_api.remote(actor_class)
+            .options(**options)
+            .remote(
+                f"{worker.__module__}:{worker.__qualname__}",  # imported by the process, in its environment
+                args,
+                kwargs,
+                directory=os.getcwd(),
+                env=env,
+                local_devices=gpus,
+                log_file=str(log_file),
+            )
         )
         process = Process[W](name=name, actor=actor, log_file=log_file, concurrent=stepping)
-        self._processes.append(process)
+        self.processes.append(process)
         return process
+
+    def spread(self, count: int) -> list[int]:
+        """Returns places of `count` processes for `launch_at`, spread over the nodes."""
+        devices = self._cluster.nodes * self._cluster.devices_per_node
+        return [index * devices // count for index in range(count)]
 
     def remove_at_end(self, file: Path) -> None:
         """Removes a file when the session ends; on a Ray of its own also after a SIGKILL of this process."""
@@ -179,7 +183,7 @@ class Session:
 
     def end(self, process: Process[Any]) -> None:
         """Ends a process, also one that is stopped or dead, and waits until it is gone, for a while."""
-        self._processes.remove(process)
+        self.processes.remove(process)
         ray_api.kill(process.actor)
         ray_api.wait([process.actor.free_address.remote(_LOOPBACK)], count=1, timeout=_END_GRACE_S)
 
@@ -189,39 +193,11 @@ class Session:
         seen = ray_api.wait(signs, count=len(signs), timeout=_SIGN_OF_LIFE_S)
         return [process for process, sign in zip(processes, signs, strict=True) if sign not in seen]
 
-    async def begin_profile(self, names: Collection[str]) -> list[Process[Any]]:
-        """Begins to profile processes; returns them, without those that are still starting or are lost."""
-        traces: dict[Process[Any], None] = {}
-        for process in self._processes:
-            if process.name in names and not self.monitor.starts(process):
-                traces[process] = None
-        return list(await self._profile(traces))
-
-    async def end_profile(self, traces: Mapping[Process[Any], str]) -> dict[Process[Any], Sequence[CallProfile]]:
-        """Ends the profiles of processes, each with the file of its trace.
-
-        Returns what the processes computed, without those that were replaced or are lost.
-        """
-        return await self._profile({process: traces[process] for process in traces if process in self._processes})
-
-    async def _profile(self, traces: Mapping[Process[Any], str | None]) -> dict[Process[Any], Sequence[CallProfile]]:
-        """Begins profiles, or ends those with a trace. A lost process has none; what calls it next deals with that."""
-        calls: dict[Process[Any], Call[Sequence[CallProfile]]] = {}
-        for process, trace in traces.items():
-            done = process.actor.profile.remote(trace)
-            calls[process] = self._call(process, "profile", "checkpoint", done)
-            calls[process].survives_loss = True
-        profiles: dict[Process[Any], Sequence[CallProfile]] = {}
-        for process, call in calls.items():
-            try:
-                (profiles[process],) = await call
-            except ProcessLostError as error:
-                cause = str(error).splitlines()[0]
-                print(f"{cause} There is no profile of {process.name}.", file=sys.stderr, flush=True)
-        return profiles
-
-    def _call(self, process: Process[Any], label: str, phase: Phase, done: ObjectRef[Any]) -> Call[Any]:
-        call = Call[Any](label=label, phase=phase, processes=[process], done=[done], monitor=self.monitor)
+    def call(
+        self, label: str, phase: Phase, processes: Sequence[Process[Any]], done: Sequence[ObjectRef[Any]]
+    ) -> Call[Any]:
+        """Watches a call on some processes, whose results `done` refers to."""
+        call = Call[Any](label=label, phase=phase, processes=processes, done=done, monitor=self.monitor)
         return self.monitor.follow(call)
 
     @property
@@ -232,7 +208,8 @@ class Session:
     async def free_address(self, process: Process[Any]) -> str:
         """Returns a free `host:port` of a process: on loopback for a Ray of its own, else on its node's address."""
         host = _LOOPBACK if self._address is None else None
-        (address,) = await self._call(process, "free_address", "start", process.actor.free_address.remote(host))
+        done = process.actor.free_address.remote(host)
+        (address,) = await self.call("free_address", "start", [process], [done])
         return address
 
     def _remove_files(self) -> None:
@@ -287,10 +264,6 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     loop.set_task_factory(asyncio.eager_task_factory)
     return loop
-
-
-def _steps(worker: Callable[..., object]) -> bool:
-    return hasattr(worker, "step")
 
 
 def _cpu_environment(threads: int | None) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -28,14 +28,6 @@ class Generator(Protocol):
     """What generates responses: engines, or conversations with them."""
 
     def generate(self, requests: Sequence[SampleRequest], chunks: int) -> PendingRollouts: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TurnSource:
-    """The turn that a process waits for."""
-
-    process: int
-    turn: TurnRequest
 
 
 class ConversationGroup(WorkerGroup[EnvironmentProcess]):
@@ -119,23 +111,21 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
             call = self.submit(EnvironmentProcess.next_turns, [()], processes=[self.processes[process]])
             requests: list[TurnRequest]
             (requests,) = await call
-            turns: list[Turn[_TurnSource]] = []
-            for turn in requests:
-                last = self._engine_of.get(turn.conversation)
+            turns: list[Turn] = []
+            for request in requests:
+                last = self._engine_of.get(request.conversation)
                 engine = None if last is None else self._engines.index(last)
-                source = _TurnSource(process=process, turn=turn)
-                turns.append(Turn(request=turn.request, tokens=turn.tokens, engine=engine, source=source))
+                turns.append(Turn(request=request, process=process, engine=engine))
             self._engines.sample(turns)
         self._sampling.remove(process)
 
-    def _answer(self, answers: Sequence[tuple[Turn[_TurnSource], TurnAnswer]], engine: Process[RolloutEngine]) -> None:
+    def _answer(self, answers: Sequence[tuple[Turn, TurnAnswer]], engine: Process[RolloutEngine]) -> None:
         """Hands turns to the processes that asked for them."""
         by_process: dict[int, list[TurnAnswer]] = {}
         for turn, answer in answers:
-            source = turn.source
-            self._engine_of[source.turn.conversation] = engine
-            numbered = replace(answer, number=source.turn.number)
-            by_process.setdefault(source.process, []).append(numbered)
+            self._engine_of[turn.request.conversation] = engine
+            numbered = replace(answer, number=turn.request.number)
+            by_process.setdefault(turn.process, []).append(numbered)
         for process, turns in by_process.items():
             for call in self._running[process]:
                 call.restart_limit()
@@ -182,13 +172,11 @@ def launch_conversations(
     tokenizer = config.model.tokenizer_directory(model_dir)
     ends = (*stop_token_ids(model_dir), *rollout.stop_token_ids)
     args = (settings, tokenizer, data.chat_template_kwargs, limits, ends)
-    devices = len(session.placement.slots)
     processes: list[Process[EnvironmentProcess]] = []
-    for index in range(settings.processes):
-        place = None
+    for index, place in enumerate(session.spread(settings.processes)):
+        served = None
         if gateway:
-            place = _gateway_config(config, index)
-            session.remove_at_end(Path(place.file))
-        device = index * devices // settings.processes
-        processes.append(session.launch_at(f"environments {index}", device, EnvironmentProcess, *args, place))
+            served = _gateway_config(config, index)
+            session.remove_at_end(Path(served.file))
+        processes.append(session.launch_at(f"environments {index}", place, EnvironmentProcess, *args, served))
     return ConversationGroup(session, processes, engines, gateway=gateway)

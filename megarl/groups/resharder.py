@@ -102,7 +102,9 @@ class SyncPlanner:
         self._config = config
         self._layout = actor.layout
         self.tp = config.rollout.tp
-        places = [Place(node=slot.node, device=slot.device) for slot in session.placement.slots]
+        cluster = config.cluster
+        per_node = cluster.devices_per_node
+        places = [Place(node=device // per_node, device=device) for device in range(cluster.nodes * per_node)]
         self._trainers = [places[device] for device in config.device_list(actor.group.name)]
         self._engine_ranks = [places[device] for device in parse_devices(config.rollout.devices)]
         self._plans: dict[tuple[int, ...], TransferPlan] = {}

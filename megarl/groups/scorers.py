@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -29,8 +28,6 @@ from megarl.rewards.judge import JUDGE_MODEL, JudgePrompts
 from megarl.rewards.scorer import Failures, RuleScorer, Scores, Unscored
 from megarl.texts import printable
 from megarl.types import Prompt, RolloutChunk
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,12 +176,9 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
         self._warn = warn
         self._reported: set[tuple[str, str]] = set()
         self.failures: list[str] = []
-        devices = len(session.placement.slots)
-        count = reward.processes
         args = (tokenizer, self._functions, reward, limits.calls)
         processes: list[Process[ScoringProcess]] = []
-        for index in range(count):
-            place = index * devices // count
+        for index, place in enumerate(session.spread(reward.processes)):
             processes.append(session.launch_at(f"scorer {index}", place, ScoringProcess, *args))
         super().__init__(session, "scorers", processes)
 
@@ -231,7 +225,7 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
             requests.append(AnswerRequest(questions=part, answers=chunks.only(numbers)))
         return self.call_each(ScoringProcess.read, requests)
 
-    def _share(
+    def _share[R](
         self,
         method: RemoteMethod[ScoringProcess, [ScoreRequest], R],
         functions: Mapping[str, int],

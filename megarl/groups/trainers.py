@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, Protocol, overload
 
 import torch
 
@@ -19,13 +19,6 @@ from megarl.remote import RemoteMethod
 from megarl.rollout.vllm_environment import vllm_device
 from megarl.types import Layout, RankSchedule, RoleName
 
-P = ParamSpec("P")
-Q = TypeVar("Q")
-Q_co = TypeVar("Q_co", covariant=True)
-R = TypeVar("R")
-S = TypeVar("S")
-T = TypeVar("T")
-
 _CHUNKS_PER_REPLICA = 8
 """Chunks of a step per DP rank of the role with the largest DP: enough to balance the ranks."""
 
@@ -37,13 +30,10 @@ class Scheduled(Protocol):
     def schedule(self) -> RankSchedule: ...
 
 
-OnePass = TypeVar("OnePass", bound=Scheduled)
-
-
-class Divisible(Protocol[Q_co]):
+class Divisible[Q](Protocol):
     """A request for all replicas of a role; see `megatron.worker_requests`."""
 
-    def part(self, replica: int, /) -> Q_co: ...
+    def part(self, replica: int, /) -> Q: ...
 
 
 class RemoteRole:
@@ -55,29 +45,29 @@ class RemoteRole:
         self.name: RoleName = name
         self._ranks = group.named(name)
 
-    def call(
+    def call[**P, R](
         self, method: RemoteMethod[MegatronWorker, Concatenate[RoleName, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Call[R]:
         """Calls a method with the same arguments on every rank."""
         return self._ranks.call(method.bind(self.name), *args, **kwargs)
 
-    def dispatch(self, method: RemoteMethod[MegatronWorker, [RoleName, Q], R], request: Divisible[Q]) -> Call[R]:
+    def dispatch[Q, R](self, method: RemoteMethod[MegatronWorker, [RoleName, Q], R], request: Divisible[Q]) -> Call[R]:
         """Calls a method with the part of the request of each rank's replica."""
         return self._ranks.submit(method.bind(self.name), [(part,) for part in self._parts(request)])
 
     @overload
-    def dispatch_by_chunk(
+    def dispatch_by_chunk[OnePass: Scheduled, S, T](
         self,
         method: RemoteMethod[MegatronWorker, [RoleName, OnePass], tuple[dict[int, T], S] | None],
         request: Divisible[OnePass],
     ) -> ChunkCall[S | None, T]: ...
     @overload
-    def dispatch_by_chunk(
+    def dispatch_by_chunk[OnePass: Scheduled, T](
         self,
         method: RemoteMethod[MegatronWorker, [RoleName, OnePass], dict[int, T] | None],
         request: Divisible[OnePass],
     ) -> ChunkCall[None, T]: ...
-    def dispatch_by_chunk(
+    def dispatch_by_chunk[OnePass: Scheduled](
         self, method: RemoteMethod[MegatronWorker, [RoleName, OnePass], Any], request: Divisible[OnePass]
     ) -> ChunkCall[Any, Any]:
         """Like `dispatch`, but the results by chunk stay in the object store."""
@@ -85,9 +75,9 @@ class RemoteRole:
         chunks: list[Sequence[int]] = []
         for rank, part in enumerate(parts):
             chunks.append(part.schedule.chunks if self.layout.reports(rank) else [])
-        return self._ranks.call_by_chunk(method.bind(self.name), parts, chunks)
+        return self._ranks.submit(method.bind(self.name), [(part,) for part in parts], chunks=chunks)
 
-    def _parts(self, request: Divisible[Q]) -> list[Q]:
+    def _parts[Q](self, request: Divisible[Q]) -> list[Q]:
         """Returns the part of each rank."""
         parts = [request.part(replica) for replica in range(self.layout.dp)]
         return [parts[self.layout.coords(rank).dp] for rank in range(self.layout.world_size)]

@@ -55,21 +55,21 @@ async def test_another_thread_is_told_the_calls_in_progress_and_their_time(group
 
 async def test_a_column_comes_back_by_chunk_from_the_ranks_that_report_it(group: Group) -> None:
     reporters = {1: [0, 3], 2: [1, 2]}
-    call = group.call_by_chunk(FakeWorker.column, [reporters] * 3, [(), (0, 3), (1, 2)])
+    call = group.submit(FakeWorker.column, [(reporters,)] * 3, chunks=[(), (0, 3), (1, 2)])
     assert await call == [None, "by 1", "by 2"]
     assert await call.longest() > 0
     assert [int(call.chunks[chunk][0]) for chunk in range(len(call.chunks))] == [0, 1, 2, 3]
 
 
 async def test_a_reporting_rank_without_chunks_still_returns_its_result(group: Group) -> None:
-    call = group.call_by_chunk(FakeWorker.column, [{0: [], 1: [0]}] * 3, [(), (0,), ()])
+    call = group.submit(FakeWorker.column, [({0: [], 1: [0]},)] * 3, chunks=[(), (0,), ()])
     assert await call == ["by 0", "by 1", None]
     assert not call.chunks[0].flags.owndata, "the chunk is not mapped from the object store"
     assert not call.chunks[0].flags.writeable
 
 
 async def test_workers_read_columns_by_reference_before_the_driver_waits(group: Group) -> None:
-    column = group.call_by_chunk(FakeWorker.column, [{0: [0, 1, 2]}] * 3, [(0, 1, 2), (), ()]).chunks
+    column = group.submit(FakeWorker.column, [({0: [0, 1, 2]},)] * 3, chunks=[(0, 1, 2), (), ()]).chunks
     means = group.call(FakeWorker.means, column, [2, 0])
     assert await means == [[2.0, 0.0]] * 3
     assert not column._fetched, "the driver has fetched a chunk"
@@ -158,7 +158,7 @@ def test_a_failed_column_names_the_call_that_made_it(session: Session, make_grou
     group, reader = make_group(), make_group()
 
     async def read() -> None:
-        column = group.named("actor").call_by_chunk(FakeWorker.fail_for_column, [0] * 3, [(0,), (), ()]).chunks
+        column = group.named("actor").submit(FakeWorker.fail_for_column, [(0,)] * 3, chunks=[(0,), (), ()]).chunks
         await reader.call(FakeWorker.means, column, [0])
 
     with pytest.raises(WorkerError, match=r"^train rank 0 failed in actor\.fail_for_column"):

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from megarl.cluster.calls import WorkerError
-from megarl.cluster.placement import Slot
 from megarl.config import load
 from megarl.groups.resharder import Resharder, SyncPlanner, SyncReport
 from megarl.remote import RemoteMethod
@@ -86,8 +85,7 @@ def resharder(calls: Calls, *overrides: str, started: Sequence[int] = (0, 1)) ->
     """From four trainers to two engines of two ranks, on two nodes."""
     config = load("configs/debug/ppo.yaml", [*TP2_ENGINES, *overrides])
     assert isinstance(config, PPOConfig)
-    slots = [Slot(device=device, node=device // 2, local=device % 2, bundle=device) for device in range(8)]
-    session: Any = SimpleNamespace(placement=SimpleNamespace(slots=slots), host="127.0.0.1")
+    session: Any = SimpleNamespace(host="127.0.0.1")
     planner = SyncPlanner(session, config, calls.actor())
     return Resharder(planner, config.rollout, calls.actor(), calls.engines(started))
 
