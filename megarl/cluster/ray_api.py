@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +28,8 @@ _TRIED = "2.60."
 
 
 def init(**options: Any) -> None:
-    """Starts or joins Ray."""
-    _ray.init(**options)
+    """Starts or joins Ray, whose processes write nothing here."""
+    _ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
 
 
 def skip_idle_processes(*_: object) -> None:

@@ -88,7 +88,7 @@ class Timed[T]:
     """A result for the driver, the duration of the method, and what the process has done since the last result."""
 
     result: T
-    seconds: float
+    seconds: float = 0.0
     spans: tuple[Span, ...] = ()
 
 
@@ -155,11 +155,11 @@ class RayProcess:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the store's socket can bind it, too
         holder.bind((host, 0))
         self._reserved.append(holder)
-        return Timed(result=f"{host}:{holder.getsockname()[1]}", seconds=0.0)
+        return Timed(result=f"{host}:{holder.getsockname()[1]}")
 
     def usage(self) -> Timed[ProcessUsage]:
         """Returns what the process has used since the last reading."""
-        return Timed(result=self._usage.take(), seconds=0.0)
+        return Timed(result=self._usage.take())
 
     @contextmanager
     def _measured(self, phase: Phase, name: str) -> Generator[None]:
@@ -195,7 +195,7 @@ class RayWorker(RayProcess):
 
     def profile(self, trace: str | None) -> Timed[Sequence[CallProfile]]:
         """Begins to profile the calls; with the file of the trace, ends it and returns what the calls computed."""
-        return Timed(result=self._profiler.switch(trace), seconds=0.0)
+        return Timed(result=self._profiler.switch(trace))
 
 
 _PendingCall = tuple[Callable[[], Any], Future[Any]]
@@ -261,7 +261,7 @@ class SteppingRayWorker(RayProcess):
         """Begins or ends a profile like `RayWorker.profile`, between two steps."""
         done: Future[Any] = Future()
         self._calls.put((functools.partial(self._profiler.switch, trace), done))
-        return Timed(result=await asyncio.wrap_future(done), seconds=0.0)
+        return Timed(result=await asyncio.wrap_future(done))
 
     def _loop(self) -> None:
         """Runs calls as they come, and takes steps while there are none; an error in a step ends the process."""

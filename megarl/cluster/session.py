@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -219,7 +218,7 @@ class Session:
 
     def _join(self) -> None:
         try:
-            ray_api.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+            ray_api.init(address=self._address)
         except (ConnectionError, RuntimeError) as error:
             raise RunError(
                 f"cluster.address = {self._address}: no Ray can be joined there ({error}); "
@@ -248,8 +247,6 @@ class Session:
                 resources={DEVICE: self._cluster.nodes * self._cluster.devices_per_node},
                 object_store_memory=self._cluster.object_store_mib * _MIB,
                 include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
                 _temp_dir=ray_directory(directory),
             )
         except Exception as error:  # Ray raises several kinds where one of its processes does not start

@@ -49,21 +49,17 @@ class StepProfiler:
             yield
             return
         self._directory.mkdir(exist_ok=True)
-        begun: dict[Process[Any], None] = {}
-        for process in self._session.processes:
-            if process.name in self._names and not self._session.monitor.starts(process):
-                begun[process] = None
-        begun = dict.fromkeys(await self._switch(begun))
+        session = self._session
+        chosen = [process for process in session.processes if process.name in self._names]
+        begun = await self._switch({process: None for process in chosen if not session.monitor.starts(process)})
         yield
         traces: dict[Process[Any], str] = {}
         for process in begun:
-            if process in self._session.processes:  # it was not replaced
+            if process in session.processes:  # otherwise it was replaced
                 name = process.name.replace(" ", "-")
                 traces[process] = str(self._directory / f"step-{step}-{name}.json.gz")
         profiles = await self._switch(traces)
-        found: dict[str, list[dict[str, Any]]] = {}
-        for process, calls in profiles.items():
-            found[process.name] = [asdict(call) for call in calls]
+        found = {process.name: [asdict(call) for call in calls] for process, calls in profiles.items()}
         write_durably(self._directory / f"step-{step}.json", json.dumps(found, indent=1) + "\n")
         for process, calls in profiles.items():
             print(f"profile of step {step}, {process.name}; the trace is {traces[process]}")
@@ -71,13 +67,13 @@ class StepProfiler:
 
     async def _switch(self, traces: Mapping[Process[Any], str | None]) -> dict[Process[Any], Sequence[CallProfile]]:
         """Begins profiles, or ends those with a trace. A lost process has none; what calls it next deals with that."""
-        calls: dict[Process[Any], Call[Sequence[CallProfile]]] = {}
+        calls: list[Call[Sequence[CallProfile]]] = []
         for process, trace in traces.items():
-            done = process.actor.profile.remote(trace)
-            calls[process] = self._session.call("profile", "checkpoint", [process], [done])
-            calls[process].survives_loss = True
+            call = self._session.call("profile", "checkpoint", [process], [process.actor.profile.remote(trace)])
+            call.survives_loss = True
+            calls.append(call)
         profiles: dict[Process[Any], Sequence[CallProfile]] = {}
-        for process, call in calls.items():
+        for process, call in zip(traces, calls, strict=True):
             try:
                 (profiles[process],) = await call
             except ProcessLostError as error:

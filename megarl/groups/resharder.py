@@ -30,7 +30,6 @@ class SyncReport:
     """The measurements of one sync.
 
     Args:
-        version: version of the weights that every engine rank has committed.
         nbytes: bytes received by all engine ranks.
         messages: number of messages received.
         staging_bytes: largest size of the buffers in one rank.
@@ -38,7 +37,6 @@ class SyncReport:
             the time to free memory on shared devices.
     """
 
-    version: int
     nbytes: int
     messages: int
     staging_bytes: int
@@ -54,7 +52,6 @@ class SyncReport:
             for stage, taken in rank.seconds.items():
                 stages[stage] = max(taken, stages.get(stage, 0.0))
         return cls(
-            version=receivers[0].version,
             nbytes=sum(rank.nbytes for rank in receivers),
             messages=sum(rank.messages for rank in receivers),
             staging_bytes=max(rank.peak_staging_bytes for rank in ranks),

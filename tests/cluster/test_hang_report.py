@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.cluster.hang_report import StackFrame, explain, report_hang, stacks_of_other_nodes, working_frames
+from megarl.cluster.hang_report import explain, report_hang, stacks_of_other_nodes, working_frames
 from megarl.cluster.session import Session
 from megarl.stacks import ProcessStacks, answering, take_stacks, write_stacks
 from tests.cluster.conftest import MakeGroup, answer_of
@@ -51,7 +51,10 @@ def found(**where: str) -> dict[str, ProcessStacks]:
 
 
 def test_the_frames_of_the_call_are_those_above_the_worker() -> None:
-    assert working_frames(TEXTS["loss"]) == [StackFrame(*frame) for frame in LOSS]
+    assert working_frames(TEXTS["loss"]) == [
+        '  File "/x/megarl/megatron/losses.py", line 3 in __call__',
+        '  File "/x/megarl/megatron/model_engine.py", line 1 in update',
+    ]
     assert working_frames(TEXTS["idle"]) == []
 
 
@@ -137,7 +140,7 @@ def test_an_event_loop_that_is_blocked_works(tmp_path: Path) -> None:
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
-    assert [frame.function for frame in working_frames(text)][-1] == "block_the_loop"
+    assert working_frames(text)[-1].endswith(" in block_the_loop")
 
 
 @pytest.mark.process

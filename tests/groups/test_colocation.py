@@ -16,7 +16,7 @@ from megarl.groups.engines import RolloutGroup
 from megarl.groups.resharder import SyncReport
 from megarl.loop.rollout_trainer import RolloutTrainer
 
-REPORT = SyncReport(version=0, nbytes=8, messages=1, staging_bytes=8, seconds=2.0, stages={"offload": 100.0})
+REPORT = SyncReport(nbytes=8, messages=1, staging_bytes=8, seconds=2.0, stages={"offload": 100.0})
 
 
 class Log:
