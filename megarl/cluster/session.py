@@ -47,27 +47,25 @@ _MAX_CALLS = 1 << 16
 class Session:
     """The devices and processes of a run, as a context manager.
 
-    Without an address, it starts a Ray on this machine, on loopback and protected by a random
+    Without `cluster.address`, it starts a Ray on this machine, on loopback and protected by a random
     token. When the `with` block ends, also by an exception, SIGINT or SIGTERM, every process,
     shared memory file and temporary file of that Ray is removed. A Ray that was joined keeps
     running; the session's processes end.
 
     Args:
         log_dir: directory of the processes' output, one file each.
-        address: address of a running Ray to join.
     """
 
-    def __init__(self, cluster: Cluster, log_dir: Path, address: str | None = None) -> None:
+    def __init__(self, cluster: Cluster, log_dir: Path) -> None:
         self._cluster = cluster
         self._log_dir = log_dir
-        self._address = address
         self._ending = ExitStack()
         self.processes: list[Process[Any]] = []  # Ray ends a process without a handle
         self._files: list[Path] = []  # to remove at the end
         self._guard: Guard | None = None
         self._runner = asyncio.Runner(loop_factory=_event_loop)
         self.monitor = CallMonitor(cluster.time_limits)
-        self.monitor.explainer = partial(report_hang, logs=log_dir.absolute(), joined=address is not None)
+        self.monitor.explainer = partial(report_hang, logs=log_dir.absolute(), joined=cluster.address is not None)
 
     def __enter__(self) -> Self:
         """Starts or joins Ray, and reserves the devices.
@@ -81,14 +79,14 @@ class Session:
             ending.callback(self._remove_files)
             ending.enter_context(answering(self._log_dir / "driver.log", lambda: self.monitor.in_progress()))
             with no_interrupt_is_lost():
-                if self._address is None:
+                if self._cluster.address is None:
                     self._start(ending)
                 else:
                     ending.callback(ray_api.shutdown)
                     ending.callback(ignore_interrupts)
                     self._join()
             cluster = self._cluster
-            self.placement = Placement(cluster.nodes, cluster.devices_per_node, virtual=self._address is None)
+            self.placement = Placement(cluster.nodes, cluster.devices_per_node, virtual=self._cluster.address is None)
             ending.enter_context(self._runner)
             self._ending = ending.pop_all()
         return self
@@ -202,11 +200,11 @@ class Session:
     @property
     def host(self) -> str:
         """Returns the address of the driver: loopback for a Ray of its own, else the node's address."""
-        return _LOOPBACK if self._address is None else ray_api.node_address()
+        return _LOOPBACK if self._cluster.address is None else ray_api.node_address()
 
     async def free_address(self, process: Process[Any]) -> str:
         """Returns a free `host:port` of a process: on loopback for a Ray of its own, else on its node's address."""
-        host = _LOOPBACK if self._address is None else None
+        host = _LOOPBACK if self._cluster.address is None else None
         done = process.actor.free_address.remote(host)
         (address,) = await self.call("free_address", "start", [process], [done])
         return address
@@ -218,10 +216,10 @@ class Session:
 
     def _join(self) -> None:
         try:
-            ray_api.init(address=self._address)
+            ray_api.init(address=self._cluster.address)
         except (ConnectionError, RuntimeError) as error:
             raise RunError(
-                f"cluster.address = {self._address}: no Ray can be joined there ({error}); "
+                f"cluster.address = {self._cluster.address}: no Ray can be joined there ({error}); "
                 "start it with ray start --head, or set cluster.address to null"
             ) from error
 

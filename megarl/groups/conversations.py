@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from megarl.cluster.calls import Call, Process
 from megarl.cluster.session import Session
@@ -22,12 +21,6 @@ from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.requests import stop_token_ids
 from megarl.texts import printable
 from megarl.types import SampleInfo, SampleRequest, TurnAnswer, WorkItem
-
-
-class Generator(Protocol):
-    """What generates responses: engines, or conversations with them."""
-
-    def generate(self, requests: Sequence[SampleRequest], chunks: int) -> PendingRollouts: ...
 
 
 class ConversationGroup(WorkerGroup[EnvironmentProcess]):

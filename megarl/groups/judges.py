@@ -62,12 +62,9 @@ class Judge:
                 temperature=self._settings.temperature,
             )
             requests.append(request)
-        if not requests:
-            return self._scorers.read(questions, None), await asking.longest()
         answers = self._engines.generate(requests, _CHUNKS_PER_ENGINE * len(self._engines.processes))
-        rollouts = await answers.result()
         seconds = max(await asking.longest(), await answers.longest())
-        return self._scorers.read(questions, rollouts), seconds
+        return self._scorers.read(questions, await answers.result()), seconds
 
 
 def launch_judge(config: SamplingConfig, session: Session, scorers: RuleScorers | None) -> Judge | None:

@@ -21,7 +21,7 @@ from megarl.data.branches import Branches
 from megarl.data.prompts import greedy_requests, sample_requests
 from megarl.data.stream import Stream, StreamState
 from megarl.groups.colocation import Colocation
-from megarl.groups.conversations import Generator, launch_conversations
+from megarl.groups.conversations import ConversationGroup, launch_conversations
 from megarl.groups.engines import RolloutGroup
 from megarl.groups.judges import launch_judge
 from megarl.groups.rollouts import PendingRollouts, Rollouts
@@ -67,7 +67,7 @@ class RolloutParts:
     """
 
     engines: RolloutGroup
-    generator: Generator
+    generator: RolloutGroup | ConversationGroup
     scorer: Scorer
     colocation: Colocation
     services: Sequence[Service] = ()

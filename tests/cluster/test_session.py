@@ -135,9 +135,9 @@ from megarl.cluster.session import Session
 from megarl.config import load
 from tests.cluster.conftest import DEBUG, TWO, answer_of
 from tests.cluster.fakes import FakeWorker
-config = load(DEBUG, TWO)
+config = load(DEBUG, [*TWO, f"cluster.address={sys.argv[1]}"])
 for _ in range(2):
-    with Session(config.cluster, Path(sys.argv[2]), address=sys.argv[1]) as session:
+    with Session(config.cluster, Path(sys.argv[2])) as session:
         group = launch_group(session, config, "train", FakeWorker)
         print(*session.run(answer_of(lambda: group.call(FakeWorker.note, "here"))))
         print(ray.get(session.launch("place", [0], Path, ".").actor.run.remote("absolute", (), {})).result)

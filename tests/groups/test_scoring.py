@@ -41,20 +41,14 @@ LENGTH, EXACT_MATCH, SEEN, PROCESS, QUOTIENT, STUBBORN, RANKS = FUNCTIONS
 
 
 @pytest.fixture(scope="module")
-def warnings() -> list[str]:
-    """The failures that the scorers logged."""
-    return []
-
-
-@pytest.fixture(scope="module")
-def scorers(session: Session, tmp_path_factory: pytest.TempPathFactory, warnings: list[str]) -> Iterator[RuleScorers]:
+def scorers(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RuleScorers]:
     """Two processes with a tokenizer whose ids are the characters' codes."""
     directory = tmp_path_factory.mktemp("tokenizer")
     letters = Tokenizer(WordLevel({chr(code): code for code in range(128)}, unk_token="\0"))
     letters.decoder = Fuse()  # pyright: ignore[reportAttributeAccessIssue]
     PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="\4").save_pretrained(directory)
     reward = Reward(processes=2, time_limit=3.0, retries=0)
-    made = RuleScorers(session, str(directory), FUNCTIONS, reward, TimeLimits(), warnings.append)
+    made = RuleScorers(session, str(directory), FUNCTIONS, reward, TimeLimits())
     session.run(answer_of(lambda: made.call(ScoringProcess.start)))
     yield made
     for process in made.processes:
@@ -117,14 +111,15 @@ async def test_chunks_may_be_fewer_than_processes(scorers: RuleScorers) -> None:
 
 @pytest.mark.dist
 async def test_a_failure_is_shown_once_with_its_prompt_and_its_traceback(
-    scorers: RuleScorers, warnings: list[str]
+    scorers: RuleScorers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
         scores = await scorers.gather(scorers.score([QUOTIENT, LENGTH], rollouts(4), PROMPTS))
         unscored = {chunk: np.isnan(column["quotient"]).tolist() for chunk, column in scores.items()}
         assert unscored == {0: [False, True], 1: [False, True], 2: [False, True], 3: [True, True]}
         assert scores[3]["length"].tolist() == [6, 6]
-    (told,) = [warning for warning in warnings if "'quotient'" in warning]
+    told = capsys.readouterr().err
+    assert told.count("'quotient'") == 1
     assert told.startswith("reward function 'quotient' gave prompt 'b' no score (calls: 1)")
     assert "rewards/unscored" in told
     assert "return 1.0 / (len(completion.response_ids) - size)" in told, "the user's line is missing"
@@ -134,13 +129,15 @@ async def test_a_failure_is_shown_once_with_its_prompt_and_its_traceback(
 
 
 @pytest.mark.dist
-async def test_a_hanging_function_loses_only_its_sample(scorers: RuleScorers, warnings: list[str]) -> None:
+async def test_a_hanging_function_loses_only_its_sample(
+    scorers: RuleScorers, capsys: pytest.CaptureFixture[str]
+) -> None:
     start = time.monotonic()
     scores = await scorers.gather(scorers.score([STUBBORN], rollouts(2), PROMPTS))
     assert time.monotonic() - start < 60
     for column in scores.values():
         np.testing.assert_array_equal(column["stubborn"], np.float32([1, math.nan]))
-    assert "it took longer than 3 s, and was ended" in warnings[-1]
+    assert "it took longer than 3 s, and was ended" in capsys.readouterr().err
 
 
 @pytest.mark.dist

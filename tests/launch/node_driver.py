@@ -56,7 +56,7 @@ def drive(how: str, path: str, *overrides: str) -> None:
     from tests.launch.node_driver import Litterer as worker  # noqa: N813  (here, it is that of __main__)
 
     config = load(path, overrides)
-    with Session(config.cluster, Path(config.run.dir) / "logs", config.cluster.address) as session:
+    with Session(config.cluster, Path(config.run.dir) / "logs") as session:
         devices = range(config.cluster.nodes * config.cluster.devices_per_node)
         processes = [session.launch(f"litterer {device}", [device], worker) for device in devices]
         session.run(work(how, WorkerGroup(session, "litterers", processes), worker))
