@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megarl.cluster.calls import Call, Process
 from megarl.cluster.session import Session
@@ -25,7 +25,7 @@ from megarl.weights.planner import Place
 _MIB = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SyncReport:
     """The measurements of one sync.
 
@@ -41,7 +41,7 @@ class SyncReport:
     messages: int
     staging_bytes: int
     seconds: float
-    stages: Mapping[str, float]
+    stages: dict[str, float]
 
     @classmethod
     def of(cls, senders: Sequence[SyncStats], receivers: Sequence[SyncStats], seconds: float) -> SyncReport:
@@ -59,23 +59,18 @@ class SyncReport:
             stages=stages,
         )
 
-    def plus(self, later: SyncReport) -> SyncReport:
+    def add(self, later: SyncReport) -> None:
         """Adds the measurements of engines that were updated later."""
-        stages = dict(self.stages)
+        self.nbytes += later.nbytes
+        self.messages += later.messages
+        self.staging_bytes = max(self.staging_bytes, later.staging_bytes)
+        self.seconds += later.seconds
         for stage, seconds in later.stages.items():
-            stages[stage] = stages.get(stage, 0.0) + seconds
-        return replace(
-            self,
-            nbytes=self.nbytes + later.nbytes,
-            messages=self.messages + later.messages,
-            staging_bytes=max(self.staging_bytes, later.staging_bytes),
-            seconds=self.seconds + later.seconds,
-            stages=stages,
-        )
+            self.add_stage(stage, seconds)
 
-    def with_offload(self, seconds: float) -> SyncReport:
-        """Returns the report with further seconds of the stage `offload`."""
-        return replace(self, stages={**self.stages, "offload": self.stages.get("offload", 0.0) + seconds})
+    def add_stage(self, stage: str, seconds: float) -> None:
+        """Adds to the seconds of a stage."""
+        self.stages[stage] = self.stages.get(stage, 0.0) + seconds
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics `sync/*`."""
@@ -292,5 +287,5 @@ class Resharder:
                 if report is None:
                     report = part
                 elif part is not None:
-                    report = report.plus(part)
+                    report.add(part)
         return report

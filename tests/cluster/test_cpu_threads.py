@@ -23,6 +23,10 @@ APART = ["groups.train.devices=0-1", "groups.train.roles.actor={tp: 1, pp: 1}", 
 ROLES = ["groups.train.roles.critic={tp: 1, pp: 1}", "groups.train.roles.reference={tp: 1, pp: 1}"]
 
 
+NODES = ["cluster.nodes=2", "cluster.devices_per_node=2"]
+MACHINES = [*NODES, "cluster.address=auto"]
+
+
 @pytest.mark.parametrize(
     ("cores", "overrides", "trainers", "engines"),
     [
@@ -33,34 +37,21 @@ ROLES = ["groups.train.roles.critic={tp: 1, pp: 1}", "groups.train.roles.referen
         (8, [*APART, *ROLES], 4, 4),
         (8, [*APART, *ROLES, "rollout.max_staleness=1"], 2, 2),
         (9, [*APART, *ROLES, "rollout.inference_parts=2"], 2, 2),
+        (8, NODES, 2, 8),
+        (8, MACHINES, 4, 8),
+        (8, [*MACHINES, "rollout={tp: 2, devices: 0-1}"], 4, 4),
+        (8, [*MACHINES, *APART, *ROLES, "rollout.max_staleness=1"], 4, 4),
     ],
 )
-def test_cores_are_divided_among_the_processes_of_a_phase(
+def test_the_cores_of_a_machine_are_divided_among_the_processes_of_a_phase(
     cores: int, overrides: list[str], trainers: int, engines: int
 ) -> None:
     assert divided(load(DEBUG, overrides), cores) == Threads(trainers=trainers, engines=engines)
 
 
-@pytest.mark.parametrize(
-    ("address", "overrides", "trainers", "engines"),
-    [
-        ("null", [], 2, 8),
-        ("auto", [], 4, 8),
-        ("auto", ["rollout={tp: 2, devices: 0-1}"], 4, 4),
-        ("auto", [*APART, *ROLES, "rollout.max_staleness=1"], 4, 4),
-    ],
-)
-def test_each_machine_of_a_ray_has_cores_of_its_own(
-    address: str, overrides: list[str], trainers: int, engines: int
-) -> None:
-    nodes = ["cluster.nodes=2", "cluster.devices_per_node=2", f"cluster.address={address}"]
-    assert divided(load(DEBUG, [*nodes, *overrides]), 8) == Threads(trainers=trainers, engines=engines)
-
-
 def test_a_stage_without_engines_has_all_cores_for_the_trainers() -> None:
-    assert divided(load(DEBUG.with_stem("sft")), 8).trainers == 8 // len(
-        load(DEBUG.with_stem("sft")).device_list("train")
-    )
+    config = load(DEBUG.with_stem("sft"))
+    assert divided(config, 8).trainers == 8 // len(config.device_list("train"))
 
 
 def test_a_resumed_run_keeps_its_thread_counts() -> None:

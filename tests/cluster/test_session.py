@@ -120,6 +120,13 @@ def test_rays_head_does_not_grow_with_the_calls(session: Session) -> None:
     assert resident_mib() - before < 2
 
 
+def run_program(program: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
 _CLUSTER = """
 import ray, sys
 context = ray.init(num_cpus=0, resources={"device": 2}, include_dashboard=False, object_store_memory=80 << 20,
@@ -171,8 +178,7 @@ with Session(config.cluster, Path(sys.argv[1])) as session:
 
 def test_the_loss_of_rays_own_processes_is_named(short_directory: Path) -> None:
     """A raylet ends with its agent, and ends its actors; none of them is at fault."""
-    command = [sys.executable, "-c", _LOSE, str(short_directory / "logs")]
-    lost = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    lost = run_program(_LOSE, short_directory / "logs")
     told = lost.stderr.rpartition("WorkerError: ")[2]
     assert told.startswith("Ray's raylet on this machine ended, and with it the run's processes; ")
     assert "It was in train.note." in told
@@ -180,25 +186,17 @@ def test_the_loss_of_rays_own_processes_is_named(short_directory: Path) -> None:
 
 
 def test_a_running_cluster_is_joined_and_left_running(short_directory: Path) -> None:
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
     with subprocess.Popen(
         [sys.executable, "-c", _CLUSTER, str(short_directory)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=environment,
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
         cwd=short_directory,
     ) as cluster:
         assert cluster.stdout is not None
         address = cluster.stdout.readline().strip()
-        joined = subprocess.run(
-            [sys.executable, "-c", _JOIN, address, str(short_directory / "logs")],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+        joined = run_program(_JOIN, address, short_directory / "logs", RAY_AUTH_MODE="disabled")
         cluster.communicate("")
     assert joined.stdout.split() == ["0", "1", str(ROOT)] * 2, joined.stderr
 
@@ -232,14 +230,7 @@ except RunError as error:
 
 
 def test_a_failed_start_of_ray_reports_the_reason_and_leaves_nothing(short_directory: Path) -> None:
-    failed = subprocess.run(
-        [sys.executable, "-c", _TOO_LARGE, str(short_directory / "logs")],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(short_directory)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    failed = run_program(_TOO_LARGE, short_directory / "logs", TMPDIR=str(short_directory))
     assert failed.returncode == 0, failed.stderr
     assert failed.stdout.startswith("Ray did not start on this machine: ")
     assert "object_store_memory" in failed.stdout

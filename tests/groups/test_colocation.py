@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,7 @@ class Log:
                 self.calls.append(args[0].name)
                 return None
             self.calls.append(" ".join([name, *map(str, args)]))
-            return REPORT
+            return replace(REPORT, stages=dict(REPORT.stages))
 
         return call
 

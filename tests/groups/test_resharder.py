@@ -90,13 +90,6 @@ def resharder(calls: Calls, *overrides: str, started: Sequence[int] = (0, 1)) ->
     return Resharder(planner, config.rollout, calls.actor(), calls.engines(started))
 
 
-async def connected(answers: Sequence[Any]) -> Resharder:
-    """The same, connected; the calls of a sync get these answers."""
-    made = resharder(Calls(iter([*[None] * 6, *answers])))
-    await made.connect()
-    return made
-
-
 async def specs(calls: Calls, *overrides: str, started: Sequence[int] = (0, 1)) -> list[tuple[SyncSpec, Sequence[int]]]:
     """The connection specs of every process, the trainers first."""
     await resharder(calls, *overrides, started=started).connect()
@@ -147,21 +140,15 @@ def stats(nbytes: int, **seconds: float) -> SyncStats:
     return SyncStats(version=3, nbytes=nbytes, messages=2, peak_staging_bytes=nbytes, seconds=seconds)
 
 
-async def test_all_ranks_are_told_the_version_of_a_sync() -> None:
-    calls = Calls(iter([*[None] * 6, *[stats(0)] * 4, [stats(4)], [stats(4)]]))
+async def test_all_ranks_are_told_the_version_and_a_report_has_the_slowest_of_each_stage() -> None:
+    sent = [stats(6, pack=1.0, commit=0.5), stats(2, pack=3.0), stats(0), stats(0)]
+    received = [[stats(4, load=2.0)], [stats(4, load=1.0, commit=0.7)]]
+    calls = Calls(iter([*[None] * 6, *sent, *received]))
     made = resharder(calls)
     await made.connect()
     calls.asked.clear()
-    await made.sync(3)
-    assert calls.asked == [("send_weights", (3, 0))] * 4 + [("receive_weights", 3)] * 2
-
-
-async def test_a_report_sums_bytes_and_has_the_slowest_rank_of_each_stage() -> None:
-    sent = [stats(6, pack=1.0, commit=0.5), stats(2, pack=3.0), stats(0), stats(0)]
-    received = [[stats(4, load=2.0)], [stats(4, load=1.0, commit=0.7)]]
-    made = await connected([*sent, *received])
     report = await made.sync(3)
-    assert isinstance(report, SyncReport)
+    assert calls.asked == [("send_weights", (3, 0))] * 4 + [("receive_weights", 3)] * 2
     assert (report.nbytes, report.messages, report.staging_bytes) == (8, 4, 6)
     assert report.stages == {"pack": 3.0, "commit": 0.7, "load": 2.0}
     metrics = report.metrics()
@@ -170,18 +157,16 @@ async def test_a_report_sums_bytes_and_has_the_slowest_rank_of_each_stage() -> N
 
 
 def test_reports_of_engines_updated_in_turn_are_summed() -> None:
-    parts = [
-        SyncReport.of([stats(0, pack=1.0)], [stats(8, load=2.0)], 3.0),
-        SyncReport.of([stats(0, pack=0.5)], [stats(6, load=4.0)], 5.0),
-    ]
-    report = parts[0].plus(parts[1])
+    report = SyncReport.of([stats(0, pack=1.0)], [stats(8, load=2.0)], 3.0)
+    report.add(SyncReport.of([stats(0, pack=0.5)], [stats(6, load=4.0)], 5.0))
     assert (report.nbytes, report.messages, report.staging_bytes) == (14, 4, 8)
     assert (report.seconds, report.stages) == (8.0, {"pack": 1.5, "load": 6.0})
 
 
 async def test_an_aborted_sync_names_the_owners_of_the_ranks() -> None:
     aborted = WorkerError("train rank 0 failed in actor.send_weights: sync aborted: rank 7: no room")
-    made = await connected([aborted] * 6)
+    made = resharder(Calls(iter([*[None] * 6, *[aborted] * 6])))
+    await made.connect()
     with pytest.raises(WorkerError) as failure:
         await made.sync(3)
     first, second = str(failure.value).splitlines()

@@ -23,7 +23,7 @@ from megarl.groups.scorers import RuleScorers, ScoringProcess
 from tests.cluster.conftest import answer_of
 from tests.rewards.completions import infos, own, prompt, rollout
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.dist]
 
 PROMPTS = {name: prompt(f"p{name}", name, answer=answer) for name, answer in {"a": "one", "b": "three"}.items()}
 
@@ -64,7 +64,6 @@ def rollouts(chunks: int) -> Rollouts:
     return Rollouts(samples=tuple(reversed(samples)), chunks=ChunkRefs(refs))
 
 
-@pytest.mark.dist
 async def test_every_chunk_is_scored_by_every_function(scorers: RuleScorers) -> None:
     given = rollouts(5)
     scores = await scorers.gather(scorers.score([LENGTH, EXACT_MATCH, SEEN, PROCESS], given, PROMPTS))
@@ -78,9 +77,10 @@ async def test_every_chunk_is_scored_by_every_function(scorers: RuleScorers) -> 
     assert (processes == processes[[0, 1, 0, 1, 0]]).all()
     assert len(set(processes.flat)) == 2, "one process did it all"
     assert not given.chunks._fetched, "the driver has fetched a chunk"
+    scores = await scorers.gather(scorers.score([LENGTH], rollouts(1), PROMPTS))
+    assert {chunk: column["length"].tolist() for chunk, column in scores.items()} == {0: [3, 6]}, "fewer than processes"
 
 
-@pytest.mark.dist
 async def test_all_responses_to_a_prompt_are_scored_together(scorers: RuleScorers) -> None:
     """Those to a are longer in each chunk; those to b are equal."""
     scores = await scorers.gather(scorers.score([RANKS, LENGTH, PROCESS], rollouts(5), PROMPTS))
@@ -91,7 +91,6 @@ async def test_all_responses_to_a_prompt_are_scored_together(scorers: RuleScorer
     assert len(set(processes.flat)) == 2
 
 
-@pytest.mark.dist
 async def test_parts_of_a_step_get_the_scores_of_the_whole_step(scorers: RuleScorers) -> None:
     given = rollouts(4)
     whole = await scorers.gather(scorers.score([EXACT_MATCH, PROCESS], given, PROMPTS))
@@ -103,13 +102,6 @@ async def test_parts_of_a_step_get_the_scores_of_the_whole_step(scorers: RuleSco
     assert len({scores[chunk]["process"][0] for chunk, scores in enumerate(parts)}) == 2
 
 
-@pytest.mark.dist
-async def test_chunks_may_be_fewer_than_processes(scorers: RuleScorers) -> None:
-    scores = await scorers.gather(scorers.score([LENGTH], rollouts(1), PROMPTS))
-    assert {chunk: column["length"].tolist() for chunk, column in scores.items()} == {0: [3, 6]}
-
-
-@pytest.mark.dist
 async def test_a_failure_is_shown_once_with_its_prompt_and_its_traceback(
     scorers: RuleScorers, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,7 +120,6 @@ async def test_a_failure_is_shown_once_with_its_prompt_and_its_traceback(
     assert last.endswith("ZeroDivisionError: float division by zero")
 
 
-@pytest.mark.dist
 async def test_a_hanging_function_loses_only_its_sample(
     scorers: RuleScorers, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,7 +131,6 @@ async def test_a_hanging_function_loses_only_its_sample(
     assert "it took longer than 3 s, and was ended" in capsys.readouterr().err
 
 
-@pytest.mark.dist
 async def test_child_processes_end_on_close(scorers: RuleScorers) -> None:
     scores = await scorers.gather(scorers.score([PROCESS], rollouts(2), PROMPTS))
     children = {int(pid) for column in scores.values() for pid in column["process"]}
