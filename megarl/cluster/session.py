@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -106,40 +106,24 @@ class Session:
         """Starts work beside that of `run`, which its error ends."""
         return self.monitor.spawn(work)
 
-    def launch[**P, W](
-        self, name: str, devices: Sequence[int], worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
-    ) -> Process[W]:
-        """Starts a process that uses devices, on the node of the first of them; see `launch_at`."""
-        return self._launch(name, devices[0], devices, worker, args, kwargs)
-
-    def launch_at[**P, W](
-        self, name: str, place: int, worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
-    ) -> Process[W]:
-        """Starts a process without devices, and returns at once; it creates its object, a `worker`, at the first call.
+    def launch[W](self, name: str, worker: partial[W], devices: Sequence[int] = (), *, place: int = 0) -> Process[W]:
+        """Starts a process, and returns at once; it creates its object, a `worker`, at the first call.
 
         If the object has a method `step`, the process takes steps between calls; see
         `SteppingRayWorker`.
 
         Args:
             name: name in messages and of the log file, such as `train rank 0`.
-            place: a device of the node on which the process runs.
+            devices: devices that the process uses; it runs on the node of the first.
+            place: a device of the node on which a process without devices runs; see `spread`.
         """
-        return self._launch(name, place, (), worker, args, kwargs)
-
-    def _launch[W](
-        self,
-        name: str,
-        place: int,
-        devices: Sequence[int],
-        worker: Callable[..., W],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Process[W]:
         log_file = self._log_dir.absolute() / f"{name.replace(' ', '-')}.log"
+        if devices:
+            place = devices[0]
         options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": self.placement.strategy(place)}
         actor_class = RayWorker
         threads = self._cluster.threads_per_device.trainers
-        stepping = hasattr(worker, "step")
+        stepping = hasattr(worker.func, "step")
         if stepping:
             options["max_concurrency"] = _MAX_CALLS
             actor_class = SteppingRayWorker
@@ -150,25 +134,22 @@ class Session:
             env = _cpu_environment(threads if devices else 1)
         else:
             gpus = [device % self._cluster.devices_per_node for device in devices]
-        actor = (
-            ray_api.remote(actor_class)
-            .options(**options)
-            .remote(
-                f"{worker.__module__}:{worker.__qualname__}",  # imported by the process, in its environment
-                args,
-                kwargs,
-                directory=os.getcwd(),
-                env=env,
-                local_devices=gpus,
-                log_file=str(log_file),
-            )
+        actor_options = ray_api.remote(actor_class).options(**options)
+        actor = actor_options.remote(
+            f"{worker.func.__module__}:{worker.func.__qualname__}",  # imported by the process, in its environment
+            worker.args,
+            worker.keywords,
+            directory=os.getcwd(),
+            env=env,
+            local_devices=gpus,
+            log_file=str(log_file),
         )
         process = Process[W](name=name, actor=actor, log_file=log_file, concurrent=stepping)
         self.processes.append(process)
         return process
 
     def spread(self, count: int) -> list[int]:
-        """Returns places of `count` processes for `launch_at`, spread over the nodes."""
+        """Returns places of `count` processes without devices for `launch`, spread over the nodes."""
         devices = self._cluster.nodes * self._cluster.devices_per_node
         return [index * devices // count for index in range(count)]
 

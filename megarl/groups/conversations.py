@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megarl.cluster.calls import Call, Process
@@ -31,9 +32,6 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
     process begins again with each turn. Turns move in batches: all that a process is ready to take
     in one call, and all that an engine has sampled in another, so the time of this process per turn
     falls with their number.
-
-    Args:
-        gateway: whether the environment is a gateway.
     """
 
     def __init__(
@@ -41,12 +39,9 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
         session: Session,
         processes: Sequence[Process[EnvironmentProcess]],
         engines: RolloutGroup,
-        *,
-        gateway: bool = False,
     ) -> None:
         super().__init__(session, "environments", processes)
         self._engines = engines
-        self._gateway = gateway
         self._running: list[set[GenerateCall]] = [set() for _ in processes]  # calls for items
         self._sampling: set[int] = set()  # processes whose turns are awaited
         self._engine_of: dict[str, Process[RolloutEngine]] = {}  # that sampled the last turn of a conversation
@@ -54,10 +49,7 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
         engines.turns_answered = self._answer
 
     async def start(self) -> None:
-        """Starts the processes, when the nodes of gateways have returned their addresses."""
-        if not self._gateway:
-            await self.call(EnvironmentProcess.start)
-            return
+        """Starts the processes, each with the address of its node, where a gateway listens."""
         hosts: list[str] = []
         for process in self.processes:
             address = await self._session.free_address(process)
@@ -154,7 +146,6 @@ def launch_conversations(
     rollout = config.rollout
     if settings is None:
         return None
-    gateway = settings.name == "gateway"
     _, data = config.rows_section
     limits = TurnLimits(
         context=rollout.max_model_len,
@@ -164,12 +155,12 @@ def launch_conversations(
     )
     tokenizer = config.model.tokenizer_directory(model_dir)
     ends = (*stop_token_ids(model_dir), *rollout.stop_token_ids)
-    args = (settings, tokenizer, data.chat_template_kwargs, limits, ends)
+    worker = partial(EnvironmentProcess, settings, tokenizer, data.chat_template_kwargs, limits, ends)
     processes: list[Process[EnvironmentProcess]] = []
     for index, place in enumerate(session.spread(settings.processes)):
         served = None
-        if gateway:
+        if settings.name == "gateway":
             served = _gateway_config(config, index)
             session.remove_at_end(Path(served.file))
-        processes.append(session.launch_at(f"environments {index}", place, EnvironmentProcess, *args, served))
-    return ConversationGroup(session, processes, engines, gateway=gateway)
+        processes.append(session.launch(f"environments {index}", partial(worker, served), place=place))
+    return ConversationGroup(session, processes, engines)

@@ -8,6 +8,7 @@ import itertools
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from megarl.cluster.calls import Call, ChunkCall, Process, ProcessLostError, WorkerError
@@ -98,15 +99,8 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         devices = parse_devices(rollout.devices)
 
         def launch(index: int) -> Process[RolloutEngine]:
-            return session.launch(
-                f"{name} engine {index}",
-                devices[index * rollout.tp : (index + 1) * rollout.tp],
-                engine,
-                model_dir,
-                rollout,
-                options,
-                engine_id=index,
-            )
+            worker = partial(engine, model_dir, rollout, options, engine_id=index)
+            return session.launch(f"{name} engine {index}", worker, devices[index * rollout.tp :][: rollout.tp])
 
         super().__init__(session, name, [launch(index) for index in range(rollout.engines)])
         self._launch = launch

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -176,10 +177,10 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
         self._functions = tuple(functions)
         self._reported: set[tuple[str, str]] = set()
         self.failures: list[str] = []
-        args = (tokenizer, self._functions, reward, limits.calls)
+        worker = partial(ScoringProcess, tokenizer, self._functions, reward, limits.calls)
         processes: list[Process[ScoringProcess]] = []
         for index, place in enumerate(session.spread(reward.processes)):
-            processes.append(session.launch_at(f"scorer {index}", place, ScoringProcess, *args))
+            processes.append(session.launch(f"scorer {index}", worker, place=place))
         super().__init__(session, "scorers", processes)
 
     async def start(self) -> None:

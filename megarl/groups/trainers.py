@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Concatenate, Protocol, overload
 
 import torch
@@ -176,7 +177,7 @@ def launch_group[W](
     """Launches a process with a `worker` on each device of a group, and returns at once."""
     processes: list[Process[W]] = []
     for rank, device in enumerate(config.device_list(name)):
-        processes.append(session.launch(f"{name} rank {rank}", [device], worker, config, name, rank))
+        processes.append(session.launch(f"{name} rank {rank}", partial(worker, config, name, rank), [device]))
     return WorkerGroup(session, name, processes)
 
 

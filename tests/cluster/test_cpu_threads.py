@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -101,9 +102,9 @@ def test_cores_are_those_in_the_process_affinity(tmp_path: Path, monkeypatch: py
 async def test_processes_get_their_threads(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = load(DEBUG, ["cluster.threads_per_device={trainers: 2, engines: 3}"]).cluster
     monkeypatch.setattr(session, "_cluster", cluster)
-    trainer = session.launch("train rank 0", [0], FakeWorker, None, "train", 0)
-    scorer = session.launch_at("scorer 0", 0, FakeWorker, None, "scorers", 0)
-    engine = session.launch("engine", [0], FakeStepper)
+    trainer = session.launch("train rank 0", partial(FakeWorker, None, "train", 0), [0])
+    scorer = session.launch("scorer 0", partial(FakeWorker, None, "scorers", 0))
+    engine = session.launch("engine", partial(FakeStepper), [0])
     workers = WorkerGroup(session, "train", [trainer, scorer])
     assert await workers.call(FakeWorker.environment, "OMP_NUM_THREADS") == ["2", "1"]
     assert await workers.call(FakeWorker.environment, "OMP_WAIT_POLICY") == ["PASSIVE", None]

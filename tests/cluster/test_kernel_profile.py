@@ -8,6 +8,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ async def test_engine_steps_are_profiled_under_their_request(session: Session, t
     def profiled(step: int) -> dict[str, Any]:
         return json.loads((tmp_path / f"step-{step}.json").read_text())
 
-    process = session.launch("rollout engine 0", [0], FakeStepper, 0.02)
+    process = session.launch("rollout engine 0", partial(FakeStepper, 0.02), [0])
     stepper = WorkerGroup(session, "rollout", [process])
     work = stepper.call(FakeStepper.work, 60)
     async with profiler.step(1):
@@ -159,7 +160,7 @@ async def test_engine_steps_are_profiled_under_their_request(session: Session, t
     async with profiler.step(4):
         session.end(process)
     assert [profiled(step) for step in (2, 3, 4)] == [{}] * 3, "it starts, dies, and is dead"
-    process = session.launch("rollout engine 0", [0], FakeStepper, 0.02)
+    process = session.launch("rollout engine 0", partial(FakeStepper, 0.02), [0])
     await WorkerGroup(session, "rollout", [process]).call(FakeStepper.note, "b")
     async with profiler.step(5):
         session.end(process)

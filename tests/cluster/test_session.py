@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,7 +104,7 @@ def test_rays_head_does_not_grow_with_the_calls(session: Session) -> None:
     """By 3.2 kB a call with the history of Ray's tasks: 8 MB here."""
     node: Any = ray._private.worker._global_node  # pyright: ignore[reportAttributeAccessIssue]
     head = node.all_processes["gcs_server"][0].process.pid
-    actor = session.launch("a worker", [0], SimpleNamespace, step=int).actor
+    actor = session.launch("a worker", partial(SimpleNamespace, step=int), [0]).actor
 
     def resident_mib() -> float:
         pages = int(Path(f"/proc/{head}/statm").read_text().split()[1])
@@ -136,6 +137,7 @@ sys.stdin.read()
 """
 _JOIN = """
 import ray, sys
+from functools import partial
 from pathlib import Path
 from megarl.groups.trainers import launch_group
 from megarl.cluster.session import Session
@@ -147,7 +149,7 @@ for _ in range(2):
     with Session(config.cluster, Path(sys.argv[2])) as session:
         group = launch_group(session, config, "train", FakeWorker)
         print(*session.run(answer_of(lambda: group.call(FakeWorker.note, "here"))))
-        print(ray.get(session.launch("place", [0], Path, ".").actor.run.remote("absolute", (), {})).result)
+        print(ray.get(session.launch("place", partial(Path, "."), [0]).actor.run.remote("absolute", (), {})).result)
 """
 
 

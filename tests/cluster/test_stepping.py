@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ def make(session: Session) -> Iterator[MakeStepper]:
     made: list[Stepper] = []
 
     async def stepper(step_s: float) -> Stepper:
-        process = session.launch("stepper", [0], FakeStepper, step_s)
+        process = session.launch("stepper", partial(FakeStepper, step_s), [0])
         made.append(WorkerGroup(session, "fake", [process]))
         await made[-1].call(FakeStepper.noted)
         return made[-1]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from multiprocessing import shared_memory
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def drive(how: str, path: str, *overrides: str) -> None:
     config = load(path, overrides)
     with Session(config.cluster, Path(config.run.dir) / "logs") as session:
         devices = range(config.cluster.nodes * config.cluster.devices_per_node)
-        processes = [session.launch(f"litterer {device}", [device], worker) for device in devices]
+        processes = [session.launch(f"litterer {device}", partial(worker), [device]) for device in devices]
         session.run(work(how, WorkerGroup(session, "litterers", processes), worker))
     print("done", flush=True)
 
