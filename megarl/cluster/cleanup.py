@@ -86,9 +86,8 @@ class ProcessCleanup:
 class Guard:
     """A process that cleans up after the one that starts it, even after a SIGKILL, which closes the pipe that it reads.
 
-    It has no mark itself. Where Slurm tracks processes by cgroup, it kills the guard
-    with the rest of a task
-    whose agent is killed: then temporary files stay.
+    It has no mark itself. Where Slurm tracks processes by cgroup, it kills the guard with the rest
+    of a task whose agent is killed: then temporary files stay.
     """
 
     def __init__(self, mark: str, directory: str, environment: Mapping[str, str], logs: Path | None = None) -> None:

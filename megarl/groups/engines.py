@@ -70,14 +70,13 @@ class _Item:
 class RolloutGroup(WorkerGroup[RolloutEngine]):
     """vLLM engines, each on `rollout.tp` devices.
 
-    Items of work and turns of conversations wait here in the order of the requests.
-    Of the engines that
-    have room and are not held, the one with the fewest tokens in flight takes the next one: those
-    of prompts, and those that may be sampled. A turn goes to the engine that has its beginning,
-    unless that is overloaded. An engine gets the turns that are ready at the same time in one call,
-    and returns those that are finished in another; requests and answers pass this process unread.
-    Where engines may be replaced, one that dies or exceeds its time limit is started again, and
-    others answer what it was asked; it takes part again after a sync.
+    Items of work and turns of conversations wait here in the order of the requests. Of the engines
+    that have room and are not held, the one with the fewest tokens in flight takes the next one:
+    those of prompts, and those that may be sampled. A turn goes to the engine that has its
+    beginning, unless that is overloaded. An engine gets the turns that are ready at the same time
+    in one call, and returns those that are finished in another; requests and answers pass this
+    process unread. Where engines may be replaced, one that dies or exceeds its time limit is
+    started again, and others answer what it was asked; it takes part again after a sync.
 
     Args:
         model_dir: Hugging Face directory of the model.

@@ -92,7 +92,7 @@ class RolloutParts:
             generator=conversations or engines,
             scorer=Scorer(config, trainers.roles, rules, engines, truncate_at, judge),
             colocation=colocation,
-            services=[service for service in (rules, judge, conversations) if service is not None],
+            services=[each for each in (rules, judge and judge.engines, conversations) if each is not None],
         )
 
 
