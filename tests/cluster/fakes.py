@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import multiprocessing
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing import shared_memory
 
@@ -36,25 +35,13 @@ class FakeWorker:
         return self.rank
 
     @remote(phase="start")
-    def pid(self) -> int:
-        return os.getpid()
+    def tell[T](self, function: Callable[[], T]) -> T:
+        """What a function returns in this process."""
+        return function()
 
     @remote(phase="start")
     def noted(self) -> list[str]:
         return self.calls
-
-    @remote(phase="update")
-    def environment(self, name: str) -> str | None:
-        return os.environ.get(name)
-
-    @remote(phase="update")
-    def can_import(self, module: str) -> bool:
-        """Whether the worker can import a module."""
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            return False
-        return True
 
     @remote(phase="update")
     def column(self, by_rank: Mapping[int, Sequence[int]]) -> tuple[dict[int, np.ndarray], str] | None:
@@ -193,8 +180,8 @@ class FakeStepper:
         return self.calls
 
     @remote(phase="update")
-    def environment(self, name: str) -> str | None:
-        return os.environ.get(name)
+    def tell[T](self, function: Callable[[], T]) -> T:
+        return function()
 
     @remote(phase="update")
     def fail(self) -> None:

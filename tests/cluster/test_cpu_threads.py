@@ -106,9 +106,9 @@ async def test_processes_get_their_threads(session: Session, monkeypatch: pytest
     scorer = session.launch("scorer 0", partial(FakeWorker, None, "scorers", 0))
     engine = session.launch("engine", partial(FakeStepper), [0])
     workers = WorkerGroup(session, "train", [trainer, scorer])
-    assert await workers.call(FakeWorker.environment, "OMP_NUM_THREADS") == ["2", "1"]
-    assert await workers.call(FakeWorker.environment, "OMP_WAIT_POLICY") == ["PASSIVE", None]
+    assert await workers.call(FakeWorker.tell, lambda: os.environ["OMP_NUM_THREADS"]) == ["2", "1"]
+    assert await workers.call(FakeWorker.tell, lambda: os.environ.get("OMP_WAIT_POLICY")) == ["PASSIVE", None]
     engines = WorkerGroup(session, "rollout", [engine])
-    assert await engines.call(FakeStepper.environment, "OMP_NUM_THREADS") == ["3"]
+    assert await engines.call(FakeStepper.tell, lambda: os.environ["OMP_NUM_THREADS"]) == ["3"]
     for process in (trainer, scorer, engine):
         session.end(process)

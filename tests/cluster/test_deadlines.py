@@ -142,33 +142,6 @@ def test_a_hung_process_is_found_despite_an_older_call_with_a_longer_limit(world
     assert world.now == 10.0
 
 
-def test_a_queued_call_has_its_full_limit_after_the_earlier_ones(world: World) -> None:
-    processes = world.processes(2)
-
-    async def work() -> None:
-        queue = [world.call(processes, 9.0, 1.0) for _ in range(7)]
-        await queue[-1]
-        assert world.now == 63.0
-        late = [world.call(processes, 9.0, 1.0), world.call(processes, 9.0, math.inf)]
-        await late[1]
-
-    with pytest.raises(WorkerError, match=r"^No answer within 10 s from p1 in call"):
-        world.run(work())
-    assert world.now == 63.0 + 9.0 + 10.0
-
-
-def test_processes_that_wait_for_a_busy_peer_are_not_overdue(world: World) -> None:
-    """One is in a call of its own for up to a long limit; the others wait for it in a call of a short one."""
-    processes = world.processes(3)
-
-    async def work() -> None:
-        world.call(processes[:1], 95.0, phase="rollout")
-        await world.call(processes, 8.0, 8.0, 8.0, together=True)
-
-    world.run(work())
-    assert world.now == 103.0
-
-
 @pytest.mark.parametrize("latency", [0.0, 1.0])
 def test_a_driver_that_was_busy_accepts_late_read_answers(world: World, latency: float) -> None:
     """With a latency, the limit of a call ends while its answer waits to be read."""

@@ -174,7 +174,7 @@ def test_other_nodes_are_asked(session: Session, make_group: MakeGroup, monkeypa
 @pytest.mark.process
 def test_a_stopped_worker_is_named(session: Session, make_group: MakeGroup) -> None:
     workers = make_group()
-    pids: list[Any] = session.run(answer_of(lambda: workers.call(FakeWorker.pid)))
+    pids: list[Any] = session.run(answer_of(lambda: workers.call(FakeWorker.tell, os.getpid)))
     os.kill(pids[2], signal.SIGSTOP)
     try:
         names = [process.name for process in workers.processes]
