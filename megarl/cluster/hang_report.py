@@ -136,7 +136,7 @@ def _report(late: Sequence[str], logs: Path, *, joined: bool) -> list[str]:
 def stacks_of_other_nodes(logs: Path) -> tuple[list[ProcessStacks], list[str]]:
     """Returns the stacks on Ray's other nodes, and the addresses of the nodes that do not answer."""
     here = ray_api.node_address()
-    task = ray_api.remote(take_stacks)
+    task = ray_api.untyped.remote(take_stacks)
     addresses: dict[Any, str] = {}
     for node in ray_api.living_nodes():
         address = node["NodeManagerAddress"]

@@ -46,8 +46,9 @@ class Placement:
                 "runs that hold devices, or lower cluster.nodes or cluster.devices_per_node",
                 nodes=sum(count >= devices_per_node for _, count in _nodes()),
             )
+        hosts = ray_api.untyped.util.placement_group_table(self._group)["bundles_to_node_id"]
         self._devices_per_node = devices_per_node
-        self._bundles = order_bundles(ray_api.nodes_of(self._group), _node_numbers())
+        self._bundles = order_bundles(hosts, _node_numbers())
 
     def strategy(self, device: int) -> PlacementGroupSchedulingStrategy:
         """Returns Ray's scheduling strategy for a process on this device."""
@@ -67,7 +68,7 @@ def order_bundles(hosts: Mapping[int, str], numbers: Mapping[str, int]) -> list[
 
 def _offer() -> str:
     """Describes the devices of the living nodes and how many of them are free."""
-    free = int(ray_api.free_resources().get(DEVICE, 0))
+    free = int(ray_api.untyped.available_resources().get(DEVICE, 0))
     nodes = ", ".join(f"{name}: {count}" for name, count in _nodes())
     return f"{nodes}, of which {free} are free"
 

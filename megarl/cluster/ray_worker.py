@@ -213,7 +213,8 @@ class SteppingRayWorker(RayProcess):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        ray_api.allow_blocking_get()  # calls fetch chunks in the thread below, not in the event loop
+        # No warning of `get`: calls fetch chunks in the thread below, not in the event loop.
+        ray_api.untyped._private.worker.blocking_get_inside_async_warned = True
         self._calls: queue.SimpleQueue[_PendingCall] = queue.SimpleQueue()
         self._early: dict[int, _PendingCall] = {}
         self._next = 0

@@ -134,7 +134,7 @@ class Session:
             env = _cpu_environment(threads if devices else 1)
         else:
             gpus = [device % self._cluster.devices_per_node for device in devices]
-        actor_options = ray_api.remote(actor_class).options(**options)
+        actor_options = ray_api.untyped.remote(actor_class).options(**options)
         actor = actor_options.remote(
             f"{worker.func.__module__}:{worker.func.__qualname__}",  # imported by the process, in its environment
             worker.args,
@@ -162,7 +162,7 @@ class Session:
     def end(self, process: Process[Any]) -> None:
         """Ends a process, also one that is stopped or dead, and waits until it is gone, for a while."""
         self.processes.remove(process)
-        ray_api.kill(process.actor)
+        ray_api.untyped.kill(process.actor, no_restart=True)
         ray_api.wait([process.actor.free_address.remote(_LOOPBACK)], count=1, timeout=_END_GRACE_S)
 
     def silent(self, processes: Sequence[Process[Any]]) -> list[Process[Any]]:

@@ -279,7 +279,7 @@ def test_sigterm_keeps_its_handler_when_ray_ends(monkeypatch: pytest.MonkeyPatch
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     private = SimpleNamespace(worker=SimpleNamespace(_global_node=node))
-    monkeypatch.setattr(ray_api, "_ray", SimpleNamespace(shutdown=shutdown, _private=private))
+    monkeypatch.setattr(ray_api, "untyped", SimpleNamespace(shutdown=shutdown, _private=private))
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         handler = signal.getsignal(signal.SIGTERM)
