@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import functools
-import importlib
 import os
+import pkgutil
 import queue
 import socket
 import sys
@@ -113,7 +113,7 @@ class RayProcess:
         *,
         directory: str,
         env: Mapping[str, str],
-        local_devices: tuple[int, ...] | None,
+        local_devices: Sequence[int] | None,
         log_file: str,
     ) -> None:
         for name, path in (("run.dir", os.path.dirname(log_file)), ("the driver's directory", directory)):
@@ -140,9 +140,8 @@ class RayProcess:
 
     @functools.cached_property
     def _object(self) -> Any:
-        module, _, name = self._target.partition(":")
         with importing():
-            cls = getattr(importlib.import_module(module), name)
+            cls: Any = pkgutil.resolve_name(self._target)
         return cls(*self._args, **self._kwargs)
 
     def free_address(self, host: str | None) -> Timed[str]:

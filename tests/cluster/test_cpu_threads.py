@@ -55,31 +55,31 @@ def test_a_stage_without_engines_has_all_cores_for_the_trainers() -> None:
     assert divided(config, 8).trainers == 8 // len(config.device_list("train"))
 
 
-def test_a_resumed_run_keeps_its_thread_counts() -> None:
-    begun = with_threads(load(DEBUG, [AUTO]), {}, cores=8)
+def test_a_resumed_run_keeps_its_thread_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    automatic = load(DEBUG, [AUTO])
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 8)
+    begun = with_threads(automatic, {})
     assert begun.cluster.threads_per_device == Threads(trainers=2, engines=8)
     written = yaml.safe_load(as_yaml(begun))
-    assert with_threads(load(DEBUG, [AUTO]), written, cores=64) == begun
-    message = kept_message(load(DEBUG, [AUTO]), written, cores=64)
+    assert kept_message(automatic, written) is None
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 64)
+    assert with_threads(automatic, written) == begun
+    message = kept_message(automatic, written)
     assert message is not None
     assert ("trainers=2 engines=8" in message, "trainers=16 engines=64" in message) == (True, True)
-    assert kept_message(load(DEBUG, [AUTO]), written, cores=8) is None
-    assert kept_message(load(DEBUG, [AUTO]), {}, cores=64) is None
-    assert kept_message(load(DEBUG, ["cluster.threads_per_device=5"]), written, cores=64) is None
+    assert kept_message(automatic, {}) is None
+    assert kept_message(load(DEBUG, ["cluster.threads_per_device=5"]), written) is None
     asked = load(DEBUG, ["cluster.threads_per_device={trainers: null, engines: 3}"])
-    assert with_threads(asked, written, cores=64).cluster.threads_per_device == Threads(trainers=2, engines=3)
+    assert with_threads(asked, written).cluster.threads_per_device == Threads(trainers=2, engines=3)
     del written["cluster"]["threads_per_device"]
-    assert with_threads(load(DEBUG, [AUTO]), written, cores=64).cluster.threads_per_device == Threads()
-
-
-def test_on_gpus_nothing_is_divided() -> None:
-    config = load(DEBUG, [AUTO, "cluster.device=cuda"])
-    assert with_threads(config, {}, cores=64).cluster.threads_per_device == Threads()
+    assert with_threads(automatic, written).cluster.threads_per_device == Threads()
+    on_gpus = load(DEBUG, [AUTO, "cluster.device=cuda"])
+    assert with_threads(on_gpus, {}).cluster.threads_per_device == Threads(), "nothing is divided"
 
 
 def test_one_thread_is_the_default_and_a_number_sets_both_kinds() -> None:
     config = load(DEBUG)
-    assert with_threads(config, {}, cores=64) is config
+    assert with_threads(config, {}) is config
     assert config.cluster.threads_per_device == Threads(trainers=1, engines=1)
     assert load(DEBUG, ["cluster.threads_per_device=3"]).cluster.threads_per_device == Threads(trainers=3, engines=3)
     for wrong in ("0", "many", "true", "[1]"):
