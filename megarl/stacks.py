@@ -146,7 +146,7 @@ def _files(pid: int | str, prefix: str) -> list[tuple[str, Path]]:
 
 
 def _take(pid: int, logs: Path) -> ProcessStacks | None:
-    """Returns the stacks of a process, or why there are none; None if its log is in another directory."""
+    """Returns the stacks of a process, or why there are none; None if its log is elsewhere."""
     try:
         stacks = _files(pid, _prefix(_STACKS, logs))
         waits = dict(_files(pid, _prefix(_WAITS, logs)))

@@ -363,7 +363,8 @@ class CallMonitor:
             call.results[index] = answer.result
             call.seconds[index] = answer.seconds
             if self.observer is not None:
-                self.observer(call.processes[index].name, call.label.partition(".")[0], answer.spans)
+                group = call.label.partition(".")[0]
+                self.observer(call.processes[index].name, group, answer.spans)
         else:
             failure = _Failure(call=call, index=index, error=error)
             if isinstance(error, RayTaskError) and isinstance(ray_api.raised(error), call.tolerates or ()):

@@ -111,7 +111,9 @@ def by_call(events: Iterable[Any], names: set[str], *, on_device: bool) -> list[
     profiles: list[CallProfile] = []
     for name, total in seconds.items():
         if total > 0:
-            kernels = [KernelTime(name=each, calls=len(own), seconds=sum(own)) for each, own in taken[name].items()]
+            kernels: list[KernelTime] = []
+            for kernel, times in taken[name].items():
+                kernels.append(KernelTime(name=kernel, calls=len(times), seconds=sum(times)))
             kernels.sort(key=lambda kernel: -kernel.seconds)
             profiles.append(CallProfile(name=name, seconds=total, kernels=kernels))
     return sorted(profiles, key=lambda profile: -profile.seconds)

@@ -47,8 +47,8 @@ _MAX_CALLS = 1 << 16
 class Session:
     """The devices and processes of a run, as a context manager.
 
-    Without `cluster.address`, it starts a Ray on this machine, on loopback and protected by a random
-    token. When the `with` block ends, also by an exception, SIGINT or SIGTERM, every process,
+    Without `cluster.address`, it starts a Ray on this machine, on loopback and protected by a
+    random token. When the `with` block ends, also by an exception, SIGINT or SIGTERM, every process,
     shared memory file and temporary file of that Ray is removed. A Ray that was joined keeps
     running; the session's processes end.
 
@@ -65,7 +65,8 @@ class Session:
         self._guard: Guard | None = None
         self._runner = asyncio.Runner(loop_factory=_event_loop)
         self.monitor = CallMonitor(cluster.time_limits)
-        self.monitor.explainer = partial(report_hang, logs=log_dir.absolute(), joined=cluster.address is not None)
+        self._joins = cluster.address is not None
+        self.monitor.explainer = partial(report_hang, logs=log_dir.absolute(), joined=self._joins)
 
     def __enter__(self) -> Self:
         """Starts or joins Ray, and reserves the devices.
@@ -79,14 +80,14 @@ class Session:
             ending.callback(self._remove_files)
             ending.enter_context(answering(self._log_dir / "driver.log", lambda: self.monitor.in_progress()))
             with no_interrupt_is_lost():
-                if self._cluster.address is None:
-                    self._start(ending)
-                else:
+                if self._joins:
                     ending.callback(ray_api.shutdown)
                     ending.callback(ignore_interrupts)
                     self._join()
+                else:
+                    self._start(ending)
             cluster = self._cluster
-            self.placement = Placement(cluster.nodes, cluster.devices_per_node, virtual=self._cluster.address is None)
+            self.placement = Placement(cluster.nodes, cluster.devices_per_node, virtual=not self._joins)
             ending.enter_context(self._runner)
             self._ending = ending.pop_all()
         return self
@@ -107,7 +108,7 @@ class Session:
         return self.monitor.spawn(work)
 
     def launch[W](self, name: str, worker: partial[W], devices: Sequence[int] = (), *, place: int = 0) -> Process[W]:
-        """Starts a process, and returns at once; it creates its object, a `worker`, at the first call.
+        """Starts a process, and returns at once; it creates its object at the first call.
 
         If the object has a method `step`, the process takes steps between calls; see
         `SteppingRayWorker`.
@@ -134,9 +135,10 @@ class Session:
             env = _cpu_environment(threads if devices else 1)
         else:
             gpus = [device % self._cluster.devices_per_node for device in devices]
+        target = f"{worker.func.__module__}:{worker.func.__qualname__}"
         actor_options = ray_api.untyped.remote(actor_class).options(**options)
         actor = actor_options.remote(
-            f"{worker.func.__module__}:{worker.func.__qualname__}",  # imported by the process, in its environment
+            target,  # imported by the process, in its environment
             worker.args,
             worker.keywords,
             directory=os.getcwd(),
@@ -149,7 +151,7 @@ class Session:
         return process
 
     def spread(self, count: int) -> list[int]:
-        """Returns places of `count` processes without devices for `launch`, spread over the nodes."""
+        """Returns places for `launch` of `count` processes without devices, over all nodes."""
         devices = self._cluster.nodes * self._cluster.devices_per_node
         return [index * devices // count for index in range(count)]
 
@@ -175,17 +177,18 @@ class Session:
         self, label: str, phase: Phase, processes: Sequence[Process[Any]], done: Sequence[ObjectRef[Any]]
     ) -> Call[Any]:
         """Watches a call on some processes, whose results `done` refers to."""
-        call = Call[Any](label=label, phase=phase, processes=processes, done=done, monitor=self.monitor)
-        return self.monitor.follow(call)
+        monitor = self.monitor
+        call = Call[Any](label=label, phase=phase, processes=processes, done=done, monitor=monitor)
+        return monitor.follow(call)
 
     @property
     def host(self) -> str:
         """Returns the address of the driver: loopback for a Ray of its own, else the node's address."""
-        return _LOOPBACK if self._cluster.address is None else ray_api.node_address()
+        return ray_api.node_address() if self._joins else _LOOPBACK
 
     async def free_address(self, process: Process[Any]) -> str:
         """Returns a free `host:port` of a process: on loopback for a Ray of its own, else on its node's address."""
-        host = _LOOPBACK if self._cluster.address is None else None
+        host = None if self._joins else _LOOPBACK
         done = process.actor.free_address.remote(host)
         (address,) = await self.call("free_address", "start", [process], [done])
         return address

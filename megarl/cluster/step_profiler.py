@@ -50,8 +50,11 @@ class StepProfiler:
             return
         self._directory.mkdir(exist_ok=True)
         session = self._session
-        chosen = [process for process in session.processes if process.name in self._names]
-        begun = await self._switch({process: None for process in chosen if not session.monitor.starts(process)})
+        chosen: dict[Process[Any], None] = {}
+        for process in session.processes:
+            if process.name in self._names and not session.monitor.starts(process):
+                chosen[process] = None
+        begun = await self._switch(chosen)
         yield
         traces: dict[Process[Any], str] = {}
         for process in begun:
@@ -59,17 +62,20 @@ class StepProfiler:
                 name = process.name.replace(" ", "-")
                 traces[process] = str(self._directory / f"step-{step}-{name}.json.gz")
         profiles = await self._switch(traces)
-        found = {process.name: [asdict(call) for call in calls] for process, calls in profiles.items()}
+        found: dict[str, list[dict[str, Any]]] = {}
+        for process, calls in profiles.items():
+            found[process.name] = [asdict(call) for call in calls]
         write_durably(self._directory / f"step-{step}.json", json.dumps(found, indent=1) + "\n")
         for process, calls in profiles.items():
             print(f"profile of step {step}, {process.name}; the trace is {traces[process]}")
             print("\n".join(kernel_rows(calls)), flush=True)
 
     async def _switch(self, traces: Mapping[Process[Any], str | None]) -> dict[Process[Any], Sequence[CallProfile]]:
-        """Begins profiles, or ends those with a trace. A lost process has none; what calls it next deals with that."""
+        """Begins profiles, or ends those with a trace; whatever calls a lost process next deals with that."""
         calls: list[Call[Sequence[CallProfile]]] = []
         for process, trace in traces.items():
-            call = self._session.call("profile", "checkpoint", [process], [process.actor.profile.remote(trace)])
+            done = process.actor.profile.remote(trace)
+            call = self._session.call("profile", "checkpoint", [process], [done])
             call.survives_loss = True
             calls.append(call)
         profiles: dict[Process[Any], Sequence[CallProfile]] = {}

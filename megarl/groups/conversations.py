@@ -155,12 +155,14 @@ def launch_conversations(
     )
     tokenizer = config.model.tokenizer_directory(model_dir)
     ends = (*stop_token_ids(model_dir), *rollout.stop_token_ids)
-    worker = partial(EnvironmentProcess, settings, tokenizer, data.chat_template_kwargs, limits, ends)
+    template = data.chat_template_kwargs
+    worker = partial(EnvironmentProcess, settings, tokenizer, template, limits, ends)
     processes: list[Process[EnvironmentProcess]] = []
     for index, place in enumerate(session.spread(settings.processes)):
         served = None
         if settings.name == "gateway":
             served = _gateway_config(config, index)
             session.remove_at_end(Path(served.file))
-        processes.append(session.launch(f"environments {index}", partial(worker, served), place=place))
+        process = session.launch(f"environments {index}", partial(worker, served), place=place)
+        processes.append(process)
     return ConversationGroup(session, processes, engines)

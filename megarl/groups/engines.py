@@ -99,7 +99,8 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
 
         def launch(index: int) -> Process[RolloutEngine]:
             worker = partial(engine, model_dir, rollout, options, engine_id=index)
-            return session.launch(f"{name} engine {index}", worker, devices[index * rollout.tp :][: rollout.tp])
+            first = index * rollout.tp
+            return session.launch(f"{name} engine {index}", worker, devices[first : first + rollout.tp])
 
         super().__init__(session, name, [launch(index) for index in range(rollout.engines)])
         self._launch = launch
@@ -216,8 +217,9 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
     async def require[R](self, work: Awaitable[R]) -> R:
         """Waits for work that needs engines; raises WorkerError if all engines are lost and get no weights again."""
         awaited = asyncio.ensure_future(work)
+        count = len(self.processes)
         while True:
-            lost = asyncio.ensure_future(self.until(lambda: len(self._starting) == len(self.processes)))
+            lost = asyncio.ensure_future(self.until(lambda: len(self._starting) == count))
             await asyncio.wait([awaited, lost], return_when=asyncio.FIRST_COMPLETED)
             lost.cancel()
             if awaited.done():
@@ -412,7 +414,8 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
     ) -> ChunkCall[Any, RolloutChunk]:
         """Calls a method on an engine, or on another one if that is lost."""
         while True:
-            call = self.submit(method, [(request,)], chunks=[chunks], processes=[self.processes[engine]])
+            process = self.processes[engine]
+            call = self.submit(method, [(request,)], chunks=[chunks], processes=[process])
             if engine in self._starting:
                 call.after = [self._starting[engine]]
             if await self._results(engine, call) is not None:

@@ -94,9 +94,9 @@ class SyncPlanner:
         self._config = config
         self._layout = actor.layout
         self.tp = config.rollout.tp
-        cluster = config.cluster
-        per_node = cluster.devices_per_node
-        places = [Place(node=device // per_node, device=device) for device in range(cluster.nodes * per_node)]
+        count = config.cluster.devices_per_node
+        devices = range(config.cluster.nodes * count)
+        places = [Place(node=device // count, device=device) for device in devices]
         self._trainers = [places[device] for device in config.device_list(actor.group.name)]
         self._engine_ranks = [places[device] for device in parse_devices(config.rollout.devices)]
         self._plans: dict[tuple[int, ...], TransferPlan] = {}

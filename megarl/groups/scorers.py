@@ -58,9 +58,10 @@ class ScoredRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question to the judge about the sample in a row of a chunk; a question with a problem is left out.
+    """A question to the judge about a sample; one with a problem is left out.
 
     Args:
+        place: chunk and row of the sample.
         answer: chunk and row of the answer.
     """
 
@@ -141,7 +142,8 @@ class ScoringProcess:
                     raise ValueError(question.problem)
                 chunk, row = question.answer
                 answers = request.answers[chunk]
-                scores[index] = self._judge.read(answers.response_ids[row].tolist(), bool(answers.finished[row]))
+                ids = answers.response_ids[row].tolist()
+                scores[index] = self._judge.read(ids, bool(answers.finished[row]))
             except ValueError as error:
                 failure = Failure(kind=type(error).__name__, reason=str(error))
                 unscored = Unscored(prompt_id=question.prompt_id, failure=failure, calls=1)

@@ -76,7 +76,8 @@ class RemoteRole:
         chunks: list[Sequence[int]] = []
         for rank, part in enumerate(parts):
             chunks.append(part.schedule.chunks if self.layout.reports(rank) else [])
-        return self._ranks.submit(method.bind(self.name), [(part,) for part in parts], chunks=chunks)
+        args = [(part,) for part in parts]
+        return self._ranks.submit(method.bind(self.name), args, chunks=chunks)
 
     def _parts[Q](self, request: Divisible[Q]) -> list[Q]:
         """Returns the part of each rank."""
@@ -177,7 +178,8 @@ def launch_group[W](
     """Launches a process with a `worker` on each device of a group, and returns at once."""
     processes: list[Process[W]] = []
     for rank, device in enumerate(config.device_list(name)):
-        processes.append(session.launch(f"{name} rank {rank}", partial(worker, config, name, rank), [device]))
+        made = partial(worker, config, name, rank)
+        processes.append(session.launch(f"{name} rank {rank}", made, [device]))
     return WorkerGroup(session, name, processes)
 
 

@@ -87,12 +87,13 @@ class RolloutParts:
         rules = launch_scorers(config, session, model_dir)
         conversations = launch_conversations(config, session, model_dir, engines)
         judge = launch_judge(config, session, rules)
+        judge_engines = None if judge is None else judge.engines
         return cls(
             engines=engines,
             generator=conversations or engines,
             scorer=Scorer(config, trainers.roles, rules, engines, truncate_at, judge),
             colocation=colocation,
-            services=[each for each in (rules, judge and judge.engines, conversations) if each is not None],
+            services=[each for each in (rules, judge_engines, conversations) if each is not None],
         )
 
 
