@@ -272,6 +272,9 @@ class CallMonitor:
         """Watches a submitted call, and returns it; attributes that the caller sets at once are respected."""
         loop = asyncio.get_running_loop()
         call.ended = loop.create_future()
+        if not call.done:
+            call.ended.set_result(None)
+            return call
         call.order = next(self._orders)
         self._calls[call] = None
         self._all_answered.clear()

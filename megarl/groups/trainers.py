@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Concatenate, Protocol, overload
@@ -105,20 +106,16 @@ class Trainers:
             address = await self.session.free_address(group.processes[0])
             group.call(MegatronWorker.start, f"tcp://{address}")
             loading.append(group.call(MegatronWorker.load, model_dir))
-        await _all(loading)
+        await asyncio.gather(*loading)
 
     async def offload_all(self) -> None:
         """Offloads every role that can be offloaded."""
-        await _all([group.call(MegatronWorker.offload_all) for group in self.groups.values()])
+        calls = [group.call(MegatronWorker.offload_all) for group in self.groups.values()]
+        await asyncio.gather(*calls)
 
     async def take_usage(self) -> dict[str, list[ProcessUsage]]:
         """Returns what each rank of each group has used since the last reading."""
         return {name: await group.take_usage() for name, group in self.groups.items()}
-
-
-async def _all(started: Sequence[Awaitable[Any]]) -> None:
-    for each in started:
-        await each
 
 
 class Service(Protocol):
@@ -146,9 +143,9 @@ async def start_all(
     starting = [] if engines is None else [spawn(engines.start())]
     loading = [spawn(service.start()) for service in services]
     if sleep:
-        await _all(starting)
+        await asyncio.gather(*starting)
     await trainers.start(model_dir)
-    await _all([*starting, *loading])
+    await asyncio.gather(*starting, *loading)
 
 
 async def close_all(trainers: Trainers, engines: RolloutGroup | None = None, services: Sequence[Service] = ()) -> None:
@@ -159,7 +156,7 @@ async def close_all(trainers: Trainers, engines: RolloutGroup | None = None, ser
     calls += [service.close() for service in services]
     for group in trainers.groups.values():
         calls.append(group.call(MegatronWorker.close))
-    await _all(calls)
+    await asyncio.gather(*calls)
 
 
 def launch_trainers(config: RunConfig, session: Session) -> Trainers:

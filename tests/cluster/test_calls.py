@@ -55,18 +55,15 @@ async def test_another_thread_is_told_the_calls_in_progress_and_their_time(group
 
 
 async def test_a_column_comes_back_by_chunk_from_the_ranks_that_report_it(group: Group) -> None:
-    reporters = {1: [0, 3], 2: [1, 2]}
-    call = group.submit(FakeWorker.column, [(reporters,)] * 3, chunks=[(), (0, 3), (1, 2)])
-    assert await call == [None, "by 1", "by 2"]
+    reporters = {0: [], 1: [0, 3], 2: [1, 2]}
+    call = group.submit(FakeWorker.column, [(reporters,), (reporters,), (reporters,)], chunks=[(), (0, 3), (1, 2)])
+    assert await call == ["by 0", "by 1", "by 2"], "a reporting rank without chunks returns its result, too"
     assert await call.longest() > 0
     assert [int(call.chunks[chunk][0]) for chunk in range(len(call.chunks))] == [0, 1, 2, 3]
-
-
-async def test_a_reporting_rank_without_chunks_still_returns_its_result(group: Group) -> None:
-    call = group.submit(FakeWorker.column, [({0: [], 1: [0]},)] * 3, chunks=[(), (0,), ()])
-    assert await call == ["by 0", "by 1", None]
     assert not call.chunks[0].flags.owndata, "the chunk is not mapped from the object store"
     assert not call.chunks[0].flags.writeable
+    call = group.submit(FakeWorker.column, [({},)] * 3, chunks=[()] * 3)
+    assert await call == [None] * 3
 
 
 async def test_workers_read_columns_by_reference_before_the_driver_waits(group: Group) -> None:
@@ -76,14 +73,11 @@ async def test_workers_read_columns_by_reference_before_the_driver_waits(group: 
     assert not column._fetched, "the driver has fetched a chunk"
 
 
-async def test_a_process_on_a_virtual_device_computes_on_one_thread_and_sees_no_gpu(group: Group) -> None:
+async def test_a_process_on_a_virtual_device_has_one_thread_and_neither_gpus_nor_wandb(group: Group) -> None:
+    assert importlib.util.find_spec("wandb") is not None
     names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
     told = await group.call(FakeWorker.tell, lambda: [os.environ[name] for name in names])
     assert told == [["1", "", "lo"]] * 3
-
-
-async def test_workers_cannot_import_wandb(group: Group) -> None:
-    assert importlib.util.find_spec("wandb") is not None
     assert await group.call(FakeWorker.tell, lambda: importlib.util.find_spec("wandb")) == [None] * 3
 
 

@@ -109,6 +109,17 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     assert told == [], "errors of callbacks"
 
 
+def test_a_call_on_no_process_ends(world: World) -> None:
+    """As that which closes engines, when all are still starting."""
+
+    async def work() -> None:
+        async with asyncio.timeout(50.0):
+            assert await world.call([]) == []
+        await world.call(world.processes(1), 1.0)
+
+    world.run(work())
+
+
 def test_a_hung_process_is_found_while_the_others_keep_answering(world: World) -> None:
     """Each engine has two calls in progress, and gets another for each that ends; one call of p2 never does."""
     engines = world.processes(4, concurrent=True)

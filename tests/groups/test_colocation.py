@@ -42,13 +42,9 @@ class Log:
         return calls
 
 
-def colocation(log: Any, *, sleep: bool) -> Colocation:
-    return Colocation(log, log, log, sleep=sleep)
-
-
 async def test_sleeping_engines_alternate_with_trainers() -> None:
-    log = Log()
-    devices = colocation(log, sleep=True)
+    log: Any = Log()
+    devices = Colocation(log, log, log, sleep=True)
     await devices.sync(3)
     assert log.new_calls() == ["wake_weights", "sync 3", "offload_all", "wake_cache"]
     await devices.to_rollout()
@@ -64,8 +60,8 @@ async def test_sleeping_engines_alternate_with_trainers() -> None:
 
 
 async def test_awake_engines_keep_their_weights_while_trainers_work() -> None:
-    log = Log()
-    devices = colocation(log, sleep=False)
+    log: Any = Log()
+    devices = Colocation(log, log, log, sleep=False)
     await devices.sync(0)
     assert log.new_calls() == ["sync 0", "offload_all"]
     await devices.to_training()
@@ -99,7 +95,8 @@ async def test_engines_on_separate_devices_get_weights_at_any_time() -> None:
 
 
 async def test_engines_that_hold_the_devices_get_no_weights() -> None:
-    devices = colocation(Log(), sleep=True)
+    log: Any = Log()
+    devices = Colocation(log, log, log, sleep=True)
     await devices.sync(0)
     with pytest.raises(AssertionError, match="the engines have the devices already"):
         await devices.sync(1)
@@ -107,7 +104,8 @@ async def test_engines_that_hold_the_devices_get_no_weights() -> None:
 
 @pytest.mark.parametrize("sleep", [True, False])
 async def test_offloading_is_timed_separately_from_the_sync(sleep: bool) -> None:
-    report = await colocation(Log(), sleep=sleep).sync(0)
+    log: Any = Log()
+    report = await Colocation(log, log, log, sleep=sleep).sync(0)
     assert 100.0 < report.stages["offload"] < 160.0
     assert report.seconds == 2.0
     assert report.metrics()["sync/gb_per_second"] == 4e-9

@@ -76,9 +76,12 @@ async def writers(engines: RolloutGroup, count: int, chunks: int) -> list[set[in
     return [{spans[0].engine_id for spans in chunk.versions} for chunk in by_chunk]
 
 
-@pytest.mark.parametrize(("samples", "chunks"), [(7, 4), (5, 16), (1, 8)])
+@pytest.mark.parametrize(("samples", "chunks"), [(7, 4), (5, 16), (1, 8), (320, 160)])
 async def test_every_sample_is_at_the_place_in_its_info(two: RolloutGroup, samples: int, chunks: int) -> None:
-    assert len(await writers(two, samples, chunks)) == min(samples, chunks)
+    by_chunk = await writers(two, samples, chunks)
+    assert len(by_chunk) == min(samples, chunks)
+    assert all(len(engines) == 1 for engines in by_chunk), "a chunk has two writers"
+    assert samples < 320 or set.union(*by_chunk) == {0, 1}, "one engine writes all"
 
 
 async def test_engine_throughput_is_measured_since_the_last_reading(two: RolloutGroup) -> None:
@@ -150,12 +153,6 @@ async def test_another_engine_copies_and_truncates_for_one_that_dies(
     assert capfd.readouterr().err.count("It is replaced") == 2
     for process in engines.processes:
         ray.kill(process.actor)
-
-
-async def test_a_chunk_has_one_writer_and_all_engines_write(two: RolloutGroup) -> None:
-    by_chunk = await writers(two, 320, 160)
-    assert all(len(engines) == 1 for engines in by_chunk)
-    assert set.union(*by_chunk) == {0, 1}
 
 
 async def test_engines_take_work_as_they_have_room(two: RolloutGroup) -> None:
