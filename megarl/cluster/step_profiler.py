@@ -84,7 +84,7 @@ class StepProfiler:
                 (profiles[process],) = await call
             except ProcessLostError as error:
                 cause = str(error).splitlines()[0]
-                print(f"{cause} There is no profile of {process.name}.", file=sys.stderr, flush=True)
+                print(f"{cause} There is no profile of {process.name}.", file=sys.stderr)
         return profiles
 
 

@@ -86,7 +86,6 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
                     f"{failure}\nThe conversation counts as unscored. Similar failures are not shown again; "
                     "environment/failed counts them all.",
                     file=sys.stderr,
-                    flush=True,
                 )
         return call
 

@@ -351,7 +351,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self.spawn(self._watch_start(engine, call))
         self._notify()
         first = cause.splitlines()[0]
-        print(f"{first} It is replaced; its responses in progress are generated again.", file=sys.stderr, flush=True)
+        print(f"{first} It is replaced; its responses in progress are generated again.", file=sys.stderr)
         self._assign()
 
     async def _watch_start(self, engine: int, call: Call[int]) -> None:

@@ -272,7 +272,6 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
                     "the response counts as unscored. Similar failures are not shown again; rewards/unscored counts "
                     f"them all.\n{printable(reason)}",
                     file=sys.stderr,
-                    flush=True,
                 )
         chunks, rows = np.array(places).T
         order = np.lexsort((rows, chunks))
