@@ -55,7 +55,8 @@ class RemoteRole:
 
     def dispatch[Q, R](self, method: RemoteMethod[MegatronWorker, [RoleName, Q], R], request: Divisible[Q]) -> Call[R]:
         """Calls a method with the part of the request of each rank's replica."""
-        return self._ranks.call_each(method.bind(self.name), self._parts(request))
+        args = [(part,) for part in self._parts(request)]
+        return self._ranks.submit(method.bind(self.name), args)
 
     @overload
     def dispatch_by_chunk[OnePass: Scheduled, S, T](
