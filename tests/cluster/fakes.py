@@ -126,11 +126,12 @@ class FakeEngine:
         """Answers an item."""
         if self.asked:
             item, answer = self.asked.pop(0)
-            time.sleep(6.0 if item.requests[0].prompt.token_ids[0] == 97 else 0.02)
-            if any(request.prompt.token_ids[0] == 98 for request in item.requests):
+            begins = {request.prompt.token_ids[0] for request in item.requests}
+            time.sleep(6.0 if 97 in begins else 0.02)
+            if 98 in begins:
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
-                if any(request.prompt.token_ids[0] == 99 for request in item.requests):
+                if 99 in begins:
                     raise ArithmeticError("the prompt is a teapot")
                 infos, chunk = self._answer(item)
             except ArithmeticError as error:
@@ -140,18 +141,13 @@ class FakeEngine:
         return bool(self.asked)
 
     def _answer(self, item: WorkItem) -> tuple[list[SampleInfo], RolloutChunk]:
-        responses = [
-            Response(
-                request=request,
-                token_ids=request.prompt.token_ids,
-                logprobs=[0.0] * len(request.prompt.token_ids),
-                finished=True,
-                versions=(
-                    VersionSpan(start=0, stop=len(request.prompt.token_ids), version=0, engine_id=self.engine_id),
-                ),
-            )
-            for request in item.requests
-        ]
+        responses: list[Response] = []
+        for request in item.requests:
+            ids = request.prompt.token_ids
+            span = VersionSpan(start=0, stop=len(ids), version=0, engine_id=self.engine_id)
+            logprobs = [0.0] * len(ids)
+            response = Response(request=request, token_ids=ids, logprobs=logprobs, finished=True, versions=(span,))
+            responses.append(response)
         return pack_chunk(item.chunk, responses)
 
 

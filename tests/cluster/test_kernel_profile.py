@@ -83,18 +83,18 @@ def milliseconds(profiles: list[CallProfile]) -> list[tuple[str, int, list[tuple
     ]
 
 
-def test_operators_are_summed_by_self_time_per_call() -> None:
-    assert milliseconds(by_call(EVENTS, NAMES, on_device=False)) == [
-        ("update.update", 100, [("mm", 2, 60), (PYTHON, 1, 20), ("linear", 1, 10)]),
-        ("sync.send", 10, [(PYTHON, 1, 10)]),
-    ]
-
-
-def test_on_a_device_kernels_are_summed() -> None:
-    assert milliseconds(by_call(EVENTS, NAMES, on_device=True)) == [
-        ("update.update", 100, [("gemm", 2, 58)]),
-        ("sync.send", 10, [("copy", 1, 4)]),
-    ]
+@pytest.mark.parametrize(
+    ("on_device", "update", "send"),
+    [
+        (False, [("mm", 2, 60), (PYTHON, 1, 20), ("linear", 1, 10)], [(PYTHON, 1, 10)]),
+        (True, [("gemm", 2, 58)], [("copy", 1, 4)]),
+    ],
+)
+def test_operators_by_their_self_time_or_kernels_are_summed_per_call(
+    on_device: bool, update: list[Any], send: list[Any]
+) -> None:
+    profiles = by_call(EVENTS, NAMES, on_device=on_device)
+    assert milliseconds(profiles) == [("update.update", 100, update), ("sync.send", 10, send)]
 
 
 def test_torch_profiler_events_are_assigned_to_calls(tmp_path: Path) -> None:
