@@ -91,25 +91,20 @@ def test_how_far_each_process_is_with_its_collectives_is_told() -> None:
 
 
 def test_a_process_writes_its_own_stacks_as_often_as_it_is_asked(tmp_path: Path) -> None:
-    told = iter([["one call"], [], ["two", "calls"]])
-    with answering(tmp_path / "driver.log", lambda: next(told)):
+    """Also after an error in what it waits for."""
+    told = iter([lambda: ["one call"], lambda: {}["entries"], list, lambda: ["two", "calls"]])
+    failed = ("what it waits for cannot be told: KeyError('entries')",)
+    with answering(tmp_path / "driver.log", lambda: next(told)()):
         with answering(tmp_path / "inner" / "driver.log", lambda: ["inside"]):
             (own,) = take_stacks(tmp_path / "inner")
             assert own.waits == ("inside",)
-        for waits in (("one call",), (), ("two", "calls")):
+        for waits in (("one call",), failed, (), ("two", "calls")):
             (own,) = take_stacks(tmp_path)
             assert (own.name, own.pid, own.silence, own.waits) == ("driver", os.getpid(), "", waits)
             assert own.text.count("in test_a_process_writes_its_own_stacks") == 1
     assert take_stacks(tmp_path) == []
     twice = [own, ProcessStacks(name="driver", pid=7, host="h", silence="it has ended")]
     assert {file.name for file in write_stacks(twice, tmp_path).iterdir()} == {f"driver-{own.pid}.txt", "driver-7.txt"}
-
-
-def test_a_process_goes_on_answering_after_an_error_in_what_it_waits_for(tmp_path: Path) -> None:
-    waits = iter([lambda: {}["entries"], lambda: ["a call"]])
-    with answering(tmp_path / "driver.log", lambda: next(waits)()):
-        told = [take_stacks(tmp_path)[0].waits for _ in range(2)]
-    assert told == [("what it waits for cannot be told: KeyError('entries')",), ("a call",)]
 
 
 def test_an_event_loop_that_is_blocked_works(tmp_path: Path) -> None:

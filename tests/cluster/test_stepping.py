@@ -14,7 +14,7 @@ from megarl.cluster.calls import Call, WorkerError
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.remote import RemoteMethod
-from tests.cluster.conftest import answer_of, forget_calls
+from tests.cluster.conftest import answer_of, forget_calls, kill
 from tests.cluster.fakes import FakeStepper
 
 pytestmark = pytest.mark.process
@@ -35,8 +35,7 @@ def make(session: Session) -> Iterator[MakeStepper]:
         return made[-1]
 
     yield stepper
-    for process in (process for group in made for process in group.processes):
-        ray.kill(process.actor)
+    kill(*made)
     forget_calls(session)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import ray
 
 from megarl.cluster import session as sessions
 from megarl.cluster.calls import CallMonitor, WorkerError
@@ -24,7 +23,7 @@ from megarl.groups.sync_attempt import SyncAttempt
 from megarl.groups.trainers import RemoteRole, launch_group
 from megarl.remote import Phase, RemoteMethod
 from megarl.stages.ppo.config import PPOConfig
-from tests.cluster.conftest import DEBUG, forget_calls
+from tests.cluster.conftest import DEBUG, forget_calls, kill
 from tests.cluster.fakes import OPTIONS
 from tests.e2e.test_endings import process_that_prints_to
 from tests.groups.syncing_workers import Engine, Trainer
@@ -95,8 +94,7 @@ def run(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
         session.run(start())
         yield made
-    for process in (*trainers.processes, *engines.processes):
-        ray.kill(process.actor)
+    kill(trainers, engines)
     forget_calls(session)
 
 

@@ -16,7 +16,7 @@ from megarl.groups.engines import RolloutGroup
 from megarl.groups.rollouts import Rollouts
 from megarl.stages.ppo.config import PPOConfig
 from megarl.types import Prompt, SampleRequest
-from tests.cluster.conftest import answer_of
+from tests.cluster.conftest import answer_of, kill
 from tests.cluster.fakes import OPTIONS, FakeEngine
 
 pytestmark = pytest.mark.process
@@ -36,8 +36,7 @@ def make(session: Session, config: PPOConfig) -> Iterator[MakeEngines]:
         return made[-1]
 
     yield engines
-    for process in (process for group in made for process in group.processes):
-        ray.kill(process.actor)
+    kill(*made)
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +150,7 @@ async def test_another_engine_copies_and_truncates_for_one_that_dies(
     causes = [cause.splitlines()[0] for cause in engines.replaced]
     assert causes == ["rollout engine 0 died in rollout.pick.", "rollout engine 1 died in rollout.truncate."]
     assert capfd.readouterr().err.count("It is replaced") == 2
-    for process in engines.processes:
-        ray.kill(process.actor)
+    kill(engines)
 
 
 async def test_engines_take_work_as_they_have_room(two: RolloutGroup) -> None:
@@ -181,8 +179,7 @@ async def test_items_wait_for_engines_that_are_starting(session: Session, config
     rollouts = await pending.result()
     assert [info.sample_id for info in rollouts.samples] == [f"s{i}" for i in range(5)]
     await starting
-    for process in engines.processes:
-        ray.kill(process.actor)
+    kill(engines)
 
 
 async def test_the_driver_continues_while_engines_generate(two: RolloutGroup) -> None:

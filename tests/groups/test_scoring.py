@@ -20,7 +20,7 @@ from megarl.cluster.session import Session
 from megarl.config.schema import Reward, RewardFunction, TimeLimits
 from megarl.groups.rollouts import Rollouts
 from megarl.groups.scorers import RuleScorers, ScoringProcess
-from tests.cluster.conftest import answer_of
+from tests.cluster.conftest import answer_of, kill
 from tests.rewards.completions import infos, own, prompt, rollout
 
 pytestmark = [pytest.mark.process, pytest.mark.dist]
@@ -51,8 +51,7 @@ def scorers(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Itera
     made = RuleScorers(session, str(directory), FUNCTIONS, reward, TimeLimits())
     session.run(answer_of(lambda: made.call(ScoringProcess.start)))
     yield made
-    for process in made.processes:
-        ray.kill(process.actor)
+    kill(made)
 
 
 def rollouts(chunks: int) -> Rollouts:
