@@ -278,7 +278,8 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
                 self.spawn(self._finish(engine, number, work, call))
         for engine, requests in turns.items():
             call = self.call_at(engine, RolloutEngine.sample_turns, requests)
-            self.spawn(self._results(engine, call))
+            if self.replaceable:
+                self.spawn(self._results(engine, call))
             if engine not in self._listening:
                 self._listening.add(engine)
                 self.spawn(self._take_turns(engine))
