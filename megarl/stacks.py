@@ -149,7 +149,6 @@ def _take(pid: int, logs: Path) -> ProcessStacks | None:
     """Returns the stacks of a process, or why there are none; None if its log is elsewhere."""
     try:
         stacks = _files(pid, _prefix(_STACKS, logs))
-        waits = dict(_files(pid, _prefix(_WAITS, logs)))
     except OSError:  # it has ended, or belongs to another user
         return None
     if not stacks:
@@ -168,7 +167,8 @@ def _take(pid: int, logs: Path) -> ProcessStacks | None:
         if not text:
             state = _status(pid, "State")
             return replace(found, silence=f"no stacks within {_ANSWER_S:g} s; its state is {state}")
-        return replace(found, text=text, waits=_read_waits(waits[name]) if name in waits else ())
+        waits = dict(_files(pid, _prefix(_WAITS, logs))).get(name)
+        return replace(found, text=text, waits=() if waits is None else _read_waits(waits))
     except OSError:
         return replace(found, silence="it has ended")
 
