@@ -41,11 +41,33 @@ def short_directory() -> Iterator[Path]:
         yield Path(directory)
 
 
+_IMPORTS = """
+import os, ray, signal, sys, time
+from functools import partial
+from pathlib import Path
+from megarl.cluster.cleanup import MARK, marked_processes
+from megarl.cluster.session import Session
+from megarl.config import load
+from megarl.groups.trainers import launch_group
+from tests.cluster.conftest import DEBUG, TWO, answer_of
+from tests.cluster.fakes import FakeWorker
+"""
+_LITTER = """
+# A shell starts its background jobs with SIGINT ignored, and the tests may run in one.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+config = load(DEBUG, TWO)
+with Session(config.cluster, Path(sys.argv[1]) / "logs") as session:
+    group = launch_group(session, config, "train", FakeWorker)
+    print(*session.run(answer_of(lambda: group.call(FakeWorker.litter))), flush=True)
+    time.sleep(120)
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left(number: int, short_directory: Path) -> None:
     """SIGTERM, and endings that come from within, are cases of test_endings.py."""
     trace = Trace()
-    command = [sys.executable, "-m", "tests.cluster.littering"]
+    command = [sys.executable, "-c", _IMPORTS + _LITTER, str(short_directory)]
     environment = {**trace.environment(), "TMPDIR": str(short_directory)}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -122,7 +144,7 @@ def test_rays_head_does_not_grow_with_the_calls(session: Session) -> None:
 
 
 def run_program(program: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", program, *map(str, arguments)]
+    command = [sys.executable, "-c", _IMPORTS + program, *map(str, arguments)]
     return subprocess.run(
         command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240, check=False
     )
@@ -136,14 +158,6 @@ print(context.address_info["gcs_address"], flush=True)
 sys.stdin.read()
 """
 _JOIN = """
-import ray, sys
-from functools import partial
-from pathlib import Path
-from megarl.groups.trainers import launch_group
-from megarl.cluster.session import Session
-from megarl.config import load
-from tests.cluster.conftest import DEBUG, TWO, answer_of
-from tests.cluster.fakes import FakeWorker
 config = load(DEBUG, [*TWO, f"cluster.address={sys.argv[1]}"])
 for _ in range(2):
     with Session(config.cluster, Path(sys.argv[2])) as session:
@@ -154,14 +168,6 @@ for _ in range(2):
 
 
 _LOSE = """
-import os, signal, sys
-from pathlib import Path
-from megarl.cluster.cleanup import MARK, marked_processes
-from megarl.cluster.session import Session
-from megarl.groups.trainers import launch_group
-from megarl.config import load
-from tests.cluster.conftest import DEBUG, TWO
-from tests.cluster.fakes import FakeWorker
 config = load(DEBUG, TWO)
 
 async def lose():
@@ -218,9 +224,6 @@ def test_a_node_without_the_shared_files_is_reported(tmp_path: Path, log: str, p
 
 
 _TOO_LARGE = """
-import sys
-from pathlib import Path
-from megarl.cluster.session import Session
 from megarl.config.schema import Cluster
 from megarl.errors import RunError
 try:
