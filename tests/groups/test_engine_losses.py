@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,6 +30,8 @@ from tests.groups.syncing_workers import Engine, Trainer
 pytestmark = pytest.mark.process
 
 SYNC_LIMIT_S = 12.0
+DIED = "rollout engine 1 died in rollout.receive_weights."
+LATE = f"No answer within {SYNC_LIMIT_S:g} s from rollout engine 1 in rollout.receive_weights."
 VALUES = RemoteMethod[Any, [], set[float]](Engine.values, "start")
 
 
@@ -40,7 +41,7 @@ class Run:
 
     engines: RolloutGroup
     resharder: Resharder
-    rolling: Callable[[], Resharder]
+    rolling: Resharder
     faults: Path
     version: int = field(default=0)
 
@@ -82,11 +83,11 @@ def run(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         engines = RolloutGroup(session, config.rollout, str(faults), OPTIONS, engine=engine, replacements=12)
         actor = RemoteRole(trainers, "actor", config.layout("actor"))
 
-        def resharder(*, rolling: bool = False) -> Resharder:
+        resharders: list[Resharder] = []
+        for rolling in (False, True):
             rollout = config.rollout.model_copy(update={"rolling_update": rolling})
-            return Resharder(SyncPlanner(session, config, actor), rollout, actor, engines)
-
-        made = Run(engines, resharder(), partial(resharder, rolling=True), faults)
+            resharders.append(Resharder(SyncPlanner(session, config, actor), rollout, actor, engines))
+        made = Run(engines, *resharders, faults)
 
         async def start() -> None:
             await engines.start()
@@ -101,11 +102,11 @@ def run(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [
-        ("begin kill", "rollout engine 1 died in rollout.receive_weights."),
-        ("load kill", "rollout engine 1 died in rollout.receive_weights."),
-        ("commit kill", "rollout engine 1 died in rollout.receive_weights."),
-        ("load stop", f"No answer within {SYNC_LIMIT_S:g} s from rollout engine 1 in rollout.receive_weights."),
-        ("step stuck", f"No answer within {SYNC_LIMIT_S:g} s from rollout engine 1 in rollout.receive_weights."),
+        ("begin kill", DIED),
+        ("load kill", DIED),
+        ("commit kill", DIED),
+        ("load stop", LATE),
+        ("step stuck", LATE),
     ],
 )
 async def test_the_surviving_engine_is_synced_and_a_new_one_joins(run: Run, fault: str, cause: str) -> None:
@@ -167,7 +168,7 @@ async def test_consecutive_engine_deaths_end_with_two_new_engines(run: Run) -> N
 async def test_engines_updated_in_turn_do_not_wait_for_each_other(run: Run) -> None:
     await run.complete()
     together = run.resharder
-    run.resharder = run.rolling()
+    run.resharder = run.rolling
     await run.complete()
     (run.faults / "1").write_text("load kill")
     await run.sync()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from megarl.remote import RemoteMethod
 from megarl.resharding import SyncSpec, SyncStats
 from megarl.stages.ppo.config import PPOConfig
 from megarl.types import Layout
+from tests.loop.answers import Answered
 
 ACTOR = Layout(tp=2, pp=2)
 TP2_ENGINES = ["rollout.devices=0-3", "rollout.tp=2", "cluster.nodes=2", "cluster.devices_per_node=2"]
@@ -25,13 +26,6 @@ TP2_ENGINES = ["rollout.devices=0-3", "rollout.tp=2", "cluster.nodes=2", "cluste
 
 async def done(*_: object, **__: object) -> None:
     """In place of a coroutine that has nothing to wait for."""
-
-
-class Answered(SimpleNamespace):
-    """A call that all processes have answered; no one asks for the results of awaiting it."""
-
-    def __await__(self) -> Generator[Any, None, None]:
-        yield from done().__await__()
 
 
 @dataclass
