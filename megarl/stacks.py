@@ -20,6 +20,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 IN_COLLECTIVE = "; in "
@@ -97,8 +98,10 @@ def answering(log_file: Path, waits: Callable[[], Sequence[str]]) -> Generator[N
 
 def take_stacks(logs: Path) -> list[ProcessStacks]:
     """Returns the stacks of the processes of this machine whose logs are in a directory, ordered by name."""
+    pids = [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
     with ThreadPoolExecutor() as executor:
-        return sorted(executor.map(_take, _answering(logs)), key=lambda found: found.name)
+        found = executor.map(partial(_take, logs=logs), pids)
+        return sorted(filter(None, found), key=lambda stacks: stacks.name)
 
 
 def write_stacks(found: Sequence[ProcessStacks], logs: Path) -> Path:
@@ -142,46 +145,30 @@ def _files(pid: int | str, prefix: str) -> list[tuple[str, Path]]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Process:
-    """A process that answers, and its files of answers: its stacks, and what it waits for."""
-
-    name: str
-    pid: int
-    stacks: Path
-    waits: Path | None
-
-
-def _answering(logs: Path) -> list[_Process]:
-    found: list[_Process] = []
-    for entry in _PROC.iterdir():
-        if not entry.name.isdigit():
-            continue
-        with suppress(OSError):  # it has ended, or belongs to another user
-            stacks = _files(entry.name, _prefix(_STACKS, logs))
-            if stacks:
-                name, file = max(stacks)  # a forked child also has the file of its parent, with a shorter name
-                waits = dict(_files(entry.name, _prefix(_WAITS, logs))).get(name)
-                found.append(_Process(name=name, pid=int(entry.name), stacks=file, waits=waits))
-    return found
-
-
-def _take(process: _Process) -> ProcessStacks:
-    pid = process.pid
-    found = ProcessStacks(name=process.name, pid=pid, host=socket.gethostname())
+def _take(pid: int, logs: Path) -> ProcessStacks | None:
+    """Returns the stacks of a process, or why there are none; None if its log is elsewhere."""
+    try:
+        stacks = _files(pid, _prefix(_STACKS, logs))
+    except OSError:  # it has ended, or belongs to another user
+        return None
+    if not stacks:
+        return None
+    name, file = max(stacks)  # a forked child also has the file of its parent, with a shorter name
+    found = ProcessStacks(name=name, pid=pid, host=socket.gethostname())
     try:
         if not int(_status(pid, "SigCgt"), 16) >> (_SIGNAL - 1) & 1:
             return replace(found, silence="it has replaced the handler of SIGUSR2")
         if pid == os.getpid():
             text = _dump_this_process()
-        elif _is_stopped(pid):
+        elif _status(pid, "State")[0] in "tT":
             return replace(found, silence="it is stopped, by SIGSTOP or a debugger")
         else:
-            text = _signal(pid, process.stacks)
+            text = _signal(pid, file)
         if not text:
             state = _status(pid, "State")
             return replace(found, silence=f"no stacks within {_ANSWER_S:g} s; its state is {state}")
-        return replace(found, text=text, waits=() if process.waits is None else _read_waits(process.waits))
+        waits = dict(_files(pid, _prefix(_WAITS, logs))).get(name)
+        return replace(found, text=text, waits=() if waits is None else _read_waits(waits))
     except OSError:
         return replace(found, silence="it has ended")
 
@@ -225,10 +212,6 @@ def _status(pid: int, field: str) -> str:
     """Returns a field of a process's status, see proc(5)."""
     lines = (line.split(":", 1) for line in (_PROC / str(pid) / "status").read_text().splitlines())
     return dict(lines)[field].strip()
-
-
-def _is_stopped(pid: int) -> bool:
-    return _status(pid, "State")[0] in "tT"
 
 
 def _dump_this_process() -> str:

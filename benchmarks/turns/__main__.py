@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.turns.instant import ROOM, InstantEngine, InstantEnvironment
@@ -32,7 +33,8 @@ async def _launch(session: Session, turns: int, tokens: int) -> ConversationGrou
     rollout = Rollout(devices=f"0-{_ENGINES - 1}", max_new_tokens=1, max_model_len=ROOM)
     engines = RolloutGroup(session, rollout, "", EngineOptions(vocab_size=1, device="cpu"), engine=InstantEngine)
     processes = [
-        session.launch_at(f"environments {index}", 0, InstantEnvironment, turns, tokens) for index in range(_PROCESSES)
+        session.launch(f"environments {index}", partial(InstantEnvironment, turns, tokens))
+        for index in range(_PROCESSES)
     ]
     group = ConversationGroup(session, processes, engines)
     await engines.start()

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from ray import ObjectRef
 from ray.exceptions import RayActorError, RayTaskError
@@ -134,11 +134,8 @@ class Call[R]:
     @property
     def unanswered(self) -> list[Process[Any]]:
         """Returns the processes that have not finished."""
-        return [self.processes[index] for index in self.unanswered_indices()]
-
-    def unanswered_indices(self) -> list[int]:
-        """Returns the indices of the processes that have not finished."""
-        return [index for index in range(len(self.done)) if index not in self.results and index not in self.errors]
+        answered = self.results.keys() | self.errors.keys()
+        return [process for index, process in enumerate(self.processes) if index not in answered]
 
     def __str__(self) -> str:
         names = ", ".join(process.name for process in self.unanswered)
@@ -205,10 +202,6 @@ class _Failure:
         return printable("\n".join(lines))
 
 
-C = TypeVar("C", bound=Call[Any])
-T = TypeVar("T")
-
-
 class CallMonitor:
     """Watches the calls of a session.
 
@@ -231,7 +224,7 @@ class CallMonitor:
         self.observer: Callable[[str, str, Sequence[Span]], None] | None = None
         """Called with a process, its group or role, and what it has done; processes return that with each result."""
 
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+    async def run[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Runs work that makes calls to its end, and ends the background work with it.
 
         Raises:
@@ -263,7 +256,7 @@ class CallMonitor:
         if self._failures:
             await self._fail()
 
-    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def spawn[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Starts work beside that of `run`, which its error ends."""
         assert self._group is not None, "calls are made within run"
         try:
@@ -275,10 +268,13 @@ class CallMonitor:
         task.add_done_callback(self._spawned.discard)
         return task
 
-    def follow(self, call: C) -> C:
+    def follow[C: Call[Any]](self, call: C) -> C:
         """Watches a submitted call, and returns it; attributes that the caller sets at once are respected."""
         loop = asyncio.get_running_loop()
         call.ended = loop.create_future()
+        if not call.done:
+            call.ended.set_result(None)
+            return call
         call.order = next(self._orders)
         self._calls[call] = None
         self._all_answered.clear()
@@ -336,8 +332,8 @@ class CallMonitor:
 
     def _expire(self, call: Call[Any]) -> None:
         """Deals with a call that exceeds its time; raises WorkerError unless it gets another limit or survives."""
-        left = [call.done[index] for index in call.unanswered_indices()]
-        if self._failures or len(ray_api.wait(left, count=len(left), timeout=0)) == len(left):
+        count = len(call.done)
+        if self._failures or len(ray_api.wait(call.done, count=count, timeout=0)) == count:
             return  # what came while this process was busy is not late
         message = self._overdue(call)
         if call.late is not None and call.late(message):
@@ -366,7 +362,12 @@ class CallMonitor:
             return
         error = done.exception()
         if error is None:
-            self._take(call, index, done.result())
+            answer = done.result()
+            call.results[index] = answer.result
+            call.seconds[index] = answer.seconds
+            if self.observer is not None:
+                group = call.label.partition(".")[0]
+                self.observer(call.processes[index].name, group, answer.spans)
         else:
             failure = _Failure(call=call, index=index, error=error)
             if isinstance(error, RayTaskError) and isinstance(ray_api.raised(error), call.tolerates or ()):
@@ -389,12 +390,6 @@ class CallMonitor:
         del self._calls[call]
         if not self._calls:
             self._all_answered.set()
-
-    def _take(self, call: Call[Any], index: int, answer: Timed[Any]) -> None:
-        call.results[index] = answer.result
-        call.seconds[index] = answer.seconds
-        if self.observer is not None:
-            self.observer(call.processes[index].name, call.label.partition(".")[0], answer.spans)
 
     def _lose(self, call: Call[Any], cause: str) -> None:
         """Ends a call that survives the loss of its process."""

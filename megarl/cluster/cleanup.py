@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,12 +38,12 @@ def marked_processes(mark: str) -> list[int]:
         if not entry.name.isdigit():
             continue
         pid = int(entry.name)
-        if pid != os.getpid() and wanted in _environment(pid) and _alive(pid):
+        if pid != os.getpid() and wanted in _read(entry / "environ").split(b"\0") and _alive(pid):
             found.append(pid)
     return found
 
 
-def shared_memory_of(pids: Collection[int]) -> set[Path]:
+def shared_memory_of(pids: Sequence[int]) -> set[Path]:
     """Returns the shared memory files that processes have mapped.
 
     Files are identified by inode, because a semaphore is mapped under the name that it had before
@@ -69,11 +69,6 @@ class ProcessCleanup:
         """Remembers the shared memory of the living processes, which cannot be found once they are killed."""
         self._files |= shared_memory_of(marked_processes(self._mark))
 
-    def terminate(self) -> None:
-        """Sends SIGTERM to the processes."""
-        for pid in marked_processes(self._mark):
-            _signal(pid, signal.SIGTERM)
-
     def remove(self, grace_s: float) -> None:
         """Waits `grace_s` seconds for the processes to end, kills those that are left, and removes shared memory."""
         deadline = time.monotonic() + grace_s
@@ -82,8 +77,7 @@ class ProcessCleanup:
             if time.monotonic() > deadline + _STUCK_S:
                 raise RunError(f"processes {left} of the run do not end even when killed: a driver may be stuck")
             if time.monotonic() > deadline:
-                for pid in left:
-                    _signal(pid, signal.SIGKILL)
+                _signal(left, signal.SIGKILL)
             time.sleep(0.05)
         for file in self._files:
             file.unlink(missing_ok=True)
@@ -92,9 +86,8 @@ class ProcessCleanup:
 class Guard:
     """A process that cleans up after the one that starts it, even after a SIGKILL, which closes the pipe that it reads.
 
-    It has no mark itself. Where Slurm tracks processes by cgroup, it kills the guard
-    with the rest of a task
-    whose agent is killed: then temporary files stay.
+    It has no mark itself. Where Slurm tracks processes by cgroup, it kills the guard with the rest
+    of a task whose agent is killed: then temporary files stay.
     """
 
     def __init__(self, mark: str, directory: str, environment: Mapping[str, str], logs: Path | None = None) -> None:
@@ -145,7 +138,7 @@ def clean_up(mark: str, directory: str, logs: Path | None) -> None:
     cleanup = ProcessCleanup(mark)
     try:
         cleanup.note()
-        cleanup.terminate()
+        _signal(marked_processes(mark), signal.SIGTERM)
         cleanup.remove(_GRACE_S)
     finally:
         source = Path(ray_directory(directory)) / "session_latest" / "logs"
@@ -155,10 +148,6 @@ def clean_up(mark: str, directory: str, logs: Path | None) -> None:
             except OSError as error:
                 print(f"Ray's logs of this node are not kept in {logs}: {error}", file=sys.stderr)
         remove_tree(directory)
-
-
-def _environment(pid: int) -> list[bytes]:
-    return _read(_PROC / str(pid) / "environ").split(b"\0")
 
 
 def _alive(pid: int) -> bool:
@@ -175,11 +164,10 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-def _signal(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
+def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def main() -> None:

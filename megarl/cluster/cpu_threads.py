@@ -14,12 +14,11 @@ from megarl.config.schema import Cluster, Threads
 _CGROUP = Path("/sys/fs/cgroup/cpu.max")
 
 
-def with_threads[C: RunConfig](config: C, earlier: Mapping[str, Any], cores: int | None = None) -> C:
+def with_threads[C: RunConfig](config: C, earlier: Mapping[str, Any]) -> C:
     """Returns a configuration with numbers for `auto` in `cluster.threads_per_device`.
 
     Args:
         earlier: configuration of a resumed run, which keeps its numbers; empty for a new run.
-        cores: number of cores; None: those available to this process.
     """
     threads = config.cluster.threads_per_device
     if None not in (threads.trainers, threads.engines):
@@ -29,16 +28,16 @@ def with_threads[C: RunConfig](config: C, earlier: Mapping[str, Any], cores: int
     elif earlier:
         known = Threads.model_validate(earlier.get("cluster", {}).get("threads_per_device", {}))
     else:
-        known = divided(config, cores or usable_cores())
+        known = divided(config, usable_cores())
     numbers = {name: number for name, number in threads if number is not None}
     cluster = config.cluster.model_copy(update={"threads_per_device": known.model_copy(update=numbers)})
     return config.model_copy(update={"cluster": cluster})
 
 
-def kept_message(config: RunConfig, earlier: Mapping[str, Any], cores: int | None = None) -> str | None:
+def kept_message(config: RunConfig, earlier: Mapping[str, Any]) -> str | None:
     """Returns the message that a resumed run keeps other numbers than `auto` would be now; None if they are equal."""
-    kept = with_threads(config, earlier, cores).cluster.threads_per_device
-    new = with_threads(config, {}, cores).cluster.threads_per_device
+    kept = with_threads(config, earlier).cluster.threads_per_device
+    new = with_threads(config, {}).cluster.threads_per_device
     if kept == new:
         return None
     fix = "give numbers to change them"

@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +17,10 @@ from megarl.stacks import IN_COLLECTIVE, ProcessStacks, take_stacks, write_stack
 
 _NODES_S = 60.0
 _SHOWN = 8
-_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+_FRAME = re.compile(r'  File "(.+)", line \d+ in .+')
 _WORKER = "megarl/cluster/ray_worker.py"
 _EVENT = "/asyncio/events.py"  # below what an event loop runs now
 _COLLECTIVES = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication.py")
-
-
-@dataclass(frozen=True)
-class StackFrame:
-    """A frame of a Python stack."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f'  File "{self.file}", line {self.line} in {self.function}'
 
 
 def explain(late: Sequence[str], found: Mapping[str, ProcessStacks]) -> list[str]:
@@ -45,7 +32,7 @@ def explain(late: Sequence[str], found: Mapping[str, ProcessStacks]) -> list[str
     """
     lines: list[str] = []
     silent: list[str] = []
-    frames: dict[str, list[StackFrame]] = {}
+    frames: dict[str, list[str]] = {}
     for name in late:
         why = found[name].silence if name in found else "there is no such process"
         if why:
@@ -67,19 +54,19 @@ def explain(late: Sequence[str], found: Mapping[str, ProcessStacks]) -> list[str
     return lines + _collectives({name: found[name].waits for name in frames})
 
 
-def working_frames(text: str) -> list[StackFrame]:
+def working_frames(text: str) -> list[str]:
     """Returns the frames of what a process does, a call or a part of its event loop, the innermost first.
 
     They are empty for a process that waits for work.
     """
     for thread in text.split("\n\n"):
-        frames: list[StackFrame] = []
-        for file, line, name in _FRAME.findall(thread):
-            if file.endswith((_WORKER, _EVENT)):
+        frames: list[str] = []
+        for frame in _FRAME.finditer(thread):
+            if frame[1].endswith((_WORKER, _EVENT)):
                 if frames:
                     return frames
                 break
-            frames.append(StackFrame(file, int(line), name))
+            frames.append(frame[0])
     return []
 
 
@@ -94,23 +81,22 @@ def _collectives(waits: Mapping[str, Sequence[str]]) -> list[str]:
     return described
 
 
-def _is_in_collective(frames: Sequence[StackFrame]) -> bool:
-    files = [frame.file for frame in frames[:3]]
-    return any(part in file for file in files for part in _COLLECTIVES)
+def _is_in_collective(frames: Sequence[str]) -> bool:
+    return any(part in frame for frame in frames[:3] for part in _COLLECTIVES)
 
 
-def _fewest(frames: Mapping[str, Sequence[StackFrame]]) -> list[str]:
+def _fewest(frames: Mapping[str, Sequence[str]]) -> list[str]:
     """Returns the processes at the place where the fewest are; the last ones of equally many."""
-    places: dict[StackFrame | None, list[str]] = defaultdict(list)
+    places: dict[str, list[str]] = defaultdict(list)
     for name, stack in frames.items():
-        places[next(iter(stack), None)].append(name)
+        places[next(iter(stack), "")].append(name)
     return min(reversed(places.values()), key=len)
 
 
-def _end_of_stack(name: str, frames: Mapping[str, Sequence[StackFrame]]) -> list[str]:
+def _end_of_stack(name: str, frames: Mapping[str, Sequence[str]]) -> list[str]:
     if not frames[name]:
         return [f"{name} works on no call."]
-    return [f"{name}, the innermost frames first:", *map(str, frames[name][:_SHOWN])]
+    return [f"{name}, the innermost frames first:", *frames[name][:_SHOWN]]
 
 
 def report_hang(late: Sequence[str], logs: Path, *, joined: bool) -> list[str]:
@@ -150,7 +136,7 @@ def _report(late: Sequence[str], logs: Path, *, joined: bool) -> list[str]:
 def stacks_of_other_nodes(logs: Path) -> tuple[list[ProcessStacks], list[str]]:
     """Returns the stacks on Ray's other nodes, and the addresses of the nodes that do not answer."""
     here = ray_api.node_address()
-    task = ray_api.remote(take_stacks)
+    task = ray_api.untyped.remote(take_stacks)
     addresses: dict[Any, str] = {}
     for node in ray_api.living_nodes():
         address = node["NodeManagerAddress"]

@@ -50,12 +50,12 @@ class KernelProfiler:
 
     def switch(self, trace: str | None) -> Sequence[CallProfile]:
         """Begins a profile; with the file of a trace for Perfetto, writes that instead, and returns the kernels."""
-        if trace is None:
-            self._start()
-            return ()
-        return self._stop(trace)
-
-    def _start(self) -> None:
+        if trace is not None:
+            profiler = self._profiler
+            self._profiler = None
+            profiler.stop()
+            profiler.export_chrome_trace(trace)
+            return by_call(profiler.events(), self._names, on_device=self._on_device)
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs each start and stop
         from torch.profiler import ProfilerActivity, profile
 
@@ -65,6 +65,7 @@ class KernelProfiler:
             activities.append(ProfilerActivity.CUDA)
         self._profiler = profile(activities=activities)
         self._profiler.start()
+        return ()
 
     @contextmanager
     def call(self, phase: Phase, method: str) -> Generator[None]:
@@ -78,13 +79,6 @@ class KernelProfiler:
         self._names.add(name)
         with record_function(name):
             yield
-
-    def _stop(self, trace: str) -> list[CallProfile]:
-        profiler = self._profiler
-        self._profiler = None
-        profiler.stop()
-        profiler.export_chrome_trace(trace)
-        return by_call(profiler.events(), self._names, on_device=self._on_device)
 
 
 def by_call(events: Iterable[Any], names: set[str], *, on_device: bool) -> list[CallProfile]:
@@ -103,8 +97,7 @@ def by_call(events: Iterable[Any], names: set[str], *, on_device: bool) -> list[
     seconds: defaultdict[str, float] = defaultdict(float)
     for call in calls:
         seconds[call.name] += call.time_range.elapsed_us() / 1e6
-    counts: defaultdict[tuple[str, str], int] = defaultdict(int)  # by call and kernel
-    spent: defaultdict[tuple[str, str], float] = defaultdict(float)
+    taken: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         index = bisect_right(starts, event.time_range.start) - 1
         if _on_cpu(event) is on_device or index < 0 or event.time_range.start > calls[index].time_range.end:
@@ -112,21 +105,18 @@ def by_call(events: Iterable[Any], names: set[str], *, on_device: bool) -> list[
         if on_device and event.is_user_annotation:
             continue
         call = calls[index]
-        kernel = (call.name, PYTHON if event is call else event.name)
-        counts[kernel] += 1
-        took = event.time_range.elapsed_us() if on_device else event.self_cpu_time_total
-        spent[kernel] += took / 1e6
+        kernel = PYTHON if event is call else event.name
+        microseconds = event.time_range.elapsed_us() if on_device else event.self_cpu_time_total
+        taken[call.name][kernel].append(microseconds / 1e6)
     profiles: list[CallProfile] = []
-    for name in sorted(seconds, key=lambda name: -seconds[name]):
-        if seconds[name] == 0:
-            continue
-        kernels: list[KernelTime] = []
-        for (call_name, kernel), total in spent.items():
-            if call_name == name:
-                kernels.append(KernelTime(name=kernel, calls=counts[call_name, kernel], seconds=total))
-        kernels.sort(key=lambda kernel: -kernel.seconds)
-        profiles.append(CallProfile(name=name, seconds=seconds[name], kernels=kernels))
-    return profiles
+    for name, total in seconds.items():
+        if total > 0:
+            kernels: list[KernelTime] = []
+            for kernel, times in taken[name].items():
+                kernels.append(KernelTime(name=kernel, calls=len(times), seconds=sum(times)))
+            kernels.sort(key=lambda kernel: -kernel.seconds)
+            profiles.append(CallProfile(name=name, seconds=total, kernels=kernels))
+    return sorted(profiles, key=lambda profile: -profile.seconds)
 
 
 def _on_cpu(event: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -22,23 +21,6 @@ class MissingNodesError(RunError):
     def __init__(self, message: str, nodes: int) -> None:
         super().__init__(message)
         self.nodes = nodes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slot:
-    """A device of the run.
-
-    Args:
-        device: number over all nodes.
-        node: number of its node, which may be virtual.
-        local: number on its node.
-        bundle: index of its node's bundle in the placement group.
-    """
-
-    device: int
-    node: int
-    local: int
-    bundle: int
 
 
 class Placement:
@@ -64,15 +46,14 @@ class Placement:
                 "runs that hold devices, or lower cluster.nodes or cluster.devices_per_node",
                 nodes=sum(count >= devices_per_node for _, count in _nodes()),
             )
-        slots: list[Slot] = []
-        for node, bundle in enumerate(order_bundles(ray_api.nodes_of(self._group), _node_numbers())):
-            for local in range(devices_per_node):
-                slots.append(Slot(device=len(slots), node=node, local=local, bundle=bundle))
-        self.slots: tuple[Slot, ...] = tuple(slots)
+        hosts = ray_api.untyped.util.placement_group_table(self._group)["bundles_to_node_id"]
+        self._devices_per_node = devices_per_node
+        self._bundles = order_bundles(hosts, _node_numbers())
 
     def strategy(self, device: int) -> PlacementGroupSchedulingStrategy:
         """Returns Ray's scheduling strategy for a process on this device."""
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self.slots[device].bundle)
+        bundle = self._bundles[device // self._devices_per_node]
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
 
 
 def order_bundles(hosts: Mapping[int, str], numbers: Mapping[str, int]) -> list[int]:
@@ -87,7 +68,7 @@ def order_bundles(hosts: Mapping[int, str], numbers: Mapping[str, int]) -> list[
 
 def _offer() -> str:
     """Describes the devices of the living nodes and how many of them are free."""
-    free = int(ray_api.free_resources().get(DEVICE, 0))
+    free = int(ray_api.untyped.available_resources().get(DEVICE, 0))
     nodes = ", ".join(f"{name}: {count}" for name, count in _nodes())
     return f"{nodes}, of which {free} are free"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,20 +16,19 @@ from typing import Any
 import ray
 from ray import ObjectRef
 from ray.exceptions import RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup
 
 from megarl.errors import RunError
 from megarl.files import full_disk
 
-_ray: Any = ray
+untyped: Any = ray
 _AGENT = "--dashboard_agent_command"
 _TRIED = "2.60."
 """Version of Ray whose raylets are known to run without an agent."""
 
 
 def init(**options: Any) -> None:
-    """Starts or joins Ray."""
-    _ray.init(**options)
+    """Starts or joins Ray, whose processes write nothing here."""
+    untyped.init(log_to_driver=False, logging_level=logging.ERROR, **options)
 
 
 def skip_idle_processes(*_: object) -> None:
@@ -41,10 +41,10 @@ def skip_idle_processes(*_: object) -> None:
 
     def nothing(*_: object, **__: object) -> None: ...
 
-    node: Any = _ray._private.node.Node
+    node: Any = untyped._private.node.Node
     node.start_api_server = node.start_log_monitor = node.start_monitor = nothing
-    services: Any = _ray._private.services
-    tried = str(_ray.__version__).startswith(_TRIED)  # others may wait for more of the agent
+    services: Any = untyped._private.services
+    tried = str(untyped.__version__).startswith(_TRIED)  # others may wait for more of the agent
     if tried and not hasattr(services.start_ray_process, "__wrapped__"):
         services.start_ray_process = _without_agent(services.start_ray_process)
 
@@ -70,7 +70,7 @@ def _without_agent[T](start: Callable[..., T]) -> Callable[..., T]:
 def shutdown() -> None:
     """Ends or leaves Ray; SIGTERM keeps its handler, which Ray's core removes before it ends its processes (2.60)."""
     handler = signal.getsignal(signal.SIGTERM)
-    node = _ray._private.worker._global_node
+    node = untyped._private.worker._global_node
 
     def restore() -> None:
         if threading.current_thread() is threading.main_thread():
@@ -82,40 +82,25 @@ def shutdown() -> None:
 
     if node is not None:
         node.kill_all_processes = partial(end, node.kill_all_processes)
-    _ray.shutdown()
+    untyped.shutdown()
     restore()
     if node is not None:
         del node.kill_all_processes  # Ray calls the method again when the interpreter exits
 
 
-def remote(what: Callable[..., Any]) -> Any:
-    """Returns the actor class of a class, or the task of a function."""
-    return _ray.remote(what)
-
-
-def kill(actor: Any) -> None:
-    """Ends the process of an actor."""
-    _ray.kill(actor, no_restart=True)
-
-
 def put[T](value: T) -> ObjectRef[T]:
     """Puts a value into the object store."""
-    return _ray.put(value)
-
-
-def allow_blocking_get() -> None:
-    """Lets threads of an asynchronous actor wait in `get` without a warning."""
-    _ray._private.worker.blocking_get_inside_async_warned = True
+    return untyped.put(value)
 
 
 def get[T](ref: ObjectRef[T]) -> T:
     """Returns the value of a reference; raises RayError if the call that makes it failed."""
-    return _ray.get(ref)
+    return untyped.get(ref)
 
 
 def wait(refs: Sequence[ObjectRef[Any]], *, count: int, timeout: float) -> list[ObjectRef[Any]]:
     """Waits until `count` references have a value or a failure, up to `timeout` seconds; returns those that do."""
-    ready, _ = _ray.wait(list(refs), num_returns=count, timeout=timeout)
+    ready, _ = untyped.wait(list(refs), num_returns=count, timeout=timeout)
     return ready
 
 
@@ -131,8 +116,8 @@ def when_done[T](ref: ObjectRef[T], loop: asyncio.AbstractEventLoop, then: Calla
 
 def raised(error: RayTaskError) -> object:
     """Returns the exception that was raised in the process."""
-    untyped: Any = error
-    return untyped.cause
+    ray_error: Any = error
+    return ray_error.cause
 
 
 def repeats(error: BaseException) -> bool:
@@ -157,7 +142,7 @@ def end_of_ray(error: BaseException) -> str:
     A raylet that ends with its agent may still be ending; its actors then miss their owner, which
     is this process.
     """
-    node = _ray._private.worker._global_node
+    node = untyped._private.worker._global_node
     ended = [] if node is None else [name for name, _ in node.dead_processes()]
     if not ended and "its owner has died" not in str(error):
         return ""
@@ -167,19 +152,9 @@ def end_of_ray(error: BaseException) -> str:
 
 def node_address() -> str:
     """Returns the address of this node."""
-    return _ray.util.get_node_ip_address()
+    return untyped.util.get_node_ip_address()
 
 
 def living_nodes() -> list[Mapping[str, Any]]:
     """Returns Ray's records of the living nodes."""
-    return [node for node in _ray.nodes() if node["Alive"]]
-
-
-def free_resources() -> Mapping[str, float]:
-    """Returns the free resources of all nodes together, by name."""
-    return _ray.available_resources()
-
-
-def nodes_of(group: PlacementGroup) -> dict[int, str]:
-    """Returns the node id of each bundle."""
-    return _ray.util.placement_group_table(group)["bundles_to_node_id"]
+    return [node for node in untyped.nodes() if node["Alive"]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import functools
-import importlib
 import os
+import pkgutil
 import queue
 import socket
 import sys
@@ -88,7 +88,7 @@ class Timed[T]:
     """A result for the driver, the duration of the method, and what the process has done since the last result."""
 
     result: T
-    seconds: float
+    seconds: float = 0.0
     spans: tuple[Span, ...] = ()
 
 
@@ -113,7 +113,7 @@ class RayProcess:
         *,
         directory: str,
         env: Mapping[str, str],
-        local_devices: tuple[int, ...] | None,
+        local_devices: Sequence[int] | None,
         log_file: str,
     ) -> None:
         for name, path in (("run.dir", os.path.dirname(log_file)), ("the driver's directory", directory)):
@@ -140,9 +140,8 @@ class RayProcess:
 
     @functools.cached_property
     def _object(self) -> Any:
-        module, _, name = self._target.partition(":")
         with importing():
-            cls = getattr(importlib.import_module(module), name)
+            cls: Any = pkgutil.resolve_name(self._target)
         return cls(*self._args, **self._kwargs)
 
     def free_address(self, host: str | None) -> Timed[str]:
@@ -155,11 +154,11 @@ class RayProcess:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the store's socket can bind it, too
         holder.bind((host, 0))
         self._reserved.append(holder)
-        return Timed(result=f"{host}:{holder.getsockname()[1]}", seconds=0.0)
+        return Timed(result=f"{host}:{holder.getsockname()[1]}")
 
     def usage(self) -> Timed[ProcessUsage]:
         """Returns what the process has used since the last reading."""
-        return Timed(result=self._usage.take(), seconds=0.0)
+        return Timed(result=self._usage.take())
 
     @contextmanager
     def _measured(self, phase: Phase, name: str) -> Generator[None]:
@@ -195,7 +194,7 @@ class RayWorker(RayProcess):
 
     def profile(self, trace: str | None) -> Timed[Sequence[CallProfile]]:
         """Begins to profile the calls; with the file of the trace, ends it and returns what the calls computed."""
-        return Timed(result=self._profiler.switch(trace), seconds=0.0)
+        return Timed(result=self._profiler.switch(trace))
 
 
 _PendingCall = tuple[Callable[[], Any], Future[Any]]
@@ -213,7 +212,8 @@ class SteppingRayWorker(RayProcess):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        ray_api.allow_blocking_get()  # calls fetch chunks in the thread below, not in the event loop
+        # No warning of `get`: calls fetch chunks in the thread below, not in the event loop.
+        ray_api.untyped._private.worker.blocking_get_inside_async_warned = True
         self._calls: queue.SimpleQueue[_PendingCall] = queue.SimpleQueue()
         self._early: dict[int, _PendingCall] = {}
         self._next = 0
@@ -261,7 +261,7 @@ class SteppingRayWorker(RayProcess):
         """Begins or ends a profile like `RayWorker.profile`, between two steps."""
         done: Future[Any] = Future()
         self._calls.put((functools.partial(self._profiler.switch, trace), done))
-        return Timed(result=await asyncio.wrap_future(done), seconds=0.0)
+        return Timed(result=await asyncio.wrap_future(done))
 
     def _loop(self) -> None:
         """Runs calls as they come, and takes steps while there are none; an error in a step ends the process."""

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
-import sys
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Self
 
 from ray import ObjectRef
 from ray.exceptions import RayError
 
 from megarl.cluster import ray_api
-from megarl.cluster.calls import Call, CallMonitor, Process, ProcessLostError, WorkerError
+from megarl.cluster.calls import Call, CallMonitor, Process, WorkerError
 from megarl.cluster.cleanup import MARK, Guard, ProcessCleanup
 from megarl.cluster.driver_environment import (
     environment,
@@ -29,7 +27,6 @@ from megarl.cluster.driver_environment import (
     temporary_directory,
 )
 from megarl.cluster.hang_report import report_hang
-from megarl.cluster.kernel_profile import CallProfile
 from megarl.cluster.placement import Placement
 from megarl.cluster.ray_node import DEVICE, ENVIRONMENT, ray_directory
 from megarl.cluster.ray_worker import RayWorker, SteppingRayWorker
@@ -37,9 +34,6 @@ from megarl.config.schema import Cluster
 from megarl.errors import RunError
 from megarl.remote import Phase
 from megarl.stacks import answering
-
-W = TypeVar("W")
-P = ParamSpec("P")
 
 _LOOPBACK = "127.0.0.1"
 _LOCAL_ENV = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
@@ -53,27 +47,26 @@ _MAX_CALLS = 1 << 16
 class Session:
     """The devices and processes of a run, as a context manager.
 
-    Without an address, it starts a Ray on this machine, on loopback and protected by a random
-    token. When the `with` block ends, also by an exception, SIGINT or SIGTERM, every process,
+    Without `cluster.address`, it starts a Ray on this machine, on loopback and protected by a
+    random token. When the `with` block ends, also by an exception, SIGINT or SIGTERM, every process,
     shared memory file and temporary file of that Ray is removed. A Ray that was joined keeps
     running; the session's processes end.
 
     Args:
         log_dir: directory of the processes' output, one file each.
-        address: address of a running Ray to join.
     """
 
-    def __init__(self, cluster: Cluster, log_dir: Path, address: str | None = None) -> None:
+    def __init__(self, cluster: Cluster, log_dir: Path) -> None:
         self._cluster = cluster
         self._log_dir = log_dir
-        self._address = address
         self._ending = ExitStack()
-        self._processes: list[Process[Any]] = []  # Ray ends a process without a handle
+        self.processes: list[Process[Any]] = []  # Ray ends a process without a handle
         self._files: list[Path] = []  # to remove at the end
         self._guard: Guard | None = None
         self._runner = asyncio.Runner(loop_factory=_event_loop)
         self.monitor = CallMonitor(cluster.time_limits)
-        self.monitor.explainer = partial(report_hang, logs=log_dir.absolute(), joined=address is not None)
+        self._joins = cluster.address is not None
+        self.monitor.explainer = partial(report_hang, logs=log_dir.absolute(), joined=self._joins)
 
     def __enter__(self) -> Self:
         """Starts or joins Ray, and reserves the devices.
@@ -87,14 +80,14 @@ class Session:
             ending.callback(self._remove_files)
             ending.enter_context(answering(self._log_dir / "driver.log", lambda: self.monitor.in_progress()))
             with no_interrupt_is_lost():
-                if self._address is None:
-                    self._start(ending)
-                else:
+                if self._joins:
                     ending.callback(ray_api.shutdown)
                     ending.callback(ignore_interrupts)
                     self._join()
+                else:
+                    self._start(ending)
             cluster = self._cluster
-            self.placement = Placement(cluster.nodes, cluster.devices_per_node, virtual=self._address is None)
+            self.placement = Placement(cluster.nodes, cluster.devices_per_node, virtual=not self._joins)
             ending.enter_context(self._runner)
             self._ending = ending.pop_all()
         return self
@@ -114,62 +107,53 @@ class Session:
         """Starts work beside that of `run`, which its error ends."""
         return self.monitor.spawn(work)
 
-    def launch(
-        self, name: str, devices: Sequence[int], worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
-    ) -> Process[W]:
-        """Starts a process that uses devices, on the node of the first of them; see `launch_at`."""
-        threads = self._cluster.threads_per_device.trainers
-        if _steps(worker):
-            threads = self._cluster.threads_per_device.engines
-        return self._launch(name, devices[0], devices, threads, worker, args, kwargs)
-
-    def launch_at(self, name: str, place: int, worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Process[W]:
-        """Starts a process without devices, and returns at once; it creates its object, a `worker`, at the first call.
+    def launch[W](self, name: str, worker: partial[W], devices: Sequence[int] = (), *, place: int = 0) -> Process[W]:
+        """Starts a process, and returns at once; it creates its object at the first call.
 
         If the object has a method `step`, the process takes steps between calls; see
         `SteppingRayWorker`.
 
         Args:
             name: name in messages and of the log file, such as `train rank 0`.
-            place: a device of the node on which the process runs.
+            devices: devices that the process uses; it runs on the node of the first.
+            place: a device of the node on which a process without devices runs; see `spread`.
         """
-        return self._launch(name, place, (), 1, worker, args, kwargs)
-
-    def _launch(
-        self,
-        name: str,
-        place: int,
-        devices: Sequence[int],
-        threads: int | None,
-        worker: Callable[..., W],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Process[W]:
         log_file = self._log_dir.absolute() / f"{name.replace(' ', '-')}.log"
-        stepping = _steps(worker)
+        if devices:
+            place = devices[0]
         options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": self.placement.strategy(place)}
-        actor_class = ray_api.remote(RayWorker)
+        actor_class = RayWorker
+        threads = self._cluster.threads_per_device.trainers
+        stepping = hasattr(worker.func, "step")
         if stepping:
             options["max_concurrency"] = _MAX_CALLS
-            actor_class = ray_api.remote(SteppingRayWorker)
+            actor_class = SteppingRayWorker
+            threads = self._cluster.threads_per_device.engines
         env: Mapping[str, str] = {}
-        gpus: tuple[int, ...] | None = None
+        gpus: list[int] | None = None
         if self._cluster.device == "cpu":
-            env = _cpu_environment(threads)
+            env = _cpu_environment(threads if devices else 1)
         else:
-            gpus = tuple(self.placement.slots[device].local for device in devices)
-        actor = actor_class.options(**options).remote(
-            f"{worker.__module__}:{worker.__qualname__}",  # imported by the process, in its environment
-            args,
-            kwargs,
+            gpus = [device % self._cluster.devices_per_node for device in devices]
+        target = f"{worker.func.__module__}:{worker.func.__qualname__}"
+        actor_options = ray_api.untyped.remote(actor_class).options(**options)
+        actor = actor_options.remote(
+            target,  # imported by the process, in its environment
+            worker.args,
+            worker.keywords,
             directory=os.getcwd(),
             env=env,
             local_devices=gpus,
             log_file=str(log_file),
         )
         process = Process[W](name=name, actor=actor, log_file=log_file, concurrent=stepping)
-        self._processes.append(process)
+        self.processes.append(process)
         return process
+
+    def spread(self, count: int) -> list[int]:
+        """Returns places for `launch` of `count` processes without devices, over all nodes."""
+        devices = self._cluster.nodes * self._cluster.devices_per_node
+        return [index * devices // count for index in range(count)]
 
     def remove_at_end(self, file: Path) -> None:
         """Removes a file when the session ends; on a Ray of its own also after a SIGKILL of this process."""
@@ -179,8 +163,8 @@ class Session:
 
     def end(self, process: Process[Any]) -> None:
         """Ends a process, also one that is stopped or dead, and waits until it is gone, for a while."""
-        self._processes.remove(process)
-        ray_api.kill(process.actor)
+        self.processes.remove(process)
+        ray_api.untyped.kill(process.actor, no_restart=True)
         ray_api.wait([process.actor.free_address.remote(_LOOPBACK)], count=1, timeout=_END_GRACE_S)
 
     def silent(self, processes: Sequence[Process[Any]]) -> list[Process[Any]]:
@@ -189,50 +173,24 @@ class Session:
         seen = ray_api.wait(signs, count=len(signs), timeout=_SIGN_OF_LIFE_S)
         return [process for process, sign in zip(processes, signs, strict=True) if sign not in seen]
 
-    async def begin_profile(self, names: Collection[str]) -> list[Process[Any]]:
-        """Begins to profile processes; returns them, without those that are still starting or are lost."""
-        traces: dict[Process[Any], None] = {}
-        for process in self._processes:
-            if process.name in names and not self.monitor.starts(process):
-                traces[process] = None
-        return list(await self._profile(traces))
-
-    async def end_profile(self, traces: Mapping[Process[Any], str]) -> dict[Process[Any], Sequence[CallProfile]]:
-        """Ends the profiles of processes, each with the file of its trace.
-
-        Returns what the processes computed, without those that were replaced or are lost.
-        """
-        return await self._profile({process: traces[process] for process in traces if process in self._processes})
-
-    async def _profile(self, traces: Mapping[Process[Any], str | None]) -> dict[Process[Any], Sequence[CallProfile]]:
-        """Begins profiles, or ends those with a trace. A lost process has none; what calls it next deals with that."""
-        calls: dict[Process[Any], Call[Sequence[CallProfile]]] = {}
-        for process, trace in traces.items():
-            done = process.actor.profile.remote(trace)
-            calls[process] = self._call(process, "profile", "checkpoint", done)
-            calls[process].survives_loss = True
-        profiles: dict[Process[Any], Sequence[CallProfile]] = {}
-        for process, call in calls.items():
-            try:
-                (profiles[process],) = await call
-            except ProcessLostError as error:
-                cause = str(error).splitlines()[0]
-                print(f"{cause} There is no profile of {process.name}.", file=sys.stderr, flush=True)
-        return profiles
-
-    def _call(self, process: Process[Any], label: str, phase: Phase, done: ObjectRef[Any]) -> Call[Any]:
-        call = Call[Any](label=label, phase=phase, processes=[process], done=[done], monitor=self.monitor)
-        return self.monitor.follow(call)
+    def call(
+        self, label: str, phase: Phase, processes: Sequence[Process[Any]], done: Sequence[ObjectRef[Any]]
+    ) -> Call[Any]:
+        """Watches a call on some processes, whose results `done` refers to."""
+        monitor = self.monitor
+        call = Call[Any](label=label, phase=phase, processes=processes, done=done, monitor=monitor)
+        return monitor.follow(call)
 
     @property
     def host(self) -> str:
         """Returns the address of the driver: loopback for a Ray of its own, else the node's address."""
-        return _LOOPBACK if self._address is None else ray_api.node_address()
+        return ray_api.node_address() if self._joins else _LOOPBACK
 
     async def free_address(self, process: Process[Any]) -> str:
         """Returns a free `host:port` of a process: on loopback for a Ray of its own, else on its node's address."""
-        host = _LOOPBACK if self._address is None else None
-        (address,) = await self._call(process, "free_address", "start", process.actor.free_address.remote(host))
+        host = None if self._joins else _LOOPBACK
+        done = process.actor.free_address.remote(host)
+        (address,) = await self.call("free_address", "start", [process], [done])
         return address
 
     def _remove_files(self) -> None:
@@ -242,10 +200,10 @@ class Session:
 
     def _join(self) -> None:
         try:
-            ray_api.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+            ray_api.init(address=self._cluster.address)
         except (ConnectionError, RuntimeError) as error:
             raise RunError(
-                f"cluster.address = {self._address}: no Ray can be joined there ({error}); "
+                f"cluster.address = {self._cluster.address}: no Ray can be joined there ({error}); "
                 "start it with ray start --head, or set cluster.address to null"
             ) from error
 
@@ -271,8 +229,6 @@ class Session:
                 resources={DEVICE: self._cluster.nodes * self._cluster.devices_per_node},
                 object_store_memory=self._cluster.object_store_mib * _MIB,
                 include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
                 _temp_dir=ray_directory(directory),
             )
         except Exception as error:  # Ray raises several kinds where one of its processes does not start
@@ -287,10 +243,6 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     loop.set_task_factory(asyncio.eager_task_factory)
     return loop
-
-
-def _steps(worker: Callable[..., object]) -> bool:
-    return hasattr(worker, "step")
 
 
 def _cpu_environment(threads: int | None) -> dict[str, str]:

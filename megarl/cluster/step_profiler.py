@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import sys
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.calls import Process
+from megarl.cluster.calls import Call, Process, ProcessLostError
 from megarl.cluster.kernel_profile import CallProfile
 from megarl.cluster.session import Session
 from megarl.config import TrainingConfig
@@ -48,13 +49,19 @@ class StepProfiler:
             yield
             return
         self._directory.mkdir(exist_ok=True)
-        begun = await self._session.begin_profile(self._names)
+        session = self._session
+        chosen: dict[Process[Any], None] = {}
+        for process in session.processes:
+            if process.name in self._names and not session.monitor.starts(process):
+                chosen[process] = None
+        begun = await self._switch(chosen)
         yield
         traces: dict[Process[Any], str] = {}
         for process in begun:
-            name = process.name.replace(" ", "-")
-            traces[process] = str(self._directory / f"step-{step}-{name}.json.gz")
-        profiles = await self._session.end_profile(traces)
+            if process in session.processes:  # otherwise it was replaced
+                name = process.name.replace(" ", "-")
+                traces[process] = str(self._directory / f"step-{step}-{name}.json.gz")
+        profiles = await self._switch(traces)
         found: dict[str, list[dict[str, Any]]] = {}
         for process, calls in profiles.items():
             found[process.name] = [asdict(call) for call in calls]
@@ -62,6 +69,23 @@ class StepProfiler:
         for process, calls in profiles.items():
             print(f"profile of step {step}, {process.name}; the trace is {traces[process]}")
             print("\n".join(kernel_rows(calls)), flush=True)
+
+    async def _switch(self, traces: Mapping[Process[Any], str | None]) -> dict[Process[Any], Sequence[CallProfile]]:
+        """Begins profiles, or ends those with a trace; whatever calls a lost process next deals with that."""
+        calls: list[Call[Sequence[CallProfile]]] = []
+        for process, trace in traces.items():
+            done = process.actor.profile.remote(trace)
+            call = self._session.call("profile", "checkpoint", [process], [done])
+            call.survives_loss = True
+            calls.append(call)
+        profiles: dict[Process[Any], Sequence[CallProfile]] = {}
+        for process, call in zip(traces, calls, strict=True):
+            try:
+                (profiles[process],) = await call
+            except ProcessLostError as error:
+                cause = str(error).splitlines()[0]
+                print(f"{cause} There is no profile of {process.name}.", file=sys.stderr)
+        return profiles
 
 
 def kernel_rows(calls: Sequence[CallProfile]) -> Iterator[str]:

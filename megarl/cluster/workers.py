@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 from ray import ObjectRef
 
@@ -16,12 +16,6 @@ from megarl.remote import RemoteMethod
 
 if TYPE_CHECKING:
     from megarl.cluster.session import Session
-
-P = ParamSpec("P")
-Q = TypeVar("Q")
-R = TypeVar("R")
-S = TypeVar("S")
-T = TypeVar("T")
 
 
 class WorkerGroup[W]:
@@ -40,36 +34,21 @@ class WorkerGroup[W]:
         """Returns the same processes under another name."""
         return WorkerGroup(self._session, name, self.processes)
 
-    def call(self, method: RemoteMethod[W, P, R], *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+    def call[**P, R](self, method: RemoteMethod[W, P, R], *args: P.args, **kwargs: P.kwargs) -> Call[R]:
         """Calls a method on every process with the same arguments."""
         return self.submit(method, [args] * len(self.processes), kwargs)
 
-    def call_each(self, method: RemoteMethod[W, [Q], R], requests: Sequence[Q]) -> Call[R]:
+    def call_each[Q, R](self, method: RemoteMethod[W, [Q], R], requests: Sequence[Q]) -> Call[R]:
         """Calls a method on the first `len(requests)` processes, with one request each."""
         return self.submit(method, [(request,) for request in requests])
 
-    @overload
-    def call_by_chunk(
-        self,
-        method: RemoteMethod[W, [Q], tuple[dict[int, T], S] | None],
-        requests: Sequence[Q],
-        chunks: Sequence[Sequence[int]],
-    ) -> ChunkCall[S | None, T]: ...
-    @overload
-    def call_by_chunk(
-        self, method: RemoteMethod[W, [Q], dict[int, T] | None], requests: Sequence[Q], chunks: Sequence[Sequence[int]]
-    ) -> ChunkCall[None, T]: ...
-    def call_by_chunk(
-        self, method: RemoteMethod[W, [Q], Any], requests: Sequence[Q], chunks: Sequence[Sequence[int]]
-    ) -> ChunkCall[Any, Any]:
-        """Like `call_each`, but results by chunk stay in the object store; `chunks` are those of each process."""
-        return self.submit(method, [(request,) for request in requests], chunks=chunks)
-
-    def call_at(self, process: int, method: RemoteMethod[W, P, R], *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+    def call_at[**P, R](
+        self, process: int, method: RemoteMethod[W, P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> Call[R]:
         """Calls a method on one process."""
         return self.submit(method, [args], kwargs, processes=[self.processes[process]])
 
-    def call_one(
+    def call_one[Q, S, T](
         self,
         process: int,
         method: RemoteMethod[W, [Q], Future[tuple[dict[int, T], S]]],
@@ -127,8 +106,4 @@ class WorkerGroup[W]:
 
     def _call_usage(self, processes: Sequence[Process[W]]) -> Call[ProcessUsage]:
         done = [process.actor.usage.remote() for process in processes]
-        label = f"{self.name}.usage"
-        monitor = self._session.monitor
-        return monitor.follow(
-            Call[ProcessUsage](label=label, phase="start", processes=processes, done=done, monitor=monitor)
-        )
+        return self._session.call(f"{self.name}.usage", "start", processes, done)

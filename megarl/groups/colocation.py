@@ -74,7 +74,8 @@ class Colocation:
             await self._trainers.offload_all()
         await self._call_if_sleeping(RolloutEngine.wake_cache)
         self._training = False
-        return report.with_offload(awake - start + perf_counter() - synced)
+        report.add_stage("offload", awake - start + perf_counter() - synced)
+        return report
 
     async def _call_if_sleeping(self, method: RemoteMethod[RolloutEngine, [], None]) -> None:
         if self._sleep:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from megarl.cluster.calls import Call, Process
 from megarl.cluster.session import Session
@@ -24,20 +24,6 @@ from megarl.texts import printable
 from megarl.types import SampleInfo, SampleRequest, TurnAnswer, WorkItem
 
 
-class Generator(Protocol):
-    """What generates responses: engines, or conversations with them."""
-
-    def generate(self, requests: Sequence[SampleRequest], chunks: int) -> PendingRollouts: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TurnSource:
-    """The turn that a process waits for."""
-
-    process: int
-    turn: TurnRequest
-
-
 class ConversationGroup(WorkerGroup[EnvironmentProcess]):
     """Processes that run conversations, whose turns the engines sample; spread over the nodes, without a device.
 
@@ -46,9 +32,6 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
     process begins again with each turn. Turns move in batches: all that a process is ready to take
     in one call, and all that an engine has sampled in another, so the time of this process per turn
     falls with their number.
-
-    Args:
-        gateway: whether the environment is a gateway.
     """
 
     def __init__(
@@ -56,12 +39,9 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
         session: Session,
         processes: Sequence[Process[EnvironmentProcess]],
         engines: RolloutGroup,
-        *,
-        gateway: bool = False,
     ) -> None:
         super().__init__(session, "environments", processes)
         self._engines = engines
-        self._gateway = gateway
         self._running: list[set[GenerateCall]] = [set() for _ in processes]  # calls for items
         self._sampling: set[int] = set()  # processes whose turns are awaited
         self._engine_of: dict[str, Process[RolloutEngine]] = {}  # that sampled the last turn of a conversation
@@ -69,10 +49,7 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
         engines.turns_answered = self._answer
 
     async def start(self) -> None:
-        """Starts the processes, when the nodes of gateways have returned their addresses."""
-        if not self._gateway:
-            await self.call(EnvironmentProcess.start)
-            return
+        """Starts the processes, each with the address of its node, where a gateway listens."""
         hosts: list[str] = []
         for process in self.processes:
             address = await self._session.free_address(process)
@@ -109,7 +86,6 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
                     f"{failure}\nThe conversation counts as unscored. Similar failures are not shown again; "
                     "environment/failed counts them all.",
                     file=sys.stderr,
-                    flush=True,
                 )
         return call
 
@@ -119,23 +95,21 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
             call = self.submit(EnvironmentProcess.next_turns, [()], processes=[self.processes[process]])
             requests: list[TurnRequest]
             (requests,) = await call
-            turns: list[Turn[_TurnSource]] = []
-            for turn in requests:
-                last = self._engine_of.get(turn.conversation)
+            turns: list[Turn] = []
+            for request in requests:
+                last = self._engine_of.get(request.conversation)
                 engine = None if last is None else self._engines.index(last)
-                source = _TurnSource(process=process, turn=turn)
-                turns.append(Turn(request=turn.request, tokens=turn.tokens, engine=engine, source=source))
+                turns.append(Turn(request=request, process=process, engine=engine))
             self._engines.sample(turns)
         self._sampling.remove(process)
 
-    def _answer(self, answers: Sequence[tuple[Turn[_TurnSource], TurnAnswer]], engine: Process[RolloutEngine]) -> None:
+    def _answer(self, answers: Sequence[tuple[Turn, TurnAnswer]], engine: Process[RolloutEngine]) -> None:
         """Hands turns to the processes that asked for them."""
         by_process: dict[int, list[TurnAnswer]] = {}
         for turn, answer in answers:
-            source = turn.source
-            self._engine_of[source.turn.conversation] = engine
-            numbered = replace(answer, number=source.turn.number)
-            by_process.setdefault(source.process, []).append(numbered)
+            self._engine_of[turn.request.conversation] = engine
+            numbered = replace(answer, number=turn.request.number)
+            by_process.setdefault(turn.process, []).append(numbered)
         for process, turns in by_process.items():
             for call in self._running[process]:
                 call.restart_limit()
@@ -171,7 +145,6 @@ def launch_conversations(
     rollout = config.rollout
     if settings is None:
         return None
-    gateway = settings.name == "gateway"
     _, data = config.rows_section
     limits = TurnLimits(
         context=rollout.max_model_len,
@@ -181,14 +154,14 @@ def launch_conversations(
     )
     tokenizer = config.model.tokenizer_directory(model_dir)
     ends = (*stop_token_ids(model_dir), *rollout.stop_token_ids)
-    args = (settings, tokenizer, data.chat_template_kwargs, limits, ends)
-    devices = len(session.placement.slots)
+    template = data.chat_template_kwargs
+    worker = partial(EnvironmentProcess, settings, tokenizer, template, limits, ends)
     processes: list[Process[EnvironmentProcess]] = []
-    for index in range(settings.processes):
-        place = None
-        if gateway:
-            place = _gateway_config(config, index)
-            session.remove_at_end(Path(place.file))
-        device = index * devices // settings.processes
-        processes.append(session.launch_at(f"environments {index}", device, EnvironmentProcess, *args, place))
-    return ConversationGroup(session, processes, engines, gateway=gateway)
+    for index, place in enumerate(session.spread(settings.processes)):
+        served = None
+        if settings.name == "gateway":
+            served = _gateway_config(config, index)
+            session.remove_at_end(Path(served.file))
+        process = session.launch(f"environments {index}", partial(worker, served), place=place)
+        processes.append(process)
+    return ConversationGroup(session, processes, engines)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
 
 class EngineLoad:
     """The work of engines, by number of the engine. An engine is busy while it has responses in progress."""
@@ -13,8 +15,8 @@ class EngineLoad:
         """Responses in progress."""
         self.tokens = [0] * engines
         """Tokens in flight: those of prompts, and those that may be sampled."""
-        self._written = [0] * engines
-        self._busy_s = [0.0] * engines
+        self._written = np.zeros(engines)
+        self._busy_s = np.zeros(engines)
         self._changed = [time.perf_counter()] * engines
         self._read = time.perf_counter()
 
@@ -38,16 +40,13 @@ class EngineLoad:
         now = time.perf_counter()
         busy = self._busy_s
         written = self._written
-        metrics = {"rollout/engine_idle": 1 - sum(busy) / len(busy) / (now - self._read)}
-        speeds: list[float] = []
-        for tokens, seconds in zip(written, busy, strict=True):
-            if tokens:
-                speeds.append(tokens / seconds)
-        if speeds:
-            metrics["perf/rollout_tokens_per_second"] = sum(written) / max(busy)
-            metrics["perf/engine_tokens_per_second_min"] = min(speeds)
-            metrics["perf/engine_tokens_per_second_max"] = max(speeds)
-        self._busy_s = [0.0] * len(busy)
-        self._written = [0] * len(written)
+        metrics = {"rollout/engine_idle": float(1 - busy.mean() / (now - self._read))}
+        if written.any():
+            speeds = written[written > 0] / busy[written > 0]
+            metrics["perf/rollout_tokens_per_second"] = float(written.sum() / busy.max())
+            metrics["perf/engine_tokens_per_second_min"] = float(speeds.min())
+            metrics["perf/engine_tokens_per_second_max"] = float(speeds.max())
+        self._busy_s = np.zeros_like(busy)
+        self._written = np.zeros_like(written)
         self._read = now
         return metrics

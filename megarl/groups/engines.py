@@ -8,7 +8,8 @@ import itertools
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from functools import partial
+from typing import Any, Literal
 
 from megarl.cluster.calls import Call, ChunkCall, Process, ProcessLostError, WorkerError
 from megarl.cluster.process_usage import ProcessUsage
@@ -17,6 +18,7 @@ from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import RunConfig, parse_devices
 from megarl.config.schema import Cluster, Rollout
+from megarl.conversations.environment_process import TurnRequest
 from megarl.groups.engine_load import EngineLoad
 from megarl.groups.rollouts import GenerateCall, PendingRollouts, Rollouts, split, work_items
 from megarl.models import model_spec
@@ -26,29 +28,28 @@ from megarl.rollout.engine import EngineOptions, PickRequest, RolloutEngine, Tru
 from megarl.rollout.replay import RecordingEngine, ReplayingEngine
 from megarl.types import Pickled, RolloutChunk, SampleInfo, SampleRequest, TurnAnswer, WorkItem
 
-Q = TypeVar("Q")
-R = TypeVar("R")
-
 _OVERLOAD = 2
 """A prompt leaves the engine that has its beginning where that has so many times the tokens of the least busy one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn[S]:
+class Turn:
     """A turn of a conversation to sample.
 
     Args:
-        tokens: number of tokens of the prompt and of those that may be sampled.
+        process: index of the process that asks for it.
         engine: engine that has the beginning of the prompt in its cache.
-        source: sender of the turn, which comes back with the answer.
     """
 
-    request: Pickled[SampleRequest]
-    tokens: int
+    request: TurnRequest
+    process: int
     engine: int | None
-    source: S
 
     responses = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.request.tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +70,13 @@ class _Item:
 class RolloutGroup(WorkerGroup[RolloutEngine]):
     """vLLM engines, each on `rollout.tp` devices.
 
-    Items of work and turns of conversations wait here in the order of the requests.
-    Of the engines that
-    have room and are not held, the one with the fewest tokens in flight takes the next one: those
-    of prompts, and those that may be sampled. A turn goes to the engine that has its beginning,
-    unless that is overloaded. An engine gets the turns that are ready at the same time in one call,
-    and returns those that are finished in another; requests and answers pass this process unread.
-    Where engines may be replaced, one that dies or exceeds its time limit is started again, and
-    others answer what it was asked; it takes part again after a sync.
+    Items of work and turns of conversations wait here in the order of the requests. Of the engines
+    that have room and are not held, the one with the fewest tokens in flight takes the next one:
+    those of prompts, and those that may be sampled. A turn goes to the engine that has its
+    beginning, unless that is overloaded. An engine gets the turns that are ready at the same time
+    in one call, and returns those that are finished in another; requests and answers pass this
+    process unread. Where engines may be replaced, one that dies or exceeds its time limit is
+    started again, and others answer what it was asked; it takes part again after a sync.
 
     Args:
         model_dir: Hugging Face directory of the model.
@@ -98,15 +98,9 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         devices = parse_devices(rollout.devices)
 
         def launch(index: int) -> Process[RolloutEngine]:
-            return session.launch(
-                f"{name} engine {index}",
-                devices[index * rollout.tp : (index + 1) * rollout.tp],
-                engine,
-                model_dir,
-                rollout,
-                options,
-                engine_id=index,
-            )
+            worker = partial(engine, model_dir, rollout, options, engine_id=index)
+            first = index * rollout.tp
+            return session.launch(f"{name} engine {index}", worker, devices[first : first + rollout.tp])
 
         super().__init__(session, name, [launch(index) for index in range(rollout.engines)])
         self._launch = launch
@@ -116,10 +110,10 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self.restore: Callable[[], Awaitable[None]] | None = None
         """Gives the engines weights when all of them were replaced; None ends the run."""
         self._numbers = itertools.count()
-        self._waiting: list[tuple[int, _Item | Turn[Any]]] = []  # a heap
-        self._turns: list[dict[int, Turn[Any]]] = [{} for _ in range(rollout.engines)]  # being sampled
+        self._waiting: list[tuple[int, _Item | Turn]] = []  # a heap
+        self._turns: list[dict[int, Turn]] = [{} for _ in range(rollout.engines)]  # being sampled
         self._listening: set[int] = set()  # engines whose sampled turns are awaited
-        self.turns_answered: Callable[[Sequence[tuple[Turn[Any], TurnAnswer]], Process[RolloutEngine]], None]
+        self.turns_answered: Callable[[Sequence[tuple[Turn, TurnAnswer]], Process[RolloutEngine]], None]
         """Called with sampled turns and the process that sampled them."""
         self._room = [0] * rollout.engines  # responses that each generates at once
         self._starting: dict[int, Call[int]] = {}  # of replaced engines, until they have weights
@@ -149,7 +143,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self._assign()
         return PendingRollouts(answers=answers)
 
-    def sample(self, turns: Sequence[Turn[Any]]) -> None:
+    def sample(self, turns: Sequence[Turn]) -> None:
         """Samples turns, which `turns_answered` gets; returns at once."""
         for turn in turns:
             self._push(turn)
@@ -159,7 +153,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         """Returns the number of an engine; None if it was replaced."""
         return self.processes.index(process) if process in self.processes else None
 
-    def _push(self, work: _Item | Turn[Any]) -> None:
+    def _push(self, work: _Item | Turn) -> None:
         heapq.heappush(self._waiting, (next(self._numbers), work))
 
     @property
@@ -185,11 +179,6 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         silent = self._session.silent([self.processes[engine] for engine in engines])
         return {engine for engine in engines if self.processes[engine] in silent}
 
-    @property
-    def _all_lost(self) -> bool:
-        """Returns whether every engine was replaced since its last sync: none has weights."""
-        return len(self._starting) == len(self.processes)
-
     def take_metrics(self) -> dict[str, float]:
         """Returns the engines' idle fraction and speed since the last reading."""
         return self._load.take_metrics()
@@ -197,14 +186,10 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
     async def take_usage(self) -> list[ProcessUsage]:
         """Like that of other groups, but without engines that are starting or are lost meanwhile."""
         calls = {engine: self._call_usage([self.processes[engine]]) for engine in self.started}
-        for call in calls.values():
-            call.survives_loss = self.replaceable
+        readings = [self.spawn(self._results(engine, call)) for engine, call in calls.items()]
         usages: list[ProcessUsage] = []
-        for engine, call in calls.items():
-            try:
-                usages += await call
-            except ProcessLostError as error:
-                self._lose(engine, call.processes[0], error)
+        for reading in readings:
+            usages += await reading or []
         return usages
 
     def _count(self, engine: int, responses: int, tokens: int = 0) -> None:
@@ -229,11 +214,12 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self._change.set()
         self._change = asyncio.Event()
 
-    async def require(self, work: Awaitable[R]) -> R:
+    async def require[R](self, work: Awaitable[R]) -> R:
         """Waits for work that needs engines; raises WorkerError if all engines are lost and get no weights again."""
         awaited = asyncio.ensure_future(work)
+        count = len(self.processes)
         while True:
-            lost = asyncio.ensure_future(self.until(lambda: self._all_lost))
+            lost = asyncio.ensure_future(self.until(lambda: len(self._starting) == count))
             await asyncio.wait([awaited, lost], return_when=asyncio.FIRST_COMPLETED)
             lost.cancel()
             if awaited.done():
@@ -286,33 +272,27 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             self._count(engine, work.responses, work.tokens)
             if isinstance(work, Turn):
                 self._turns[engine][number] = work
-                turns.setdefault(engine, []).append((number, work.request))
+                turns.setdefault(engine, []).append((number, work.request.request))
             else:
-                self._generate(engine, number, work)
+                call = self.call_one(engine, RolloutEngine.generate, work.item, [work.item.chunk])
+                self.spawn(self._finish(engine, number, work, call))
         for engine, requests in turns.items():
             call = self.call_at(engine, RolloutEngine.sample_turns, requests)
             if self.replaceable:
-                call.survives_loss = True
-                self.spawn(self._watch(engine, call))
+                self.spawn(self._results(engine, call))
             if engine not in self._listening:
                 self._listening.add(engine)
                 self.spawn(self._take_turns(engine))
 
-    def _generate(self, engine: int, number: int, work: _Item) -> None:
-        """Lets an engine generate an item."""
-        call = self.call_one(engine, RolloutEngine.generate, work.item, [work.item.chunk])
-        call.survives_loss = self.replaceable
-        self.spawn(self._finish(engine, number, work, call))
-
     async def _finish(self, engine: int, number: int, work: _Item, call: GenerateCall) -> None:
         """Waits for an item; that of a lost engine waits for another one."""
-        (process,) = call.processes
-        try:
-            (samples,) = await call
-        except ProcessLostError as error:
+        results = await self._results(engine, call)
+        if results is None:
             heapq.heappush(self._waiting, (number, work))
-            self._lose(engine, process, error)
+            self._assign()
             return
+        (samples,) = results
+        (process,) = call.processes
         if self.processes[engine] is process:
             self._count(engine, -work.responses, -work.tokens)
             self._load.wrote(engine, sum(sample.response_tokens for sample in samples))
@@ -324,17 +304,11 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         process = self.processes[engine]
         while self._turns[engine]:
             call: Call[Any] = self.call_at(engine, RolloutEngine.sampled_turns)
-            call.survives_loss = self.replaceable
-            sampled: list[TurnAnswer]
-            try:
-                (sampled,) = await call
-            except ProcessLostError as error:
-                self._lose(engine, process, error)
+            results = await self._results(engine, call)
+            if results is None or self.processes[engine] is not process:
                 return
-            if self.processes[engine] is not process:
-                return
-            answers: list[tuple[Turn[Any], TurnAnswer]] = []
-            for answer in sampled:
+            answers: list[tuple[Turn, TurnAnswer]] = []
+            for answer in results[0]:
                 turn = self._turns[engine].pop(answer.number)
                 self._count(engine, -1, -turn.tokens)
                 self._load.wrote(engine, answer.tokens)
@@ -343,18 +317,14 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             self._assign()
         self._listening.discard(engine)
 
-    async def _watch(self, engine: int, call: Call[Any]) -> None:
-        """Replaces an engine that is lost in a call."""
-        (process,) = call.processes
+    async def _results[R](self, engine: int, call: Call[R]) -> list[R] | None:
+        """Waits for a call on an engine; None if the engine is lost, which is then replaced."""
+        call.survives_loss = self.replaceable
         try:
-            await call
+            return await call
         except ProcessLostError as error:
-            self._lose(engine, process, error)
-
-    def _lose(self, engine: int, process: Process[RolloutEngine], error: ProcessLostError) -> None:
-        """Replaces a lost engine, and gives its work to others."""
-        self.replace(engine, process, str(error))
-        self._assign()
+            self.replace(engine, call.processes[0], str(error))
+            return None
 
     def replace(self, engine: int, process: Process[RolloutEngine], cause: str) -> None:
         """Ends the process of an engine, which may be dead, and starts another one, unless that was done before.
@@ -382,7 +352,8 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self.spawn(self._watch_start(engine, call))
         self._notify()
         first = cause.splitlines()[0]
-        print(f"{first} It is replaced; its responses in progress are generated again.", file=sys.stderr, flush=True)
+        print(f"{first} It is replaced; its responses in progress are generated again.", file=sys.stderr)
+        self._assign()
 
     async def _watch_start(self, engine: int, call: Call[int]) -> None:
         """Replaces an engine that is lost while it starts, unless it was to be closed."""
@@ -427,7 +398,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             ends |= call.results[0]
         return rollouts.truncated(ends, ChunkRefs[RolloutChunk].of(call.chunks for call in calls))
 
-    async def _divide(
+    async def _divide[Q](
         self, method: RemoteMethod[RolloutEngine, [Q], Any], make: Callable[[Sequence[int]], Q], chunks: Sequence[int]
     ) -> list[ChunkCall[Any, RolloutChunk]]:
         """Calls a method by chunk, on the engines that have started, or on all if none has; returns the calls."""
@@ -439,7 +410,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
                 parts.append(self.spawn(self._call_part(engine, method, make(numbers), numbers)))
         return [await part for part in parts]
 
-    async def _call_part(
+    async def _call_part[Q](
         self, engine: int, method: RemoteMethod[RolloutEngine, [Q], Any], request: Q, chunks: Sequence[int]
     ) -> ChunkCall[Any, RolloutChunk]:
         """Calls a method on an engine, or on another one if that is lost."""
@@ -448,14 +419,9 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             call = self.submit(method, [(request,)], chunks=[chunks], processes=[process])
             if engine in self._starting:
                 call.after = [self._starting[engine]]
-            call.survives_loss = self.replaceable
-            try:
-                await call
-            except ProcessLostError as error:
-                self._lose(engine, process, error)
-                engine = next(iter(self.started), engine)
-            else:
+            if await self._results(engine, call) is not None:
                 return call
+            engine = next(iter(self.started), engine)
 
 
 def engine_options(

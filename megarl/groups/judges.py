@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,25 +22,13 @@ from megarl.weights.hf_files import read_config
 _CHUNKS_PER_ENGINE = 8
 
 
+@dataclass(frozen=True, kw_only=True)
 class Judge:
-    """Engines that answer questions, which scoring processes ask and read.
+    """Engines with the judge's weights answer questions, which scoring processes ask and read."""
 
-    Args:
-        engines: engines with the judge's weights.
-    """
-
-    def __init__(self, settings: JudgeModel, engines: RolloutGroup, scorers: RuleScorers) -> None:
-        self._settings = settings
-        self._engines = engines
-        self._scorers = scorers
-
-    async def start(self) -> None:
-        """Starts the engines."""
-        await self._engines.start()
-
-    def close(self) -> Call[None]:
-        """Lets the engines end by themselves; returns at once."""
-        return self._engines.close()
+    settings: JudgeModel
+    engines: RolloutGroup
+    scorers: RuleScorers
 
     async def score(self, rollouts: Rollouts, prompts: Mapping[str, Prompt]) -> tuple[Call[ScoredRows], float]:
         """Asks for the score of every sample; returns the call that reads the answers, and the seconds before it.
@@ -47,7 +36,7 @@ class Judge:
         Args:
             prompts: by prompt id.
         """
-        asking = self._scorers.questions(rollouts, prompts)
+        asking = self.scorers.questions(rollouts, prompts)
         questions: list[Question] = []
         for part in await asking:
             questions += part
@@ -59,15 +48,12 @@ class Judge:
                 sample_id=f"judge/{number}",
                 prompt=Prompt(prompt_id=question.prompt_id, token_ids=question.token_ids),
                 seed=zlib.crc32(np.array(question.token_ids, np.int32).tobytes()),
-                temperature=self._settings.temperature,
+                temperature=self.settings.temperature,
             )
             requests.append(request)
-        if not requests:
-            return self._scorers.read(questions, None), await asking.longest()
-        answers = self._engines.generate(requests, _CHUNKS_PER_ENGINE * len(self._engines.processes))
-        rollouts = await answers.result()
+        answers = self.engines.generate(requests, _CHUNKS_PER_ENGINE * len(self.engines.processes))
         seconds = max(await asking.longest(), await answers.longest())
-        return self._scorers.read(questions, rollouts), seconds
+        return self.scorers.read(questions, await answers.result()), seconds
 
 
 def launch_judge(config: SamplingConfig, session: Session, scorers: RuleScorers | None) -> Judge | None:
@@ -77,4 +63,5 @@ def launch_judge(config: SamplingConfig, session: Session, scorers: RuleScorers 
         return None
     assert scorers is not None
     options = engine_options(config.cluster, model_spec(read_config(settings.path)).dims.vocab, "files")
-    return Judge(settings, RolloutGroup(session, settings.rollout, settings.path, options, name="judge"), scorers)
+    engines = RolloutGroup(session, settings.rollout, settings.path, options, name="judge")
+    return Judge(settings=settings, engines=engines, scorers=scorers)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megarl.cluster.calls import Call, Process
 from megarl.cluster.session import Session
@@ -25,12 +25,11 @@ from megarl.weights.planner import Place
 _MIB = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SyncReport:
     """The measurements of one sync.
 
     Args:
-        version: version of the weights that every engine rank has committed.
         nbytes: bytes received by all engine ranks.
         messages: number of messages received.
         staging_bytes: largest size of the buffers in one rank.
@@ -38,12 +37,11 @@ class SyncReport:
             the time to free memory on shared devices.
     """
 
-    version: int
     nbytes: int
     messages: int
     staging_bytes: int
     seconds: float
-    stages: Mapping[str, float]
+    stages: dict[str, float]
 
     @classmethod
     def of(cls, senders: Sequence[SyncStats], receivers: Sequence[SyncStats], seconds: float) -> SyncReport:
@@ -54,7 +52,6 @@ class SyncReport:
             for stage, taken in rank.seconds.items():
                 stages[stage] = max(taken, stages.get(stage, 0.0))
         return cls(
-            version=receivers[0].version,
             nbytes=sum(rank.nbytes for rank in receivers),
             messages=sum(rank.messages for rank in receivers),
             staging_bytes=max(rank.peak_staging_bytes for rank in ranks),
@@ -62,23 +59,18 @@ class SyncReport:
             stages=stages,
         )
 
-    def plus(self, later: SyncReport) -> SyncReport:
+    def add(self, later: SyncReport) -> None:
         """Adds the measurements of engines that were updated later."""
-        stages = dict(self.stages)
+        self.nbytes += later.nbytes
+        self.messages += later.messages
+        self.staging_bytes = max(self.staging_bytes, later.staging_bytes)
+        self.seconds += later.seconds
         for stage, seconds in later.stages.items():
-            stages[stage] = stages.get(stage, 0.0) + seconds
-        return replace(
-            self,
-            nbytes=self.nbytes + later.nbytes,
-            messages=self.messages + later.messages,
-            staging_bytes=max(self.staging_bytes, later.staging_bytes),
-            seconds=self.seconds + later.seconds,
-            stages=stages,
-        )
+            self.add_stage(stage, seconds)
 
-    def with_offload(self, seconds: float) -> SyncReport:
-        """Returns the report with further seconds of the stage `offload`."""
-        return replace(self, stages={**self.stages, "offload": self.stages.get("offload", 0.0) + seconds})
+    def add_stage(self, stage: str, seconds: float) -> None:
+        """Adds to the seconds of a stage."""
+        self.stages[stage] = self.stages.get(stage, 0.0) + seconds
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics `sync/*`."""
@@ -102,7 +94,9 @@ class SyncPlanner:
         self._config = config
         self._layout = actor.layout
         self.tp = config.rollout.tp
-        places = [Place(node=slot.node, device=slot.device) for slot in session.placement.slots]
+        count = config.cluster.devices_per_node
+        devices = range(config.cluster.nodes * count)
+        places = [Place(node=device // count, device=device) for device in devices]
         self._trainers = [places[device] for device in config.device_list(actor.group.name)]
         self._engine_ranks = [places[device] for device in parse_devices(config.rollout.devices)]
         self._plans: dict[tuple[int, ...], TransferPlan] = {}
@@ -293,5 +287,5 @@ class Resharder:
                 if report is None:
                     report = part
                 elif part is not None:
-                    report = report.plus(part)
+                    report.add(part)
         return report

@@ -82,12 +82,12 @@ class PendingRollouts:
         return Rollouts(samples=tuple(samples), chunks=ChunkRefs[RolloutChunk].of(chunks))
 
     async def longest(self) -> float:
-        """Waits for the rollouts, and returns the seconds of the slowest call."""
-        seconds: list[float] = []
+        """Waits for the rollouts, and returns the seconds of the slowest call; 0 without any."""
+        seconds = 0.0
         for answer in self.answers:
             call = await answer
-            seconds.append(await call.longest())
-        return max(seconds)
+            seconds = max(seconds, await call.longest())
+        return seconds
 
 
 def split[T](items: Sequence[T], count: int) -> list[Sequence[T]]:

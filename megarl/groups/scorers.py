@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from megarl.cluster.calls import Call, Process
-from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import SamplingConfig
@@ -29,8 +27,6 @@ from megarl.rewards.judge import JUDGE_MODEL, JudgePrompts
 from megarl.rewards.scorer import Failures, RuleScorer, Scores, Unscored
 from megarl.texts import printable
 from megarl.types import Prompt, RolloutChunk
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,19 +58,25 @@ class ScoredRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question to the judge about the sample in a row of a chunk; a question with a problem is left out."""
+    """A question to the judge about a sample; one with a problem is left out.
+
+    Args:
+        place: chunk and row of the sample.
+        answer: chunk and row of the answer.
+    """
 
     place: tuple[int, int]
     prompt_id: str
     token_ids: tuple[int, ...]
     problem: str | None = None
+    answer: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerRequest:
-    """Questions, and the chunk and row of each one's answer."""
+    """Questions, and the chunks with their answers."""
 
-    questions: Sequence[tuple[Question, tuple[int, int] | None]]
+    questions: Sequence[Question]
     answers: Chunks[RolloutChunk]
 
 
@@ -134,18 +136,19 @@ class ScoringProcess:
         assert self._judge is not None
         scores = np.full(len(request.questions), math.nan, np.float32)
         failures: dict[tuple[str, str], Unscored] = {}
-        for index, (question, place) in enumerate(request.questions):
+        for index, question in enumerate(request.questions):
             try:
-                if place is None:
+                if question.answer is None:
                     raise ValueError(question.problem)
-                chunk = request.answers[place[0]]
-                ids = chunk.response_ids[place[1]].tolist()
-                scores[index] = self._judge.read(ids, bool(chunk.finished[place[1]]))
+                chunk, row = question.answer
+                answers = request.answers[chunk]
+                ids = answers.response_ids[row].tolist()
+                scores[index] = self._judge.read(ids, bool(answers.finished[row]))
             except ValueError as error:
                 failure = Failure(kind=type(error).__name__, reason=str(error))
                 unscored = Unscored(prompt_id=question.prompt_id, failure=failure, calls=1)
                 failures.setdefault((JUDGE_MODEL, failure.kind), unscored)
-        places = [question.place for question, _ in request.questions]
+        places = [question.place for question in request.questions]
         return ScoredRows(places=places, scores={JUDGE_MODEL: scores}, failures=failures)
 
     @remote(phase="start")
@@ -160,7 +163,6 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
     Args:
         tokenizer: directory of the tokenizer; None without one.
         functions: all functions of the run.
-        warn: function that gets the first failure of each kind of each function.
 
     Attributes:
         failures: the last ones, one of each kind of each function.
@@ -173,19 +175,14 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
         functions: Sequence[RewardFunction],
         reward: Reward,
         limits: TimeLimits,
-        warn: Callable[[str], None],
     ) -> None:
         self._functions = tuple(functions)
-        self._warn = warn
         self._reported: set[tuple[str, str]] = set()
         self.failures: list[str] = []
-        devices = len(session.placement.slots)
-        count = reward.processes
-        args = (tokenizer, self._functions, reward, limits.calls)
+        worker = partial(ScoringProcess, tokenizer, self._functions, reward, limits.calls)
         processes: list[Process[ScoringProcess]] = []
-        for index in range(count):
-            place = index * devices // count
-            processes.append(session.launch_at(f"scorer {index}", place, ScoringProcess, *args))
+        for index, place in enumerate(session.spread(reward.processes)):
+            processes.append(session.launch(f"scorer {index}", worker, place=place))
         super().__init__(session, "scorers", processes)
 
     async def start(self) -> None:
@@ -214,24 +211,23 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
         """Writes the questions to the judge about every sample; returns at once. `prompts` are by prompt id."""
         return self._share(ScoringProcess.questions, {}, rollouts, prompts)
 
-    def read(self, questions: Sequence[Question], answers: Rollouts | None) -> Call[ScoredRows]:
+    def read(self, questions: Sequence[Question], answers: Rollouts) -> Call[ScoredRows]:
         """Reads the scores in the judge's answers to the questions without a problem; returns at once."""
-        samples = iter(() if answers is None else answers.samples)
-        placed: list[tuple[Question, tuple[int, int] | None]] = []
+        samples = iter(answers.samples)
+        placed: list[Question] = []
         for question in questions:
-            place = None
             if question.problem is None:
-                answer = next(samples)
-                place = (answer.chunk, answer.row)
-            placed.append((question, place))
+                sample = next(samples)
+                placed.append(replace(question, answer=(sample.chunk, sample.row)))
+            else:
+                placed.append(question)
         requests: list[AnswerRequest] = []
-        chunks = ChunkRefs[RolloutChunk]({}) if answers is None else answers.chunks
         for part in split(placed, len(self.processes)):
-            numbers = {place[0] for _, place in part if place is not None}
-            requests.append(AnswerRequest(questions=part, answers=chunks.only(numbers)))
+            chunks = {question.answer[0] for question in part if question.answer is not None}
+            requests.append(AnswerRequest(questions=part, answers=answers.chunks.only(chunks)))
         return self.call_each(ScoringProcess.read, requests)
 
-    def _share(
+    def _share[R](
         self,
         method: RemoteMethod[ScoringProcess, [ScoreRequest], R],
         functions: Mapping[str, int],
@@ -271,19 +267,20 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
             self.failures.append(f"reward function {name!r} on prompt {unscored.prompt_id!r}: {reason}")
             if (name, kind) not in self._reported:
                 self._reported.add((name, kind))
-                self._warn(
+                print(
                     f"reward function {name!r} gave prompt {unscored.prompt_id!r} no score (calls: {unscored.calls}); "
                     "the response counts as unscored. Similar failures are not shown again; rewards/unscored counts "
-                    f"them all.\n{printable(reason)}"
+                    f"them all.\n{printable(reason)}",
+                    file=sys.stderr,
                 )
         chunks, rows = np.array(places).T
         order = np.lexsort((rows, chunks))
-        chunks = chunks[order]
-        scores: dict[int, Scores] = {int(chunk): {} for chunk in np.unique(chunks)}
+        numbers, starts = np.unique(chunks[order], return_index=True)
+        scores: dict[int, Scores] = {int(chunk): {} for chunk in numbers}
         for name in results[0].scores:
             column = np.concatenate([result.scores[name] for result in results])[order]
-            for chunk, columns in scores.items():
-                columns[name] = column[chunks == chunk]
+            for columns, part in zip(scores.values(), np.split(column, starts[1:]), strict=True):
+                columns[name] = part
         return scores
 
 
@@ -296,5 +293,4 @@ def launch_scorers(config: SamplingConfig, session: Session, model_dir: str) -> 
         return None
     directory = config.model.tokenizer_directory(model_dir)
     tokenizer = directory if has_tokenizer(directory) else None
-    warn = functools.partial(print, file=sys.stderr, flush=True)
-    return RuleScorers(session, tokenizer, functions, config.reward, config.cluster.time_limits, warn)
+    return RuleScorers(session, tokenizer, functions, config.reward, config.cluster.time_limits)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from functools import partial
+from typing import Any, Concatenate, Protocol, overload
 
 import torch
 
@@ -19,13 +21,6 @@ from megarl.remote import RemoteMethod
 from megarl.rollout.vllm_environment import vllm_device
 from megarl.types import Layout, RankSchedule, RoleName
 
-P = ParamSpec("P")
-Q = TypeVar("Q")
-Q_co = TypeVar("Q_co", covariant=True)
-R = TypeVar("R")
-S = TypeVar("S")
-T = TypeVar("T")
-
 _CHUNKS_PER_REPLICA = 8
 """Chunks of a step per DP rank of the role with the largest DP: enough to balance the ranks."""
 
@@ -37,13 +32,10 @@ class Scheduled(Protocol):
     def schedule(self) -> RankSchedule: ...
 
 
-OnePass = TypeVar("OnePass", bound=Scheduled)
-
-
-class Divisible(Protocol[Q_co]):
+class Divisible[Q](Protocol):
     """A request for all replicas of a role; see `megatron.worker_requests`."""
 
-    def part(self, replica: int, /) -> Q_co: ...
+    def part(self, replica: int, /) -> Q: ...
 
 
 class RemoteRole:
@@ -55,29 +47,30 @@ class RemoteRole:
         self.name: RoleName = name
         self._ranks = group.named(name)
 
-    def call(
+    def call[**P, R](
         self, method: RemoteMethod[MegatronWorker, Concatenate[RoleName, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Call[R]:
         """Calls a method with the same arguments on every rank."""
         return self._ranks.call(method.bind(self.name), *args, **kwargs)
 
-    def dispatch(self, method: RemoteMethod[MegatronWorker, [RoleName, Q], R], request: Divisible[Q]) -> Call[R]:
+    def dispatch[Q, R](self, method: RemoteMethod[MegatronWorker, [RoleName, Q], R], request: Divisible[Q]) -> Call[R]:
         """Calls a method with the part of the request of each rank's replica."""
-        return self._ranks.submit(method.bind(self.name), [(part,) for part in self._parts(request)])
+        args = [(part,) for part in self._parts(request)]
+        return self._ranks.submit(method.bind(self.name), args)
 
     @overload
-    def dispatch_by_chunk(
+    def dispatch_by_chunk[OnePass: Scheduled, S, T](
         self,
         method: RemoteMethod[MegatronWorker, [RoleName, OnePass], tuple[dict[int, T], S] | None],
         request: Divisible[OnePass],
     ) -> ChunkCall[S | None, T]: ...
     @overload
-    def dispatch_by_chunk(
+    def dispatch_by_chunk[OnePass: Scheduled, T](
         self,
         method: RemoteMethod[MegatronWorker, [RoleName, OnePass], dict[int, T] | None],
         request: Divisible[OnePass],
     ) -> ChunkCall[None, T]: ...
-    def dispatch_by_chunk(
+    def dispatch_by_chunk[OnePass: Scheduled](
         self, method: RemoteMethod[MegatronWorker, [RoleName, OnePass], Any], request: Divisible[OnePass]
     ) -> ChunkCall[Any, Any]:
         """Like `dispatch`, but the results by chunk stay in the object store."""
@@ -85,9 +78,10 @@ class RemoteRole:
         chunks: list[Sequence[int]] = []
         for rank, part in enumerate(parts):
             chunks.append(part.schedule.chunks if self.layout.reports(rank) else [])
-        return self._ranks.call_by_chunk(method.bind(self.name), parts, chunks)
+        args = [(part,) for part in parts]
+        return self._ranks.submit(method.bind(self.name), args, chunks=chunks)
 
-    def _parts(self, request: Divisible[Q]) -> list[Q]:
+    def _parts[Q](self, request: Divisible[Q]) -> list[Q]:
         """Returns the part of each rank."""
         parts = [request.part(replica) for replica in range(self.layout.dp)]
         return [parts[self.layout.coords(rank).dp] for rank in range(self.layout.world_size)]
@@ -113,20 +107,16 @@ class Trainers:
             address = await self.session.free_address(group.processes[0])
             group.call(MegatronWorker.start, f"tcp://{address}")
             loading.append(group.call(MegatronWorker.load, model_dir))
-        await _all(loading)
+        await asyncio.gather(*loading)
 
     async def offload_all(self) -> None:
         """Offloads every role that can be offloaded."""
-        await _all([group.call(MegatronWorker.offload_all) for group in self.groups.values()])
+        calls = [group.call(MegatronWorker.offload_all) for group in self.groups.values()]
+        await asyncio.gather(*calls)
 
     async def take_usage(self) -> dict[str, list[ProcessUsage]]:
         """Returns what each rank of each group has used since the last reading."""
         return {name: await group.take_usage() for name, group in self.groups.items()}
-
-
-async def _all(started: Sequence[Awaitable[Any]]) -> None:
-    for each in started:
-        await each
 
 
 class Service(Protocol):
@@ -154,9 +144,9 @@ async def start_all(
     starting = [] if engines is None else [spawn(engines.start())]
     loading = [spawn(service.start()) for service in services]
     if sleep:
-        await _all(starting)
+        await asyncio.gather(*starting)
     await trainers.start(model_dir)
-    await _all([*starting, *loading])
+    await asyncio.gather(*starting, *loading)
 
 
 async def close_all(trainers: Trainers, engines: RolloutGroup | None = None, services: Sequence[Service] = ()) -> None:
@@ -167,7 +157,7 @@ async def close_all(trainers: Trainers, engines: RolloutGroup | None = None, ser
     calls += [service.close() for service in services]
     for group in trainers.groups.values():
         calls.append(group.call(MegatronWorker.close))
-    await _all(calls)
+    await asyncio.gather(*calls)
 
 
 def launch_trainers(config: RunConfig, session: Session) -> Trainers:
@@ -186,7 +176,8 @@ def launch_group[W](
     """Launches a process with a `worker` on each device of a group, and returns at once."""
     processes: list[Process[W]] = []
     for rank, device in enumerate(config.device_list(name)):
-        processes.append(session.launch(f"{name} rank {rank}", [device], worker, config, name, rank))
+        made = partial(worker, config, name, rank)
+        processes.append(session.launch(f"{name} rank {rank}", made, [device]))
     return WorkerGroup(session, name, processes)
 
 
@@ -195,21 +186,20 @@ def check_gpus(config: RunConfig) -> None:
     cluster = config.cluster
     if cluster.address is not None:
         return
+    gpus = torch.cuda.device_count()
+    built = vllm_device()
     if not cluster.is_here:
         rule = "several nodes of GPUs need cluster.address"
-        value = str(cluster.nodes)
         fix = "start it with megarl launch slurm or ray, or join a running Ray with cluster.address"
-        raise ConfigError([Problem(field="cluster.nodes", value=value, rule=rule, fix=fix)])
-    if cluster.device == "cuda":
-        found = torch.cuda.device_count()
-        if found < cluster.devices_per_node:
-            rule = f"at most the GPUs of this machine, {found}"
-            fix = "lower it, join a cluster with cluster.address, or set cluster.device=cpu"
-            value = str(cluster.devices_per_node)
-            raise ConfigError([Problem(field="cluster.devices_per_node", value=value, rule=rule, fix=fix)])
-    built = vllm_device()
-    rollout = config.engine_settings
-    if rollout is not None and built not in (None, cluster.device):
+        problem = Problem("cluster.nodes", str(cluster.nodes), rule, fix)
+    elif cluster.device == "cuda" and gpus < cluster.devices_per_node:
+        rule = f"at most the GPUs of this machine, {gpus}"
+        fix = "lower it, join a cluster with cluster.address, or set cluster.device=cpu"
+        problem = Problem("cluster.devices_per_node", str(cluster.devices_per_node), rule, fix)
+    elif config.engine_settings is not None and built not in (None, cluster.device):
         rule = f"the installed vLLM is built for {built}"
         fix = f"set it to {built}, or install the other build of vLLM"
-        raise ConfigError([Problem(field="cluster.device", value=cluster.device, rule=rule, fix=fix)])
+        problem = Problem("cluster.device", cluster.device, rule, fix)
+    else:
+        return
+    raise ConfigError([problem])

@@ -21,7 +21,7 @@ from megarl.data.branches import Branches
 from megarl.data.prompts import greedy_requests, sample_requests
 from megarl.data.stream import Stream
 from megarl.groups.colocation import Colocation
-from megarl.groups.conversations import Generator, launch_conversations
+from megarl.groups.conversations import ConversationGroup, launch_conversations
 from megarl.groups.engines import RolloutGroup
 from megarl.groups.judges import launch_judge
 from megarl.groups.rollouts import PendingRollouts, Rollouts
@@ -67,7 +67,7 @@ class RolloutParts:
     """
 
     engines: RolloutGroup
-    generator: Generator
+    generator: RolloutGroup | ConversationGroup
     scorer: Scorer
     colocation: Colocation
     services: Sequence[Service] = ()
@@ -87,12 +87,13 @@ class RolloutParts:
         rules = launch_scorers(config, session, model_dir)
         conversations = launch_conversations(config, session, model_dir, engines)
         judge = launch_judge(config, session, rules)
+        judge_engines = None if judge is None else judge.engines
         return cls(
             engines=engines,
             generator=conversations or engines,
             scorer=Scorer(config, trainers.roles, rules, engines, truncate_at, judge),
             colocation=colocation,
-            services=[service for service in (rules, judge, conversations) if service is not None],
+            services=[each for each in (rules, judge_engines, conversations) if each is not None],
         )
 
 

@@ -226,7 +226,7 @@ def _started(
 ) -> Generator[tuple[Session, Trainer, Reporter, Saver]]:
     """Starts every process, loads the last checkpoint, and ends all processes after the block."""
     taken = directory.step
-    session = Session(config.cluster, directory.logs, config.cluster.address)
+    session = Session(config.cluster, directory.logs)
     with (
         closing(directory),
         attempt(directory, taken, "profiled" if profiles else "finished", clock) as interrupts_are_recorded,

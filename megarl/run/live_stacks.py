@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ def show_stacks(path: Path) -> None:
 
 def _other_nodes(logs: Path, address: str) -> list[ProcessStacks]:
     try:
-        ray_api.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        ray_api.init(address=address)
     except (ConnectionError, RuntimeError) as error:
         print(f"no stacks of other nodes: {error}")
         return []
@@ -64,4 +63,4 @@ def _place(process: ProcessStacks) -> str:
     frames = working_frames(process.text)
     if not frames:
         return "it works on no call"
-    return str(frames[0]).strip()
+    return frames[0].strip()

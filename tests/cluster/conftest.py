@@ -69,7 +69,7 @@ def group(session: Session, config: RunConfig) -> Iterator[WorkerGroup[FakeWorke
     """Three fake workers for tests that do not break them."""
     workers = launch_group(session, config, "train", FakeWorker)
     yield workers
-    _kill(workers)
+    kill(workers)
 
 
 @pytest.fixture
@@ -82,8 +82,7 @@ def make_group(session: Session, config: RunConfig) -> Iterator[MakeGroup]:
         return made[-1]
 
     yield make
-    for workers in made:
-        _kill(workers)
+    kill(*made)
     forget_calls(session)
 
 
@@ -104,6 +103,7 @@ def forget_calls(session: Session) -> None:
     session.monitor = CallMonitor(TimeLimits())
 
 
-def _kill(workers: WorkerGroup[FakeWorker]) -> None:
-    for process in workers.processes:
-        ray.kill(process.actor)
+def kill(*groups: WorkerGroup[Any]) -> None:
+    for group in groups:
+        for process in group.processes:
+            ray.kill(process.actor)

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +96,6 @@ class Run:
         return RolloutGroup(self._session, self._config.rollout, "nowhere", OPTIONS, engine=engine)
 
 
-PHASES: Mapping[str, Callable[[Run], Coroutine[Any, Any, None]]] = {
-    "start": Run.start,
-    "rollout": Run.rollout,
-    "inference": Run.inference,
-    "update": Run.update,
-    "sync": Run.sync,
-    "checkpoint": Run.checkpoint,
-}
-
-
 def _one_row(chunk: int) -> RankSchedule:
     row = PackRow(chunk=chunk, row=0, prompt_tokens=1, response_tokens=1)
     return RankSchedule(packs=((row,),), pack_tokens=2, total_rows=2, total_sequences=2, total_response_tokens=2)
@@ -145,7 +134,7 @@ def go_through(case: str, logs: Path) -> dict[str, Any]:
             with Session(config.cluster, logs) as session:
                 if phase == RAY:  # it was quicker than the signal
                     time.sleep(_LATE_S)
-                session.run(PHASES[phase](Run(config, session, logs)))
+                session.run(getattr(Run(config, session, logs), phase)())
         except (Exception, SystemExit, KeyboardInterrupt) as caught:
             error = f"{type(caught).__name__}: {caught}"
         return {

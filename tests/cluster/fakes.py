@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import multiprocessing
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing import shared_memory
 
@@ -36,25 +35,13 @@ class FakeWorker:
         return self.rank
 
     @remote(phase="start")
-    def pid(self) -> int:
-        return os.getpid()
+    def tell[T](self, function: Callable[[], T]) -> T:
+        """What a function returns in this process."""
+        return function()
 
     @remote(phase="start")
     def noted(self) -> list[str]:
         return self.calls
-
-    @remote(phase="update")
-    def environment(self, name: str) -> str | None:
-        return os.environ.get(name)
-
-    @remote(phase="update")
-    def can_import(self, module: str) -> bool:
-        """Whether the worker can import a module."""
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            return False
-        return True
 
     @remote(phase="update")
     def column(self, by_rank: Mapping[int, Sequence[int]]) -> tuple[dict[int, np.ndarray], str] | None:
@@ -139,11 +126,12 @@ class FakeEngine:
         """Answers an item."""
         if self.asked:
             item, answer = self.asked.pop(0)
-            time.sleep(6.0 if item.requests[0].prompt.token_ids[0] == 97 else 0.02)
-            if any(request.prompt.token_ids[0] == 98 for request in item.requests):
+            begins = {request.prompt.token_ids[0] for request in item.requests}
+            time.sleep(6.0 if 97 in begins else 0.02)
+            if 98 in begins:
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
-                if any(request.prompt.token_ids[0] == 99 for request in item.requests):
+                if 99 in begins:
                     raise ArithmeticError("the prompt is a teapot")
                 infos, chunk = self._answer(item)
             except ArithmeticError as error:
@@ -153,18 +141,13 @@ class FakeEngine:
         return bool(self.asked)
 
     def _answer(self, item: WorkItem) -> tuple[list[SampleInfo], RolloutChunk]:
-        responses = [
-            Response(
-                request=request,
-                token_ids=request.prompt.token_ids,
-                logprobs=[0.0] * len(request.prompt.token_ids),
-                finished=True,
-                versions=(
-                    VersionSpan(start=0, stop=len(request.prompt.token_ids), version=0, engine_id=self.engine_id),
-                ),
-            )
-            for request in item.requests
-        ]
+        responses: list[Response] = []
+        for request in item.requests:
+            ids = request.prompt.token_ids
+            span = VersionSpan(start=0, stop=len(ids), version=0, engine_id=self.engine_id)
+            logprobs = [0.0] * len(ids)
+            response = Response(request=request, token_ids=ids, logprobs=logprobs, finished=True, versions=(span,))
+            responses.append(response)
         return pack_chunk(item.chunk, responses)
 
 
@@ -193,8 +176,8 @@ class FakeStepper:
         return self.calls
 
     @remote(phase="update")
-    def environment(self, name: str) -> str | None:
-        return os.environ.get(name)
+    def tell[T](self, function: Callable[[], T]) -> T:
+        return function()
 
     @remote(phase="update")
     def fail(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import threading
 import time
@@ -54,36 +55,30 @@ async def test_another_thread_is_told_the_calls_in_progress_and_their_time(group
 
 
 async def test_a_column_comes_back_by_chunk_from_the_ranks_that_report_it(group: Group) -> None:
-    reporters = {1: [0, 3], 2: [1, 2]}
-    call = group.call_by_chunk(FakeWorker.column, [reporters] * 3, [(), (0, 3), (1, 2)])
-    assert await call == [None, "by 1", "by 2"]
+    reporters = {0: [], 1: [0, 3], 2: [1, 2]}
+    call = group.submit(FakeWorker.column, [(reporters,), (reporters,), (reporters,)], chunks=[(), (0, 3), (1, 2)])
+    assert await call == ["by 0", "by 1", "by 2"], "a reporting rank without chunks returns its result, too"
     assert await call.longest() > 0
     assert [int(call.chunks[chunk][0]) for chunk in range(len(call.chunks))] == [0, 1, 2, 3]
-
-
-async def test_a_reporting_rank_without_chunks_still_returns_its_result(group: Group) -> None:
-    call = group.call_by_chunk(FakeWorker.column, [{0: [], 1: [0]}] * 3, [(), (0,), ()])
-    assert await call == ["by 0", "by 1", None]
     assert not call.chunks[0].flags.owndata, "the chunk is not mapped from the object store"
     assert not call.chunks[0].flags.writeable
+    call = group.submit(FakeWorker.column, [({},)] * 3, chunks=[()] * 3)
+    assert await call == [None] * 3
 
 
 async def test_workers_read_columns_by_reference_before_the_driver_waits(group: Group) -> None:
-    column = group.call_by_chunk(FakeWorker.column, [{0: [0, 1, 2]}] * 3, [(0, 1, 2), (), ()]).chunks
+    column = group.submit(FakeWorker.column, [({0: [0, 1, 2]},)] * 3, chunks=[(0, 1, 2), (), ()]).chunks
     means = group.call(FakeWorker.means, column, [2, 0])
     assert await means == [[2.0, 0.0]] * 3
     assert not column._fetched, "the driver has fetched a chunk"
 
 
-async def test_a_process_on_a_virtual_device_computes_on_one_thread_and_sees_no_gpu(group: Group) -> None:
-    assert await group.call(FakeWorker.environment, "OMP_NUM_THREADS") == ["1"] * 3
-    assert await group.call(FakeWorker.environment, "CUDA_VISIBLE_DEVICES") == [""] * 3
-    assert await group.call(FakeWorker.environment, "GLOO_SOCKET_IFNAME") == ["lo"] * 3
-
-
-async def test_workers_cannot_import_wandb(group: Group) -> None:
+async def test_a_process_on_a_virtual_device_has_one_thread_and_neither_gpus_nor_wandb(group: Group) -> None:
     assert importlib.util.find_spec("wandb") is not None
-    assert await group.call(FakeWorker.can_import, "wandb") == [False] * 3
+    names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
+    told = await group.call(FakeWorker.tell, lambda: [os.environ[name] for name in names])
+    assert told == [["1", "", "lo"]] * 3
+    assert await group.call(FakeWorker.tell, lambda: importlib.util.find_spec("wandb")) == [None] * 3
 
 
 def test_one_failing_rank_ends_the_wait_for_the_others(session: Session, make_group: MakeGroup) -> None:
@@ -158,7 +153,7 @@ def test_a_failed_column_names_the_call_that_made_it(session: Session, make_grou
     group, reader = make_group(), make_group()
 
     async def read() -> None:
-        column = group.named("actor").call_by_chunk(FakeWorker.fail_for_column, [0] * 3, [(0,), (), ()]).chunks
+        column = group.named("actor").submit(FakeWorker.fail_for_column, [(0,)] * 3, chunks=[(0,), (), ()]).chunks
         await reader.call(FakeWorker.means, column, [0])
 
     with pytest.raises(WorkerError, match=r"^train rank 0 failed in actor\.fail_for_column"):

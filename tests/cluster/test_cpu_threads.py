@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,10 @@ APART = ["groups.train.devices=0-1", "groups.train.roles.actor={tp: 1, pp: 1}", 
 ROLES = ["groups.train.roles.critic={tp: 1, pp: 1}", "groups.train.roles.reference={tp: 1, pp: 1}"]
 
 
+NODES = ["cluster.nodes=2", "cluster.devices_per_node=2"]
+MACHINES = [*NODES, "cluster.address=auto"]
+
+
 @pytest.mark.parametrize(
     ("cores", "overrides", "trainers", "engines"),
     [
@@ -33,61 +38,48 @@ ROLES = ["groups.train.roles.critic={tp: 1, pp: 1}", "groups.train.roles.referen
         (8, [*APART, *ROLES], 4, 4),
         (8, [*APART, *ROLES, "rollout.max_staleness=1"], 2, 2),
         (9, [*APART, *ROLES, "rollout.inference_parts=2"], 2, 2),
+        (8, NODES, 2, 8),
+        (8, MACHINES, 4, 8),
+        (8, [*MACHINES, "rollout={tp: 2, devices: 0-1}"], 4, 4),
+        (8, [*MACHINES, *APART, *ROLES, "rollout.max_staleness=1"], 4, 4),
     ],
 )
-def test_cores_are_divided_among_the_processes_of_a_phase(
+def test_the_cores_of_a_machine_are_divided_among_the_processes_of_a_phase(
     cores: int, overrides: list[str], trainers: int, engines: int
 ) -> None:
     assert divided(load(DEBUG, overrides), cores) == Threads(trainers=trainers, engines=engines)
 
 
-@pytest.mark.parametrize(
-    ("address", "overrides", "trainers", "engines"),
-    [
-        ("null", [], 2, 8),
-        ("auto", [], 4, 8),
-        ("auto", ["rollout={tp: 2, devices: 0-1}"], 4, 4),
-        ("auto", [*APART, *ROLES, "rollout.max_staleness=1"], 4, 4),
-    ],
-)
-def test_each_machine_of_a_ray_has_cores_of_its_own(
-    address: str, overrides: list[str], trainers: int, engines: int
-) -> None:
-    nodes = ["cluster.nodes=2", "cluster.devices_per_node=2", f"cluster.address={address}"]
-    assert divided(load(DEBUG, [*nodes, *overrides]), 8) == Threads(trainers=trainers, engines=engines)
-
-
 def test_a_stage_without_engines_has_all_cores_for_the_trainers() -> None:
-    assert divided(load(DEBUG.with_stem("sft")), 8).trainers == 8 // len(
-        load(DEBUG.with_stem("sft")).device_list("train")
-    )
+    config = load(DEBUG.with_stem("sft"))
+    assert divided(config, 8).trainers == 8 // len(config.device_list("train"))
 
 
-def test_a_resumed_run_keeps_its_thread_counts() -> None:
-    begun = with_threads(load(DEBUG, [AUTO]), {}, cores=8)
+def test_a_resumed_run_keeps_its_thread_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    automatic = load(DEBUG, [AUTO])
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 8)
+    begun = with_threads(automatic, {})
     assert begun.cluster.threads_per_device == Threads(trainers=2, engines=8)
     written = yaml.safe_load(as_yaml(begun))
-    assert with_threads(load(DEBUG, [AUTO]), written, cores=64) == begun
-    message = kept_message(load(DEBUG, [AUTO]), written, cores=64)
+    assert kept_message(automatic, written) is None
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 64)
+    assert with_threads(automatic, written) == begun
+    message = kept_message(automatic, written)
     assert message is not None
     assert ("trainers=2 engines=8" in message, "trainers=16 engines=64" in message) == (True, True)
-    assert kept_message(load(DEBUG, [AUTO]), written, cores=8) is None
-    assert kept_message(load(DEBUG, [AUTO]), {}, cores=64) is None
-    assert kept_message(load(DEBUG, ["cluster.threads_per_device=5"]), written, cores=64) is None
+    assert kept_message(automatic, {}) is None
+    assert kept_message(load(DEBUG, ["cluster.threads_per_device=5"]), written) is None
     asked = load(DEBUG, ["cluster.threads_per_device={trainers: null, engines: 3}"])
-    assert with_threads(asked, written, cores=64).cluster.threads_per_device == Threads(trainers=2, engines=3)
+    assert with_threads(asked, written).cluster.threads_per_device == Threads(trainers=2, engines=3)
     del written["cluster"]["threads_per_device"]
-    assert with_threads(load(DEBUG, [AUTO]), written, cores=64).cluster.threads_per_device == Threads()
-
-
-def test_on_gpus_nothing_is_divided() -> None:
-    config = load(DEBUG, [AUTO, "cluster.device=cuda"])
-    assert with_threads(config, {}, cores=64).cluster.threads_per_device == Threads()
+    assert with_threads(automatic, written).cluster.threads_per_device == Threads()
+    on_gpus = load(DEBUG, [AUTO, "cluster.device=cuda"])
+    assert with_threads(on_gpus, {}).cluster.threads_per_device == Threads(), "nothing is divided"
 
 
 def test_one_thread_is_the_default_and_a_number_sets_both_kinds() -> None:
     config = load(DEBUG)
-    assert with_threads(config, {}, cores=64) is config
+    assert with_threads(config, {}) is config
     assert config.cluster.threads_per_device == Threads(trainers=1, engines=1)
     assert load(DEBUG, ["cluster.threads_per_device=3"]).cluster.threads_per_device == Threads(trainers=3, engines=3)
     for wrong in ("0", "many", "true", "[1]"):
@@ -110,13 +102,13 @@ def test_cores_are_those_in_the_process_affinity(tmp_path: Path, monkeypatch: py
 async def test_processes_get_their_threads(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = load(DEBUG, ["cluster.threads_per_device={trainers: 2, engines: 3}"]).cluster
     monkeypatch.setattr(session, "_cluster", cluster)
-    trainer = session.launch("train rank 0", [0], FakeWorker, None, "train", 0)
-    scorer = session.launch_at("scorer 0", 0, FakeWorker, None, "scorers", 0)
-    engine = session.launch("engine", [0], FakeStepper)
+    trainer = session.launch("train rank 0", partial(FakeWorker, None, "train", 0), [0])
+    scorer = session.launch("scorer 0", partial(FakeWorker, None, "scorers", 0))
+    engine = session.launch("engine", partial(FakeStepper), [0])
     workers = WorkerGroup(session, "train", [trainer, scorer])
-    assert await workers.call(FakeWorker.environment, "OMP_NUM_THREADS") == ["2", "1"]
-    assert await workers.call(FakeWorker.environment, "OMP_WAIT_POLICY") == ["PASSIVE", None]
+    assert await workers.call(FakeWorker.tell, lambda: os.environ["OMP_NUM_THREADS"]) == ["2", "1"]
+    assert await workers.call(FakeWorker.tell, lambda: os.environ.get("OMP_WAIT_POLICY")) == ["PASSIVE", None]
     engines = WorkerGroup(session, "rollout", [engine])
-    assert await engines.call(FakeStepper.environment, "OMP_NUM_THREADS") == ["3"]
+    assert await engines.call(FakeStepper.tell, lambda: os.environ["OMP_NUM_THREADS"]) == ["3"]
     for process in (trainer, scorer, engine):
         session.end(process)

@@ -80,15 +80,12 @@ def test_a_signal_ends_the_run_with_its_exit_code(results: Results, name: str, p
     assert results[f"{name}:{phase}"]["error"] == errors[name]
 
 
-@pytest.mark.parametrize("phase", FAILING)
-def test_a_failing_rank_is_named_with_its_error(results: Results, phase: str) -> None:
-    expected = f"WorkerError: {CALLS[phase].format('failed')}: ArithmeticError('the loss is a teapot')"
-    assert results[f"exception:{phase}"]["error"].splitlines()[0] == expected
-
-
-@pytest.mark.parametrize("phase", KILLED)
-def test_a_killed_rank_is_named(results: Results, phase: str) -> None:
-    assert results[f"SIGKILL:{phase}"]["error"].splitlines()[0] == f"WorkerError: {CALLS[phase].format('died')}."
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("exception", "SIGKILL"))])
+def test_a_failing_or_killed_rank_is_named_with_its_error(results: Results, case: str) -> None:
+    ending, _, phase = case.partition(":")
+    how = {"exception": "failed", "SIGKILL": "died"}[ending]
+    what = {"exception": ": ArithmeticError('the loss is a teapot')", "SIGKILL": "."}[ending]
+    assert results[case]["error"].splitlines()[0] == f"WorkerError: {CALLS[phase].format(how)}{what}"
 
 
 @pytest.mark.parametrize("phase", HANGING)

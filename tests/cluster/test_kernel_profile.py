@@ -8,7 +8,9 @@ import math
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -17,8 +19,12 @@ from torch.autograd.profiler_util import Interval
 
 from megarl.cluster.kernel_profile import PYTHON, CallProfile, KernelProfiler, by_call
 from megarl.cluster.session import Session
+from megarl.cluster.step_profiler import StepProfiler
 from megarl.cluster.workers import WorkerGroup
+from megarl.config import load
 from megarl.remote import RemoteMethod
+from megarl.stages.ppo.config import PPOConfig
+from tests.cluster.conftest import DEBUG
 from tests.cluster.fakes import FakeStepper
 
 NAMES = {"update.update", "sync.send"}
@@ -77,18 +83,18 @@ def milliseconds(profiles: list[CallProfile]) -> list[tuple[str, int, list[tuple
     ]
 
 
-def test_operators_are_summed_by_self_time_per_call() -> None:
-    assert milliseconds(by_call(EVENTS, NAMES, on_device=False)) == [
-        ("update.update", 100, [("mm", 2, 60), (PYTHON, 1, 20), ("linear", 1, 10)]),
-        ("sync.send", 10, [(PYTHON, 1, 10)]),
-    ]
-
-
-def test_on_a_device_kernels_are_summed() -> None:
-    assert milliseconds(by_call(EVENTS, NAMES, on_device=True)) == [
-        ("update.update", 100, [("gemm", 2, 58)]),
-        ("sync.send", 10, [("copy", 1, 4)]),
-    ]
+@pytest.mark.parametrize(
+    ("on_device", "update", "send"),
+    [
+        (False, [("mm", 2, 60), (PYTHON, 1, 20), ("linear", 1, 10)], [(PYTHON, 1, 10)]),
+        (True, [("gemm", 2, 58)], [("copy", 1, 4)]),
+    ],
+)
+def test_operators_by_their_self_time_or_kernels_are_summed_per_call(
+    on_device: bool, update: list[Any], send: list[Any]
+) -> None:
+    profiles = by_call(EVENTS, NAMES, on_device=on_device)
+    assert milliseconds(profiles) == [("update.update", 100, update), ("sync.send", 10, send)]
 
 
 def test_torch_profiler_events_are_assigned_to_calls(tmp_path: Path) -> None:
@@ -124,26 +130,38 @@ def test_torch_profiler_events_are_assigned_to_calls(tmp_path: Path) -> None:
 
 @pytest.mark.process
 async def test_engine_steps_are_profiled_under_their_request(session: Session, tmp_path: Path) -> None:
-    process = session.launch("profiled engine", [0], FakeStepper, 0.02)
+    config = load(DEBUG, ["profile.steps=[1, 2, 3, 4, 5]", "run.steps=5"])
+    assert isinstance(config, PPOConfig)
+    profiler = StepProfiler(config, session, tmp_path)
+
+    def profiled(step: int) -> dict[str, Any]:
+        return json.loads((tmp_path / f"step-{step}.json").read_text())
+
+    process = session.launch("rollout engine 0", partial(FakeStepper, 0.02), [0])
     stepper = WorkerGroup(session, "rollout", [process])
     work = stepper.call(FakeStepper.work, 60)
-    assert await session.begin_profile(["profiled engine", "of no process"]) == [process]
-    await stepper.call(FakeStepper.note, "a")
-    time.sleep(0.1)
-    profiles = await session.end_profile({process: str(tmp_path / "trace.json")})
-    steps, note = profiles[process]
-    assert (steps.name, note.name) == ("rollout.work", "update.note")
-    (python,) = steps.kernels
-    assert python.name == PYTHON
-    assert 0.02 <= 0.02 * python.calls <= steps.seconds
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    async with profiler.step(1):
+        await stepper.call(FakeStepper.note, "a")
+        time.sleep(0.1)
+    steps, note = profiled(1)["rollout engine 0"]
+    assert (steps["name"], note["name"]) == ("rollout.work", "update.note")
+    (python,) = steps["kernels"]
+    assert python["name"] == PYTHON
+    assert 0.02 <= 0.02 * python["calls"] <= steps["seconds"]
+    trace = gzip.decompress((tmp_path / "step-1-rollout-engine-0.json.gz").read_bytes())
+    assert json.loads(trace)["traceEvents"]
     await work
     starting = stepper.call(RemoteMethod[FakeStepper, [], bool](FakeStepper.step, "start"))
-    assert await session.begin_profile(["profiled engine"]) == []
-    await starting
-    assert await session.begin_profile(["profiled engine"]) == [process]
-    ray.kill(process.actor)
-    assert await session.end_profile({process: str(tmp_path / "lost.json")}) == {}, "it has died"
-    assert await session.begin_profile(["profiled engine"]) == []
-    session.end(process)
-    assert await session.end_profile({process: str(tmp_path / "gone.json")}) == {}, "it was replaced"
+    async with profiler.step(2):
+        assert not starting.finished
+        await starting
+    async with profiler.step(3):
+        ray.kill(process.actor)
+    async with profiler.step(4):
+        session.end(process)
+    assert [profiled(step) for step in (2, 3, 4)] == [{}] * 3, "it starts, dies, and is dead"
+    process = session.launch("rollout engine 0", partial(FakeStepper, 0.02), [0])
+    await WorkerGroup(session, "rollout", [process]).call(FakeStepper.note, "b")
+    async with profiler.step(5):
+        session.end(process)
+    assert profiled(5) == {}, "it was replaced"

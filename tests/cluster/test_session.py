@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,11 +41,33 @@ def short_directory() -> Iterator[Path]:
         yield Path(directory)
 
 
+_IMPORTS = """
+import os, ray, signal, sys, time
+from functools import partial
+from pathlib import Path
+from megarl.cluster.cleanup import MARK, marked_processes
+from megarl.cluster.session import Session
+from megarl.config import load
+from megarl.groups.trainers import launch_group
+from tests.cluster.conftest import DEBUG, TWO, answer_of
+from tests.cluster.fakes import FakeWorker
+"""
+_LITTER = """
+# A shell starts its background jobs with SIGINT ignored, and the tests may run in one.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+config = load(DEBUG, TWO)
+with Session(config.cluster, Path(sys.argv[1]) / "logs") as session:
+    group = launch_group(session, config, "train", FakeWorker)
+    print(*session.run(answer_of(lambda: group.call(FakeWorker.litter))), flush=True)
+    time.sleep(120)
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left(number: int, short_directory: Path) -> None:
     """SIGTERM, and endings that come from within, are cases of test_endings.py."""
     trace = Trace()
-    command = [sys.executable, "-m", "tests.cluster.littering"]
+    command = [sys.executable, "-c", _IMPORTS + _LITTER, str(short_directory)]
     environment = {**trace.environment(), "TMPDIR": str(short_directory)}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -103,7 +126,7 @@ def test_rays_head_does_not_grow_with_the_calls(session: Session) -> None:
     """By 3.2 kB a call with the history of Ray's tasks: 8 MB here."""
     node: Any = ray._private.worker._global_node  # pyright: ignore[reportAttributeAccessIssue]
     head = node.all_processes["gcs_server"][0].process.pid
-    actor = session.launch("a worker", [0], SimpleNamespace, step=int).actor
+    actor = session.launch("a worker", partial(SimpleNamespace, step=int), [0]).actor
 
     def resident_mib() -> float:
         pages = int(Path(f"/proc/{head}/statm").read_text().split()[1])
@@ -120,6 +143,13 @@ def test_rays_head_does_not_grow_with_the_calls(session: Session) -> None:
     assert resident_mib() - before < 2
 
 
+def run_program(program: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", _IMPORTS + program, *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
 _CLUSTER = """
 import ray, sys
 context = ray.init(num_cpus=0, resources={"device": 2}, include_dashboard=False, object_store_memory=80 << 20,
@@ -128,31 +158,16 @@ print(context.address_info["gcs_address"], flush=True)
 sys.stdin.read()
 """
 _JOIN = """
-import ray, sys
-from pathlib import Path
-from megarl.groups.trainers import launch_group
-from megarl.cluster.session import Session
-from megarl.config import load
-from tests.cluster.conftest import DEBUG, TWO, answer_of
-from tests.cluster.fakes import FakeWorker
-config = load(DEBUG, TWO)
+config = load(DEBUG, [*TWO, f"cluster.address={sys.argv[1]}"])
 for _ in range(2):
-    with Session(config.cluster, Path(sys.argv[2]), address=sys.argv[1]) as session:
+    with Session(config.cluster, Path(sys.argv[2])) as session:
         group = launch_group(session, config, "train", FakeWorker)
         print(*session.run(answer_of(lambda: group.call(FakeWorker.note, "here"))))
-        print(ray.get(session.launch("place", [0], Path, ".").actor.run.remote("absolute", (), {})).result)
+        print(ray.get(session.launch("place", partial(Path, "."), [0]).actor.run.remote("absolute", (), {})).result)
 """
 
 
 _LOSE = """
-import os, signal, sys
-from pathlib import Path
-from megarl.cluster.cleanup import MARK, marked_processes
-from megarl.cluster.session import Session
-from megarl.groups.trainers import launch_group
-from megarl.config import load
-from tests.cluster.conftest import DEBUG, TWO
-from tests.cluster.fakes import FakeWorker
 config = load(DEBUG, TWO)
 
 async def lose():
@@ -171,8 +186,7 @@ with Session(config.cluster, Path(sys.argv[1])) as session:
 
 def test_the_loss_of_rays_own_processes_is_named(short_directory: Path) -> None:
     """A raylet ends with its agent, and ends its actors; none of them is at fault."""
-    command = [sys.executable, "-c", _LOSE, str(short_directory / "logs")]
-    lost = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    lost = run_program(_LOSE, short_directory / "logs")
     told = lost.stderr.rpartition("WorkerError: ")[2]
     assert told.startswith("Ray's raylet on this machine ended, and with it the run's processes; ")
     assert "It was in train.note." in told
@@ -180,25 +194,17 @@ def test_the_loss_of_rays_own_processes_is_named(short_directory: Path) -> None:
 
 
 def test_a_running_cluster_is_joined_and_left_running(short_directory: Path) -> None:
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
     with subprocess.Popen(
         [sys.executable, "-c", _CLUSTER, str(short_directory)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=environment,
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
         cwd=short_directory,
     ) as cluster:
         assert cluster.stdout is not None
         address = cluster.stdout.readline().strip()
-        joined = subprocess.run(
-            [sys.executable, "-c", _JOIN, address, str(short_directory / "logs")],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+        joined = run_program(_JOIN, address, short_directory / "logs", RAY_AUTH_MODE="disabled")
         cluster.communicate("")
     assert joined.stdout.split() == ["0", "1", str(ROOT)] * 2, joined.stderr
 
@@ -218,9 +224,6 @@ def test_a_node_without_the_shared_files_is_reported(tmp_path: Path, log: str, p
 
 
 _TOO_LARGE = """
-import sys
-from pathlib import Path
-from megarl.cluster.session import Session
 from megarl.config.schema import Cluster
 from megarl.errors import RunError
 try:
@@ -232,14 +235,7 @@ except RunError as error:
 
 
 def test_a_failed_start_of_ray_reports_the_reason_and_leaves_nothing(short_directory: Path) -> None:
-    failed = subprocess.run(
-        [sys.executable, "-c", _TOO_LARGE, str(short_directory / "logs")],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(short_directory)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    failed = run_program(_TOO_LARGE, short_directory / "logs", TMPDIR=str(short_directory))
     assert failed.returncode == 0, failed.stderr
     assert failed.stdout.startswith("Ray did not start on this machine: ")
     assert "object_store_memory" in failed.stdout
@@ -286,7 +282,7 @@ def test_sigterm_keeps_its_handler_when_ray_ends(monkeypatch: pytest.MonkeyPatch
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     private = SimpleNamespace(worker=SimpleNamespace(_global_node=node))
-    monkeypatch.setattr(ray_api, "_ray", SimpleNamespace(shutdown=shutdown, _private=private))
+    monkeypatch.setattr(ray_api, "untyped", SimpleNamespace(shutdown=shutdown, _private=private))
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         handler = signal.getsignal(signal.SIGTERM)

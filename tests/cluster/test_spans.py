@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def assert_in_order(spans: list[Span]) -> None:
 
 @pytest.mark.process
 async def test_a_worker_returns_its_spans_with_its_results(session: Session, reported: Reported, config: Any) -> None:
-    process = session.launch("train rank 0", [0], FakeWorker, config, "train", 0)
+    process = session.launch("train rank 0", partial(FakeWorker, config, "train", 0), [0])
     worker = WorkerGroup(session, "train", [process]).named("actor")
     call = worker.call(FakeWorker.note, "a", 0.05)
     await call
@@ -75,7 +76,7 @@ async def test_a_worker_returns_its_spans_with_its_results(session: Session, rep
 
 @pytest.mark.process
 async def test_engine_steps_are_recorded_under_their_request(session: Session, reported: Reported) -> None:
-    process = session.launch("engine", [0], FakeStepper, 0.02)
+    process = session.launch("engine", partial(FakeStepper, 0.02), [0])
     stepper = WorkerGroup(session, "rollout", [process])
     work = stepper.call(FakeStepper.work, 20)
     await stepper.call(FakeStepper.noted)

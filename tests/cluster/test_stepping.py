@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from megarl.cluster.calls import Call, WorkerError
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.remote import RemoteMethod
-from tests.cluster.conftest import answer_of, forget_calls
+from tests.cluster.conftest import answer_of, forget_calls, kill
 from tests.cluster.fakes import FakeStepper
 
 pytestmark = pytest.mark.process
@@ -28,14 +29,13 @@ def make(session: Session) -> Iterator[MakeStepper]:
     made: list[Stepper] = []
 
     async def stepper(step_s: float) -> Stepper:
-        process = session.launch("stepper", [0], FakeStepper, step_s)
+        process = session.launch("stepper", partial(FakeStepper, step_s), [0])
         made.append(WorkerGroup(session, "fake", [process]))
         await made[-1].call(FakeStepper.noted)
         return made[-1]
 
     yield stepper
-    for process in (process for group in made for process in group.processes):
-        ray.kill(process.actor)
+    kill(*made)
     forget_calls(session)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from megarl.groups.engines import RolloutGroup
 from megarl.groups.resharder import SyncReport
 from megarl.loop.rollout_trainer import RolloutTrainer
 
-REPORT = SyncReport(version=0, nbytes=8, messages=1, staging_bytes=8, seconds=2.0, stages={"offload": 100.0})
+REPORT = SyncReport(nbytes=8, messages=1, staging_bytes=8, seconds=2.0, stages={"offload": 100.0})
 
 
 class Log:
@@ -31,7 +32,7 @@ class Log:
                 self.calls.append(args[0].name)
                 return None
             self.calls.append(" ".join([name, *map(str, args)]))
-            return REPORT
+            return replace(REPORT, stages=dict(REPORT.stages))
 
         return call
 
@@ -41,13 +42,9 @@ class Log:
         return calls
 
 
-def colocation(log: Any, *, sleep: bool) -> Colocation:
-    return Colocation(log, log, log, sleep=sleep)
-
-
 async def test_sleeping_engines_alternate_with_trainers() -> None:
-    log = Log()
-    devices = colocation(log, sleep=True)
+    log: Any = Log()
+    devices = Colocation(log, log, log, sleep=True)
     await devices.sync(3)
     assert log.new_calls() == ["wake_weights", "sync 3", "offload_all", "wake_cache"]
     await devices.to_rollout()
@@ -63,8 +60,8 @@ async def test_sleeping_engines_alternate_with_trainers() -> None:
 
 
 async def test_awake_engines_keep_their_weights_while_trainers_work() -> None:
-    log = Log()
-    devices = colocation(log, sleep=False)
+    log: Any = Log()
+    devices = Colocation(log, log, log, sleep=False)
     await devices.sync(0)
     assert log.new_calls() == ["sync 0", "offload_all"]
     await devices.to_training()
@@ -98,7 +95,8 @@ async def test_engines_on_separate_devices_get_weights_at_any_time() -> None:
 
 
 async def test_engines_that_hold_the_devices_get_no_weights() -> None:
-    devices = colocation(Log(), sleep=True)
+    log: Any = Log()
+    devices = Colocation(log, log, log, sleep=True)
     await devices.sync(0)
     with pytest.raises(AssertionError, match="the engines have the devices already"):
         await devices.sync(1)
@@ -106,7 +104,8 @@ async def test_engines_that_hold_the_devices_get_no_weights() -> None:
 
 @pytest.mark.parametrize("sleep", [True, False])
 async def test_offloading_is_timed_separately_from_the_sync(sleep: bool) -> None:
-    report = await colocation(Log(), sleep=sleep).sync(0)
+    log: Any = Log()
+    report = await Colocation(log, log, log, sleep=sleep).sync(0)
     assert 100.0 < report.stages["offload"] < 160.0
     assert report.seconds == 2.0
     assert report.metrics()["sync/gb_per_second"] == 4e-9

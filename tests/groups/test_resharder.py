@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from megarl.cluster.calls import WorkerError
-from megarl.cluster.placement import Slot
 from megarl.config import load
 from megarl.groups.resharder import Resharder, SyncPlanner, SyncReport
 from megarl.remote import RemoteMethod
 from megarl.resharding import SyncSpec, SyncStats
 from megarl.stages.ppo.config import PPOConfig
 from megarl.types import Layout
+from tests.loop.answers import Answered
 
 ACTOR = Layout(tp=2, pp=2)
 TP2_ENGINES = ["rollout.devices=0-3", "rollout.tp=2", "cluster.nodes=2", "cluster.devices_per_node=2"]
@@ -26,13 +26,6 @@ TP2_ENGINES = ["rollout.devices=0-3", "rollout.tp=2", "cluster.nodes=2", "cluste
 
 async def done(*_: object, **__: object) -> None:
     """In place of a coroutine that has nothing to wait for."""
-
-
-class Answered(SimpleNamespace):
-    """A call that all processes have answered; no one asks for the results of awaiting it."""
-
-    def __await__(self) -> Generator[Any, None, None]:
-        yield from done().__await__()
 
 
 @dataclass
@@ -86,17 +79,9 @@ def resharder(calls: Calls, *overrides: str, started: Sequence[int] = (0, 1)) ->
     """From four trainers to two engines of two ranks, on two nodes."""
     config = load("configs/debug/ppo.yaml", [*TP2_ENGINES, *overrides])
     assert isinstance(config, PPOConfig)
-    slots = [Slot(device=device, node=device // 2, local=device % 2, bundle=device) for device in range(8)]
-    session: Any = SimpleNamespace(placement=SimpleNamespace(slots=slots), host="127.0.0.1")
+    session: Any = SimpleNamespace(host="127.0.0.1")
     planner = SyncPlanner(session, config, calls.actor())
     return Resharder(planner, config.rollout, calls.actor(), calls.engines(started))
-
-
-async def connected(answers: Sequence[Any]) -> Resharder:
-    """The same, connected; the calls of a sync get these answers."""
-    made = resharder(Calls(iter([*[None] * 6, *answers])))
-    await made.connect()
-    return made
 
 
 async def specs(calls: Calls, *overrides: str, started: Sequence[int] = (0, 1)) -> list[tuple[SyncSpec, Sequence[int]]]:
@@ -150,22 +135,16 @@ def stats(nbytes: int, **seconds: float) -> SyncStats:
     return SyncStats(version=3, nbytes=nbytes, messages=2, peak_staging_bytes=nbytes, seconds=seconds)
 
 
-async def test_all_ranks_are_told_the_version_of_a_sync() -> None:
-    calls = Calls(iter([*[None] * 6, *[stats(0)] * 4, [stats(4)], [stats(4)]]))
+async def test_all_ranks_are_told_the_version_and_a_report_has_the_slowest_of_each_stage() -> None:
+    sent = [stats(6, pack=1.0, commit=0.5), stats(2, pack=3.0), stats(0), stats(0)]
+    received = [[stats(4, load=2.0)], [stats(4, load=1.0, commit=0.7)]]
+    calls = Calls(iter([*[None] * 6, *sent, *received]))
     made = resharder(calls)
     await made.connect()
     calls.asked.clear()
-    await made.sync(3)
-    assert calls.asked == [("send_weights", (3, 0))] * 4 + [("receive_weights", 3)] * 2
-
-
-async def test_a_report_sums_bytes_and_has_the_slowest_rank_of_each_stage() -> None:
-    sent = [stats(6, pack=1.0, commit=0.5), stats(2, pack=3.0), stats(0), stats(0)]
-    received = [[stats(4, load=2.0)], [stats(4, load=1.0, commit=0.7)]]
-    made = await connected([*sent, *received])
     report = await made.sync(3)
-    assert isinstance(report, SyncReport)
-    assert (report.version, report.nbytes, report.messages, report.staging_bytes) == (3, 8, 4, 6)
+    assert calls.asked == [("send_weights", (3, 0))] * 4 + [("receive_weights", 3)] * 2
+    assert (report.nbytes, report.messages, report.staging_bytes) == (8, 4, 6)
     assert report.stages == {"pack": 3.0, "commit": 0.7, "load": 2.0}
     metrics = report.metrics()
     assert metrics["sync/load_seconds"] == 2.0
@@ -173,18 +152,16 @@ async def test_a_report_sums_bytes_and_has_the_slowest_rank_of_each_stage() -> N
 
 
 def test_reports_of_engines_updated_in_turn_are_summed() -> None:
-    parts = [
-        SyncReport.of([stats(0, pack=1.0)], [stats(8, load=2.0)], 3.0),
-        SyncReport.of([stats(0, pack=0.5)], [stats(6, load=4.0)], 5.0),
-    ]
-    report = parts[0].plus(parts[1])
-    assert (report.version, report.nbytes, report.messages, report.staging_bytes) == (3, 14, 4, 8)
+    report = SyncReport.of([stats(0, pack=1.0)], [stats(8, load=2.0)], 3.0)
+    report.add(SyncReport.of([stats(0, pack=0.5)], [stats(6, load=4.0)], 5.0))
+    assert (report.nbytes, report.messages, report.staging_bytes) == (14, 4, 8)
     assert (report.seconds, report.stages) == (8.0, {"pack": 1.5, "load": 6.0})
 
 
 async def test_an_aborted_sync_names_the_owners_of_the_ranks() -> None:
     aborted = WorkerError("train rank 0 failed in actor.send_weights: sync aborted: rank 7: no room")
-    made = await connected([aborted] * 6)
+    made = resharder(Calls(iter([*[None] * 6, *[aborted] * 6])))
+    await made.connect()
     with pytest.raises(WorkerError) as failure:
         await made.sync(3)
     first, second = str(failure.value).splitlines()

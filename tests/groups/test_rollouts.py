@@ -16,7 +16,7 @@ from megarl.groups.engines import RolloutGroup
 from megarl.groups.rollouts import Rollouts
 from megarl.stages.ppo.config import PPOConfig
 from megarl.types import Prompt, SampleRequest
-from tests.cluster.conftest import answer_of
+from tests.cluster.conftest import answer_of, kill
 from tests.cluster.fakes import OPTIONS, FakeEngine
 
 pytestmark = pytest.mark.process
@@ -36,8 +36,7 @@ def make(session: Session, config: PPOConfig) -> Iterator[MakeEngines]:
         return made[-1]
 
     yield engines
-    for process in (process for group in made for process in group.processes):
-        ray.kill(process.actor)
+    kill(*made)
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +75,12 @@ async def writers(engines: RolloutGroup, count: int, chunks: int) -> list[set[in
     return [{spans[0].engine_id for spans in chunk.versions} for chunk in by_chunk]
 
 
-@pytest.mark.parametrize(("samples", "chunks"), [(7, 4), (5, 16), (1, 8)])
+@pytest.mark.parametrize(("samples", "chunks"), [(7, 4), (5, 16), (1, 8), (320, 160)])
 async def test_every_sample_is_at_the_place_in_its_info(two: RolloutGroup, samples: int, chunks: int) -> None:
-    assert len(await writers(two, samples, chunks)) == min(samples, chunks)
+    by_chunk = await writers(two, samples, chunks)
+    assert len(by_chunk) == min(samples, chunks)
+    assert all(len(engines) == 1 for engines in by_chunk), "a chunk has two writers"
+    assert samples < 320 or set.union(*by_chunk) == {0, 1}, "one engine writes all"
 
 
 async def test_engine_throughput_is_measured_since_the_last_reading(two: RolloutGroup) -> None:
@@ -148,14 +150,7 @@ async def test_another_engine_copies_and_truncates_for_one_that_dies(
     causes = [cause.splitlines()[0] for cause in engines.replaced]
     assert causes == ["rollout engine 0 died in rollout.pick.", "rollout engine 1 died in rollout.truncate."]
     assert capfd.readouterr().err.count("It is replaced") == 2
-    for process in engines.processes:
-        ray.kill(process.actor)
-
-
-async def test_a_chunk_has_one_writer_and_all_engines_write(two: RolloutGroup) -> None:
-    by_chunk = await writers(two, 320, 160)
-    assert all(len(engines) == 1 for engines in by_chunk)
-    assert set.union(*by_chunk) == {0, 1}
+    kill(engines)
 
 
 async def test_engines_take_work_as_they_have_room(two: RolloutGroup) -> None:
@@ -184,8 +179,7 @@ async def test_items_wait_for_engines_that_are_starting(session: Session, config
     rollouts = await pending.result()
     assert [info.sample_id for info in rollouts.samples] == [f"s{i}" for i in range(5)]
     await starting
-    for process in engines.processes:
-        ray.kill(process.actor)
+    kill(engines)
 
 
 async def test_the_driver_continues_while_engines_generate(two: RolloutGroup) -> None:

@@ -20,10 +20,10 @@ from megarl.cluster.session import Session
 from megarl.config.schema import Reward, RewardFunction, TimeLimits
 from megarl.groups.rollouts import Rollouts
 from megarl.groups.scorers import RuleScorers, ScoringProcess
-from tests.cluster.conftest import answer_of
+from tests.cluster.conftest import answer_of, kill
 from tests.rewards.completions import infos, own, prompt, rollout
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.dist]
 
 PROMPTS = {name: prompt(f"p{name}", name, answer=answer) for name, answer in {"a": "one", "b": "three"}.items()}
 
@@ -41,24 +41,17 @@ LENGTH, EXACT_MATCH, SEEN, PROCESS, QUOTIENT, STUBBORN, RANKS = FUNCTIONS
 
 
 @pytest.fixture(scope="module")
-def warnings() -> list[str]:
-    """The failures that the scorers logged."""
-    return []
-
-
-@pytest.fixture(scope="module")
-def scorers(session: Session, tmp_path_factory: pytest.TempPathFactory, warnings: list[str]) -> Iterator[RuleScorers]:
+def scorers(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RuleScorers]:
     """Two processes with a tokenizer whose ids are the characters' codes."""
     directory = tmp_path_factory.mktemp("tokenizer")
     letters = Tokenizer(WordLevel({chr(code): code for code in range(128)}, unk_token="\0"))
     letters.decoder = Fuse()  # pyright: ignore[reportAttributeAccessIssue]
     PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="\4").save_pretrained(directory)
     reward = Reward(processes=2, time_limit=3.0, retries=0)
-    made = RuleScorers(session, str(directory), FUNCTIONS, reward, TimeLimits(), warnings.append)
+    made = RuleScorers(session, str(directory), FUNCTIONS, reward, TimeLimits())
     session.run(answer_of(lambda: made.call(ScoringProcess.start)))
     yield made
-    for process in made.processes:
-        ray.kill(process.actor)
+    kill(made)
 
 
 def rollouts(chunks: int) -> Rollouts:
@@ -70,7 +63,6 @@ def rollouts(chunks: int) -> Rollouts:
     return Rollouts(samples=tuple(reversed(samples)), chunks=ChunkRefs(refs))
 
 
-@pytest.mark.dist
 async def test_every_chunk_is_scored_by_every_function(scorers: RuleScorers) -> None:
     given = rollouts(5)
     scores = await scorers.gather(scorers.score([LENGTH, EXACT_MATCH, SEEN, PROCESS], given, PROMPTS))
@@ -84,9 +76,10 @@ async def test_every_chunk_is_scored_by_every_function(scorers: RuleScorers) -> 
     assert (processes == processes[[0, 1, 0, 1, 0]]).all()
     assert len(set(processes.flat)) == 2, "one process did it all"
     assert not given.chunks._fetched, "the driver has fetched a chunk"
+    scores = await scorers.gather(scorers.score([LENGTH], rollouts(1), PROMPTS))
+    assert {chunk: column["length"].tolist() for chunk, column in scores.items()} == {0: [3, 6]}, "fewer than processes"
 
 
-@pytest.mark.dist
 async def test_all_responses_to_a_prompt_are_scored_together(scorers: RuleScorers) -> None:
     """Those to a are longer in each chunk; those to b are equal."""
     scores = await scorers.gather(scorers.score([RANKS, LENGTH, PROCESS], rollouts(5), PROMPTS))
@@ -97,7 +90,6 @@ async def test_all_responses_to_a_prompt_are_scored_together(scorers: RuleScorer
     assert len(set(processes.flat)) == 2
 
 
-@pytest.mark.dist
 async def test_parts_of_a_step_get_the_scores_of_the_whole_step(scorers: RuleScorers) -> None:
     given = rollouts(4)
     whole = await scorers.gather(scorers.score([EXACT_MATCH, PROCESS], given, PROMPTS))
@@ -109,22 +101,16 @@ async def test_parts_of_a_step_get_the_scores_of_the_whole_step(scorers: RuleSco
     assert len({scores[chunk]["process"][0] for chunk, scores in enumerate(parts)}) == 2
 
 
-@pytest.mark.dist
-async def test_chunks_may_be_fewer_than_processes(scorers: RuleScorers) -> None:
-    scores = await scorers.gather(scorers.score([LENGTH], rollouts(1), PROMPTS))
-    assert {chunk: column["length"].tolist() for chunk, column in scores.items()} == {0: [3, 6]}
-
-
-@pytest.mark.dist
 async def test_a_failure_is_shown_once_with_its_prompt_and_its_traceback(
-    scorers: RuleScorers, warnings: list[str]
+    scorers: RuleScorers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
         scores = await scorers.gather(scorers.score([QUOTIENT, LENGTH], rollouts(4), PROMPTS))
         unscored = {chunk: np.isnan(column["quotient"]).tolist() for chunk, column in scores.items()}
         assert unscored == {0: [False, True], 1: [False, True], 2: [False, True], 3: [True, True]}
         assert scores[3]["length"].tolist() == [6, 6]
-    (told,) = [warning for warning in warnings if "'quotient'" in warning]
+    told = capsys.readouterr().err
+    assert told.count("'quotient'") == 1
     assert told.startswith("reward function 'quotient' gave prompt 'b' no score (calls: 1)")
     assert "rewards/unscored" in told
     assert "return 1.0 / (len(completion.response_ids) - size)" in told, "the user's line is missing"
@@ -133,17 +119,17 @@ async def test_a_failure_is_shown_once_with_its_prompt_and_its_traceback(
     assert last.endswith("ZeroDivisionError: float division by zero")
 
 
-@pytest.mark.dist
-async def test_a_hanging_function_loses_only_its_sample(scorers: RuleScorers, warnings: list[str]) -> None:
+async def test_a_hanging_function_loses_only_its_sample(
+    scorers: RuleScorers, capsys: pytest.CaptureFixture[str]
+) -> None:
     start = time.monotonic()
     scores = await scorers.gather(scorers.score([STUBBORN], rollouts(2), PROMPTS))
     assert time.monotonic() - start < 60
     for column in scores.values():
         np.testing.assert_array_equal(column["stubborn"], np.float32([1, math.nan]))
-    assert "it took longer than 3 s, and was ended" in warnings[-1]
+    assert "it took longer than 3 s, and was ended" in capsys.readouterr().err
 
 
-@pytest.mark.dist
 async def test_child_processes_end_on_close(scorers: RuleScorers) -> None:
     scores = await scorers.gather(scorers.score([PROCESS], rollouts(2), PROMPTS))
     children = {int(pid) for column in scores.values() for pid in column["process"]}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from multiprocessing import shared_memory
 from pathlib import Path
 
@@ -56,9 +57,9 @@ def drive(how: str, path: str, *overrides: str) -> None:
     from tests.launch.node_driver import Litterer as worker  # noqa: N813  (here, it is that of __main__)
 
     config = load(path, overrides)
-    with Session(config.cluster, Path(config.run.dir) / "logs", config.cluster.address) as session:
+    with Session(config.cluster, Path(config.run.dir) / "logs") as session:
         devices = range(config.cluster.nodes * config.cluster.devices_per_node)
-        processes = [session.launch(f"litterer {device}", [device], worker) for device in devices]
+        processes = [session.launch(f"litterer {device}", partial(worker), [device]) for device in devices]
         session.run(work(how, WorkerGroup(session, "litterers", processes), worker))
     print("done", flush=True)
 

@@ -149,7 +149,8 @@ def test_a_turn_goes_to_the_engine_with_its_prefix_unless_that_has_too_many_toke
         before = list(engines._load.responses)
         ids = tuple(range(prompt))
         request = SampleRequest(sample_id="1/a/0/turn-0", prompt=Prompt(prompt_id="a", token_ids=ids), seed=0)
-        engines.sample([Turn(request=Pickled.of(request), tokens=prompt + 7, engine=engine, source=None)])
+        turn = TurnRequest(number=0, conversation="1/a/0", tokens=prompt + 7, request=Pickled.of(request))
+        engines.sample([Turn(request=turn, process=0, engine=engine)])
         return next(index for index in range(3) if engines._load.responses[index] > before[index])
 
     async def sample() -> None:
@@ -163,7 +164,7 @@ def test_a_turn_goes_to_the_engine_with_its_prefix_unless_that_has_too_many_toke
 
 
 def test_the_next_turn_of_a_conversation_asks_for_the_engine_of_the_last() -> None:
-    asked: list[Turn[Any]] = []
+    asked: list[Turn] = []
     engines: Any = SimpleNamespace(index=["first", "second"].index, sample=asked.extend)
     group: Any = object.__new__(ConversationGroup)
     group._engines, group._engine_of, group.processes = engines, {}, ["environments"]

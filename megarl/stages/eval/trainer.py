@@ -35,7 +35,7 @@ def evaluate(config: RunConfig) -> Summary:
     assert isinstance(config, EvalConfig)
     config, data = checked(config)
     directory = EvaluationDirectory(config)
-    session = Session(config.cluster, directory.logs, config.cluster.address)
+    session = Session(config.cluster, directory.logs)
     if data.left_out.rows:
         data.left_out.write(directory.left_out)
         print(data.left_out.message(directory.left_out), flush=True)
