@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,6 +26,7 @@ from megarl.data.tokenizer import Message, Tokenizer, load_tokenizer
 from megarl.environments.environment import EnvironmentTask, FailedEnvironmentError
 from megarl.errors import RunError
 from megarl.remote import remote
+from megarl.rewards.child_process import loop_in_thread
 from megarl.texts import short_reason
 from megarl.types import (
     Pickled,
@@ -93,8 +93,7 @@ class EnvironmentProcess:
         self._tokenizer_directory = tokenizer
         self._template_arguments = template_arguments
         self._children = EnvironmentChildren(settings)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._loop = loop_in_thread()
         self._numbers = itertools.count()
         self._turns: list[TurnRequest] = []
         self._sampling: dict[int, asyncio.Future[SampledTurn]] = {}
@@ -115,7 +114,6 @@ class EnvironmentProcess:
             history=self._settings.history,
             context=self._limits.context,
         )
-        self._thread.start()
         if self._gateway_config is None:
             self._run(self._children.start()).result()
             return
@@ -156,7 +154,6 @@ class EnvironmentProcess:
             self._run(self._gateway.close()).result()
         self._run(self._children.close()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
 
     def _await_turns(self, call: Future[list[TurnRequest]]) -> None:
         self._pending_call = call

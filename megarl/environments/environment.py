@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,18 +65,23 @@ class Action:
 
     @property
     def message(self) -> Message:
-        """Returns the action as a message for chat templates."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.thoughts is not None:
-            message["reasoning_content"] = self.thoughts
-        calls: list[Mapping[str, Any]] = []
-        for call in self.tool_calls:
-            if call.problem is None:
-                function = {"name": call.name, "arguments": call.arguments}
-                calls.append({"type": "function", "id": call.call_id, "function": function})
-        if calls:
-            message["tool_calls"] = calls
-        return message
+        """The action as a message for chat templates."""
+        return assistant_message(self.content, self.thoughts, self.tool_calls)
+
+
+def assistant_message(content: str, thoughts: str | None, tool_calls: Iterable[ToolCall]) -> Message:
+    """Returns what the model wrote as a message; without the calls that have a problem."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if thoughts is not None:
+        message["reasoning_content"] = thoughts
+    calls: list[Mapping[str, Any]] = []
+    for call in tool_calls:
+        if call.problem is None:
+            function = {"name": call.name, "arguments": call.arguments}
+            calls.append({"type": "function", "id": call.call_id, "function": function})
+    if calls:
+        message["tool_calls"] = calls
+    return message
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import Any
 from megarl.config.schema import RewardFunction
 from megarl.errors import RunError
 from megarl.rewards.adapters import CallMode, Failure, Reply
-from megarl.rewards.child_process import ChildProcess, LostChildError
+from megarl.rewards.child_process import ChildProcess, LostChildError, loop_in_thread
 from megarl.rewards.completion import Completion
 
 _CANCEL_S = 5.0
@@ -55,15 +54,12 @@ class FunctionProcess:
         self._time_limit = time_limit
         self._retries = retries
         self._memory = memory
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = loop_in_thread()
         self._child: ChildProcess | None = None
         self._modes: Sequence[CallMode] = ()  # empty until the functions are loaded
 
     def _run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine in the event loop of the child, a thread."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True).start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def start(self, deadline: float = math.inf) -> None:
@@ -75,11 +71,9 @@ class FunctionProcess:
         self._run(self._make_all(calls, deadline))
 
     def close(self) -> None:
-        if self._child is not None and self._loop is not None:
+        if self._child is not None:
             self._run(self._child.close())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._child = None
-            self._loop = None
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _started(self, deadline: float) -> ChildProcess:
         if self._child is not None and self._child.ended:

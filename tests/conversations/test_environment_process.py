@@ -65,17 +65,14 @@ class Characters:
 
 def serve(theirs: socket.socket) -> None:
     """Answers like the child process; an environment that exits closes the connection."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
     with Connection(theirs.detach()) as connection, suppress(EOFError, OSError):
-        settings = connection.recv()
-        host = EnvironmentHost(load_environment(settings), connection, settings.time_limit)
+        host = EnvironmentHost(connection.recv(), connection)
         connection.send(True)
         while True:
             number, call = connection.recv()
             if call.method == "reset" and call.args[0].fields.get("way") == "exits":
                 return
-            asyncio.run_coroutine_threadsafe(host.answer(number, call), loop)
+            host.answer(number, call)
 
 
 @pytest.fixture

@@ -11,11 +11,10 @@ from megarl.conversations.gateway.gateway_request import (
     GatewayReply,
     GatewayRequest,
     RequestFields,
-    assistant_message,
     text_of,
-    whole_chat,
 )
 from megarl.data.tokenizer import Message
+from megarl.environments.environment import ToolCall, assistant_message
 
 
 def read_messages(fields: RequestFields) -> GatewayRequest:
@@ -30,7 +29,7 @@ def read_messages(fields: RequestFields) -> GatewayRequest:
     max_tokens = fields.take_count("max_tokens")
     if max_tokens is None:
         raise GatewayError("max_tokens is missing")
-    return fields.request(messages=whole_chat(chat), tools=tools, max_tokens=max_tokens)
+    return fields.request(chat, tools=tools, max_tokens=max_tokens)
 
 
 def _messages(fields: RequestFields, item: Mapping[str, Any], where: str) -> Iterator[Message]:
@@ -60,16 +59,16 @@ def _messages(fields: RequestFields, item: Mapping[str, Any], where: str) -> Ite
 def _assistant(fields: RequestFields, blocks: list[Any], where: str) -> Message:
     texts: list[Any] = []
     thoughts: list[str] = []
-    calls: list[Mapping[str, Any]] = []
+    calls: list[ToolCall] = []
     for block in blocks:
         if block.get("type") == "thinking":
             thoughts.append(text_of(block.get("thinking"), where))
         elif block.get("type") == "tool_use":
-            call = (block.get("id"), block.get("name"), block.get("input"))
-            calls.append(fields.take_tool_call(*call, where))
+            call = fields.take_tool_call(block.get("id"), block.get("name"), block.get("input"), where)
+            calls.append(call)
         else:
             texts.append(block)
-    return assistant_message(text_of(texts, where), thoughts, calls)
+    return assistant_message(text_of(texts, where), "\n".join(thoughts) or None, calls)
 
 
 def write_message(reply: GatewayReply) -> dict[str, Any]:

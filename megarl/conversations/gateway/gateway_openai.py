@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 from megarl.conversations.chat_session import SessionTurn
@@ -12,12 +13,10 @@ from megarl.conversations.gateway.gateway_request import (
     GatewayReply,
     GatewayRequest,
     RequestFields,
-    assistant_message,
     text_of,
-    whole_chat,
 )
 from megarl.data.tokenizer import Message
-from megarl.environments.environment import Action
+from megarl.environments.environment import Action, ToolCall, assistant_message
 
 _MAX_ANSWERS = 128
 
@@ -29,7 +28,7 @@ def read_chat(fields: RequestFields) -> GatewayRequest:
         messages.append(_message(fields, item, f"messages[{index}]"))
     tools = fields.take_tools("function", "parameters")
     logprobs = fields.take("logprobs", bool, False)
-    return _read_common(fields, messages=whole_chat(messages), tools=tools, logprobs=logprobs)
+    return _read_common(fields, chat=messages, tools=tools, logprobs=logprobs)
 
 
 def read_completion(fields: RequestFields) -> GatewayRequest:
@@ -82,19 +81,16 @@ def _message(fields: RequestFields, item: Mapping[str, Any], where: str) -> Mess
         raise GatewayError(f"{where}.role = {role!r:.80}: it must be {roles}")
     if item.get("audio") or item.get("function_call") or item.get("refusal"):
         raise GatewayError(f"{where}: audio, function_call and refusal are nothing that the model writes")
-    calls: list[Mapping[str, Any]] = []
+    calls: list[ToolCall] = []
     called: Any = item.get("tool_calls") or []
     for call in called if isinstance(called, list) else [called]:
-        try:
-            function = call["function"]
-            call_fields = (call.get("id"), function.get("name"), function.get("arguments"))
-        except (AttributeError, KeyError, TypeError):
-            call_fields = (None, None, None)
-        calls.append(fields.take_tool_call(*call_fields, where))
-    thoughts: list[str] = []
-    given = item.get("reasoning_content", item.get("reasoning"))
-    if given is not None:
-        thoughts.append(text_of(given, where))
+        outer: dict[str, Any] = call if isinstance(call, dict) else {}
+        function: Any = outer.get("function")
+        inner: dict[str, Any] = function if isinstance(function, dict) else {}
+        calls.append(fields.take_tool_call(outer.get("id"), inner.get("name"), inner.get("arguments"), where))
+    thoughts = item.get("reasoning_content", item.get("reasoning"))
+    if thoughts is not None:
+        thoughts = text_of(thoughts, where)
     return assistant_message(text_of(content, where), thoughts, calls)
 
 
@@ -203,7 +199,7 @@ def write_completion(reply: GatewayReply) -> dict[str, Any]:
                 "tokens": texts,
                 "token_logprobs": list(turn.logprobs),
                 "top_logprobs": None,
-                "text_offset": [sum(map(len, texts[:index])) for index in range(len(texts))],
+                "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)),
             }
         choices.append({**choice, **_prompt_ids(reply)})
     return {**_head(reply, "text_completion", "cmpl"), "choices": choices, "usage": _usage(reply)}
@@ -229,7 +225,7 @@ def read_response(fields: RequestFields) -> GatewayRequest:
         chat += _messages(fields, fields.take_items("input"))
     tools = fields.take_tools("function", "parameters")
     max_tokens = fields.take_count("max_output_tokens")
-    return fields.request(messages=whole_chat(chat), tools=tools, max_tokens=max_tokens)
+    return fields.request(chat, tools=tools, max_tokens=max_tokens)
 
 
 def _messages(fields: RequestFields, items: list[dict[str, Any]]) -> Iterator[Message]:
@@ -259,16 +255,16 @@ def _messages(fields: RequestFields, items: list[dict[str, Any]]) -> Iterator[Me
 def _assistant(fields: RequestFields, items: list[dict[str, Any]], where: str) -> Message:
     texts: list[str] = []
     thoughts: list[str] = []
-    calls: list[Mapping[str, Any]] = []
+    calls: list[ToolCall] = []
     for item in items:
         if item.get("type") == "reasoning":
             thoughts.append(text_of(item.get("content") or item.get("summary"), where))
         elif item.get("type") == "function_call":
-            call = (item.get("call_id"), item.get("name"), item.get("arguments"))
-            calls.append(fields.take_tool_call(*call, where))
+            call = fields.take_tool_call(item.get("call_id"), item.get("name"), item.get("arguments"), where)
+            calls.append(call)
         else:
             texts.append(text_of(item.get("content"), where))
-    return assistant_message("\n".join(texts), thoughts, calls)
+    return assistant_message("\n".join(texts), "\n".join(thoughts) or None, calls)
 
 
 def write_response(reply: GatewayReply) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from megarl.conversations.chat_session import SessionTurn
 from megarl.data.tokenizer import Message
+from megarl.environments.environment import ToolCall
 
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "background": (False,),
@@ -190,8 +191,11 @@ class RequestFields:
             del self.remaining["tool_choice"]
         return tuple(tools)
 
-    def request(self, **known: Any) -> GatewayRequest:
+    def request(self, chat: Sequence[Message] | None = None, **known: Any) -> GatewayRequest:
         """Returns a request; refuses sampling other than the run's, and fields that remain."""
+        if chat is not None and (not chat or chat[-1]["role"] == "assistant"):
+            rule = "must be of the user, the system or a tool: the model begins its answer"
+            raise GatewayError(f"the last message {rule}")
         stream = self.take("stream", bool, False)
         for name in ("temperature", "top_p", "top_k"):
             value = getattr(self.sampling, name)
@@ -205,7 +209,7 @@ class RequestFields:
         if refused:
             why = "this endpoint cannot honor that; leave it out"
             raise GatewayError(f"{', '.join(refused)}: {why}")
-        return GatewayRequest(stream=stream, **known)
+        return GatewayRequest(messages=tuple(chat or ()), stream=stream, **known)
 
     def _refuse_sampling(self, name: str, value: object, rule: str) -> None:
         wanted = self.remaining.pop(name, None)
@@ -213,7 +217,7 @@ class RequestFields:
             fix = "leave it out, or set environment.args.override_sampling: true, which ignores it"
             raise GatewayError(f"{name} = {wanted!r:.80}: {rule}; {fix}")
 
-    def take_tool_call(self, call_id: object, name: object, arguments: object, where: str) -> Mapping[str, Any]:
+    def take_tool_call(self, call_id: object, name: object, arguments: object, where: str) -> ToolCall:
         """Returns a call of a tool as a client sends it back; arguments may be JSON."""
         if isinstance(arguments, str):
             try:
@@ -223,8 +227,7 @@ class RequestFields:
         if not isinstance(name, str) or not isinstance(call_id, str) or not isinstance(arguments, dict):
             rule = "a call of a tool has an id, a name, and arguments that are a JSON object"
             raise GatewayError(f"{where}: {rule}")
-        function: dict[str, Any] = {"name": name, "arguments": arguments}
-        return {"type": "function", "id": self.call_ids.get(call_id, call_id), "function": function}
+        return ToolCall(name=name, arguments=arguments, call_id=self.call_ids.get(call_id, call_id))
 
     def take_tool_answer(self, call_id: object, content: object, where: str) -> Message:
         """Returns the answer of a tool as a message."""
@@ -248,16 +251,6 @@ def text_of(content: object, where: str) -> str:
     return "\n".join(texts)
 
 
-def assistant_message(content: str, thoughts: Sequence[str], calls: Sequence[Mapping[str, Any]]) -> Message:
-    """Returns a message of the model, as `Action.message` is."""
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        message["tool_calls"] = list(calls)
-    return message
-
-
 def _tool_schema(tool: Mapping[str, Any], parameters: str, where: str) -> Mapping[str, Any]:
     name = tool.get("name")
     schema = tool.get(parameters)
@@ -268,11 +261,3 @@ def _tool_schema(tool: Mapping[str, Any], parameters: str, where: str) -> Mappin
         function["description"] = text_of(tool["description"], where)
     function["parameters"] = schema or {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
-
-
-def whole_chat(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Returns a chat that the model can answer."""
-    chat = tuple(messages)
-    if not chat or chat[-1]["role"] == "assistant":
-        raise GatewayError("the last message must be of the user, the system or a tool: the model begins its answer")
-    return chat
