@@ -17,7 +17,7 @@ from megarl.config.schema import EnvironmentSettings
 from megarl.conversations.chat import ChatRenderer
 from megarl.conversations.chat_session import ChatSession, TurnLimits
 from megarl.conversations.conversation import Conversation
-from megarl.conversations.gateway.gateway import Gateway, make_gateway
+from megarl.conversations.gateway.gateway import Gateway
 from megarl.conversations.gateway.gateway_request import GatewayConfig, Sampling
 from megarl.conversations.gateway.gateway_session import GatewaySession
 from megarl.data.tokenizer import load_tokenizer
@@ -74,7 +74,7 @@ class GatewayWorld:
         place = GatewayConfig(file=str(self.file), sampling=Sampling(), rewarded=args.pop("rewarded", True))
         limit_s = args.pop("time_limit", 60.0)
         settings = EnvironmentSettings(name="gateway", time_limit=limit_s, args={"command": None, **args})
-        self.gateway: Gateway = make_gateway(settings, place, self.tokenizer)
+        self.gateway = Gateway(settings, place, self.tokenizer)
 
     async def sample(self, request: SampleRequest) -> SampledTurn:
         assert request.sample_id not in self.record, "a turn is sampled once"

@@ -104,15 +104,18 @@ class GatewayArgs(BaseModel, extra="forbid", strict=True):
 
 
 class Gateway:
-    """Serves sessions, which fail after `idle_s` seconds without a request; methods are called in one event loop."""
+    """Serves sessions; methods are called in one event loop. Raises RunError if `settings.args` break a rule."""
 
-    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, idle_s: float, args: GatewayArgs) -> None:
+    def __init__(self, settings: EnvironmentSettings, config: GatewayConfig, tokenizer: Tokenizer) -> None:
+        try:
+            self._args = GatewayArgs.model_validate(settings.args)
+        except ValidationError as error:
+            raise RunError(f"environment.args of the gateway: {argument_problems(error)}") from error
         self._config = config
         self._tokenizer = tokenizer
-        self._idle_s = idle_s
-        self._args = args
-        self._model = args.model
-        self._sampling = replace(config.sampling, override=args.override_sampling)
+        self._idle_s = settings.time_limit
+        self._model = self._args.model
+        self._sampling = replace(config.sampling, override=self._args.override_sampling)
         self._key = secrets.token_urlsafe(32)
         self._sessions: dict[str, GatewaySession] = {}
         self._waiting: deque[GatewaySession] = deque()
@@ -269,8 +272,8 @@ class Gateway:
     def _read(self, body: bytes, protocol: _Protocol, session: GatewaySession) -> GatewayRequest:
         """Reads a request for turns."""
         sampling = self._sampling
-        if session.temperature is not None:
-            sampling = replace(sampling, temperature=session.temperature)
+        if session.sample.temperature is not None:
+            sampling = replace(sampling, temperature=session.sample.temperature)
         fields = RequestFields(_parsed(body), sampling, self._model, session.call_ids)
         turn = protocol.read(fields)
         last = len(self._tokenizer) - 1
@@ -363,12 +366,3 @@ def _error(request: web.Request, status: int, message: str) -> web.Response:
     if status == 401:
         response.force_close()  # nothing is read of the rest
     return response
-
-
-def make_gateway(settings: EnvironmentSettings, config: GatewayConfig, tokenizer: Tokenizer) -> Gateway:
-    """Returns the gateway of a configuration; raises RunError with the broken rule."""
-    try:
-        args = GatewayArgs.model_validate(settings.args)
-    except ValidationError as error:
-        raise RunError(f"environment.args of the gateway: {argument_problems(error)}") from error
-    return Gateway(config, tokenizer, settings.time_limit, args)

@@ -113,8 +113,8 @@ def _finish_reason(action: Action) -> str:
     return "tool_calls" if action.tool_calls else "stop"
 
 
-def _choice(reply: GatewayReply, index: int, reason: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    choice = {"index": index, **body, "logprobs": None, "finish_reason": reason}
+def _choice(reply: GatewayReply, index: int, **body: Any) -> dict[str, Any]:
+    choice = {"index": index, "logprobs": None, **body}
     if reply.request.with_ids:
         choice["token_ids"] = list(reply.turns[index].action.token_ids)
     return choice
@@ -155,8 +155,10 @@ def write_chat(reply: GatewayReply) -> dict[str, Any]:
     """Returns the answer to a request for chat completions."""
     choices: list[dict[str, Any]] = []
     for index, turn in enumerate(reply.turns):
-        choice = _choice(reply, index, _finish_reason(turn.action), {"message": _answer_message(turn.action)})
-        choices.append({**choice, "logprobs": _token_logprobs(reply, turn)})
+        message = _answer_message(turn.action)
+        logprobs = _token_logprobs(reply, turn)
+        reason = _finish_reason(turn.action)
+        choices.append(_choice(reply, index, message=message, logprobs=logprobs, finish_reason=reason))
     head = _head(reply, "chat.completion", "chatcmpl")
     return {**head, "choices": choices, "usage": _usage(reply), **_prompt_ids(reply)}
 
@@ -171,7 +173,7 @@ def stream_chat(reply: GatewayReply) -> Iterator[dict[str, Any]]:
         yield {**head, **_prompt_ids(reply), "choices": [{**choice, "delta": {"role": "assistant", **first}}]}
         for part in others:
             yield {**head, **_prompt_ids(reply), "choices": [{**choice, "logprobs": None, "delta": part}]}
-        yield {**head, "choices": [_choice(reply, index, _finish_reason(turn.action), {"delta": {}})]}
+        yield {**head, "choices": [_choice(reply, index, delta={}, finish_reason=_finish_reason(turn.action))]}
     if reply.request.with_usage:
         yield {**head, "choices": [], "usage": _usage(reply)}
 
@@ -192,15 +194,16 @@ def write_completion(reply: GatewayReply) -> dict[str, Any]:
     choices: list[dict[str, Any]] = []
     for index, turn in enumerate(reply.turns):
         reason = "stop" if turn.action.finished else "length"
-        choice = _choice(reply, index, reason, {"text": turn.action.text})
+        logprobs = None
         if reply.request.logprobs:
             texts = _texts(reply, turn)
-            choice["logprobs"] = {
+            logprobs = {
                 "tokens": texts,
                 "token_logprobs": list(turn.logprobs),
                 "top_logprobs": None,
                 "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)),
             }
+        choice = _choice(reply, index, text=turn.action.text, logprobs=logprobs, finish_reason=reason)
         choices.append({**choice, **_prompt_ids(reply)})
     return {**_head(reply, "text_completion", "cmpl"), "choices": choices, "usage": _usage(reply)}
 

@@ -186,7 +186,15 @@ class RequestFields:
             function: Any = tool.get("function", tool)  # Chat Completions has the rest in it
             if not isinstance(function, dict):
                 raise GatewayError(f"{where}.function must be an object, not {function!r:.80}")
-            tools.append(_tool_schema(function, parameters, where))
+            name = function.get("name")
+            schema = function.get(parameters)
+            if not isinstance(name, str) or not isinstance(schema, dict | None):
+                raise GatewayError(f"{where}: a tool has a name, and a JSON schema of its arguments")
+            described: dict[str, Any] = {"name": name}
+            if function.get("description") is not None:
+                described["description"] = text_of(function["description"], where)
+            described["parameters"] = schema or {"type": "object", "properties": {}}
+            tools.append({"type": "function", "function": described})
         if not tools and self.remaining.get("tool_choice") == "none":
             del self.remaining["tool_choice"]
         return tuple(tools)
@@ -249,15 +257,3 @@ def text_of(content: object, where: str) -> str:
             raise GatewayError(f"{where}: a part of the type {kind!r:.80}; the model reads texts alone")
         texts.append(part["text"])
     return "\n".join(texts)
-
-
-def _tool_schema(tool: Mapping[str, Any], parameters: str, where: str) -> Mapping[str, Any]:
-    name = tool.get("name")
-    schema = tool.get(parameters)
-    if not isinstance(name, str) or not isinstance(schema, dict | None):
-        raise GatewayError(f"{where}: a tool has a name, and a JSON schema of its arguments")
-    function: dict[str, Any] = {"name": name}
-    if tool.get("description") is not None:
-        function["description"] = text_of(tool["description"], where)
-    function["parameters"] = schema or {"type": "object", "properties": {}}
-    return {"type": "function", "function": function}
