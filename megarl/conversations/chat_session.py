@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from megarl.conversations.chat import ChatRenderer
 from megarl.conversations.conversation import Branch, Conversation
+from megarl.conversations.tool_calls import Schemas
 from megarl.data.stream import stable_hash
 from megarl.data.tokenizer import Message, TextTooLongError
-from megarl.environments.environment import Action
+from megarl.environments.environment import Action, Messages
 from megarl.types import Prompt, SampledTurn, SampleRequest
 
 Sample = Callable[[SampleRequest], Awaitable[SampledTurn]]
@@ -55,7 +55,7 @@ class _Chat:
 
     branch: Branch
     messages: list[Message] = field(default_factory=list[Message])
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Schemas = ()
     action: Action | None = None
     busy: bool = False
     by_ids: bool = False  # a prompt of ids was completed, which is not in the messages
@@ -92,8 +92,8 @@ class ChatSession:
 
     async def turn(
         self,
-        messages: Sequence[Message] | str,
-        tools: Sequence[Mapping[str, Any]] = (),
+        messages: Messages,
+        tools: Schemas = (),
         *,
         max_tokens: int | None = None,
     ) -> SessionTurn | None:
@@ -218,9 +218,7 @@ class ChatSession:
         chat.by_ids = True
         return chat
 
-    async def _continued(
-        self, messages: Sequence[Message] | str, tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[_Chat, list[Message]]:
+    async def _continued(self, messages: Messages, tools: Schemas) -> tuple[_Chat, list[Message]]:
         """Returns the chat that the messages continue, with the ids of what follows its last turn, or a new one.
 
         The messages come with it, the model's as the model wrote them. Of chats that the messages

@@ -13,12 +13,13 @@ from megarl.environments.environment import ToolCall, assistant_message
 
 Schemas = Sequence[Mapping[str, Any]]
 """Descriptions of tools, as chat templates get them."""
-Reader = Callable[[str, Schemas], tuple[str, tuple[ToolCall, ...]]]
-"""Splits a turn into its content and its calls.
+Read = tuple[str, tuple[ToolCall, ...]]
+"""The content of a turn, and its calls.
 
 The content is the text without the calls that can be read, and without the line break before the
 first. A call that cannot be read stays in it as the model wrote it.
 """
+Reader = Callable[[str, Schemas], Read]
 
 _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
@@ -30,13 +31,13 @@ _PYTHON: Final[Mapping[str, Any]] = {"True": True, "False": False, "None": None}
 """What templates write for values of JSON that they turn into text."""
 
 
-def read_json_blocks(text: str, tools: Schemas) -> tuple[str, tuple[ToolCall, ...]]:
+def read_json_blocks(text: str, tools: Schemas) -> Read:
     """Reads <tool_call>{"name": ..., "arguments": {...}}</tool_call>, of Hermes, Qwen 2.5 and Qwen 3."""
     del tools
     return _read_blocks(text, _json_block)
 
 
-def read_xml_blocks(text: str, tools: Schemas) -> tuple[str, tuple[ToolCall, ...]]:
+def read_xml_blocks(text: str, tools: Schemas) -> Read:
     """Reads <tool_call><function=...><parameter=...>...</tool_call>, of Qwen3-Coder and Qwen 3.5.
 
     A value is JSON where the tool's schema says that it is no text; one that is no JSON then stays
@@ -45,7 +46,7 @@ def read_xml_blocks(text: str, tools: Schemas) -> tuple[str, tuple[ToolCall, ...
     return _read_blocks(text, lambda rest: _xml_block(rest, tools))
 
 
-def read_bare_json(text: str, tools: Schemas) -> tuple[str, tuple[ToolCall, ...]]:
+def read_bare_json(text: str, tools: Schemas) -> Read:
     """Reads {"name": ..., "parameters": {...}}, of Llama 3: all of the turn, after <|python_tag|> or without.
 
     Several calls have semicolons between them. Other JSON is content.
@@ -99,7 +100,7 @@ Block = Callable[[str], tuple[str, dict[str, Any], int]]
 """Reads the call that a text begins with: its name, its arguments and its length; else raises ValueError."""
 
 
-def _read_blocks(text: str, read: Block) -> tuple[str, tuple[ToolCall, ...]]:
+def _read_blocks(text: str, read: Block) -> Read:
     content = ""
     calls = list[ToolCall]()
     readable = False

@@ -8,6 +8,9 @@ from typing import Any
 
 from megarl.data.tokenizer import Message
 
+Messages = Sequence[Message] | str
+"""Messages, or a text that is read as it is, without a chat template."""
+
 
 class FailedEnvironmentError(Exception):
     """An environment failed; the message says how."""
@@ -27,6 +30,13 @@ class EnvironmentTask:
     prompt_id: str
     messages: Sequence[Message] = ()
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def column(self, name: str) -> Any:
+        """Returns another column of the row; a ValueError lists the columns if there is no such one."""
+        if name not in self.fields:
+            known = ", ".join(self.fields) or "none"
+            raise ValueError(f"the row has no column {name!r}; it has: {known}")
+        return self.fields[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +99,7 @@ class Observation:
     """What the environment answers to a turn, or begins with.
 
     Args:
-        messages: messages that follow, or a text that follows as it is, without a chat template.
+        messages: what follows.
         reward: reward of the turn.
         done: whether the conversation is complete; the messages are then not used.
         truncated: whether a limit of the environment ends the conversation.
@@ -97,7 +107,7 @@ class Observation:
             each name.
     """
 
-    messages: Sequence[Message] | str = ()
+    messages: Messages = ()
     reward: float = 0.0
     done: bool = False
     truncated: bool = False

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -138,24 +139,19 @@ class GatewayTest:
 
     def check_exact(self) -> None:
         """Asserts that the branches have exactly what was read and sampled, and in order."""
-        sampled = sorted((prompt, ids) for prompt, ids in self._own())
+        name = self.conversation.request.sample_id
+        sampled = sorted(turn for sample_id, turn in self.world.record.items() if sample_id.startswith(f"{name}/"))
         found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         for branch in self.conversation.branches:
-            ends = [index for index, own in enumerate(branch.loss_mask, 1) if own and not _at(branch.loss_mask, index)]
-            starts = [i for i, own in enumerate(branch.loss_mask) if own and (not i or not branch.loss_mask[i - 1])]
-            assert len(starts) == len(ends) == len(branch.turns)
-            for start, end in zip(starts, ends, strict=True):
-                found.append(((*branch.prompt, *branch.response[:start]), tuple(branch.response[start:end])))
+            start = 0
+            for own, run in groupby(branch.loss_mask):
+                end = start + len(list(run))
+                if own:
+                    found.append(((*branch.prompt, *branch.response[:start]), tuple(branch.response[start:end])))
+                start = end
             assert len(branch.logprobs) == sum(branch.loss_mask)
         assert sorted(found) == sampled
-
-    def _own(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        name = self.conversation.request.sample_id
-        return [turn for sample_id, turn in self.world.record.items() if sample_id.startswith(f"{name}/")]
-
-
-def _at(mask: list[bool], index: int) -> bool:
-    return index < len(mask) and mask[index]
+        assert len(found) == self.conversation.turns
 
 
 def gateway_session(world: GatewayWorld, name: str = "a") -> GatewaySession:

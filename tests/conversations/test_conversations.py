@@ -227,6 +227,16 @@ def turn_of(*ids: int) -> SampledTurn:
     return SampledTurn(token_ids=ids, logprobs=np.zeros(len(ids), np.float32), finished=True, versions=())
 
 
+def session_of(sample: Any, min_turn: int = 0) -> ChatSession:
+    """A session whose turns have no text."""
+    renderer: Any = SimpleNamespace(
+        read=lambda ids, finished, **_: Action(text="", content="", token_ids=tuple(ids), finished=finished)
+    )
+    request = SampleRequest(sample_id="1/p/0", prompt=TASKS[0], seed=5)
+    limits = TurnLimits(context=50, turn=5, turns=9, min_turn=min_turn)
+    return ChatSession(Conversation(request=request), renderer, sample, limits)
+
+
 async def test_branches_are_in_the_order_of_their_last_turns_and_seeds_do_not_depend_on_it() -> None:
     async def talk(order: Sequence[int]) -> tuple[list[tuple[int, ...]], dict[tuple[int, ...], int]]:
         seeds: dict[tuple[int, ...], int] = {}
@@ -235,11 +245,7 @@ async def test_branches_are_in_the_order_of_their_last_turns_and_seeds_do_not_de
             seeds[request.prompt.token_ids] = request.seed
             return turn_of(7)
 
-        renderer: Any = SimpleNamespace(
-            read=lambda ids, finished, **_: Action(text="", content="", token_ids=tuple(ids), finished=finished)
-        )
-        request = SampleRequest(sample_id="1/p/0", prompt=TASKS[0], seed=5)
-        session = ChatSession(Conversation(request=request), renderer, sample, TurnLimits(context=50, turn=5, turns=9))
+        session = session_of(sample)
         for first in order:
             await session.complete([first, 1])
         await session.complete([order[0], 1, 7, 2])
@@ -260,11 +266,7 @@ async def test_of_branches_with_the_same_ids_the_newest_goes_on() -> None:
         logprob, token = next(answers)
         return replace(turn_of(token), logprobs=np.array([-logprob], np.float32))
 
-    renderer: Any = SimpleNamespace(
-        read=lambda ids, finished, **_: Action(text="", content="", token_ids=tuple(ids), finished=finished)
-    )
-    request = SampleRequest(sample_id="1/p/0", prompt=TASKS[0], seed=5)
-    session = ChatSession(Conversation(request=request), renderer, sample, TurnLimits(context=50, turn=5, turns=9))
+    session = session_of(sample)
     for ids in ([3], [3], [3, 7, 2]):
         await session.complete(ids)
     older, newer = session.conversation.branches
@@ -278,9 +280,7 @@ async def test_a_session_that_is_closed_leaves_out_turns_in_progress() -> None:
     async def sample(request: SampleRequest) -> SampledTurn:
         return await answer
 
-    request = SampleRequest(sample_id="1/p/0", prompt=TASKS[0], seed=5)
-    limits = TurnLimits(context=50, turn=5, turns=9, min_turn=3)
-    session = ChatSession(Conversation(request=request), SimpleNamespace(), sample, limits)  # pyright: ignore
+    session = session_of(sample, min_turn=3)
     assert await session.complete([1], max_tokens=2) is None, "less than a turn has at least"
     turn = asyncio.create_task(session.complete([1, 2]))
     await asyncio.sleep(0)

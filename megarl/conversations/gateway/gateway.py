@@ -39,6 +39,7 @@ from megarl.conversations.gateway.gateway_request import (
     GatewayError,
     GatewayReply,
     GatewayRequest,
+    Json,
     RequestFields,
 )
 from megarl.conversations.gateway.gateway_session import GatewaySession, run_harness
@@ -68,8 +69,8 @@ def _check_command(value: Any) -> Any:
 
 class _Protocol(NamedTuple):
     read: Callable[[RequestFields], GatewayRequest]
-    write: Callable[[GatewayReply], dict[str, Any]]
-    stream: Callable[[GatewayReply], Iterator[dict[str, Any]]]
+    write: Callable[[GatewayReply], Json]
+    stream: Callable[[GatewayReply], Iterator[Json]]
 
 
 _PROTOCOLS: Mapping[str, _Protocol] = {
@@ -333,7 +334,7 @@ async def _body(request: web.Request) -> bytes:
     return await request.read()
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
+def _parsed(text: bytes) -> Json:
     try:
         body: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -343,10 +344,10 @@ def _parsed(text: bytes) -> dict[str, Any]:
     return body
 
 
-def _stream(events: Iterator[dict[str, Any]]) -> web.Response:
+def _stream(events: Iterator[Json]) -> web.Response:
     """Returns server-sent events: the turn is whole when the first one goes, so that an error has its status."""
     sent = ""
-    event: dict[str, Any] = {}
+    event: Json = {}
     for event in events:
         if "type" in event:
             sent += f"event: {event['type']}\n"
@@ -359,7 +360,7 @@ def _stream(events: Iterator[dict[str, Any]]) -> web.Response:
 def _error(request: web.Request, status: int, message: str) -> web.Response:
     kinds = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
     error = {"type": kinds.get(status, "invalid_request_error"), "message": message}
-    body: dict[str, Any] = {"error": {**error, "param": None, "code": None}}
+    body: Json = {"error": {**error, "param": None, "code": None}}
     if request.path.endswith("/v1/messages") or "anthropic-version" in request.headers:
         body = {"type": "error", "error": error}
     response = web.json_response(body, status=status)

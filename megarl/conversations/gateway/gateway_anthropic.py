@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from megarl.conversations.gateway.gateway_request import (
     GatewayError,
     GatewayReply,
     GatewayRequest,
+    Json,
     RequestFields,
     text_of,
 )
@@ -32,7 +33,7 @@ def read_messages(fields: RequestFields) -> GatewayRequest:
     return fields.request(chat, tools=tools, max_tokens=max_tokens)
 
 
-def _messages(fields: RequestFields, item: Mapping[str, Any], where: str) -> Iterator[Message]:
+def _messages(fields: RequestFields, item: Json, where: str) -> Iterator[Message]:
     """Yields the messages of one with blocks: answers of tools, and what else is said, in their order."""
     role = item.get("role")
     content = item.get("content")
@@ -71,10 +72,10 @@ def _assistant(fields: RequestFields, blocks: list[Any], where: str) -> Message:
     return assistant_message(text_of(texts, where), "\n".join(thoughts) or None, calls)
 
 
-def write_message(reply: GatewayReply) -> dict[str, Any]:
+def write_message(reply: GatewayReply) -> Json:
     """Returns the answer to a request for a message."""
     action = reply.turns[0].action
-    blocks: list[dict[str, Any]] = []
+    blocks: list[Json] = []
     if action.thoughts is not None:
         blocks.append({"type": "thinking", "thinking": action.thoughts, "signature": ""})
     if action.content or not action.tool_calls:
@@ -100,7 +101,7 @@ def write_message(reply: GatewayReply) -> dict[str, Any]:
     }
 
 
-def stream_message(reply: GatewayReply) -> Iterator[dict[str, Any]]:
+def stream_message(reply: GatewayReply) -> Iterator[Json]:
     """Yields the events of the answer: a block has one delta."""
     whole = write_message(reply)
     usage = {**whole["usage"], "output_tokens": 0}
@@ -117,7 +118,7 @@ def stream_message(reply: GatewayReply) -> Iterator[dict[str, Any]]:
     yield {"type": "message_stop"}
 
 
-def _streamed(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _streamed(block: Json) -> tuple[Json, Json]:
     """Returns the start of a block, and the rest."""
     if block["type"] == "text":
         return {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -12,6 +12,7 @@ from megarl.conversations.gateway.gateway_request import (
     GatewayError,
     GatewayReply,
     GatewayRequest,
+    Json,
     RequestFields,
     text_of,
 )
@@ -56,7 +57,7 @@ def _read_common(fields: RequestFields, **known: Any) -> GatewayRequest:
     if count > _MAX_ANSWERS:
         raise GatewayError(f"n = {count}: at most {_MAX_ANSWERS}")
     with_ids = fields.take("return_token_ids", bool, False)
-    options: dict[str, Any] = fields.take("stream_options", dict, {})
+    options: Json = fields.take("stream_options", dict, {})
     return fields.request(
         max_tokens=max_tokens,
         count=count,
@@ -66,7 +67,7 @@ def _read_common(fields: RequestFields, **known: Any) -> GatewayRequest:
     )
 
 
-def _message(fields: RequestFields, item: Mapping[str, Any], where: str) -> Message:
+def _message(fields: RequestFields, item: Json, where: str) -> Message:
     role = item.get("role")
     content = item.get("content")
     if role in ("system", "developer", "user"):
@@ -84,9 +85,9 @@ def _message(fields: RequestFields, item: Mapping[str, Any], where: str) -> Mess
     calls: list[ToolCall] = []
     called: Any = item.get("tool_calls") or []
     for call in called if isinstance(called, list) else [called]:
-        outer: dict[str, Any] = call if isinstance(call, dict) else {}
+        outer: Json = call if isinstance(call, dict) else {}
         function: Any = outer.get("function")
-        inner: dict[str, Any] = function if isinstance(function, dict) else {}
+        inner: Json = function if isinstance(function, dict) else {}
         calls.append(fields.take_tool_call(outer.get("id"), inner.get("name"), inner.get("arguments"), where))
     thoughts = item.get("reasoning_content", item.get("reasoning"))
     if thoughts is not None:
@@ -94,8 +95,8 @@ def _message(fields: RequestFields, item: Mapping[str, Any], where: str) -> Mess
     return assistant_message(text_of(content, where), thoughts, calls)
 
 
-def _answer_message(action: Action) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": action.content}
+def _answer_message(action: Action) -> Json:
+    message: Json = {"role": "assistant", "content": action.content}
     if action.thoughts is not None:
         message["reasoning_content"] = action.thoughts
     if action.tool_calls:
@@ -113,14 +114,14 @@ def _finish_reason(action: Action) -> str:
     return "tool_calls" if action.tool_calls else "stop"
 
 
-def _choice(reply: GatewayReply, index: int, **body: Any) -> dict[str, Any]:
+def _choice(reply: GatewayReply, index: int, **body: Any) -> Json:
     choice = {"index": index, "logprobs": None, **body}
     if reply.request.with_ids:
         choice["token_ids"] = list(reply.turns[index].action.token_ids)
     return choice
 
 
-def _head(reply: GatewayReply, kind: str, name: str) -> dict[str, Any]:
+def _head(reply: GatewayReply, kind: str, name: str) -> Json:
     return {"id": f"{name}-{reply.request.digest}", "object": kind, "created": reply.created, "model": reply.model}
 
 
@@ -136,11 +137,11 @@ def _prompt_ids(reply: GatewayReply) -> dict[str, list[int]]:
     return {"prompt_token_ids": list(reply.turns[0].prompt)}
 
 
-def _token_logprobs(reply: GatewayReply, turn: SessionTurn) -> dict[str, Any] | None:
+def _token_logprobs(reply: GatewayReply, turn: SessionTurn) -> Json | None:
     """Returns all sampled tokens, those of thoughts, calls and the end included, if they are requested."""
     if not reply.request.logprobs:
         return None
-    tokens: list[dict[str, Any]] = []
+    tokens: list[Json] = []
     for text, logprob in zip(_texts(reply, turn), turn.logprobs, strict=True):
         encoded = list(text.encode())
         tokens.append({"token": text, "logprob": logprob, "bytes": encoded, "top_logprobs": []})
@@ -151,9 +152,9 @@ def _texts(reply: GatewayReply, turn: SessionTurn) -> list[str]:
     return [reply.decode([token]) for token in turn.action.token_ids]
 
 
-def write_chat(reply: GatewayReply) -> dict[str, Any]:
+def write_chat(reply: GatewayReply) -> Json:
     """Returns the answer to a request for chat completions."""
-    choices: list[dict[str, Any]] = []
+    choices: list[Json] = []
     for index, turn in enumerate(reply.turns):
         message = _answer_message(turn.action)
         logprobs = _token_logprobs(reply, turn)
@@ -163,7 +164,7 @@ def write_chat(reply: GatewayReply) -> dict[str, Any]:
     return {**head, "choices": choices, "usage": _usage(reply), **_prompt_ids(reply)}
 
 
-def stream_chat(reply: GatewayReply) -> Iterator[dict[str, Any]]:
+def stream_chat(reply: GatewayReply) -> Iterator[Json]:
     """Yields the chunks of the answer: a part of each message has one."""
     head = _head(reply, "chat.completion.chunk", "chatcmpl")
     for index, turn in enumerate(reply.turns):
@@ -178,9 +179,9 @@ def stream_chat(reply: GatewayReply) -> Iterator[dict[str, Any]]:
         yield {**head, "choices": [], "usage": _usage(reply)}
 
 
-def _message_parts(action: Action) -> list[dict[str, Any]]:
+def _message_parts(action: Action) -> list[Json]:
     message = _answer_message(action)
-    parts: list[dict[str, Any]] = []
+    parts: list[Json] = []
     for name in ("content", "reasoning_content"):
         if message.get(name):
             parts.append({name: message[name]})
@@ -189,9 +190,9 @@ def _message_parts(action: Action) -> list[dict[str, Any]]:
     return parts or [{"content": ""}]
 
 
-def write_completion(reply: GatewayReply) -> dict[str, Any]:
+def write_completion(reply: GatewayReply) -> Json:
     """Returns the answer to a request for completions."""
-    choices: list[dict[str, Any]] = []
+    choices: list[Json] = []
     for index, turn in enumerate(reply.turns):
         reason = "stop" if turn.action.finished else "length"
         logprobs = None
@@ -208,7 +209,7 @@ def write_completion(reply: GatewayReply) -> dict[str, Any]:
     return {**_head(reply, "text_completion", "cmpl"), "choices": choices, "usage": _usage(reply)}
 
 
-def stream_completion(reply: GatewayReply) -> Iterator[dict[str, Any]]:
+def stream_completion(reply: GatewayReply) -> Iterator[Json]:
     """Yields the chunks of the answer, one per choice."""
     whole = write_completion(reply)
     usage = whole.pop("usage")
@@ -231,9 +232,9 @@ def read_response(fields: RequestFields) -> GatewayRequest:
     return fields.request(chat, tools=tools, max_tokens=max_tokens)
 
 
-def _messages(fields: RequestFields, items: list[dict[str, Any]]) -> Iterator[Message]:
+def _messages(fields: RequestFields, items: list[Json]) -> Iterator[Message]:
     """Yields messages; neighboring items that the model wrote are one."""
-    written: list[dict[str, Any]] = []  # by the model
+    written: list[Json] = []  # by the model
     for index, item in enumerate(items):
         kind = item.get("type", "message")
         role = item.get("role")
@@ -255,7 +256,7 @@ def _messages(fields: RequestFields, items: list[dict[str, Any]]) -> Iterator[Me
         yield _assistant(fields, written, "input")
 
 
-def _assistant(fields: RequestFields, items: list[dict[str, Any]], where: str) -> Message:
+def _assistant(fields: RequestFields, items: list[Json], where: str) -> Message:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -270,7 +271,7 @@ def _assistant(fields: RequestFields, items: list[dict[str, Any]], where: str) -
     return assistant_message("\n".join(texts), "\n".join(thoughts) or None, calls)
 
 
-def write_response(reply: GatewayReply) -> dict[str, Any]:
+def write_response(reply: GatewayReply) -> Json:
     """Returns the answer to a request for a response."""
     action = reply.turns[0].action
     status = "completed"
@@ -278,7 +279,7 @@ def write_response(reply: GatewayReply) -> dict[str, Any]:
     if not action.finished:
         status = "incomplete"
         details = {"reason": "max_output_tokens"}
-    output: list[dict[str, Any]] = []
+    output: list[Json] = []
     if action.thoughts is not None:
         content = [{"type": "reasoning_text", "text": action.thoughts}]
         item = {"type": "reasoning", "id": f"rs_{reply.request.digest}", "summary": [], "content": content}
@@ -318,13 +319,13 @@ def write_response(reply: GatewayReply) -> dict[str, Any]:
     }
 
 
-def stream_response(reply: GatewayReply) -> Iterator[dict[str, Any]]:
+def stream_response(reply: GatewayReply) -> Iterator[Json]:
     """Yields the events of the answer: a text has one delta."""
     for number, event in enumerate(_events(write_response(reply))):
         yield {**event, "sequence_number": number}
 
 
-def _events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _events(whole: Json) -> Iterator[Json]:
     begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
@@ -337,7 +338,7 @@ def _events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"type": f"response.{whole['status']}", "response": whole}
 
 
-def _parts(item: Mapping[str, Any], at: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _parts(item: Json, at: Json) -> Iterator[Json]:
     if item["type"] == "function_call":
         yield {"type": "response.function_call_arguments.delta", **at, "delta": item["arguments"]}
         done = {"arguments": item["arguments"], "name": item["name"]}

@@ -49,6 +49,10 @@ _IGNORED = (
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 
 
+Json = dict[str, Any]
+"""An object of JSON."""
+
+
 class GatewayError(Exception):
     """A request that is not honored; the message says why."""
 
@@ -134,7 +138,7 @@ class GatewayReply:
 class RequestFields:
     """The fields of a request, taken one by one; those that remain are refused. Null is like absent."""
 
-    remaining: dict[str, Any]
+    remaining: Json
     sampling: Sampling
     model: str
     call_ids: Mapping[str, str]  # the model's ids of its tool calls, by those that the client got
@@ -167,7 +171,7 @@ class RequestFields:
                 first = value
         return first
 
-    def take_items(self, name: str) -> list[dict[str, Any]]:
+    def take_items(self, name: str) -> list[Json]:
         """Returns a list of objects."""
         items: list[Any] = self.take(name, list, [])
         for index, item in enumerate(items):
@@ -190,7 +194,7 @@ class RequestFields:
             schema = function.get(parameters)
             if not isinstance(name, str) or not isinstance(schema, dict | None):
                 raise GatewayError(f"{where}: a tool has a name, and a JSON schema of its arguments")
-            described: dict[str, Any] = {"name": name}
+            described: Json = {"name": name}
             if function.get("description") is not None:
                 described["description"] = text_of(function["description"], where)
             described["parameters"] = schema or {"type": "object", "properties": {}}
