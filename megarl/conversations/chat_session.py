@@ -61,6 +61,10 @@ class _Chat:
     by_ids: bool = False  # a prompt of ids was completed, which is not in the messages
 
 
+_Found = tuple[_Chat, list[Message]]
+"""A chat, and its messages before the next turn."""
+
+
 class ChatSession:
     """Samples the turns of a conversation, and records them.
 
@@ -102,36 +106,30 @@ class ChatSession:
         Args:
             messages: the whole chat, or a text that follows the last turn.
         """
-        found = await self._prepared(partial(self._continued, messages, tools))
-        if found is None:
-            return None
-        chat, known = found
-        turn = await self._sampled(chat, max_tokens)
-        if turn is not None:
-            chat.messages = known
-        return turn
+        return await self._taken(partial(self._continued, messages, tools), max_tokens)
 
     async def complete(self, prompt: Sequence[int] | str, *, max_tokens: int | None = None) -> SessionTurn | None:
         """Samples what follows a prompt, whose ids continue a branch if they begin with all of the branch's."""
-        chat = await self._prepared(partial(self._completed, prompt))
-        if chat is None:
-            return None
-        return await self._sampled(chat, max_tokens)
+        return await self._taken(partial(self._completed, prompt), max_tokens)
 
-    async def _prepared[T](self, find: Callable[[], Awaitable[T]]) -> T | None:
-        """Finds the chat of a turn, which is not busy until it is sampled; None where there is no room."""
+    async def _taken(self, find: Callable[[], Awaitable[_Found]], max_tokens: int | None) -> SessionTurn | None:
+        """Finds the chat of a turn, which is not busy until it is sampled, and samples the turn."""
         if not self.turns_left:
             self.conversation.limit = "max_turns"
             return None
         self._preparing += 1
         try:
             async with self._rendering:
-                return await find()
+                chat, messages = await find()
         except TextTooLongError:
             self.conversation.limit = "max_model_len"
             return None
         finally:
             self._preparing -= 1
+        turn = await self._sampled(chat, max_tokens)
+        if turn is not None:
+            chat.messages = messages
+        return turn
 
     async def _sampled(self, chat: _Chat, max_tokens: int | None) -> SessionTurn | None:
         prompt = chat.branch.ids
@@ -201,7 +199,7 @@ class ChatSession:
         if self._last is not None:
             self._last.finished = False
 
-    async def _completed(self, prompt: Sequence[int] | str) -> _Chat:
+    async def _completed(self, prompt: Sequence[int] | str) -> _Found:
         """Returns the chat that a prompt continues, with its ids, or a new one."""
         if isinstance(prompt, str):
             prompt = await asyncio.to_thread(self._renderer.begin, prompt, ())
@@ -216,9 +214,9 @@ class ChatSession:
         else:
             chat = self._new(ids)
         chat.by_ids = True
-        return chat
+        return chat, chat.messages
 
-    async def _continued(self, messages: Messages, tools: Schemas) -> tuple[_Chat, list[Message]]:
+    async def _continued(self, messages: Messages, tools: Schemas) -> _Found:
         """Returns the chat that the messages continue, with the ids of what follows its last turn, or a new one.
 
         The messages come with it, the model's as the model wrote them. Of chats that the messages

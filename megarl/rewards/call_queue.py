@@ -13,7 +13,7 @@ from typing import Any
 from megarl.config.schema import RewardFunction
 from megarl.errors import RunError
 from megarl.rewards.adapters import CallMode, Failure, Reply
-from megarl.rewards.child_process import ChildProcess, LostChildError, loop_in_thread
+from megarl.rewards.child_process import ChildProcess, loop_in_thread
 from megarl.rewards.completion import Completion
 
 _CANCEL_S = 5.0
@@ -137,7 +137,7 @@ class FunctionProcess:
             async with asyncio.timeout(until - now):
                 call.replies = await child.request((call.function, call.completions, seconds))
             return True
-        except LostChildError as error:
+        except ConnectionError as error:
             if child.problem and time.monotonic() < until:  # another call has ended it
                 call.tries -= 1
                 return True

@@ -39,10 +39,6 @@ _REAP_S = 10.0
 """Time for a killed process to end; one that hangs in the kernel is left behind until the run ends."""
 
 
-class LostChildError(Exception):
-    """A child has ended before it has answered a call."""
-
-
 class ChildProcess:
     """A child process that runs code of the user, and can always be ended; it is started once.
 
@@ -103,7 +99,7 @@ class ChildProcess:
 
     def lost(self, reason: str, calls: int) -> Sequence[Exception]:
         """Returns the errors of the calls in progress."""
-        return [LostChildError(reason) for _ in range(calls)]
+        return [ConnectionError(reason) for _ in range(calls)]
 
     def end(self, problem: str = "") -> None:
         """Ends the child if it runs; returns at once."""

@@ -19,7 +19,6 @@ from megarl.environments.environment import ToolCall, assistant_message
 
 
 def read_messages(fields: RequestFields) -> GatewayRequest:
-    """Reads a request for a message."""
     chat: list[Message] = []
     system = fields.remaining.pop("system", None)
     if system:
@@ -73,7 +72,6 @@ def _assistant(fields: RequestFields, blocks: list[Any], where: str) -> Message:
 
 
 def write_message(reply: GatewayReply) -> Json:
-    """Returns the answer to a request for a message."""
     action = reply.turns[0].action
     blocks: list[Json] = []
     if action.thoughts is not None:

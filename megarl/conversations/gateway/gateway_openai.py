@@ -1,4 +1,7 @@
-"""OpenAI's Chat Completions, Completions and Responses, as a gateway speaks them: what agents use of them."""
+"""OpenAI's Chat Completions, Completions and Responses, as a gateway speaks them: what agents use of them.
+
+A protocol has a function that reads requests, one that writes the answer, and one that streams it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,6 @@ _MAX_ANSWERS = 128
 
 
 def read_chat(fields: RequestFields) -> GatewayRequest:
-    """Reads a request for chat completions."""
     messages: list[Message] = []
     for index, item in enumerate(fields.take_items("messages")):
         messages.append(_message(fields, item, f"messages[{index}]"))
@@ -33,7 +35,6 @@ def read_chat(fields: RequestFields) -> GatewayRequest:
 
 
 def read_completion(fields: RequestFields) -> GatewayRequest:
-    """Reads a request for completions of a text or of token ids."""
     prompt: Any = fields.remaining.pop("prompt", None)
     if isinstance(prompt, list) and prompt and all(map(_is_token_id, prompt)):
         prompt = tuple(prompt)
@@ -52,7 +53,8 @@ def _is_token_id(token: object) -> bool:
 
 def _read_common(fields: RequestFields, **known: Any) -> GatewayRequest:
     """Reads the fields that both endpoints have."""
-    max_tokens = fields.take_count("max_completion_tokens", "max_tokens")
+    max_tokens = fields.take_count("max_tokens")
+    max_tokens = fields.take_count("max_completion_tokens") or max_tokens
     count = fields.take_count("n") or 1
     if count > _MAX_ANSWERS:
         raise GatewayError(f"n = {count}: at most {_MAX_ANSWERS}")
@@ -153,7 +155,6 @@ def _texts(reply: GatewayReply, turn: SessionTurn) -> list[str]:
 
 
 def write_chat(reply: GatewayReply) -> Json:
-    """Returns the answer to a request for chat completions."""
     choices: list[Json] = []
     for index, turn in enumerate(reply.turns):
         message = _answer_message(turn.action)
@@ -191,7 +192,6 @@ def _message_parts(action: Action) -> list[Json]:
 
 
 def write_completion(reply: GatewayReply) -> Json:
-    """Returns the answer to a request for completions."""
     choices: list[Json] = []
     for index, turn in enumerate(reply.turns):
         reason = "stop" if turn.action.finished else "length"
@@ -220,7 +220,6 @@ def stream_completion(reply: GatewayReply) -> Iterator[Json]:
 
 
 def read_response(fields: RequestFields) -> GatewayRequest:
-    """Reads a request for a response to a whole chat."""
     instructions = fields.take("instructions", str)
     chat: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(fields.remaining.get("input"), str):
@@ -272,7 +271,6 @@ def _assistant(fields: RequestFields, items: list[Json], where: str) -> Message:
 
 
 def write_response(reply: GatewayReply) -> Json:
-    """Returns the answer to a request for a response."""
     action = reply.turns[0].action
     status = "completed"
     details = None

@@ -158,21 +158,14 @@ class RequestFields:
             raise GatewayError(f"{name} must be of the type {kind.__name__}, not {value!r:.80}")
         return value
 
-    def take_count(self, *names: str) -> int | None:
-        """Returns the first of some fields that is there, a positive number; takes all of them."""
-        first = None
-        for name in names:
-            value = self.take(name, int)
-            if value is None:
-                continue
-            if value < 1:
-                raise GatewayError(f"{name} = {value}: at least 1")
-            if first is None:
-                first = value
-        return first
+    def take_count(self, name: str) -> int | None:
+        """Returns a field that is a positive number."""
+        value = self.take(name, int)
+        if value is not None and value < 1:
+            raise GatewayError(f"{name} = {value}: at least 1")
+        return value
 
     def take_items(self, name: str) -> list[Json]:
-        """Returns a list of objects."""
         items: list[Any] = self.take(name, list, [])
         for index, item in enumerate(items):
             if not isinstance(item, dict):
@@ -242,7 +235,6 @@ class RequestFields:
         return ToolCall(name=name, arguments=arguments, call_id=self.call_ids.get(call_id, call_id))
 
     def take_tool_answer(self, call_id: object, content: object, where: str) -> Message:
-        """Returns the answer of a tool as a message."""
         if not isinstance(call_id, str):
             raise GatewayError(f"{where}: the id of the call must be a text, not {call_id!r:.80}")
         text = text_of(content, where)

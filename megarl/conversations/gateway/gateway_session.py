@@ -76,14 +76,10 @@ class GatewaySession:
         digest = request.digest
         if self.done.is_set():
             raise GatewayError("the session has ended", 401)
-        if digest not in self._answers:
-            self._answers[digest] = asyncio.create_task(self._sampled(request))
-            self._answers[digest].add_done_callback(lambda task: self._forget_failed(digest, task))
-        return await asyncio.shield(self._answers[digest])
-
-    def _forget_failed(self, digest: str, task: asyncio.Task[Answered]) -> None:
-        if task.cancelled() or task.exception() is not None:
-            del self._answers[digest]
+        task = self._answers.get(digest)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._answers[digest] = asyncio.create_task(self._sampled(request))
+        return await asyncio.shield(task)
 
     async def _sampled(self, request: GatewayRequest) -> Answered:
         if self._chat.turns_left < request.count:
