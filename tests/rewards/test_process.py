@@ -213,6 +213,7 @@ def test_any_finite_number_is_a_score(value: Any) -> None:
         (math.nan, "nan, a float"),
         (-math.inf, "-inf, a float"),
         (1e39, "1e+39, a float"),
+        (10**39, f"{10**39}, a int"),
         ("1.0", "'1.0', a str"),
         ([1.0], r"[1.0], a list"),
         (np.ones(2), "array([1., 1.]), a ndarray"),
@@ -224,6 +225,12 @@ def test_any_other_score_is_refused_and_shown(value: Any, shown: str) -> None:
     reason = f"it returned {shown}: it must return one finite number"
     expected = [Failure(kind=type(value).__name__, reason=reason)]
     assert BoundFunction(own("anything")).replies([completion(returns=value)]) == expected
+
+
+def test_a_score_that_cannot_be_read_fails_its_call_alone() -> None:
+    (failure,) = BoundFunction(own("anything")).replies([completion(returns=10**400)])
+    assert isinstance(failure, Failure)
+    assert failure.kind == "OverflowError"
 
 
 def test_a_traceback_shows_only_the_functions_frames() -> None:

@@ -20,7 +20,6 @@ VALUES: tuple[Any, ...] = (
     *([1] * 10_000, {"x": 1}, {"": {}}, [None], ["../../outside"], {"__class__": "os.system"}),
 )
 """Wrong types, and numbers and texts at the edges of what types hold."""
-_RANDOM_BYTES = 64
 _MOST_BYTES = 1 << 30
 _CPU_S = 20.0
 
