@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.conversations.chat import ChatRenderer
-from megarl.conversations.chat_session import ChatSession, TurnLimits
+from megarl.conversations.chat_session import ChatSession, SessionTurn, TurnLimits
 from megarl.conversations.conversation import Conversation
 from megarl.conversations.environment_child import Reply
 from megarl.conversations.environment_process import EnvironmentProcess
@@ -238,6 +238,12 @@ def session_of(renderer: ChatRenderer, sample: Any, turns: int = 100) -> ChatSes
     return ChatSession(Conversation(request=request), renderer, sample, limits)
 
 
+def turn_of(session: ChatSession, chat: Sequence[Any], tools: Sequence[Any] = ()) -> SessionTurn:
+    turn = asyncio.run(session.turn(chat, tools))
+    assert turn is not None
+    return turn
+
+
 def says(name: str, said: str) -> Any:
     """A model that always says the same."""
     ids = (*tokenizer(name).continuation(said), tokenizer(name).end_token_id)
@@ -253,8 +259,7 @@ def test_other_tools_begin_a_branch() -> None:
     session = session_of(renderer_of("qwen2.5"), says("qwen2.5", "ok"))
     chat = [ASKED]
     for tools in ([TOOL], [TOOL], [TOOL, TOOL], []):
-        turn = asyncio.run(session.turn(chat, tools))
-        assert turn is not None
+        turn = turn_of(session, chat, tools)
         chat += [turn.action.message, ASKED]
     assert [len(branch.turns) for branch in session.conversation.branches] == [2, 1, 1]
     for branch, (length, tools) in zip(
@@ -267,8 +272,7 @@ def test_other_tools_begin_a_branch() -> None:
 def test_a_chat_with_another_earlier_message_begins_a_branch(changed: int) -> None:
     tokens = tokenizer("qwen2.5")
     session = session_of(renderer_of("qwen2.5"), says("qwen2.5", "ok"))
-    turn = asyncio.run(session.turn([ASKED]))
-    assert turn is not None
+    turn = turn_of(session, [ASKED])
     chat = [ASKED, turn.action.message, ASKED]
     chat[changed] = {**chat[changed], "content": "another"}
     asyncio.run(session.turn(chat))
@@ -280,8 +284,7 @@ def test_a_turn_that_cannot_be_read_leaves_nothing_behind(monkeypatch: pytest.Mo
     """A session may ask again: what was given before the turn is there once."""
     renderer, tokens = renderer_of("qwen2.5"), tokenizer("qwen2.5")
     session = session_of(renderer, says("qwen2.5", "ok"))
-    turn = asyncio.run(session.turn([ASKED]))
-    assert turn is not None
+    turn = turn_of(session, [ASKED])
     chat = [ASKED, turn.action.message, ASKED]
     with monkeypatch.context() as broken:
         broken.setattr(renderer, "read", lambda *_, **__: 1 // 0)
@@ -299,8 +302,7 @@ def test_turns_after_many_branches_cost_what_they_do_after_one(monkeypatch: pyte
     session, follow = session_of(renderer, says("deepseek-r1", "hm\n</think>\n\nok")), renderer.follow
     monkeypatch.setattr(renderer, "follow", lambda *args, **more: (followed.append(1), follow(*args, **more))[1])
     for _ in range(10):
-        turn = asyncio.run(session.turn(chat))
-        assert turn is not None
+        turn = turn_of(session, chat)
         chat = [*chat, turn.action.message, ASKED]
     assert len(session.conversation.branches) == 10
     assert len(followed) == 9
@@ -369,9 +371,7 @@ def converse(name: str, history: History, turns: list[dict[str, Any]]) -> None:
     session = session_of(ChatRenderer(tokens, {}, ends=end_ids(name), history=history), sample, turns=10)
     conversation = session.conversation
     for turn in turns:
-        taken = asyncio.run(session.turn(chat, tools))
-        assert taken is not None
-        action = taken.action
+        action = turn_of(session, chat, tools).action
         assert turn["cut"] or action.text == turn["text"]
         if history == "template" or len(prompts) == 1:
             assert tokens.decode(prompts[-1], special=True) == rendered(name, chat, tools)

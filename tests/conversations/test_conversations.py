@@ -26,7 +26,6 @@ from megarl.rollout.completions import Response, pack_chunk
 from megarl.types import (
     Pickled,
     Prompt,
-    RolloutChunk,
     SampledTurn,
     SampleInfo,
     SampleRequest,
@@ -95,8 +94,11 @@ class Engine:
 
 def held(
     tokenizer: Path, engine: Any, settings: Mapping[str, Any], prompts: Sequence[Prompt], limits: TurnLimits
-) -> tuple[RolloutChunk, list[SampleInfo]]:
-    """Holds a conversation about each prompt, in one item; turns are answered in an order by chance."""
+) -> tuple[Any, list[SampleInfo]]:
+    """Holds a conversation about each prompt, in one item; turns are answered in an order by chance.
+
+    Returns the chunk, whose optional columns are there.
+    """
     process = EnvironmentProcess(EnvironmentSettings(**settings), str(tokenizer), {}, limits)
     requests = [
         SampleRequest(sample_id=f"1/{prompt.prompt_id}/0", prompt=prompt, seed=7 + index)
@@ -126,10 +128,8 @@ CHATS = [
 ]
 
 
-def assert_exact(chunk: RolloutChunk, infos: Sequence[SampleInfo], engine: Engine) -> int:
+def assert_exact(chunk: Any, infos: Sequence[SampleInfo], engine: Engine) -> int:
     """Asserts that every row is its turns as the engine sampled them; returns the number of turns."""
-    assert chunk.loss_mask is not None
-    assert chunk.turns is not None
     seen, turns = 0, Counter[str]()
     for row, info in enumerate(infos):
         ids = [*chunk.prompt_ids[row].tolist(), *chunk.response_ids[row].tolist()]
@@ -169,8 +169,6 @@ def test_rows_are_turns_as_they_were_sampled(tokenizer: Path, name: str, prompts
     chunk, infos = held(tokenizer, engine, {"name": f"tests.conversations.worlds:{name}"}, prompts, limits)
     assert [info.prompt_id for info in infos] == [prompt.prompt_id for prompt in prompts]
     assert assert_exact(chunk, infos, engine) > len(prompts)
-    assert chunk.rewards is not None
-    assert chunk.turn_rewards is not None
     assert np.isfinite(chunk.rewards).all()
     np.testing.assert_allclose(chunk.rewards, [row.sum() for row in chunk.turn_rewards], rtol=1e-6)
     assert not chunk.finished.all(), "some are cut off"
@@ -199,7 +197,6 @@ def test_a_conversation_ends_at_its_limits(tokenizer: Path, limits: TurnLimits, 
     assert limits_of(infos) == {reached}
     assert max(info.tokens for info in infos) <= limits.context
     if reached == "max_turns":
-        assert chunk.turns is not None
         assert set(chunk.turns.lengths) == {2}
     else:
         assert min(info.tokens for info in infos) > 20
@@ -213,8 +210,6 @@ def test_a_template_that_rewrites_earlier_turns_begins_branches(tmp_path: Path) 
     assert_exact(chunk, infos, engine)
     assert [info.conversation for info in infos] == [f"1/{prompt.prompt_id}/0" for prompt in CHATS for _ in range(3)]
     assert [info.sample_id for info in infos[:3]] == ["1/0/0", "1/0/0#1", "1/0/0#2"]
-    assert chunk.rewards is not None
-    assert chunk.turn_rewards is not None
     for first in range(0, len(infos), 3):
         own = [chunk.turn_rewards[first + branch] for branch in range(3)]
         total = chunk.rewards[first]

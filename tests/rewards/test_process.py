@@ -76,13 +76,6 @@ def ends(pid: int) -> bool:
     return comes_true(lambda: not alive(pid))
 
 
-def test_one_process_makes_all_calls(process: FunctionProcess) -> None:
-    first = call(process, "process")
-    assert first not in (os.getpid(), 0)
-    assert call(process, "length") == 4
-    assert call(process, "process") == first
-
-
 @pytest.mark.parametrize("name", HANGING)
 def test_a_call_that_hangs_ends_with_its_process_and_the_next_gets_another(process: FunctionProcess, name: str) -> None:
     before = call(process, "process")
