@@ -269,6 +269,18 @@ async def test_of_branches_with_the_same_ids_the_newest_goes_on() -> None:
     assert newer.logprobs == pytest.approx([-0.2, -0.3]), "a client that asks again goes on from the last answer"
 
 
+async def test_of_branches_that_a_prompt_begins_with_the_longest_goes_on() -> None:
+    answers = iter([7, 9, 7, 8])
+
+    async def sample(_request: SampleRequest) -> SampledTurn:
+        return turn_of(next(answers))
+
+    session = session_of(sample)
+    for ids in ([3], [3, 7, 2], [3], [3, 7, 2, 9, 5]):
+        await session.complete(ids)
+    assert [branch.response for branch in session.conversation.branches] == [[7], [7, 2, 9, 5, 8]]
+
+
 async def test_a_session_that_is_closed_leaves_out_turns_in_progress() -> None:
     answer: asyncio.Future[SampledTurn] = asyncio.get_running_loop().create_future()
 
