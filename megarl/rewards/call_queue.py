@@ -8,6 +8,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megarl.config.schema import RewardFunction
@@ -50,12 +51,12 @@ class FunctionProcess:
     def __init__(
         self, functions: Sequence[RewardFunction], time_limit: float, retries: int, memory: int | None = None
     ) -> None:
-        self._functions = tuple(functions)
         self._time_limit = time_limit
         self._retries = retries
-        self._memory = memory
         self._loop = loop_in_thread()
-        self._child: ChildProcess | None = None
+        module = "megarl.rewards.reward_child"
+        self._make_child = partial(ChildProcess, module, tuple(functions), "reward functions", memory)
+        self._child = self._make_child()
         self._modes: Sequence[CallMode] = ()  # empty until the functions are loaded
 
     def _run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -71,16 +72,14 @@ class FunctionProcess:
         self._run(self._make_all(calls, deadline))
 
     def close(self) -> None:
-        if self._child is not None:
-            self._run(self._child.close())
+        self._run(self._child.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _started(self, deadline: float) -> ChildProcess:
-        if self._child is not None and self._child.ended:
+        if self._child.ended:
             await self._child.over()
-        if self._child is None or self._child.ended:
-            module = "megarl.rewards.reward_child"
-            self._child = ChildProcess(module, self._functions, "reward functions", self._memory)
+        if self._child.ended:  # no other call has replaced it meanwhile
+            self._child = self._make_child()
         child = self._child
         self._modes = await child.start(deadline)
         return child

@@ -109,14 +109,14 @@ class ChildProcess:
             self._writer.transport.abort()
 
     async def over(self) -> None:
-        """Returns when a child that was started has ended."""
-        assert self._living is not None
-        await asyncio.wait((self._living,))
+        """Returns when the child has ended, or at once if it was never started."""
+        if self._living is not None:
+            await asyncio.wait((self._living,))
 
     async def close(self) -> None:
         """Ends the child; calls in progress never return."""
-        assert self._living is not None
-        self._living.cancel()
+        if self._living is not None:
+            self._living.cancel()
         await self.over()
 
     async def _live(self, deadline: float) -> None:
