@@ -51,6 +51,7 @@ class SessionTurn:
 
 _Found = tuple[Branch, list[Message]]
 """The branch of a turn, and its messages before the turn."""
+_Find = Callable[[], Awaitable[_Found]]
 
 
 class ChatSession:
@@ -100,7 +101,7 @@ class ChatSession:
         """Samples what follows a prompt, whose ids continue a branch if they begin with all of the branch's."""
         return await self._taken(partial(self._completed, prompt), max_tokens)
 
-    async def _taken(self, find: Callable[[], Awaitable[_Found]], max_tokens: int | None) -> SessionTurn | None:
+    async def _taken(self, find: _Find, max_tokens: int | None) -> SessionTurn | None:
         """Finds the chat of a turn, which is not busy until it is sampled, and samples the turn."""
         if not self.turns_left:
             self.conversation.limit = "max_turns"
@@ -147,7 +148,8 @@ class ChatSession:
             if self.closed:
                 self._drop_unanswered(branch)
                 return None
-            branch.action = self._renderer.read(sampled.token_ids, sampled.finished, prompt=prompt, tools=branch.tools)
+            ids = sampled.token_ids
+            branch.action = self._renderer.read(ids, sampled.finished, prompt=prompt, tools=branch.tools)
         except BaseException:  # it was canceled, or the turn cannot be read: the session may continue
             self._drop_unanswered(branch)
             raise
@@ -158,7 +160,8 @@ class ChatSession:
         self.conversation.limit = None if sampled.finished else limit
         self.conversation.branches.remove(branch)
         self.conversation.branches.append(branch)  # the last one is that of the last turn
-        return SessionTurn(action=branch.action, prompt=prompt, logprobs=tuple(sampled.logprobs.tolist()))
+        logprobs = tuple(sampled.logprobs.tolist())
+        return SessionTurn(action=branch.action, prompt=prompt, logprobs=logprobs)
 
     def _seed(self, prompt: tuple[int, ...]) -> int:
         """Returns the seed of a turn: it depends on what is before the turn, and not on when it is sampled."""
@@ -205,9 +208,9 @@ class ChatSession:
         return branch, branch.messages
 
     async def _continued(self, messages: Messages, tools: Schemas) -> _Found:
-        """Returns the branch that the messages continue, with the ids of what follows its last turn, or a new one.
+        """Returns the branch that the messages continue, with the ids that follow, or a new one.
 
-        The messages come with it, the model's as the model wrote them. Of branches that the messages
+        The messages come with it, the model's as the model wrote them. Of branches that they
         begin with, only the longest are rendered: a template that has rewritten a turn would else
         be rendered again for each earlier branch.
         """

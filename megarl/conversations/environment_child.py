@@ -58,7 +58,7 @@ def load(settings: EnvironmentSettings, connection: Connection[Any, Any]) -> Loa
 
 
 class EnvironmentHost:
-    """The environments of conversations in progress; raises ValueError as `load_environment` does."""
+    """The environments of conversations in progress; raises what `load_environment` raises."""
 
     def __init__(self, settings: EnvironmentSettings, connection: Connection[Any, Any]) -> None:
         self._make = load_environment(settings)

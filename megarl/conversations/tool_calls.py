@@ -97,7 +97,7 @@ def find_reader(write: Callable[[Sequence[Message], Schemas], str | None]) -> Re
 
 
 Block = Callable[[str], tuple[str, dict[str, Any], int]]
-"""Reads the call that a text begins with: its name, its arguments and its length; else raises ValueError."""
+"""Reads the call that a text begins with, its name, arguments and length; else raises ValueError."""
 
 
 def _read_blocks(text: str, read: Block) -> Read:

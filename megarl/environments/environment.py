@@ -32,7 +32,7 @@ class EnvironmentTask:
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def column(self, name: str) -> Any:
-        """Returns another column of the row; a ValueError lists the columns if there is no such one."""
+        """Returns another column of the row; a ValueError lists those that there are."""
         if name not in self.fields:
             known = ", ".join(self.fields) or "none"
             raise ValueError(f"the row has no column {name!r}; it has: {known}")
@@ -79,18 +79,18 @@ class Action:
         return assistant_message(self.content, self.thoughts, self.tool_calls)
 
 
-def assistant_message(content: str, thoughts: str | None, tool_calls: Iterable[ToolCall]) -> Message:
+def assistant_message(content: str, thoughts: str | None, calls: Iterable[ToolCall]) -> Message:
     """Returns what the model wrote as a message; without the calls that have a problem."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if thoughts is not None:
         message["reasoning_content"] = thoughts
-    calls: list[Mapping[str, Any]] = []
-    for call in tool_calls:
+    written: list[Mapping[str, Any]] = []
+    for call in calls:
         if call.problem is None:
             function = {"name": call.name, "arguments": call.arguments}
-            calls.append({"type": "function", "id": call.call_id, "function": function})
-    if calls:
-        message["tool_calls"] = calls
+            written.append({"type": "function", "id": call.call_id, "function": function})
+    if written:
+        message["tool_calls"] = written
     return message
 
 

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
 from megarl import plugins
+from megarl.data.tokenizer import Message
 from megarl.environments.environment import Action, Environment, Observation, ToolCall
 from megarl.environments.python_program import FIX, Sandbox, bubblewrap, python, python_without_sandbox
 from megarl.texts import argument_problems
@@ -104,9 +105,11 @@ class ToolEnvironment(Environment):
             if inspect.isawaitable(score):
                 score = await score
             return Observation(reward=score, done=True, metrics=self._metrics())
-        results = await asyncio.gather(*map(self._result, action.tool_calls))
-        answers = [call.answer(result) for call, result in zip(action.tool_calls, results, strict=True)]
+        answers = await asyncio.gather(*map(self._answer, action.tool_calls))
         return Observation(messages=answers, metrics=self._metrics())
+
+    async def _answer(self, call: ToolCall) -> Message:
+        return call.answer(await self._result(call))
 
     async def _result(self, call: ToolCall) -> str:
         self._calls += 1

@@ -55,7 +55,8 @@ class FunctionProcess:
         self._retries = retries
         self._loop = loop_in_thread()
         module = "megarl.rewards.reward_child"
-        self._make_child = partial(ChildProcess, module, tuple(functions), "reward functions", memory)
+        setup = tuple(functions)
+        self._make_child = partial(ChildProcess, module, setup, "reward functions", memory)
         self._child = self._make_child()
         self._modes: Sequence[CallMode] = ()  # empty until the functions are loaded
 

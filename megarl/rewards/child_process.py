@@ -29,7 +29,8 @@ _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PROGRAM = (
-    "import sys; sys.path[:] = {path}; from megarl.rewards.child_process import become_supervised, serve;"
+    "import sys; sys.path[:] = {path};"
+    " from megarl.rewards.child_process import become_supervised, serve;"
     " become_supervised({parent}, {descriptor}, {memory});"
     " from {module} import load; serve({descriptor}, {part!r}, load)"
 )

@@ -36,7 +36,7 @@ def write_scale(scale: ScoreScale, directory: Path) -> None:
 
 
 def write_statistics(scores: npt.NDArray[np.float32], directory: Path) -> dict[str, float]:
-    """Writes statistics of raw scores into a reward model's directory; returns them as metrics, ``held_out/*``.
+    """Writes statistics of raw scores into a model's directory; returns them as ``held_out/*``.
 
     They are the fraction of preferences whose best response scores higher than every other
     (``accuracy``), and mean and standard deviation (of the population) of the best responses'

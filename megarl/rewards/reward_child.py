@@ -29,14 +29,16 @@ class _FunctionHost:
         self._threads = [ThreadPoolExecutor(function.mode.concurrency) for function in functions]
         self._connection = connection
         self._sending = threading.Lock()
-        self._loop = loop_in_thread()  # of all async functions: clients with connections outlive calls
+        # One of all async functions: clients with connections outlive calls.
+        self._loop = loop_in_thread()
 
     def answer(self, number: int, call: tuple[int, Sequence[Completion], float]) -> None:
         """Makes a call; returns at once unless the function runs by itself."""
         index, completions, seconds = call
         function = self.functions[index]
         if function.mode.is_async:
-            asyncio.run_coroutine_threadsafe(self._await(number, function, completions, seconds), self._loop)
+            coroutine = self._await(number, function, completions, seconds)
+            asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         elif function.mode.sequential:
             self._call(number, function, completions)
         else:

@@ -105,16 +105,21 @@ class GatewayArgs(BaseModel, extra="forbid", strict=True):
 
 
 class Gateway:
-    """Serves sessions; methods are called in one event loop. Raises RunError if `settings.args` break a rule."""
+    """Serves sessions; methods are called in one event loop.
 
-    def __init__(self, settings: EnvironmentSettings, config: GatewayConfig, tokenizer: Tokenizer) -> None:
+    Raises:
+        RunError: `environment.args` break a rule.
+    """
+
+    def __init__(self, environment: EnvironmentSettings, config: GatewayConfig, tokenizer: Tokenizer) -> None:
         try:
-            self._args = GatewayArgs.model_validate(settings.args)
+            self._args = GatewayArgs.model_validate(environment.args)
         except ValidationError as error:
-            raise RunError(f"environment.args of the gateway: {argument_problems(error)}") from error
+            problems = argument_problems(error)
+            raise RunError(f"environment.args of the gateway: {problems}") from error
         self._config = config
         self._tokenizer = tokenizer
-        self._idle_s = settings.time_limit
+        self._idle_s = environment.time_limit
         self._model = self._args.model
         self._sampling = replace(config.sampling, override=self._args.override_sampling)
         self._key = secrets.token_urlsafe(32)

@@ -64,8 +64,7 @@ def _assistant(fields: RequestFields, blocks: list[Any], where: str) -> Message:
         if block.get("type") == "thinking":
             thoughts.append(text_of(block.get("thinking"), where))
         elif block.get("type") == "tool_use":
-            call = fields.take_tool_call(block.get("id"), block.get("name"), block.get("input"), where)
-            calls.append(call)
+            calls.append(fields.take_tool_call(block, "id", "input", where))
         else:
             texts.append(block)
     return assistant_message(text_of(texts, where), "\n".join(thoughts) or None, calls)

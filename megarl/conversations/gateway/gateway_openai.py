@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions, Completions and Responses, as a gateway speaks them: what agents use of them.
+"""OpenAI's Chat Completions, Completions and Responses, as far as agents use them.
 
 A protocol has a function that reads requests, one that writes the answer, and one that streams it.
 """
@@ -90,7 +90,7 @@ def _message(fields: RequestFields, item: Json, where: str) -> Message:
         outer: Json = call if isinstance(call, dict) else {}
         function: Any = outer.get("function")
         inner: Json = function if isinstance(function, dict) else {}
-        calls.append(fields.take_tool_call(outer.get("id"), inner.get("name"), inner.get("arguments"), where))
+        calls.append(fields.take_tool_call({**inner, "id": outer.get("id")}, "id", "arguments", where))
     thoughts = item.get("reasoning_content", item.get("reasoning"))
     if thoughts is not None:
         thoughts = text_of(thoughts, where)
@@ -116,8 +116,8 @@ def _finish_reason(action: Action) -> str:
     return "tool_calls" if action.tool_calls else "stop"
 
 
-def _choice(reply: GatewayReply, index: int, **body: Any) -> Json:
-    choice = {"index": index, "logprobs": None, **body}
+def _choice(reply: GatewayReply, index: int, reason: str, **body: Any) -> Json:
+    choice = {"index": index, "logprobs": None, **body, "finish_reason": reason}
     if reply.request.with_ids:
         choice["token_ids"] = list(reply.turns[index].action.token_ids)
     return choice
@@ -157,10 +157,8 @@ def _texts(reply: GatewayReply, turn: SessionTurn) -> list[str]:
 def write_chat(reply: GatewayReply) -> Json:
     choices: list[Json] = []
     for index, turn in enumerate(reply.turns):
-        message = _answer_message(turn.action)
-        logprobs = _token_logprobs(reply, turn)
-        reason = _finish_reason(turn.action)
-        choices.append(_choice(reply, index, message=message, logprobs=logprobs, finish_reason=reason))
+        body = {"message": _answer_message(turn.action), "logprobs": _token_logprobs(reply, turn)}
+        choices.append(_choice(reply, index, _finish_reason(turn.action), **body))
     head = _head(reply, "chat.completion", "chatcmpl")
     return {**head, "choices": choices, "usage": _usage(reply), **_prompt_ids(reply)}
 
@@ -175,7 +173,7 @@ def stream_chat(reply: GatewayReply) -> Iterator[Json]:
         yield {**head, **_prompt_ids(reply), "choices": [{**choice, "delta": {"role": "assistant", **first}}]}
         for part in others:
             yield {**head, **_prompt_ids(reply), "choices": [{**choice, "logprobs": None, "delta": part}]}
-        yield {**head, "choices": [_choice(reply, index, delta={}, finish_reason=_finish_reason(turn.action))]}
+        yield {**head, "choices": [_choice(reply, index, _finish_reason(turn.action), delta={})]}
     if reply.request.with_usage:
         yield {**head, "choices": [], "usage": _usage(reply)}
 
@@ -204,7 +202,7 @@ def write_completion(reply: GatewayReply) -> Json:
                 "top_logprobs": None,
                 "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)),
             }
-        choice = _choice(reply, index, text=turn.action.text, logprobs=logprobs, finish_reason=reason)
+        choice = _choice(reply, index, reason, text=turn.action.text, logprobs=logprobs)
         choices.append({**choice, **_prompt_ids(reply)})
     return {**_head(reply, "text_completion", "cmpl"), "choices": choices, "usage": _usage(reply)}
 
@@ -263,8 +261,7 @@ def _assistant(fields: RequestFields, items: list[Json], where: str) -> Message:
         if item.get("type") == "reasoning":
             thoughts.append(text_of(item.get("content") or item.get("summary"), where))
         elif item.get("type") == "function_call":
-            call = fields.take_tool_call(item.get("call_id"), item.get("name"), item.get("arguments"), where)
-            calls.append(call)
+            calls.append(fields.take_tool_call(item, "call_id", "arguments", where))
         else:
             texts.append(text_of(item.get("content"), where))
     return assistant_message("\n".join(texts), "\n".join(thoughts) or None, calls)

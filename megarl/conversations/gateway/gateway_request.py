@@ -186,7 +186,8 @@ class RequestFields:
             name = function.get("name")
             schema = function.get(parameters)
             if not isinstance(name, str) or not isinstance(schema, dict | None):
-                raise GatewayError(f"{where}: a tool has a name, and a JSON schema of its arguments")
+                rule = "a tool has a name, and a JSON schema of its arguments"
+                raise GatewayError(f"{where}: {rule}")
             described: Json = {"name": name}
             if function.get("description") is not None:
                 described["description"] = text_of(function["description"], where)
@@ -222,8 +223,11 @@ class RequestFields:
             fix = "leave it out, or set environment.args.override_sampling: true, which ignores it"
             raise GatewayError(f"{name} = {wanted!r:.80}: {rule}; {fix}")
 
-    def take_tool_call(self, call_id: object, name: object, arguments: object, where: str) -> ToolCall:
+    def take_tool_call(self, call: Json, call_key: str, arguments_key: str, where: str) -> ToolCall:
         """Returns a call of a tool as a client sends it back; arguments may be JSON."""
+        call_id: Any = call.get(call_key)
+        name: Any = call.get("name")
+        arguments: Any = call.get(arguments_key)
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}")

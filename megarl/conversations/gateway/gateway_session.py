@@ -87,7 +87,9 @@ class GatewaySession:
             raise GatewayError(_NO_ROOM)
         # Begun at once, each turn counts as one that is not left.
         loop = asyncio.get_running_loop()
-        tasks = [asyncio.Task(self._turn(request), loop=loop, eager_start=True) for _ in range(request.count)]
+        tasks: list[asyncio.Task[SessionTurn | None]] = []
+        for _ in range(request.count):
+            tasks.append(asyncio.Task(self._turn(request), loop=loop, eager_start=True))
         found = await asyncio.gather(*tasks, return_exceptions=True)
         self.begin()
         turns: list[SessionTurn] = []
