@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections import Counter
@@ -281,17 +280,5 @@ async def test_of_branches_that_a_prompt_begins_with_the_longest_goes_on() -> No
     assert [branch.response for branch in session.conversation.branches] == [[7], [7, 2, 9, 5, 8]]
 
 
-async def test_a_session_that_is_closed_leaves_out_turns_in_progress() -> None:
-    answer: asyncio.Future[SampledTurn] = asyncio.get_running_loop().create_future()
-
-    async def sample(request: SampleRequest) -> SampledTurn:
-        return await answer
-
-    session = session_of(sample, min_turn=3)
-    assert await session.complete([1], max_tokens=2) is None, "less than a turn has at least"
-    turn = asyncio.create_task(session.complete([1, 2]))
-    await asyncio.sleep(0)
-    session.close()
-    answer.set_result(turn_of(7))
-    assert await turn is None
-    assert session.conversation.branches == []
+async def test_a_turn_needs_room_for_the_tokens_that_it_has_at_least() -> None:
+    assert await session_of(None, min_turn=3).complete([1], max_tokens=2) is None

@@ -102,14 +102,6 @@ def test_a_process_that_ended_between_two_calls_is_replaced(process: FunctionPro
     assert call(process, "process") != pid
 
 
-def test_subprocesses_of_a_hanging_call_end_with_it(tmp_path: Path) -> None:
-    pid_file = tmp_path / "pid"
-    process = functions(own("runs_a_program", pid_file=str(pid_file)))
-    process.start()
-    assert fails(answer(process, 0, completion(), 8.0), "it took longer")
-    assert ends(int(pid_file.read_text()))
-
-
 @pytest.mark.parametrize("then", ["return", "exit", "sleep"])
 def test_daemons_end_with_the_child(tmp_path: Path, then: str) -> None:
     pid_file = tmp_path / "pid"
