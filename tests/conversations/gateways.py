@@ -140,14 +140,16 @@ class GatewayTest:
     def check_exact(self) -> None:
         """Asserts that the branches have exactly what was read and sampled, and in order."""
         name = self.conversation.request.sample_id
-        sampled = sorted(turn for sample_id, turn in self.world.record.items() if sample_id.startswith(f"{name}/"))
+        turns = self.world.record.items()
+        sampled = sorted(turn for sample_id, turn in turns if sample_id.startswith(f"{name}/"))
         found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         for branch in self.conversation.branches:
             start = 0
             for own, run in groupby(branch.loss_mask):
                 end = start + len(list(run))
                 if own:
-                    found.append(((*branch.prompt, *branch.response[:start]), tuple(branch.response[start:end])))
+                    read = (*branch.prompt, *branch.response[:start])
+                    found.append((read, tuple(branch.response[start:end])))
                 start = end
             assert len(branch.logprobs) == sum(branch.loss_mask)
         assert sorted(found) == sampled

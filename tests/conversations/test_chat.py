@@ -188,7 +188,8 @@ def continued(name: str, said: Sequence[int], eats: bool = False) -> tuple[Actio
     action = renderer.read(said, True, prompt=prompt, tools=())
     follows = renderer.follow([ASKED], action, [ASKED], prompt=prompt, tools=())
     assert follows is not None
-    return action, [*prompt, *action.token_ids, *follows], rendered(name, [ASKED, action.message, ASKED])
+    whole = rendered(name, [ASKED, action.message, ASKED])
+    return action, [*prompt, *action.token_ids, *follows], whole
 
 
 def test_a_turn_that_a_text_ended_gets_the_end_token_from_the_template() -> None:

@@ -94,7 +94,7 @@ class Engine:
 def held(
     tokenizer: Path, engine: Any, settings: Mapping[str, Any], prompts: Sequence[Prompt], limits: TurnLimits
 ) -> tuple[Any, list[SampleInfo]]:
-    """Holds a conversation about each prompt, in one item; turns are answered in an order by chance.
+    """Holds a conversation about each prompt, in one item; turns are answered in random order.
 
     Returns the chunk, whose optional columns are there.
     """
@@ -223,9 +223,11 @@ def turn_of(*ids: int) -> SampledTurn:
 
 def session_of(sample: Any, min_turn: int = 0) -> ChatSession:
     """A session whose turns have no text."""
-    renderer: Any = SimpleNamespace(
-        read=lambda ids, finished, **_: Action(text="", content="", token_ids=tuple(ids), finished=finished)
-    )
+
+    def read(ids: Sequence[int], finished: bool, **_: Any) -> Action:
+        return Action(text="", content="", token_ids=tuple(ids), finished=finished)
+
+    renderer: Any = SimpleNamespace(read=read)
     request = SampleRequest(sample_id="1/p/0", prompt=TASKS[0], seed=5)
     limits = TurnLimits(context=50, turn=5, turns=9, min_turn=min_turn)
     return ChatSession(Conversation(request=request), renderer, sample, limits)

@@ -80,9 +80,10 @@ async def test_a_key_opens_its_own_session_alone(tokenizer: Path, tmp_path: Path
         assert (await first.post(CHAT, HELLO))[0] == 401
         assert (await second.post(CHAT, HELLO))[0] == 200
         async with aiohttp.ClientSession() as client:
-            for method, path in (("POST", "/tasks/next"), ("GET", "/"), ("PUT", "//x"), ("POST", "/get_or_create")):
+            for asked in ("POST /tasks/next", "GET /", "PUT //x", "POST /get_or_create"):
+                method, path = asked.split()
                 async with client.request(method, world.gateway.url + path) as answer:
-                    assert answer.status in (400, 401), path
+                    assert answer.status in (400, 401), asked
         await second.end()
 
 
@@ -138,14 +139,14 @@ async def test_what_cannot_be_honoured_is_refused(tokenizer: Path, tmp_path: Pat
         await session.end()
 
 
-OTHER_SAMPLING: dict[str, Any] = dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty"), 0.5)
-OTHER_SAMPLING |= {"top_k": 3, "seed": 1}
+FRACTIONS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+OTHER_SAMPLING: dict[str, Any] = {**dict.fromkeys(FRACTIONS, 0.5), "top_k": 3, "seed": 1}
 """What `override_sampling` ignores."""
 UNKNOWN = (
-    *("min_p", "repetition_penalty", "length_penalty", "min_tokens", "bad_words", "allowed_token_ids"),
-    *("stop_token_ids", "ignore_eos", "structured_outputs", "guided_json", "thinking_token_budget"),
-    *("repetition_detection", "use_beam_search", "logits_processors", "vllm_xargs", "extra_body"),
-    "sampling_params",
+    *("min_p", "repetition_penalty", "length_penalty", "min_tokens", "bad_words"),
+    *("allowed_token_ids", "stop_token_ids", "ignore_eos", "structured_outputs", "guided_json"),
+    *("thinking_token_budget", "repetition_detection", "use_beam_search", "logits_processors"),
+    *("vllm_xargs", "extra_body", "sampling_params"),
 )
 """What other servers sample with."""
 OTHER_DISTRIBUTIONS: dict[str, Any] = dict.fromkeys(UNKNOWN, 1) | {

@@ -167,7 +167,8 @@ def _process(clock: SimulatedTime, chance: random.Random) -> EnvironmentProcess:
     """A process as it is after its start."""
     settings = EnvironmentSettings(name="simulated", concurrency=CONCURRENCY)
     with mock.patch.object(environment_process, "loop_in_thread", return_value=Loop(clock)):
-        process: Any = EnvironmentProcess(settings, "", {}, TurnLimits(context=999, turn=7, turns=9))
+        limits = TurnLimits(context=999, turn=7, turns=9)
+        process: Any = EnvironmentProcess(settings, "", {}, limits)
     process._children = Children(chance)
     tokenizer: Any = Characters()
     process._tokenizer, process._renderer = tokenizer, ChatRenderer(tokenizer, {})

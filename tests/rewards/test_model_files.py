@@ -21,7 +21,7 @@ def test_the_scale_round_trips_through_its_file(tmp_path: Path) -> None:
 
 
 def test_statistics_of_pairs(tmp_path: Path) -> None:
-    metrics = write_statistics(np.array([[3.0, 1.0], [1.0, 1.0], [2.0, 4.0]], dtype=np.float32), tmp_path)
+    metrics = write_statistics(np.float32([[3.0, 1.0], [1.0, 1.0], [2.0, 4.0]]), tmp_path)
     statistics = json.loads((tmp_path / "reward_statistics.json").read_text())
     assert statistics["preferences"] == 3
     assert statistics["accuracy"] == pytest.approx(1 / 3), "a tie is no success"
@@ -33,6 +33,6 @@ def test_statistics_of_pairs(tmp_path: Path) -> None:
 
 
 def test_with_several_responses_the_margin_is_over_the_second_best(tmp_path: Path) -> None:
-    metrics = write_statistics(np.array([[3.0, 1.0, 2.0], [0.0, -4.0, 1.0]], dtype=np.float32), tmp_path)
+    metrics = write_statistics(np.float32([[3.0, 1.0, 2.0], [0.0, -4.0, 1.0]]), tmp_path)
     assert metrics["held_out/accuracy"] == 0.5
     assert (metrics["held_out/chosen_mean"], metrics["held_out/margin_mean"]) == (1.5, 0.0)
