@@ -65,7 +65,7 @@ class InstantEnvironment(EnvironmentProcess):
 
     @remote(phase="start")
     def start(self, host: str = "") -> None:
-        self._thread.start()
+        """Loads nothing."""
 
     async def _converse(self, request: SampleRequest) -> Conversation:
         ids = request.prompt.token_ids

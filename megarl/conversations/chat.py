@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 from megarl.conversations.chat_families import family_call, find_family, tool_specs
 from megarl.conversations.tool_calls import Schemas, find_reader
 from megarl.data.tokenizer import Message, Tokenizer
-from megarl.environments.environment import Action, ToolCall
+from megarl.environments.environment import Action, Messages, ToolCall
 
 _USER: Final[Message] = {"role": "user", "content": "u"}
 _MARK: Final = "\ue000turn\ue001"
@@ -61,7 +61,7 @@ class ChatRenderer:
         if self._reader is None or history == "sampled":
             self._family = find_family(tokenizer, arguments)
 
-    def begin(self, messages: Sequence[Message] | str, tools: Schemas) -> list[int]:
+    def begin(self, messages: Messages, tools: Schemas) -> list[int]:
         """Returns the prompt of the first turn; a TextTooLongError or ValueError if there can be none."""
         if isinstance(messages, str):
             return self._limited.encode(messages)
@@ -99,7 +99,7 @@ class ChatRenderer:
         self,
         before: Sequence[Message],
         action: Action,
-        messages: Sequence[Message] | str,
+        messages: Messages,
         *,
         prompt: Sequence[int],
         tools: Schemas,

@@ -7,9 +7,9 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, Final
 
-from megarl.conversations.tool_calls import Schemas
+from megarl.conversations.tool_calls import Schemas, broken_call
 from megarl.data.tokenizer import Message, Tokenizer
-from megarl.environments.environment import ToolCall
+from megarl.environments.environment import ToolCall, assistant_message
 
 _USER: Final[Message] = {"role": "user", "content": "1 + 1?"}
 _TOOL: Final[Mapping[str, Any]] = {
@@ -20,22 +20,17 @@ _TOOL: Final[Mapping[str, Any]] = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
     },
 }
-_ADD: Final[Mapping[str, Any]] = {"name": "add", "arguments": {"a": 1}}
-_CALL: Final[Message] = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"type": "function", "id": "call_0", "function": _ADD}],
-}
-_RESULT: Final[Message] = {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": "2"}
-_ANSWER: Final[Message] = {"role": "assistant", "content": "2\n"}
+_ADD: Final = ToolCall(name="add", arguments={"a": 1}, call_id="call_0")
+_RESULT: Final = _ADD.answer("2")
+_ANSWER: Final = assistant_message("2\n", None, ())
 _CHATS: Final[Sequence[tuple[Sequence[Message], Schemas]]] = (
     ([_USER], ()),
     ([{"role": "system", "content": "s"}, _USER, _ANSWER, _USER], ()),
-    ([_USER, {**_ANSWER, "reasoning_content": "t"}, _USER], ()),
+    ([_USER, assistant_message("2\n", "t", ()), _USER], ()),
     ([_USER], [_TOOL]),
-    ([_USER, _CALL, _RESULT], [_TOOL]),
-    ([_USER, {**_CALL, "reasoning_content": "t"}, _RESULT], [_TOOL]),
-    ([_USER, {**_CALL, "reasoning_content": "t", "content": "c"}, _RESULT, _ANSWER, _USER], [_TOOL]),
+    ([_USER, assistant_message("", None, [_ADD]), _RESULT], [_TOOL]),
+    ([_USER, assistant_message("", "t", [_ADD]), _RESULT], [_TOOL]),
+    ([_USER, assistant_message("c", "t", [_ADD]), _RESULT, _ANSWER, _USER], [_TOOL]),
 )
 """A family is known if it writes all of these like the template; those that the template refuses say nothing."""
 
@@ -72,6 +67,5 @@ def tool_specs(tools: Schemas) -> Any:
 
 def family_call(call: Any, index: int) -> ToolCall:
     if call.status != "ok" or not isinstance(call.arguments, dict):
-        problem = f"not a call of a tool: {call.status}: {call.raw}"
-        return ToolCall(name="", call_id=f"call_{index}", problem=problem)
+        return broken_call(call.status, call.raw, index)
     return ToolCall(name=call.name, arguments=call.arguments, call_id=call.id or f"call_{index}")

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from megarl.conversations.chat import ChatRenderer
 from megarl.conversations.conversation import Branch, Conversation
+from megarl.conversations.tool_calls import Schemas
 from megarl.data.stream import stable_hash
 from megarl.data.tokenizer import Message, TextTooLongError
-from megarl.environments.environment import Action
+from megarl.environments.environment import Action, Messages
 from megarl.types import Prompt, SampledTurn, SampleRequest
 
 Sample = Callable[[SampleRequest], Awaitable[SampledTurn]]
@@ -49,16 +49,9 @@ class SessionTurn:
     logprobs: tuple[float, ...]
 
 
-@dataclass(kw_only=True, eq=False)
-class _Chat:
-    """The messages of a branch, and its last turn."""
-
-    branch: Branch
-    messages: list[Message] = field(default_factory=list[Message])
-    tools: Sequence[Mapping[str, Any]] = ()
-    action: Action | None = None
-    busy: bool = False
-    by_ids: bool = False  # a prompt of ids was completed, which is not in the messages
+_Found = tuple[Branch, list[Message]]
+"""The branch of a turn, and its messages before the turn."""
+_Find = Callable[[], Awaitable[_Found]]
 
 
 class ChatSession:
@@ -74,7 +67,7 @@ class ChatSession:
         self._renderer = renderer
         self._sample = sample
         self._limits = limits
-        self._chats: list[_Chat] = []  # the newest first
+        self._branches: list[Branch] = []  # the newest first
         self._turns = 0
         self._preparing = 0  # turns that are not yet sampled
         self._rendering = asyncio.Lock()
@@ -92,8 +85,8 @@ class ChatSession:
 
     async def turn(
         self,
-        messages: Sequence[Message] | str,
-        tools: Sequence[Mapping[str, Any]] = (),
+        messages: Messages,
+        tools: Schemas = (),
         *,
         max_tokens: int | None = None,
     ) -> SessionTurn | None:
@@ -102,39 +95,33 @@ class ChatSession:
         Args:
             messages: the whole chat, or a text that follows the last turn.
         """
-        found = await self._prepared(partial(self._continued, messages, tools))
-        if found is None:
-            return None
-        chat, known = found
-        turn = await self._sampled(chat, max_tokens)
-        if turn is not None:
-            chat.messages = known
-        return turn
+        return await self._taken(partial(self._continued, messages, tools), max_tokens)
 
     async def complete(self, prompt: Sequence[int] | str, *, max_tokens: int | None = None) -> SessionTurn | None:
         """Samples what follows a prompt, whose ids continue a branch if they begin with all of the branch's."""
-        chat = await self._prepared(partial(self._completed, prompt))
-        if chat is None:
-            return None
-        return await self._sampled(chat, max_tokens)
+        return await self._taken(partial(self._completed, prompt), max_tokens)
 
-    async def _prepared[T](self, find: Callable[[], Awaitable[T]]) -> T | None:
-        """Finds the chat of a turn, which is not busy until it is sampled; None where there is no room."""
+    async def _taken(self, find: _Find, max_tokens: int | None) -> SessionTurn | None:
+        """Finds the chat of a turn, which is not busy until it is sampled, and samples the turn."""
         if not self.turns_left:
             self.conversation.limit = "max_turns"
             return None
         self._preparing += 1
         try:
             async with self._rendering:
-                return await find()
+                branch, messages = await find()
         except TextTooLongError:
             self.conversation.limit = "max_model_len"
             return None
         finally:
             self._preparing -= 1
+        turn = await self._sampled(branch, max_tokens)
+        if turn is not None:
+            branch.messages = messages
+        return turn
 
-    async def _sampled(self, chat: _Chat, max_tokens: int | None) -> SessionTurn | None:
-        prompt = chat.branch.ids
+    async def _sampled(self, branch: Branch, max_tokens: int | None) -> SessionTurn | None:
+        prompt = branch.ids
         limits = {
             "max_new_tokens": self._limits.turn,
             "max_model_len": self._limits.context - len(prompt),
@@ -144,7 +131,7 @@ class ChatSession:
         room = limits[limit]
         if self.closed or room < max(1, self._limits.min_turn):
             self.conversation.limit = limit
-            self._drop_unanswered(chat)
+            self._drop_unanswered(branch)
             return None
         whole = self.conversation.request
         request = replace(
@@ -155,24 +142,26 @@ class ChatSession:
             max_new_tokens=room,
         )
         self._turns += 1
-        chat.busy = True
+        branch.busy = True
         try:
             sampled = await self._sample(request)
             if self.closed:
-                self._drop_unanswered(chat)
+                self._drop_unanswered(branch)
                 return None
-            chat.action = self._renderer.read(sampled.token_ids, sampled.finished, prompt=prompt, tools=chat.tools)
+            ids = sampled.token_ids
+            branch.action = self._renderer.read(ids, sampled.finished, prompt=prompt, tools=branch.tools)
         except BaseException:  # it was canceled, or the turn cannot be read: the session may continue
-            self._drop_unanswered(chat)
+            self._drop_unanswered(branch)
             raise
         finally:
-            chat.busy = False
-        chat.branch.add(sampled)
-        self._last = chat.branch
+            branch.busy = False
+        branch.add(sampled)
+        self._last = branch
         self.conversation.limit = None if sampled.finished else limit
-        self.conversation.branches.remove(chat.branch)
-        self.conversation.branches.append(chat.branch)  # the last one is that of the last turn
-        return SessionTurn(action=chat.action, prompt=prompt, logprobs=tuple(sampled.logprobs.tolist()))
+        self.conversation.branches.remove(branch)
+        self.conversation.branches.append(branch)  # the last one is that of the last turn
+        logprobs = tuple(sampled.logprobs.tolist())
+        return SessionTurn(action=branch.action, prompt=prompt, logprobs=logprobs)
 
     def _seed(self, prompt: tuple[int, ...]) -> int:
         """Returns the seed of a turn: it depends on what is before the turn, and not on when it is sampled."""
@@ -181,11 +170,11 @@ class ChatSession:
         self._repeats[digest] += 1
         return stable_hash(self.conversation.request.seed, digest, self._repeats[digest])
 
-    def _drop_unanswered(self, chat: _Chat) -> None:
-        chat.branch.drop_unanswered()
-        if not chat.branch.turns:
-            self._chats.remove(chat)
-            self.conversation.branches.remove(chat.branch)
+    def _drop_unanswered(self, branch: Branch) -> None:
+        branch.drop_unanswered()
+        if not branch.turns:
+            self._branches.remove(branch)
+            self.conversation.branches.remove(branch)
 
     def reward(self, value: float, *, anew: bool = False) -> None:
         """Adds to the reward of the last turn, or replaces it."""
@@ -201,63 +190,61 @@ class ChatSession:
         if self._last is not None:
             self._last.finished = False
 
-    async def _completed(self, prompt: Sequence[int] | str) -> _Chat:
-        """Returns the chat that a prompt continues, with its ids, or a new one."""
+    async def _completed(self, prompt: Sequence[int] | str) -> _Found:
+        """Returns the longest branch that a prompt continues, with its ids, or a new one."""
         if isinstance(prompt, str):
             prompt = await asyncio.to_thread(self._renderer.begin, prompt, ())
         ids = tuple(prompt)
         if not ids:
             raise ValueError("the prompt has no token")
-        for chat in self._chats:
-            known = chat.branch.ids
-            if not chat.busy and ids[: len(known)] == known:
-                chat.branch.give(ids[len(known) :])
+        for branch in sorted(self._branches, key=lambda branch: -len(branch.ids)):
+            known = branch.ids
+            if not branch.busy and ids[: len(known)] == known:
+                branch.give(ids[len(known) :])
                 break
         else:
-            chat = self._new(ids)
-        chat.by_ids = True
-        return chat
+            branch = self._new(ids)
+        branch.by_ids = True
+        return branch, branch.messages
 
-    async def _continued(
-        self, messages: Sequence[Message] | str, tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[_Chat, list[Message]]:
-        """Returns the chat that the messages continue, with the ids of what follows its last turn, or a new one.
+    async def _continued(self, messages: Messages, tools: Schemas) -> _Found:
+        """Returns the branch that the messages continue, with the ids that follow, or a new one.
 
-        The messages come with it, the model's as the model wrote them. Of chats that the messages
+        The messages come with it, the model's as the model wrote them. Of branches that they
         begin with, only the longest are rendered: a template that has rewritten a turn would else
         be rendered again for each earlier branch.
         """
         longest = 0
-        for chat in sorted(self._chats, key=lambda chat: -len(chat.messages)):
-            if chat.busy or chat.action is None or not chat.action.finished:
+        for branch in sorted(self._branches, key=lambda branch: -len(branch.messages)):
+            if branch.busy or branch.action is None or not branch.action.finished:
                 continue
-            if len(chat.messages) < longest:
+            if len(branch.messages) < longest:
                 break
             known: list[Message] = []
             rest = messages
             if not isinstance(messages, str):
-                known = [*chat.messages, chat.action.message]
-                if chat.by_ids or chat.tools != tools or not _begins_with(messages, known):
+                known = [*branch.messages, branch.action.message]
+                if branch.by_ids or branch.tools != tools or not _begins_with(messages, known):
                     continue
                 rest = messages[len(known) :]
-                longest = len(chat.messages)
-            ids = chat.branch.ids
-            prompt = ids[: len(ids) - len(chat.action.token_ids)]
+                longest = len(branch.messages)
+            ids = branch.ids
+            prompt = ids[: len(ids) - len(branch.action.token_ids)]
             follow = partial(self._renderer.follow, prompt=prompt, tools=tools)
-            given = await asyncio.to_thread(follow, chat.messages, chat.action, rest)
+            given = await asyncio.to_thread(follow, branch.messages, branch.action, rest)
             if given is not None:
-                chat.branch.give(given)
-                return chat, [] if isinstance(rest, str) else [*known, *rest]
+                branch.give(given)
+                return branch, [] if isinstance(rest, str) else [*known, *rest]
         prompt = await asyncio.to_thread(self._renderer.begin, messages, tools)
-        chat = self._new(tuple(prompt))
-        chat.tools = tools
-        return chat, [] if isinstance(messages, str) else list(messages)
+        branch = self._new(tuple(prompt))
+        branch.tools = tools
+        return branch, [] if isinstance(messages, str) else list(messages)
 
-    def _new(self, prompt: tuple[int, ...]) -> _Chat:
-        chat = _Chat(branch=Branch(prompt=prompt))
-        self._chats.insert(0, chat)
-        self.conversation.branches.append(chat.branch)
-        return chat
+    def _new(self, prompt: tuple[int, ...]) -> Branch:
+        branch = Branch(prompt=prompt)
+        self._branches.insert(0, branch)
+        self.conversation.branches.append(branch)
+        return branch
 
 
 def _begins_with(messages: Sequence[Message], known: Sequence[Message]) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from megarl.conversations.tool_calls import Schemas
+from megarl.data.tokenizer import Message
+from megarl.environments.environment import Action
 from megarl.types import ConversationOutcome, SampledTurn, SampleRequest, VersionSpan
 
 
@@ -16,6 +19,9 @@ class Branch:
         loss_mask: whether each id of the response was sampled.
         logprobs: log-probabilities of the sampled ids, nats.
         turns: numbers of sampled ids up to the end of each turn.
+        messages, tools: chat before the last turn, which is `action`.
+        busy: whether a turn is being sampled.
+        by_ids: whether a prompt of ids was completed, which is not in the messages.
     """
 
     prompt: tuple[int, ...]
@@ -26,6 +32,11 @@ class Branch:
     turns: list[int] = field(default_factory=list[int])
     rewards: list[float] = field(default_factory=list[float])
     finished: bool = False
+    messages: list[Message] = field(default_factory=list[Message])
+    tools: Schemas = ()
+    action: Action | None = None
+    busy: bool = False
+    by_ids: bool = False
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import math
 import pickle
-import threading
 import traceback
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from typing import Any, Literal
 from megarl.config.schema import EnvironmentSettings
 from megarl.environments.builtin import load_environment
 from megarl.environments.environment import Environment, Observation
-from megarl.rewards.child_process import parent_connection, received
+from megarl.rewards.child_process import Loaded, loop_in_thread
 from megarl.texts import printable_name
 
 _THREADS = 4
@@ -53,34 +52,28 @@ class CallFailure:
     late: bool = False
 
 
-def serve(descriptor: int) -> None:
-    """Runs in the child: receives the configuration, answers True when the class is loaded, and answers calls."""
-    with parent_connection(descriptor, "environments") as connection:
-        config: EnvironmentSettings = connection.recv()
-        try:
-            make = load_environment(config)
-        except ValueError as error:
-            connection.send(str(error))
-            return
-        connection.send(True)
-        loop = asyncio.new_event_loop()
-        loop.set_default_executor(ThreadPoolExecutor(_THREADS * config.concurrency))  # for methods that are not `async`
-        threading.Thread(target=loop.run_forever, daemon=True).start()
-        host = EnvironmentHost(make, connection, config.time_limit)
-        for number, call in received(connection):
-            asyncio.run_coroutine_threadsafe(host.answer(number, call), loop)
+def load(settings: EnvironmentSettings, connection: Connection[Any, Any]) -> Loaded:
+    """Runs in the child: loads the class, which conversations have environments of."""
+    return True, EnvironmentHost(settings, connection).answer
 
 
 class EnvironmentHost:
-    """The environments of conversations in progress, whose calls may take `limit_s` seconds."""
+    """The environments of conversations in progress; raises what `load_environment` raises."""
 
-    def __init__(self, make: Any, connection: Connection[Any, Any], limit_s: float) -> None:
-        self._make = make
+    def __init__(self, settings: EnvironmentSettings, connection: Connection[Any, Any]) -> None:
+        self._make = load_environment(settings)
         self._connection = connection
-        self._limit_s = limit_s
+        self._limit_s = settings.time_limit
         self._environments: dict[int, Environment] = {}
+        self._loop = loop_in_thread()
+        # For methods that are not `async`.
+        self._loop.set_default_executor(ThreadPoolExecutor(_THREADS * settings.concurrency))
 
-    async def answer(self, number: int, call: EnvironmentCall) -> None:
+    def answer(self, number: int, call: EnvironmentCall) -> None:
+        """Begins a call; returns at once."""
+        asyncio.run_coroutine_threadsafe(self._answer(number, call), self._loop)
+
+    async def _answer(self, number: int, call: EnvironmentCall) -> None:
         """Makes a call, and sends what it returned; a late one is canceled, or left in its thread."""
         calling = asyncio.create_task(self._call(call))
         await asyncio.wait((calling,), timeout=self._limit_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,6 +26,7 @@ from megarl.data.tokenizer import Message, Tokenizer, load_tokenizer
 from megarl.environments.environment import EnvironmentTask, FailedEnvironmentError
 from megarl.errors import RunError
 from megarl.remote import remote
+from megarl.rewards.child_process import loop_in_thread
 from megarl.texts import short_reason
 from megarl.types import (
     Pickled,
@@ -93,12 +93,11 @@ class EnvironmentProcess:
         self._tokenizer_directory = tokenizer
         self._template_arguments = template_arguments
         self._children = EnvironmentChildren(settings)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._loop = loop_in_thread()
         self._numbers = itertools.count()
         self._turns: list[TurnRequest] = []
         self._sampling: dict[int, asyncio.Future[SampledTurn]] = {}
-        self._pending_call: Future[list[TurnRequest]] | None = None
+        self._news = asyncio.Event()  # a turn to sample, or no further conversation
         self._running = 0
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._tokenizer: Tokenizer
@@ -115,13 +114,12 @@ class EnvironmentProcess:
             history=self._settings.history,
             context=self._limits.context,
         )
-        self._thread.start()
         if self._gateway_config is None:
             self._run(self._children.start()).result()
             return
-        from megarl.conversations.gateway.gateway import make_gateway
+        from megarl.conversations.gateway.gateway import Gateway
 
-        self._gateway = make_gateway(self._settings, self._gateway_config, self._tokenizer)
+        self._gateway = Gateway(self._settings, self._gateway_config, self._tokenizer)
         self._run(self._gateway.start(host)).result()
 
     def _run[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -139,9 +137,7 @@ class EnvironmentProcess:
     @remote(phase="rollout")
     def next_turns(self) -> Future[list[TurnRequest]]:
         """Returns turns to sample, as soon as there are any; none without conversations, or for a heartbeat."""
-        call: Future[list[TurnRequest]] = Future()
-        self._loop.call_soon_threadsafe(self._await_turns, call)
-        return call
+        return self._run(self._next_turns())
 
     @remote(phase="rollout")
     def answer(self, answers: Sequence[TurnAnswer]) -> None:
@@ -156,21 +152,15 @@ class EnvironmentProcess:
             self._run(self._gateway.close()).result()
         self._run(self._children.close()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
 
-    def _await_turns(self, call: Future[list[TurnRequest]]) -> None:
-        self._pending_call = call
-        self._loop.call_later(_HEARTBEAT_S, self._hand_out, call)
-        if self._turns or not self._running:
-            self._hand_out(call)
-
-    def _hand_out(self, call: Future[list[TurnRequest]] | None) -> None:
-        """Answers a call for turns that has no answer yet."""
-        if call is not None and call is self._pending_call:
-            turns = self._turns
-            self._turns = []
-            self._pending_call = None
-            call.set_result(turns)
+    async def _next_turns(self) -> list[TurnRequest]:
+        if self._running and not self._turns:
+            self._news.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), _HEARTBEAT_S)
+        turns = self._turns
+        self._turns = []
+        return turns
 
     def _answered(self, turns: Mapping[int, SampledTurn]) -> None:
         for number, turn in turns.items():
@@ -184,8 +174,7 @@ class EnvironmentProcess:
         tokens = len(request.prompt.token_ids) + (request.max_new_tokens or self._limits.turn)
         pickled = Pickled.of(request)
         self._turns.append(TurnRequest(number=number, conversation=conversation, tokens=tokens, request=pickled))
-        # With the turns of the same moment.
-        self._loop.call_soon(lambda: self._hand_out(self._pending_call))
+        self._news.set()
         return await turn
 
     async def _generate(self, item: WorkItem) -> tuple[dict[int, RolloutChunk], list[SampleInfo]]:
@@ -195,7 +184,7 @@ class EnvironmentProcess:
         finally:
             self._running -= 1
             if not self._running:
-                self._hand_out(self._pending_call)
+                self._news.set()
         chunk, names = pack_conversations(conversations, self._tokenizer.end_token_id)
         outcomes = {each.request.sample_id: each.outcome for each in conversations}
         infos = sample_infos(item.chunk, chunk, names)

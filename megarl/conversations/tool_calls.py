@@ -6,36 +6,38 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from megarl.data.tokenizer import Message
-from megarl.environments.environment import ToolCall
+from megarl.environments.environment import ToolCall, assistant_message
 
 Schemas = Sequence[Mapping[str, Any]]
 """Descriptions of tools, as chat templates get them."""
-Reader = Callable[[str, Schemas], tuple[str, tuple[ToolCall, ...]]]
-"""Splits a turn into its content and its calls.
+Read = tuple[str, tuple[ToolCall, ...]]
+"""The content of a turn, and its calls.
 
 The content is the text without the calls that can be read, and without the line break before the
 first. A call that cannot be read stays in it as the model wrote it.
 """
+Reader = Callable[[str, Schemas], Read]
 
 _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
 _TAG = "<|python_tag|>"
 _BARE = re.compile(r'\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"parameters"\s*:')
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_FUNCTION_END = re.compile(r"\s*</function>")
 _PYTHON: Final[Mapping[str, Any]] = {"True": True, "False": False, "None": None}
 """What templates write for values of JSON that they turn into text."""
 
 
-def read_json_blocks(text: str, tools: Schemas) -> tuple[str, tuple[ToolCall, ...]]:
+def read_json_blocks(text: str, tools: Schemas) -> Read:
     """Reads <tool_call>{"name": ..., "arguments": {...}}</tool_call>, of Hermes, Qwen 2.5 and Qwen 3."""
     del tools
     return _read_blocks(text, _json_block)
 
 
-def read_xml_blocks(text: str, tools: Schemas) -> tuple[str, tuple[ToolCall, ...]]:
+def read_xml_blocks(text: str, tools: Schemas) -> Read:
     """Reads <tool_call><function=...><parameter=...>...</tool_call>, of Qwen3-Coder and Qwen 3.5.
 
     A value is JSON where the tool's schema says that it is no text; one that is no JSON then stays
@@ -44,7 +46,7 @@ def read_xml_blocks(text: str, tools: Schemas) -> tuple[str, tuple[ToolCall, ...
     return _read_blocks(text, lambda rest: _xml_block(rest, tools))
 
 
-def read_bare_json(text: str, tools: Schemas) -> tuple[str, tuple[ToolCall, ...]]:
+def read_bare_json(text: str, tools: Schemas) -> Read:
     """Reads {"name": ..., "parameters": {...}}, of Llama 3: all of the turn, after <|python_tag|> or without.
 
     Several calls have semicolons between them. Other JSON is content.
@@ -57,21 +59,18 @@ def read_bare_json(text: str, tools: Schemas) -> tuple[str, tuple[ToolCall, ...]
     try:
         while rest:
             value, end = json.JSONDecoder().raw_decode(rest)
-            calls.append(_call(value, "parameters", len(calls)))
+            name, arguments = _call(value, "parameters")
+            calls.append(ToolCall(name=name, arguments=arguments, call_id=f"call_{len(calls)}"))
             rest = rest[end:].lstrip().removeprefix(";").lstrip()
-    except (_UnreadableError, ValueError, RecursionError) as error:
-        return text, (_broken(str(error), rest, 0),)
+    except (ValueError, RecursionError) as error:
+        return text, (broken_call(str(error), rest, 0),)
     return "", tuple(calls)
 
 
-_PROBE_CALL: Final[Mapping[str, Any]] = {"name": "probe_call", "arguments": {"probe_key": "v"}}
+_PROBE_CALL: Final = ToolCall(name="probe_call", arguments={"probe_key": "v"}, call_id="probe0000")
 _PROBE: Final[Sequence[Message]] = (
     {"role": "user", "content": "u"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "id": "probe0000", "function": _PROBE_CALL}],
-    },
+    assistant_message("", None, [_PROBE_CALL]),
 )
 _PROBE_TOOL: Final[Mapping[str, Any]] = {
     "type": "function",
@@ -97,15 +96,11 @@ def find_reader(write: Callable[[Sequence[Message], Schemas], str | None]) -> Re
     return None
 
 
-class _UnreadableError(Exception):
-    """A call cannot be read; the message says why."""
-
-
 Block = Callable[[str], tuple[str, dict[str, Any], int]]
-"""Reads the call that a text begins with: its name, its arguments and its length; else raises _UnreadableError."""
+"""Reads the call that a text begins with, its name, arguments and length; else raises ValueError."""
 
 
-def _read_blocks(text: str, read: Block) -> tuple[str, tuple[ToolCall, ...]]:
+def _read_blocks(text: str, read: Block) -> Read:
     content = ""
     calls = list[ToolCall]()
     readable = False
@@ -118,9 +113,9 @@ def _read_blocks(text: str, read: Block) -> tuple[str, tuple[ToolCall, ...]]:
         try:
             name, arguments, end = read(body)
             if body[end:].strip() != _CLOSE:
-                raise _UnreadableError(f"no {_CLOSE} follows it")
-        except _UnreadableError as error:
-            calls.append(_broken(str(error), body, len(calls)))
+                raise ValueError(f"no {_CLOSE} follows it")
+        except (ValueError, RecursionError) as error:
+            calls.append(broken_call(str(error), body, len(calls)))
             content += piece
             continue
         if not readable:
@@ -148,27 +143,23 @@ def _pieces(text: str) -> Iterator[str]:
 
 def _json_block(body: str) -> tuple[str, dict[str, Any], int]:
     start = len(body) - len(body.lstrip())
-    try:
-        value, end = json.JSONDecoder().raw_decode(body, start)
-    except (ValueError, RecursionError) as error:
-        raise _UnreadableError(str(error)) from error
-    call = _call(value, "arguments", 0)
-    return call.name, dict(call.arguments), end
+    value, end = json.JSONDecoder().raw_decode(body, start)
+    return *_call(value, "arguments"), end
 
 
 def _xml_block(body: str, tools: Schemas) -> tuple[str, dict[str, Any], int]:
     start = re.match(r"\s*<function=([^>\n]+)>", body)
     if start is None:
-        raise _UnreadableError("it does not begin with <function=NAME>")
+        raise ValueError("it does not begin with <function=NAME>")
     name = start[1].strip()
     end = start.end()
     arguments = dict[str, Any]()
     while (found := _PARAMETER.match(body, end)) is not None:
         arguments[found[1]] = _value(found[2], _schema(tools, name, found[1]))
         end = found.end()
-    close = re.compile(r"\s*</function>").match(body, end)
+    close = _FUNCTION_END.match(body, end)
     if close is None:
-        raise _UnreadableError("its parameters do not end with </function>")
+        raise ValueError("its parameters do not end with </function>")
     return name, arguments, close.end()
 
 
@@ -192,17 +183,14 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
         return text
 
 
-def _call(value: Any, key: str, index: int) -> ToolCall:
-    call = cast(dict[str, Any], value) if isinstance(value, dict) else {}
-    name = call.get("name")
-    arguments = call.get(key, {})
+def _call(value: Any, key: str) -> tuple[str, dict[str, Any]]:
+    """Returns the name and the arguments of a call."""
+    call: dict[str, Any] = value if isinstance(value, dict) else {}
+    name: Any = call.get("name")
+    arguments: Any = call.get(key, {})
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        raise _UnreadableError(f'it is not {{"name": ..., "{key}": {{...}}}}')
-    try:
-        _writable([name, arguments])
-    except (ValueError, RecursionError) as error:
-        raise _UnreadableError(str(error)) from error
-    return ToolCall(name=name, arguments=cast(dict[str, Any], arguments), call_id=f"call_{index}")
+        raise ValueError(f'it is not {{"name": ..., "{key}": {{...}}}}')
+    return _writable((name, arguments))
 
 
 def _writable[T](value: T) -> T:
@@ -211,6 +199,7 @@ def _writable[T](value: T) -> T:
     return value
 
 
-def _broken(reason: str, text: str, index: int) -> ToolCall:
+def broken_call(reason: str, text: str, index: int) -> ToolCall:
+    """Returns a call that cannot be read."""
     problem = f"not a call of a tool: {reason}: {text.strip()}"
     return ToolCall(name="", call_id=f"call_{index}", problem=problem)

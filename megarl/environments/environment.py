@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.data.tokenizer import Message
+
+Messages = Sequence[Message] | str
+"""Messages, or a text that is read as it is, without a chat template."""
 
 
 class FailedEnvironmentError(Exception):
@@ -27,6 +30,13 @@ class EnvironmentTask:
     prompt_id: str
     messages: Sequence[Message] = ()
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def column(self, name: str) -> Any:
+        """Returns another column of the row; a ValueError lists those that there are."""
+        if name not in self.fields:
+            known = ", ".join(self.fields) or "none"
+            raise ValueError(f"the row has no column {name!r}; it has: {known}")
+        return self.fields[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,18 +75,23 @@ class Action:
 
     @property
     def message(self) -> Message:
-        """Returns the action as a message for chat templates."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.thoughts is not None:
-            message["reasoning_content"] = self.thoughts
-        calls: list[Mapping[str, Any]] = []
-        for call in self.tool_calls:
-            if call.problem is None:
-                function = {"name": call.name, "arguments": call.arguments}
-                calls.append({"type": "function", "id": call.call_id, "function": function})
-        if calls:
-            message["tool_calls"] = calls
-        return message
+        """The action as a message for chat templates."""
+        return assistant_message(self.content, self.thoughts, self.tool_calls)
+
+
+def assistant_message(content: str, thoughts: str | None, calls: Iterable[ToolCall]) -> Message:
+    """Returns what the model wrote as a message; without the calls that have a problem."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if thoughts is not None:
+        message["reasoning_content"] = thoughts
+    written: list[Mapping[str, Any]] = []
+    for call in calls:
+        if call.problem is None:
+            function = {"name": call.name, "arguments": call.arguments}
+            written.append({"type": "function", "id": call.call_id, "function": function})
+    if written:
+        message["tool_calls"] = written
+    return message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +99,7 @@ class Observation:
     """What the environment answers to a turn, or begins with.
 
     Args:
-        messages: messages that follow, or a text that follows as it is, without a chat template.
+        messages: what follows.
         reward: reward of the turn.
         done: whether the conversation is complete; the messages are then not used.
         truncated: whether a limit of the environment ends the conversation.
@@ -92,7 +107,7 @@ class Observation:
             each name.
     """
 
-    messages: Sequence[Message] | str = ()
+    messages: Messages = ()
     reward: float = 0.0
     done: bool = False
     truncated: bool = False

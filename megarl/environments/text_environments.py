@@ -25,7 +25,7 @@ class UserTurns(Environment):
         self._turns: list[str] = []
 
     def reset(self, task: EnvironmentTask, seed: int) -> Sequence[Message]:
-        self._turns = list(_column(task, self._field))
+        self._turns = list(task.column(self._field))
         return task.messages or self._next()
 
     def step(self, action: Action) -> Observation:
@@ -53,7 +53,7 @@ class ReasoningGym(Environment):
         self._entry = dict[str, Any]()
 
     def reset(self, task: EnvironmentTask, seed: int) -> Sequence[Message]:
-        self._entry = self._tasks[int(_column(task, "index"))]
+        self._entry = self._tasks[int(task.column("index"))]
         return [*task.messages, {"role": "user", "content": self._entry["question"]}]
 
     def step(self, action: Action) -> Observation:
@@ -74,10 +74,3 @@ def _reasoning_tasks(name: str, seed: int, options: str) -> Any:
         raise ValueError(f"needs the package reasoning-gym: {fix}") from None
     arguments = {"size": 1 << 30, **json.loads(options)}  # each task is made on demand
     return package.create_dataset(name, seed=seed, **arguments)
-
-
-def _column(task: EnvironmentTask, name: str) -> Any:
-    if name not in task.fields:
-        known = ", ".join(task.fields) or "none"
-        raise ValueError(f"the row has no column {name!r}; it has: {known}")
-    return task.fields[name]

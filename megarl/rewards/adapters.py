@@ -83,10 +83,9 @@ class BoundFunction:
     def replies(self, completions: Sequence[Completion]) -> list[Reply]:
         """Calls a plain function; returns a score or a failure for each completion."""
         try:
-            value = self.call(completions)
-        except BaseException as error:  # the user's own code
+            return self.read(self.call(completions), len(completions))
+        except BaseException as error:  # the user's own code, also that of what it has returned
             return failed(error, len(completions))
-        return self.read(value, len(completions))
 
     def read(self, value: Any, count: int) -> list[Reply]:
         """Returns the scores in what a call on `count` completions returned, or failures."""

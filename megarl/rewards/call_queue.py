@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megarl.config.schema import RewardFunction
 from megarl.errors import RunError
 from megarl.rewards.adapters import CallMode, Failure, Reply
-from megarl.rewards.child_process import ChildProcess, LostChildError
+from megarl.rewards.child_process import ChildProcess, loop_in_thread
 from megarl.rewards.completion import Completion
 
 _CANCEL_S = 5.0
@@ -51,19 +51,17 @@ class FunctionProcess:
     def __init__(
         self, functions: Sequence[RewardFunction], time_limit: float, retries: int, memory: int | None = None
     ) -> None:
-        self._functions = tuple(functions)
         self._time_limit = time_limit
         self._retries = retries
-        self._memory = memory
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._child: ChildProcess | None = None
+        self._loop = loop_in_thread()
+        module = "megarl.rewards.reward_child"
+        setup = tuple(functions)
+        self._make_child = partial(ChildProcess, module, setup, "reward functions", memory)
+        self._child = self._make_child()
         self._modes: Sequence[CallMode] = ()  # empty until the functions are loaded
 
     def _run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine in the event loop of the child, a thread."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True).start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def start(self, deadline: float = math.inf) -> None:
@@ -75,18 +73,14 @@ class FunctionProcess:
         self._run(self._make_all(calls, deadline))
 
     def close(self) -> None:
-        if self._child is not None and self._loop is not None:
-            self._run(self._child.close())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._child = None
-            self._loop = None
+        self._run(self._child.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _started(self, deadline: float) -> ChildProcess:
-        if self._child is not None and self._child.ended:
+        if self._child.ended:
             await self._child.over()
-        if self._child is None or self._child.ended:
-            module = "megarl.rewards.reward_child"
-            self._child = ChildProcess(module, self._functions, "reward functions", self._memory)
+        if self._child.ended:  # no other call has replaced it meanwhile
+            self._child = self._make_child()
         child = self._child
         self._modes = await child.start(deadline)
         return child
@@ -143,7 +137,7 @@ class FunctionProcess:
             async with asyncio.timeout(until - now):
                 call.replies = await child.request((call.function, call.completions, seconds))
             return True
-        except LostChildError as error:
+        except ConnectionError as error:
             if child.problem and time.monotonic() < until:  # another call has ended it
                 call.tries -= 1
                 return True

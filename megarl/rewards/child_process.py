@@ -14,9 +14,10 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,17 +29,15 @@ _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PROGRAM = (
-    "import sys; sys.path[:] = {path}; from megarl.rewards.child_process import become_supervised;"
-    " become_supervised({parent}, {descriptor}, {memory}); from {module} import serve; serve({descriptor})"
+    "import sys; sys.path[:] = {path};"
+    " from megarl.rewards.child_process import become_supervised, serve;"
+    " become_supervised({parent}, {descriptor}, {memory});"
+    " from {module} import load; serve({descriptor}, {part!r}, load)"
 )
 _LENGTH = struct.Struct("!i")
 """Length of a message, before it, as multiprocessing's connections write it."""
 _REAP_S = 10.0
 """Time for a killed process to end; one that hangs in the kernel is left behind until the run ends."""
-
-
-class LostChildError(Exception):
-    """A child has ended before it has answered a call."""
 
 
 class ChildProcess:
@@ -50,9 +49,8 @@ class ChildProcess:
     the child ends, all calls in progress fail. Methods are called in one event loop.
 
     Args:
-        module: module whose function `serve` runs in the child.
-        setup: first message to the child, which answers with what it has loaded, or with a problem
-            as text.
+        module: module whose function `load` runs in the child, see `serve`.
+        setup: what `load` gets.
         name: name of what the child loads, for messages.
         memory: bytes of data of the child, and of each process that it starts; None is no limit.
         permit: what must be held while the child lives.
@@ -102,7 +100,7 @@ class ChildProcess:
 
     def lost(self, reason: str, calls: int) -> Sequence[Exception]:
         """Returns the errors of the calls in progress."""
-        return [LostChildError(reason) for _ in range(calls)]
+        return [ConnectionError(reason) for _ in range(calls)]
 
     def end(self, problem: str = "") -> None:
         """Ends the child if it runs; returns at once."""
@@ -112,14 +110,14 @@ class ChildProcess:
             self._writer.transport.abort()
 
     async def over(self) -> None:
-        """Returns when a child that was started has ended."""
-        assert self._living is not None
-        await asyncio.wait((self._living,))
+        """Returns when the child has ended, or at once if it was never started."""
+        if self._living is not None:
+            await asyncio.wait((self._living,))
 
     async def close(self) -> None:
         """Ends the child; calls in progress never return."""
-        assert self._living is not None
-        self._living.cancel()
+        if self._living is not None:
+            self._living.cancel()
         await self.over()
 
     async def _live(self, deadline: float) -> None:
@@ -181,6 +179,7 @@ class ChildProcess:
                 path=repr(sys.path),
                 module=self._module,
                 descriptor=theirs.fileno(),
+                part=self._name.rpartition(" ")[2],
                 parent=os.getpid(),
                 memory=self._memory,
             )
@@ -280,17 +279,34 @@ def _end_like(status: int) -> NoReturn:
     os._exit(os.waitstatus_to_exitcode(status))
 
 
-@contextmanager
-def parent_connection(descriptor: int, part: str) -> Generator[Connection[Any, Any]]:
-    """The connection to the parent, in a child; `part` is a part of the parent's name, for stacks."""
+Loaded = tuple[object, Callable[[int, Any], object]]
+"""What a child has loaded, for the parent, and what takes the numbers and contents of calls."""
+
+
+def serve(descriptor: int, part: str, load: Callable[[Any, Connection[Any, Any]], Loaded]) -> None:
+    """Runs in the child until the parent closes the connection.
+
+    Args:
+        part: part of the parent's name, for stacks.
+        load: function that loads the parent's setup; the problem is the text of its ValueError. It
+            gets the connection, on which calls are answered.
+    """
     answer_as_child(part)
     os.set_inheritable(descriptor, False)  # programs that the user's code starts must not keep it open
     with Connection(descriptor) as connection:
-        yield connection
+        try:
+            loaded, answer = load(connection.recv(), connection)
+        except ValueError as error:
+            connection.send(str(error))
+            return
+        connection.send(loaded)
+        with suppress(EOFError):
+            while True:
+                answer(*connection.recv())
 
 
-def received(connection: Connection[Any, Any]) -> Iterator[Any]:
-    """Yields the messages of a connection until it is closed."""
-    with suppress(EOFError):
-        while True:
-            yield connection.recv()
+def loop_in_thread() -> asyncio.AbstractEventLoop:
+    """Returns an event loop that runs in a thread."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop

@@ -15,10 +15,10 @@ from pydantic import Field
 
 from megarl import plugins
 from megarl.config.schema import RewardFunction
-from megarl.config.schema.questions import Pattern, PatternWithGroup, Template
+from megarl.config.schema.questions import Pattern, PatternWithGroup
 from megarl.plugins import Function
 from megarl.rewards.completion import Completion
-from megarl.rewards.judge import Address, JudgeOptions, endpoint_answer, question, read_score
+from megarl.rewards.judge import judge
 
 _NUMBER = re.compile(r"(?<![0-9])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 
@@ -79,32 +79,6 @@ def math_verify(completion: Completion, *, field: str = "answer") -> float:
     if not wanted:
         raise ValueError(f"the field {field!r} has no mathematical expression: {text!r}")
     return float(verify(wanted, parse(completion.response)))
-
-
-async def judge(
-    completion: Completion,
-    *,
-    url: Address,
-    model: str,
-    template: Template,
-    pattern: PatternWithGroup,
-    key_variable: str | None = None,
-    options: JudgeOptions | None = None,
-    timeout: Annotated[float, Field(gt=0)] = 30.0,
-    attempts: Annotated[int, Field(ge=1)] = 5,
-) -> float:
-    """The number that a model behind an OpenAI-compatible endpoint gives the response.
-
-    Args:
-        template: question with {prompt}, {response} and columns of the row.
-        pattern: expression whose group's last match in the answer is the number.
-        options: further entries of the request; None: temperature 0.
-    """
-    messages = [{"role": "user", "content": question(template, completion)}]
-    extra = {"temperature": 0} if options is None else options
-    request = {"model": model, "messages": messages, "extra_body": extra}
-    answer = await endpoint_answer(request, url=url, key_variable=key_variable, timeout=timeout, attempts=attempts)
-    return read_score(answer, pattern)
 
 
 def soft_overlong(

@@ -12,10 +12,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from megarl.config.schema import JudgeModel
-from megarl.config.schema.questions import template_columns
+from megarl.config.schema.questions import PatternWithGroup, Template, template_columns
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards.completion import Completion
 
@@ -83,16 +83,35 @@ class JudgePrompts:
         return read_score(text, self._settings.pattern)
 
 
-async def endpoint_answer(
-    request: Mapping[str, Any], *, url: str, key_variable: str | None, timeout: float, attempts: int
-) -> str:
-    """Returns the text with which an endpoint of chat completions answers a request; a RuntimeError without one."""
+async def judge(
+    completion: Completion,
+    *,
+    url: Address,
+    model: str,
+    template: Template,
+    pattern: PatternWithGroup,
+    key_variable: str | None = None,
+    options: JudgeOptions | None = None,
+    timeout: Annotated[float, Field(gt=0)] = 30.0,
+    attempts: Annotated[int, Field(ge=1)] = 5,
+) -> float:
+    """The number that a model behind an OpenAI-compatible endpoint gives the response.
+
+    Args:
+        template: question with {prompt}, {response} and columns of the row.
+        pattern: expression whose group's last match in the answer is the number.
+        options: further entries of the request; None: temperature 0.
+    """
     from openai import OpenAIError
 
+    extra = {"temperature": 0} if options is None else options
+    text = question(template, completion)
     key = _key(key_variable)
     client = _client(asyncio.get_running_loop(), url, key, timeout, attempts)
     try:
-        reply = await client.chat.completions.create(**request)
+        reply = await client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": text}], extra_body=extra
+        )
     except OpenAIError as error:
         text = f"the judge at {url} did not answer in {attempts} attempts: {error!r:.1000}"
         raise RuntimeError(text.replace(key, "(secret)") if key else text) from None
@@ -104,7 +123,7 @@ async def endpoint_answer(
     if not isinstance(text, str) or choice.finish_reason == "length":
         problem = f"has no end, by finish_reason {choice.finish_reason!r}"
         raise RuntimeError(f"the judge's answer {problem}: {text!r:.500}")
-    return text
+    return read_score(text, pattern)
 
 
 def _key(variable: str | None) -> str:

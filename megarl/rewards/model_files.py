@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,44 +35,27 @@ def write_scale(scale: ScoreScale, directory: Path) -> None:
     (directory / SCALE).write_text(json.dumps(asdict(scale)) + "\n")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreferenceStatistics:
-    """Statistics of a reward model's raw scores of preferences.
+def write_statistics(scores: npt.NDArray[np.float32], directory: Path) -> dict[str, float]:
+    """Writes statistics of raw scores into a model's directory; returns them as ``held_out/*``.
+
+    They are the fraction of preferences whose best response scores higher than every other
+    (``accuracy``), and mean and standard deviation (of the population) of the best responses'
+    scores (``chosen``), of the others' (``rejected``) and of the difference between the best one's
+    and the highest other one (``margin``).
 
     Args:
-        preferences: number of preferences.
-        accuracy: fraction whose best response scores higher than every other.
-        mean, std: moments of the scores of the best responses (``chosen``), of the others
-            (``rejected``), and of the difference between the best one and the highest other
-            (``margin``); std is the population's.
+        scores: scores, [preferences, responses], the best response first.
     """
-
-    preferences: int
-    accuracy: float
-    mean: Mapping[str, float]
-    std: Mapping[str, float]
-
-    @classmethod
-    def of(cls, scores: npt.NDArray[np.float32]) -> PreferenceStatistics:
-        """Computes the statistics of scores, [preferences, responses], the best response first."""
-        chosen = scores[:, 0].astype(np.float64)
-        rejected = scores[:, 1:].astype(np.float64)
-        margin = chosen - rejected.max(1)
-        columns = {"chosen": chosen, "rejected": rejected, "margin": margin}
-        return cls(
-            preferences=len(scores),
-            accuracy=float((margin > 0).mean()),
-            mean={name: float(values.mean()) for name, values in columns.items()},
-            std={name: float(values.std()) for name, values in columns.items()},
-        )
-
-    def write(self, directory: Path) -> None:
-        """Writes the statistics into a reward model's directory."""
-        (directory / STATISTICS).write_text(json.dumps(asdict(self), indent=2) + "\n")
-
-    def metrics(self) -> dict[str, float]:
-        """``held_out/*``."""
-        metrics = {"held_out/accuracy": self.accuracy}
-        metrics |= {f"held_out/{name}_mean": value for name, value in self.mean.items()}
-        metrics |= {f"held_out/{name}_std": value for name, value in self.std.items()}
-        return metrics
+    chosen = scores[:, 0].astype(np.float64)
+    rejected = scores[:, 1:].astype(np.float64)
+    margin = chosen - rejected.max(1)
+    columns = {"chosen": chosen, "rejected": rejected, "margin": margin}
+    accuracy = float((margin > 0).mean())
+    mean = {name: float(values.mean()) for name, values in columns.items()}
+    std = {name: float(values.std()) for name, values in columns.items()}
+    statistics = {"preferences": len(scores), "accuracy": accuracy, "mean": mean, "std": std}
+    (directory / STATISTICS).write_text(json.dumps(statistics, indent=2) + "\n")
+    metrics = {"held_out/accuracy": accuracy}
+    metrics |= {f"held_out/{name}_mean": value for name, value in mean.items()}
+    metrics |= {f"held_out/{name}_std": value for name, value in std.items()}
+    return metrics

@@ -11,56 +11,50 @@ from typing import Any
 
 from megarl.config.schema import RewardFunction
 from megarl.rewards.adapters import BoundFunction, Failure, Reply, failed
-from megarl.rewards.child_process import parent_connection, received
+from megarl.rewards.child_process import Loaded, loop_in_thread
 from megarl.rewards.completion import Completion
 
 
-def serve(descriptor: int) -> None:
-    """Runs in the child: receives the functions, sends their modes, or a problem as text, and answers calls."""
-    with parent_connection(descriptor, "functions") as connection:
-        specs: Sequence[RewardFunction] = connection.recv()
-        try:
-            functions = [BoundFunction(spec) for spec in specs]
-        except ValueError as error:
-            connection.send(str(error))
-            return
-        connection.send(tuple(function.mode for function in functions))
-        loop = asyncio.new_event_loop()  # of all async functions: clients with connections outlive calls
-        threading.Thread(target=loop.run_forever, daemon=True).start()
-        callers = [_Caller(function, connection, loop) for function in functions]
-        for number, (function, completions, seconds) in received(connection):
-            callers[function].answer(number, completions, seconds)
+def load(specs: Sequence[RewardFunction], connection: Connection[Any, Any]) -> Loaded:
+    """Runs in the child: loads the functions, whose modes the parent gets."""
+    host = _FunctionHost([BoundFunction(spec) for spec in specs], connection)
+    return tuple(function.mode for function in host.functions), host.answer
 
 
-class _Caller:
-    """Calls one function in its mode, and sends the replies."""
+class _FunctionHost:
+    """Calls functions, each in its mode, and sends the replies."""
 
-    _sending = threading.Lock()
-
-    def __init__(
-        self, function: BoundFunction, connection: Connection[Any, Any], loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self._function = function
+    def __init__(self, functions: Sequence[BoundFunction], connection: Connection[Any, Any]) -> None:
+        self.functions = functions
+        self._threads = [ThreadPoolExecutor(function.mode.concurrency) for function in functions]
         self._connection = connection
-        self._loop = loop
-        self._threads = ThreadPoolExecutor(function.mode.concurrency)
+        self._sending = threading.Lock()
+        # One of all async functions: clients with connections outlive calls.
+        self._loop = loop_in_thread()
 
-    def answer(self, number: int, completions: Sequence[Completion], seconds: float) -> None:
+    def answer(self, number: int, call: tuple[int, Sequence[Completion], float]) -> None:
         """Makes a call; returns at once unless the function runs by itself."""
-        if self._function.mode.is_async:
-            call = self._await(number, completions, seconds)
-            asyncio.run_coroutine_threadsafe(call, self._loop)
-        elif self._function.mode.sequential:
-            self._send(number, self._function.replies(completions))
+        index, completions, seconds = call
+        function = self.functions[index]
+        if function.mode.is_async:
+            coroutine = self._await(number, function, completions, seconds)
+            asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        elif function.mode.sequential:
+            self._call(number, function, completions)
         else:
-            self._threads.submit(lambda: self._send(number, self._function.replies(completions)))
+            self._threads[index].submit(self._call, number, function, completions)
 
-    async def _await(self, number: int, completions: Sequence[Completion], seconds: float) -> None:
+    def _call(self, number: int, function: BoundFunction, completions: Sequence[Completion]) -> None:
+        self._send(number, function.replies(completions))
+
+    async def _await(
+        self, number: int, function: BoundFunction, completions: Sequence[Completion], seconds: float
+    ) -> None:
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
-                value = await self._function.call(completions)
-            replies = self._function.read(value, len(completions))
+                value = await function.call(completions)
+            replies = function.read(value, len(completions))
         except BaseException as error:  # the user's own code, which must not end the loop
             replies = failed(error, len(completions))
             if limit.expired():

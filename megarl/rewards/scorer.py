@@ -93,21 +93,22 @@ class RuleScorer:
 
     def completions(self, chunk: RolloutChunk, prompts: Mapping[int, Prompt]) -> list[Completion]:
         """Returns the completions in some rows of a chunk; `prompts` are by row."""
-        return [self._completion(chunk, row, prompt) for row, prompt in prompts.items()]
-
-    def _completion(self, chunk: RolloutChunk, row: int, prompt: Prompt) -> Completion:
-        prompt_ids = tuple(chunk.prompt_ids[row].tolist())  # an environment's are not those of the prompt
-        return Completion(
-            prompt_id=prompt.prompt_id,
-            prompt=self._decode(prompt_ids),
-            response=self._decode(_last_turn(chunk, row)),
-            prompt_ids=prompt_ids,
-            response_ids=tuple(chunk.response_ids[row].tolist()),
-            finished=bool(chunk.finished[row]),
-            fields=prompt.fields,
-            messages=prompt.messages,
-            loss_mask=None if chunk.loss_mask is None else tuple(chunk.loss_mask[row].tolist()),
-        )
+        found: list[Completion] = []
+        for row, prompt in prompts.items():
+            prompt_ids = tuple(chunk.prompt_ids[row].tolist())  # an environment's are not those of the prompt
+            completion = Completion(
+                prompt_id=prompt.prompt_id,
+                prompt=self._decode(prompt_ids),
+                response=self._decode(_last_turn(chunk, row)),
+                prompt_ids=prompt_ids,
+                response_ids=tuple(chunk.response_ids[row].tolist()),
+                finished=bool(chunk.finished[row]),
+                fields=prompt.fields,
+                messages=prompt.messages,
+                loss_mask=None if chunk.loss_mask is None else tuple(chunk.loss_mask[row].tolist()),
+            )
+            found.append(completion)
+        return found
 
     def close(self) -> None:
         self._process.close()

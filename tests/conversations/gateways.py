@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megarl.config.schema import EnvironmentSettings
 from megarl.conversations.chat import ChatRenderer
 from megarl.conversations.chat_session import ChatSession, TurnLimits
 from megarl.conversations.conversation import Conversation
-from megarl.conversations.gateway.gateway import Gateway, make_gateway
+from megarl.conversations.gateway.gateway import Gateway
 from megarl.conversations.gateway.gateway_request import GatewayConfig, Sampling
 from megarl.conversations.gateway.gateway_session import GatewaySession
 from megarl.data.tokenizer import load_tokenizer
@@ -74,7 +75,7 @@ class GatewayWorld:
         place = GatewayConfig(file=str(self.file), sampling=Sampling(), rewarded=args.pop("rewarded", True))
         limit_s = args.pop("time_limit", 60.0)
         settings = EnvironmentSettings(name="gateway", time_limit=limit_s, args={"command": None, **args})
-        self.gateway: Gateway = make_gateway(settings, place, self.tokenizer)
+        self.gateway = Gateway(settings, place, self.tokenizer)
 
     async def sample(self, request: SampleRequest) -> SampledTurn:
         assert request.sample_id not in self.record, "a turn is sampled once"
@@ -138,24 +139,21 @@ class GatewayTest:
 
     def check_exact(self) -> None:
         """Asserts that the branches have exactly what was read and sampled, and in order."""
-        sampled = sorted((prompt, ids) for prompt, ids in self._own())
+        name = self.conversation.request.sample_id
+        turns = self.world.record.items()
+        sampled = sorted(turn for sample_id, turn in turns if sample_id.startswith(f"{name}/"))
         found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         for branch in self.conversation.branches:
-            ends = [index for index, own in enumerate(branch.loss_mask, 1) if own and not _at(branch.loss_mask, index)]
-            starts = [i for i, own in enumerate(branch.loss_mask) if own and (not i or not branch.loss_mask[i - 1])]
-            assert len(starts) == len(ends) == len(branch.turns)
-            for start, end in zip(starts, ends, strict=True):
-                found.append(((*branch.prompt, *branch.response[:start]), tuple(branch.response[start:end])))
+            start = 0
+            for own, run in groupby(branch.loss_mask):
+                end = start + len(list(run))
+                if own:
+                    read = (*branch.prompt, *branch.response[:start])
+                    found.append((read, tuple(branch.response[start:end])))
+                start = end
             assert len(branch.logprobs) == sum(branch.loss_mask)
         assert sorted(found) == sampled
-
-    def _own(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        name = self.conversation.request.sample_id
-        return [turn for sample_id, turn in self.world.record.items() if sample_id.startswith(f"{name}/")]
-
-
-def _at(mask: list[bool], index: int) -> bool:
-    return index < len(mask) and mask[index]
+        assert len(found) == self.conversation.turns
 
 
 def gateway_session(world: GatewayWorld, name: str = "a") -> GatewaySession:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.conversations.chat import ChatRenderer
-from megarl.conversations.chat_session import ChatSession, TurnLimits
+from megarl.conversations.chat_session import ChatSession, SessionTurn, TurnLimits
 from megarl.conversations.conversation import Conversation
 from megarl.conversations.environment_child import Reply
 from megarl.conversations.environment_process import EnvironmentProcess
@@ -159,8 +159,8 @@ def test_a_turn_continues_branches_or_is_refused(name: str) -> None:
     assert found == other | dict.fromkeys(BRANCHES.get(name, []), "branches")
 
 
-def renderer_of(name: str) -> ChatRenderer:
-    return ChatRenderer(tokenizer(name), {}, ends=end_ids(name))
+def renderer_of(name: str, eats: bool = False) -> ChatRenderer:
+    return ChatRenderer(tokenizer(name, eats), {}, ends=end_ids(name))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -181,60 +181,68 @@ def test_a_turn_that_was_cut_off_never_continues(name: str) -> None:
                 assert renderer.follow([], action, "text", prompt=(), tools=tools) is None
 
 
-def test_a_turn_that_a_text_ended_gets_the_end_token_from_the_template() -> None:
-    renderer, tokens = renderer_of("qwen2.5"), tokenizer("qwen2.5")
-    prompt, said = renderer.begin([ASKED], ()), tokens.continuation("ok STOP")
+def continued(name: str, said: Sequence[int], eats: bool = False) -> tuple[Action, list[int], str]:
+    """A turn after a message, all ids with what follows it, and the whole chat anew."""
+    renderer = renderer_of(name, eats)
+    prompt = renderer.begin([ASKED], ())
     action = renderer.read(said, True, prompt=prompt, tools=())
-    assert action.text == "ok STOP"
     follows = renderer.follow([ASKED], action, [ASKED], prompt=prompt, tools=())
     assert follows is not None
-    assert tokens.decode([*prompt, *said, *follows], special=True) == rendered(
-        "qwen2.5", [ASKED, action.message, ASKED]
-    )
+    whole = rendered(name, [ASKED, action.message, ASKED])
+    return action, [*prompt, *action.token_ids, *follows], whole
+
+
+def test_a_turn_that_a_text_ended_gets_the_end_token_from_the_template() -> None:
+    tokens = tokenizer("qwen2.5")
+    action, ids, whole = continued("qwen2.5", tokens.continuation("ok STOP"))
+    assert action.text == "ok STOP"
+    assert tokens.decode(ids, special=True) == whole
 
 
 def test_ids_that_are_no_text_stay_as_they_were_sampled() -> None:
-    renderer, tokens = renderer_of("qwen2.5"), tokenizer("qwen2.5")
-    broken = tokens.continuation("é")[:1]
-    prompt = renderer.begin([ASKED], ())
-    action = renderer.read([*broken, tokens.end_token_id], True, prompt=prompt, tools=())
-    assert action.text == "\ufffd"
-    assert action.token_ids == (*broken, tokens.end_token_id)
-    follows = renderer.follow([ASKED], action, [ASKED], prompt=prompt, tools=())
-    assert follows is not None
-    text = tokens.decode([*prompt, *action.token_ids, *follows], special=True)
-    assert text == rendered("qwen2.5", [ASKED, action.message, ASKED])
+    tokens = tokenizer("qwen2.5")
+    said = (*tokens.continuation("é")[:1], tokens.end_token_id)
+    action, ids, whole = continued("qwen2.5", said)
+    assert (action.text, action.token_ids) == ("\ufffd", said)
+    assert tokens.decode(ids, special=True) == whole
 
 
 def test_special_tokens_may_take_the_white_space_after_them() -> None:
     tokens = tokenizer("phi3", eats=True)
-    renderer = ChatRenderer(tokens, {}, ends=end_ids("phi3"))
-    prompt = renderer.begin([ASKED], ())
-    said = tokens.continuation("ok<|end|>")
-    action = renderer.read(said, True, prompt=prompt, tools=())
-    follows = renderer.follow([ASKED], action, [ASKED], prompt=prompt, tools=())
-    assert follows is not None
-    assert [*prompt, *said, *follows] == tokens.continuation(rendered("phi3", [ASKED, action.message, ASKED]))
-    assert follows[0] == tokens.continuation("<|user|>")[0]
+    _, ids, whole = continued("phi3", tokens.continuation("ok<|end|>"), eats=True)
+    assert ids == tokens.continuation(whole)
 
 
-def test_thoughts_are_told_apart_where_the_template_knows_them() -> None:
-    text = "<think>\na\n</think>\n\nb"
+THOUGHT = "<think>\na\n</think>\n\nb"
 
-    def read(name: str, said: str) -> Action:
-        return renderer_of(name).read(tokenizer(name).continuation(said), True, prompt=(), tools=())
 
-    assert (read("qwen3", text).thoughts, read("qwen3", text).content) == ("a", "b")
-    assert (read("qwen2.5", text).thoughts, read("qwen2.5", text).content) == (None, text)
-    assert (read("qwen3.5", "a\n</think>\n\nb").thoughts, read("qwen3.5", "a\n</think>\n\nb").content) == ("a", "b")
-    assert (read("deepseek-r1", "a").thoughts, read("deepseek-r1", "a").content) == ("a", "")
-    assert (read("qwen3", "b</think>").thoughts, read("qwen3", "b</think>").content) == (None, "b</think>")
+@pytest.mark.parametrize(
+    ("name", "said", "thoughts", "content"),
+    [
+        ("qwen3", THOUGHT, "a", "b"),
+        ("qwen2.5", THOUGHT, None, THOUGHT),
+        ("qwen3.5", "a\n</think>\n\nb", "a", "b"),
+        ("deepseek-r1", "a", "a", ""),
+        ("qwen3", "b</think>", None, "b</think>"),
+    ],
+)
+def test_thoughts_are_told_apart_where_the_template_knows_them(
+    name: str, said: str, thoughts: str | None, content: str
+) -> None:
+    action = renderer_of(name).read(tokenizer(name).continuation(said), True, prompt=(), tools=())
+    assert (action.thoughts, action.content) == (thoughts, content)
 
 
 def session_of(renderer: ChatRenderer, sample: Any, turns: int = 100) -> ChatSession:
     request = SampleRequest(sample_id="a", prompt=Prompt(prompt_id="a", token_ids=()), seed=1)
     limits = TurnLimits(context=1 << 20, turn=1 << 20, turns=turns)
     return ChatSession(Conversation(request=request), renderer, sample, limits)
+
+
+def turn_of(session: ChatSession, chat: Sequence[Any], tools: Sequence[Any] = ()) -> SessionTurn:
+    turn = asyncio.run(session.turn(chat, tools))
+    assert turn is not None
+    return turn
 
 
 def says(name: str, said: str) -> Any:
@@ -252,8 +260,7 @@ def test_other_tools_begin_a_branch() -> None:
     session = session_of(renderer_of("qwen2.5"), says("qwen2.5", "ok"))
     chat = [ASKED]
     for tools in ([TOOL], [TOOL], [TOOL, TOOL], []):
-        turn = asyncio.run(session.turn(chat, tools))
-        assert turn is not None
+        turn = turn_of(session, chat, tools)
         chat += [turn.action.message, ASKED]
     assert [len(branch.turns) for branch in session.conversation.branches] == [2, 1, 1]
     for branch, (length, tools) in zip(
@@ -266,8 +273,7 @@ def test_other_tools_begin_a_branch() -> None:
 def test_a_chat_with_another_earlier_message_begins_a_branch(changed: int) -> None:
     tokens = tokenizer("qwen2.5")
     session = session_of(renderer_of("qwen2.5"), says("qwen2.5", "ok"))
-    turn = asyncio.run(session.turn([ASKED]))
-    assert turn is not None
+    turn = turn_of(session, [ASKED])
     chat = [ASKED, turn.action.message, ASKED]
     chat[changed] = {**chat[changed], "content": "another"}
     asyncio.run(session.turn(chat))
@@ -279,8 +285,7 @@ def test_a_turn_that_cannot_be_read_leaves_nothing_behind(monkeypatch: pytest.Mo
     """A session may ask again: what was given before the turn is there once."""
     renderer, tokens = renderer_of("qwen2.5"), tokenizer("qwen2.5")
     session = session_of(renderer, says("qwen2.5", "ok"))
-    turn = asyncio.run(session.turn([ASKED]))
-    assert turn is not None
+    turn = turn_of(session, [ASKED])
     chat = [ASKED, turn.action.message, ASKED]
     with monkeypatch.context() as broken:
         broken.setattr(renderer, "read", lambda *_, **__: 1 // 0)
@@ -298,8 +303,7 @@ def test_turns_after_many_branches_cost_what_they_do_after_one(monkeypatch: pyte
     session, follow = session_of(renderer, says("deepseek-r1", "hm\n</think>\n\nok")), renderer.follow
     monkeypatch.setattr(renderer, "follow", lambda *args, **more: (followed.append(1), follow(*args, **more))[1])
     for _ in range(10):
-        turn = asyncio.run(session.turn(chat))
-        assert turn is not None
+        turn = turn_of(session, chat)
         chat = [*chat, turn.action.message, ASKED]
     assert len(session.conversation.branches) == 10
     assert len(followed) == 9
@@ -368,9 +372,7 @@ def converse(name: str, history: History, turns: list[dict[str, Any]]) -> None:
     session = session_of(ChatRenderer(tokens, {}, ends=end_ids(name), history=history), sample, turns=10)
     conversation = session.conversation
     for turn in turns:
-        taken = asyncio.run(session.turn(chat, tools))
-        assert taken is not None
-        action = taken.action
+        action = turn_of(session, chat, tools).action
         assert turn["cut"] or action.text == turn["text"]
         if history == "template" or len(prompts) == 1:
             assert tokens.decode(prompts[-1], special=True) == rendered(name, chat, tools)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 import time
@@ -79,14 +80,10 @@ async def test_a_key_opens_its_own_session_alone(tokenizer: Path, tmp_path: Path
         assert (await first.post(CHAT, HELLO))[0] == 401
         assert (await second.post(CHAT, HELLO))[0] == 200
         async with aiohttp.ClientSession() as client:
-            for method, path in (
-                ("POST", "/tasks/next"),
-                ("GET", "/"),
-                ("PUT", "//x"),
-                ("POST", "/get_or_create"),
-            ):
+            for asked in ("POST /tasks/next", "GET /", "PUT //x", "POST /get_or_create"):
+                method, path = asked.split()
                 async with client.request(method, world.gateway.url + path) as answer:
-                    assert answer.status in (400, 401), path
+                    assert answer.status in (400, 401), asked
         await second.end()
 
 
@@ -131,15 +128,10 @@ async def test_what_cannot_be_honoured_is_refused(tokenizer: Path, tmp_path: Pat
                 assert (await session.post(path, body))[0] == 400, (path, body[:20])
         for prompt in ([], [10**6], [-1], [1.5], "", {}, ["two", "texts"], [[1], [2]]):
             assert (await session.post("/v1/completions", {"prompt": prompt}))[0] == 400, prompt
-        for reward in (
-            {"reward": "much"},
-            {"reward": True},
-            {"failed": 1},
-            {"reward": float("nan")},
-            {"score": 1},
-            {"done": 1},
-        ):
-            assert (await session.post("/reward", reward))[0] == 400, reward
+        for value in ("much", True, math.nan):
+            assert (await session.post("/reward", {"reward": value}))[0] == 400, value
+        for name in ("failed", "score", "done"):
+            assert (await session.post("/reward", {name: 1}))[0] == 400, name
         assert (await session.post("/reward", {"reward": 1.0}))[0] == 409
         assert not world.record
         neutral = {"temperature": 1, "top_p": 1.0, "n": 1, "stop": None, "presence_penalty": 0, "user": "me"}
@@ -147,40 +139,24 @@ async def test_what_cannot_be_honoured_is_refused(tokenizer: Path, tmp_path: Pat
         await session.end()
 
 
-OTHER_SAMPLING: dict[str, Any] = {
-    "temperature": 0.2,
-    "top_p": 0.5,
-    "top_k": 3,
-    "seed": 1,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.5,
-}
+FRACTIONS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+OTHER_SAMPLING: dict[str, Any] = {**dict.fromkeys(FRACTIONS, 0.5), "top_k": 3, "seed": 1}
 """What `override_sampling` ignores."""
-OTHER_DISTRIBUTIONS: dict[str, Any] = {
-    "min_p": 0.1,
-    "repetition_penalty": 1.2,
-    "length_penalty": 2.0,
-    "min_tokens": 4,
+UNKNOWN = (
+    *("min_p", "repetition_penalty", "length_penalty", "min_tokens", "bad_words"),
+    *("allowed_token_ids", "stop_token_ids", "ignore_eos", "structured_outputs", "guided_json"),
+    *("thinking_token_budget", "repetition_detection", "use_beam_search", "logits_processors"),
+    *("vllm_xargs", "extra_body", "sampling_params"),
+)
+"""What other servers sample with."""
+OTHER_DISTRIBUTIONS: dict[str, Any] = dict.fromkeys(UNKNOWN, 1) | {
     "logit_bias": {"5": 1},
-    "bad_words": ["x"],
-    "allowed_token_ids": [1],
     "stop": ["x"],
     "stop_sequences": ["x"],
-    "stop_token_ids": [3],
-    "ignore_eos": True,
-    "structured_outputs": {"regex": "x"},
-    "guided_json": {"type": "object"},
     "response_format": {"type": "json_object"},
     "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}},
-    "thinking_token_budget": 5,
     "thinking": {"type": "enabled", "budget_tokens": 5},
-    "repetition_detection": {"max_pattern_size": 2},
-    "use_beam_search": True,
     "best_of": 2,
-    "logits_processors": ["package:name"],
-    "vllm_xargs": {"bias": 1},
-    "extra_body": {"top_k": 3},
-    "sampling_params": {"top_k": 3},
 }
 ASKED: dict[str, dict[str, Any]] = {
     CHAT: HELLO,

@@ -123,7 +123,7 @@ async def test_who_sends_no_header_is_not_waited_for(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing, a part of one, or drops of one."""
-    monkeypatch.setattr(gateway_module, "_HEADER_S", 1.0, raising=False)
+    monkeypatch.setattr(gateway_module, "_HEADER_S", 1.0)
     async with gateway_world(tokenizer, lambda _: "yes", tmp_path) as world:
         silent, part, drops = [await connect(world, sent) for sent in (b"", b"GET / HTTP/1.1\r\nHost:", b"GET / ")]
 
@@ -157,7 +157,7 @@ async def _turn(world: GatewayWorld, session: GatewayTest, held: tuple[Any, Any]
 async def test_connections_without_a_key_push_out_each_other_alone(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "_MAX_UNAUTHENTICATED", 8, raising=False)
+    monkeypatch.setattr(connections, "_MAX_UNAUTHENTICATED", 8)
     async with gateway_world(tokenizer, lambda _: "yes", tmp_path) as world:
         session = await world.session()
         held = await connect(world)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -275,8 +275,9 @@ def test_a_program_ends_with_the_process_that_runs_it() -> None:
     program = "import os\nos.fork()\nimport time; time.sleep(600) # program of the tool"
     code = f"from megarl.environments.python_program import python; python({program!r})"
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
-        assert comes_true(lambda: len(list(descendants(parent.pid))) >= 3)  # bubblewrap, its first process, the program
-        pids = list(descendants(parent.pid))
+        # The parent, bubblewrap, its first process, the program.
+        assert comes_true(lambda: len(list(python_program._tree(parent.pid))) >= 4)
+        pids = [int(process.name) for process in python_program._tree(parent.pid)]
         time.sleep(0.5)
         parent.kill()
     assert comes_true(lambda: not any(map(alive, pids)))
@@ -340,10 +341,3 @@ def running(text: str) -> list[int]:
             if directory.name.isdigit() and text in (directory / "cmdline").read_text():
                 found.append(int(directory.name))
     return found
-
-
-def descendants(pid: int) -> Iterator[int]:
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in file.read_text().split():
-            yield int(child)
-            yield from descendants(int(child))

@@ -9,9 +9,11 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from megarl.cluster.calls import Call, ChunkCall
 from megarl.config.schema import EnvironmentSettings
+from megarl.conversations import environment_process
 from megarl.conversations.chat import ChatRenderer
 from megarl.conversations.chat_session import TurnLimits
 from megarl.conversations.environment_calls import LostEnvironmentError
@@ -156,9 +158,10 @@ class Conversations(ConversationGroup):
 def _process(clock: SimulatedTime, chance: random.Random) -> EnvironmentProcess:
     """A process as it is after its start."""
     settings = EnvironmentSettings(name="simulated", concurrency=CONCURRENCY)
-    process: Any = EnvironmentProcess(settings, "", {}, TurnLimits(context=999, turn=7, turns=9))
-    process._loop.close()
-    process._loop, process._children = Loop(clock), Children(chance)
+    with mock.patch.object(environment_process, "loop_in_thread", return_value=Loop(clock)):
+        limits = TurnLimits(context=999, turn=7, turns=9)
+        process: Any = EnvironmentProcess(settings, "", {}, limits)
+    process._children = Children(chance)
     tokenizer: Any = Characters()
     process._tokenizer, process._renderer = tokenizer, ChatRenderer(tokenizer, {})
     return process

@@ -74,12 +74,6 @@ def holds_the_interpreter(completion: Completion) -> float:
     return 1.0
 
 
-def runs_a_program(completion: Completion, *, pid_file: str) -> float:
-    program = subprocess.Popen(["sleep", "600"])
-    Path(pid_file).write_text(str(program.pid))
-    return float(program.wait())
-
-
 def starts_a_daemon(completion: Completion, *, pid_file: str, then: str = "return") -> float:
     """Leaves a process in a session of its own, without this one's environment, whose parent has ended."""
     daemon = f"import os, time; open({pid_file!r}, 'w').write(str(os.getpid())); time.sleep(600)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +52,21 @@ def score(
     return scorer.score(functions, completions, time.monotonic() + seconds)
 
 
+def scored(
+    functions: Mapping[str, RewardFunction],
+    seconds: float = 60,
+    retries: int = 0,
+    chunk: RolloutChunk = CHUNK,
+    prompts: Sequence[Prompt] = PROMPTS,
+) -> tuple[Scores, Failures]:
+    """Scores in a process of their own, which gets no text."""
+    made = RuleScorer(tuple(functions.values()), None, Reward(time_limit=60, retries=retries))
+    made.start()
+    with closing(made):
+        indices = {name: index for index, name in enumerate(functions)}
+        return score(made, indices, seconds, chunk, prompts)
+
+
 def test_every_function_scores_every_sample_unweighted(scorer: RuleScorer) -> None:
     scores, unscored = score(scorer, {name: NUMBERS[name] for name in ("exact_match", "length", "seen")})
     assert {label: column.tolist() for label, column in scores.items()} == {
@@ -80,31 +96,23 @@ def test_a_failing_function_is_retried(tmp_path: Path) -> None:
     notes = str(tmp_path / "notes")
     for retries, expected in ((2, [3, 3, 4]), (1, [math.nan, math.nan, 3])):
         Path(notes).unlink(missing_ok=True)
-        flaky = RuleScorer(
-            [own("fails_at_first", notes=notes, failures=2)], None, Reward(time_limit=60, retries=retries)
-        )
-        scores, unscored = score(flaky, {"flaky": 0})
-        flaky.close()
+        flaky = {"flaky": own("fails_at_first", notes=notes, failures=2)}
+        scores, unscored = scored(flaky, retries=retries)
         np.testing.assert_array_equal(scores["flaky"], np.float32(expected))
         assert len(unscored) == (retries == 1)
 
 
 def test_a_step_with_hanging_functions_ends_within_its_time_limit() -> None:
-    slow = RuleScorer([own("sleeps")], None, Reward(time_limit=60, retries=3))
-    slow.start()
     start = time.monotonic()
-    scores, unscored = score(slow, {"sleeps": 0}, seconds=0.5)
+    scores, unscored = scored({"sleeps": own("sleeps")}, seconds=0.5, retries=3)
     assert time.monotonic() - start < 60
-    slow.close()
     assert np.isnan(scores["sleeps"]).all()
     assert [own.calls for own in unscored.values()] == [1, 0], "the first sample was tried"
     assert set(unscored) == {("sleeps", "time"), ("sleeps", "deadline")}
 
 
 def test_without_a_tokenizer_functions_get_ids_and_no_text() -> None:
-    blind = RuleScorer([RewardFunction(name="contains"), own("length")], None, Reward(time_limit=60, retries=0))
-    scores, _ = score(blind, {"contains": 0, "length": 1})
-    blind.close()
+    scores, _ = scored({"contains": RewardFunction(name="contains"), "length": own("length")})
     assert scores["contains"].tolist() == [0, 0, 0]
     assert scores["length"].tolist() == [3, 5, 5]
 
@@ -112,10 +120,8 @@ def test_without_a_tokenizer_functions_get_ids_and_no_text() -> None:
 def test_the_first_failure_of_each_kind_is_logged() -> None:
     returned = [math.nan, 1.0, "one", math.inf, "two"]
     prompts = [prompt(f"p{index}", f"{index}", returns=value) for index, value in enumerate(returned)]
-    odd = RuleScorer([own("anything")], None, Reward(time_limit=60, retries=0))
     chunk = rollout(prompts, ["."] * len(prompts), [True] * len(prompts))
-    scores, failures = score(odd, {"anything": 0}, chunk=chunk, prompts=prompts)
-    odd.close()
+    scores, failures = scored({"anything": own("anything")}, chunk=chunk, prompts=prompts)
     np.testing.assert_array_equal(scores["anything"], np.float32([math.nan, 1, math.nan, math.nan, math.nan]))
     assert {kind: own.prompt_id for kind, own in failures.items()} == {
         ("anything", "float"): prompts[0].prompt_id,

@@ -225,20 +225,9 @@ def test_terminal_escapes_of_others_are_shown_and_not_sent(tmp_path: Path) -> No
     texts = [*shown(run), CliRunner().invoke(app, ["status", str(tmp_path / evil)]).output]
     texts += CliRunner().invoke(app, ["status", str(run.path), str(run.path)]).output
     outcome = ConversationOutcome(turns=1, truncated=False, failure=evil, metrics={})
-    texts += conversation_failures(
-        [
-            SampleInfo(
-                sample_id="a",
-                prompt_id=evil,
-                chunk=0,
-                row=0,
-                prompt_tokens=1,
-                response_tokens=1,
-                finished=True,
-                outcome=outcome,
-            )
-        ]
-    ).values()
+    sizes: dict[str, Any] = {"chunk": 0, "row": 0, "prompt_tokens": 1, "response_tokens": 1}
+    failed = SampleInfo(sample_id="a", prompt_id=evil, finished=True, outcome=outcome, **sizes)
+    texts += conversation_failures([failed]).values()
     assert sum("\\x1b[2J" in text for text in texts) >= 3
     assert not [text for text in texts if re.search("[\x1b\x07\r\u202e]", text)]
 

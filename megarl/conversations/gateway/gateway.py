@@ -39,6 +39,7 @@ from megarl.conversations.gateway.gateway_request import (
     GatewayError,
     GatewayReply,
     GatewayRequest,
+    Json,
     RequestFields,
 )
 from megarl.conversations.gateway.gateway_session import GatewaySession, run_harness
@@ -68,8 +69,8 @@ def _check_command(value: Any) -> Any:
 
 class _Protocol(NamedTuple):
     read: Callable[[RequestFields], GatewayRequest]
-    write: Callable[[GatewayReply], dict[str, Any]]
-    stream: Callable[[GatewayReply], Iterator[dict[str, Any]]]
+    write: Callable[[GatewayReply], Json]
+    stream: Callable[[GatewayReply], Iterator[Json]]
 
 
 _PROTOCOLS: Mapping[str, _Protocol] = {
@@ -104,15 +105,23 @@ class GatewayArgs(BaseModel, extra="forbid", strict=True):
 
 
 class Gateway:
-    """Serves sessions, which fail after `idle_s` seconds without a request; methods are called in one event loop."""
+    """Serves sessions; methods are called in one event loop.
 
-    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, idle_s: float, args: GatewayArgs) -> None:
+    Raises:
+        RunError: `environment.args` break a rule.
+    """
+
+    def __init__(self, environment: EnvironmentSettings, config: GatewayConfig, tokenizer: Tokenizer) -> None:
+        try:
+            self._args = GatewayArgs.model_validate(environment.args)
+        except ValidationError as error:
+            problems = argument_problems(error)
+            raise RunError(f"environment.args of the gateway: {problems}") from error
         self._config = config
         self._tokenizer = tokenizer
-        self._idle_s = idle_s
-        self._args = args
-        self._model = args.model
-        self._sampling = replace(config.sampling, override=args.override_sampling)
+        self._idle_s = environment.time_limit
+        self._model = self._args.model
+        self._sampling = replace(config.sampling, override=self._args.override_sampling)
         self._key = secrets.token_urlsafe(32)
         self._sessions: dict[str, GatewaySession] = {}
         self._waiting: deque[GatewaySession] = deque()
@@ -269,8 +278,8 @@ class Gateway:
     def _read(self, body: bytes, protocol: _Protocol, session: GatewaySession) -> GatewayRequest:
         """Reads a request for turns."""
         sampling = self._sampling
-        if session.temperature is not None:
-            sampling = replace(sampling, temperature=session.temperature)
+        if session.sample.temperature is not None:
+            sampling = replace(sampling, temperature=session.sample.temperature)
         fields = RequestFields(_parsed(body), sampling, self._model, session.call_ids)
         turn = protocol.read(fields)
         last = len(self._tokenizer) - 1
@@ -330,7 +339,7 @@ async def _body(request: web.Request) -> bytes:
     return await request.read()
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
+def _parsed(text: bytes) -> Json:
     try:
         body: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -340,10 +349,10 @@ def _parsed(text: bytes) -> dict[str, Any]:
     return body
 
 
-def _stream(events: Iterator[dict[str, Any]]) -> web.Response:
+def _stream(events: Iterator[Json]) -> web.Response:
     """Returns server-sent events: the turn is whole when the first one goes, so that an error has its status."""
     sent = ""
-    event: dict[str, Any] = {}
+    event: Json = {}
     for event in events:
         if "type" in event:
             sent += f"event: {event['type']}\n"
@@ -356,19 +365,10 @@ def _stream(events: Iterator[dict[str, Any]]) -> web.Response:
 def _error(request: web.Request, status: int, message: str) -> web.Response:
     kinds = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
     error = {"type": kinds.get(status, "invalid_request_error"), "message": message}
-    body: dict[str, Any] = {"error": {**error, "param": None, "code": None}}
+    body: Json = {"error": {**error, "param": None, "code": None}}
     if request.path.endswith("/v1/messages") or "anthropic-version" in request.headers:
         body = {"type": "error", "error": error}
     response = web.json_response(body, status=status)
     if status == 401:
         response.force_close()  # nothing is read of the rest
     return response
-
-
-def make_gateway(settings: EnvironmentSettings, config: GatewayConfig, tokenizer: Tokenizer) -> Gateway:
-    """Returns the gateway of a configuration; raises RunError with the broken rule."""
-    try:
-        args = GatewayArgs.model_validate(settings.args)
-    except ValidationError as error:
-        raise RunError(f"environment.args of the gateway: {argument_problems(error)}") from error
-    return Gateway(config, tokenizer, settings.time_limit, args)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from megarl.conversations.gateway.gateway_request import (
     GatewayError,
     GatewayReply,
     GatewayRequest,
+    Json,
     RequestFields,
-    assistant_message,
     text_of,
-    whole_chat,
 )
 from megarl.data.tokenizer import Message
+from megarl.environments.environment import ToolCall, assistant_message
 
 
 def read_messages(fields: RequestFields) -> GatewayRequest:
-    """Reads a request for a message."""
     chat: list[Message] = []
     system = fields.remaining.pop("system", None)
     if system:
@@ -30,10 +29,10 @@ def read_messages(fields: RequestFields) -> GatewayRequest:
     max_tokens = fields.take_count("max_tokens")
     if max_tokens is None:
         raise GatewayError("max_tokens is missing")
-    return fields.request(messages=whole_chat(chat), tools=tools, max_tokens=max_tokens)
+    return fields.request(chat, tools=tools, max_tokens=max_tokens)
 
 
-def _messages(fields: RequestFields, item: Mapping[str, Any], where: str) -> Iterator[Message]:
+def _messages(fields: RequestFields, item: Json, where: str) -> Iterator[Message]:
     """Yields the messages of one with blocks: answers of tools, and what else is said, in their order."""
     role = item.get("role")
     content = item.get("content")
@@ -60,22 +59,20 @@ def _messages(fields: RequestFields, item: Mapping[str, Any], where: str) -> Ite
 def _assistant(fields: RequestFields, blocks: list[Any], where: str) -> Message:
     texts: list[Any] = []
     thoughts: list[str] = []
-    calls: list[Mapping[str, Any]] = []
+    calls: list[ToolCall] = []
     for block in blocks:
         if block.get("type") == "thinking":
             thoughts.append(text_of(block.get("thinking"), where))
         elif block.get("type") == "tool_use":
-            call = (block.get("id"), block.get("name"), block.get("input"))
-            calls.append(fields.take_tool_call(*call, where))
+            calls.append(fields.take_tool_call(block, "id", "input", where))
         else:
             texts.append(block)
-    return assistant_message(text_of(texts, where), thoughts, calls)
+    return assistant_message(text_of(texts, where), "\n".join(thoughts) or None, calls)
 
 
-def write_message(reply: GatewayReply) -> dict[str, Any]:
-    """Returns the answer to a request for a message."""
+def write_message(reply: GatewayReply) -> Json:
     action = reply.turns[0].action
-    blocks: list[dict[str, Any]] = []
+    blocks: list[Json] = []
     if action.thoughts is not None:
         blocks.append({"type": "thinking", "thinking": action.thoughts, "signature": ""})
     if action.content or not action.tool_calls:
@@ -101,7 +98,7 @@ def write_message(reply: GatewayReply) -> dict[str, Any]:
     }
 
 
-def stream_message(reply: GatewayReply) -> Iterator[dict[str, Any]]:
+def stream_message(reply: GatewayReply) -> Iterator[Json]:
     """Yields the events of the answer: a block has one delta."""
     whole = write_message(reply)
     usage = {**whole["usage"], "output_tokens": 0}
@@ -118,7 +115,7 @@ def stream_message(reply: GatewayReply) -> Iterator[dict[str, Any]]:
     yield {"type": "message_stop"}
 
 
-def _streamed(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _streamed(block: Json) -> tuple[Json, Json]:
     """Returns the start of a block, and the rest."""
     if block["type"] == "text":
         return {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}

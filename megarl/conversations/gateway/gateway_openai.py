@@ -1,9 +1,13 @@
-"""OpenAI's Chat Completions, Completions and Responses, as a gateway speaks them: what agents use of them."""
+"""OpenAI's Chat Completions, Completions and Responses, as far as agents use them.
+
+A protocol has a function that reads requests, one that writes the answer, and one that streams it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 from megarl.conversations.chat_session import SessionTurn
@@ -11,29 +15,26 @@ from megarl.conversations.gateway.gateway_request import (
     GatewayError,
     GatewayReply,
     GatewayRequest,
+    Json,
     RequestFields,
-    assistant_message,
     text_of,
-    whole_chat,
 )
 from megarl.data.tokenizer import Message
-from megarl.environments.environment import Action
+from megarl.environments.environment import Action, ToolCall, assistant_message
 
 _MAX_ANSWERS = 128
 
 
 def read_chat(fields: RequestFields) -> GatewayRequest:
-    """Reads a request for chat completions."""
     messages: list[Message] = []
     for index, item in enumerate(fields.take_items("messages")):
         messages.append(_message(fields, item, f"messages[{index}]"))
     tools = fields.take_tools("function", "parameters")
     logprobs = fields.take("logprobs", bool, False)
-    return _read_common(fields, messages=whole_chat(messages), tools=tools, logprobs=logprobs)
+    return _read_common(fields, chat=messages, tools=tools, logprobs=logprobs)
 
 
 def read_completion(fields: RequestFields) -> GatewayRequest:
-    """Reads a request for completions of a text or of token ids."""
     prompt: Any = fields.remaining.pop("prompt", None)
     if isinstance(prompt, list) and prompt and all(map(_is_token_id, prompt)):
         prompt = tuple(prompt)
@@ -52,12 +53,13 @@ def _is_token_id(token: object) -> bool:
 
 def _read_common(fields: RequestFields, **known: Any) -> GatewayRequest:
     """Reads the fields that both endpoints have."""
-    max_tokens = fields.take_count("max_completion_tokens", "max_tokens")
+    max_tokens = fields.take_count("max_tokens")
+    max_tokens = fields.take_count("max_completion_tokens") or max_tokens
     count = fields.take_count("n") or 1
     if count > _MAX_ANSWERS:
         raise GatewayError(f"n = {count}: at most {_MAX_ANSWERS}")
     with_ids = fields.take("return_token_ids", bool, False)
-    options: dict[str, Any] = fields.take("stream_options", dict, {})
+    options: Json = fields.take("stream_options", dict, {})
     return fields.request(
         max_tokens=max_tokens,
         count=count,
@@ -67,7 +69,7 @@ def _read_common(fields: RequestFields, **known: Any) -> GatewayRequest:
     )
 
 
-def _message(fields: RequestFields, item: Mapping[str, Any], where: str) -> Message:
+def _message(fields: RequestFields, item: Json, where: str) -> Message:
     role = item.get("role")
     content = item.get("content")
     if role in ("system", "developer", "user"):
@@ -82,24 +84,21 @@ def _message(fields: RequestFields, item: Mapping[str, Any], where: str) -> Mess
         raise GatewayError(f"{where}.role = {role!r:.80}: it must be {roles}")
     if item.get("audio") or item.get("function_call") or item.get("refusal"):
         raise GatewayError(f"{where}: audio, function_call and refusal are nothing that the model writes")
-    calls: list[Mapping[str, Any]] = []
+    calls: list[ToolCall] = []
     called: Any = item.get("tool_calls") or []
     for call in called if isinstance(called, list) else [called]:
-        try:
-            function = call["function"]
-            call_fields = (call.get("id"), function.get("name"), function.get("arguments"))
-        except (AttributeError, KeyError, TypeError):
-            call_fields = (None, None, None)
-        calls.append(fields.take_tool_call(*call_fields, where))
-    thoughts: list[str] = []
-    given = item.get("reasoning_content", item.get("reasoning"))
-    if given is not None:
-        thoughts.append(text_of(given, where))
+        outer: Json = call if isinstance(call, dict) else {}
+        function: Any = outer.get("function")
+        inner: Json = function if isinstance(function, dict) else {}
+        calls.append(fields.take_tool_call({**inner, "id": outer.get("id")}, "id", "arguments", where))
+    thoughts = item.get("reasoning_content", item.get("reasoning"))
+    if thoughts is not None:
+        thoughts = text_of(thoughts, where)
     return assistant_message(text_of(content, where), thoughts, calls)
 
 
-def _answer_message(action: Action) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": action.content}
+def _answer_message(action: Action) -> Json:
+    message: Json = {"role": "assistant", "content": action.content}
     if action.thoughts is not None:
         message["reasoning_content"] = action.thoughts
     if action.tool_calls:
@@ -117,14 +116,14 @@ def _finish_reason(action: Action) -> str:
     return "tool_calls" if action.tool_calls else "stop"
 
 
-def _choice(reply: GatewayReply, index: int, reason: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    choice = {"index": index, **body, "logprobs": None, "finish_reason": reason}
+def _choice(reply: GatewayReply, index: int, reason: str, **body: Any) -> Json:
+    choice = {"index": index, "logprobs": None, **body, "finish_reason": reason}
     if reply.request.with_ids:
         choice["token_ids"] = list(reply.turns[index].action.token_ids)
     return choice
 
 
-def _head(reply: GatewayReply, kind: str, name: str) -> dict[str, Any]:
+def _head(reply: GatewayReply, kind: str, name: str) -> Json:
     return {"id": f"{name}-{reply.request.digest}", "object": kind, "created": reply.created, "model": reply.model}
 
 
@@ -140,11 +139,11 @@ def _prompt_ids(reply: GatewayReply) -> dict[str, list[int]]:
     return {"prompt_token_ids": list(reply.turns[0].prompt)}
 
 
-def _token_logprobs(reply: GatewayReply, turn: SessionTurn) -> dict[str, Any] | None:
+def _token_logprobs(reply: GatewayReply, turn: SessionTurn) -> Json | None:
     """Returns all sampled tokens, those of thoughts, calls and the end included, if they are requested."""
     if not reply.request.logprobs:
         return None
-    tokens: list[dict[str, Any]] = []
+    tokens: list[Json] = []
     for text, logprob in zip(_texts(reply, turn), turn.logprobs, strict=True):
         encoded = list(text.encode())
         tokens.append({"token": text, "logprob": logprob, "bytes": encoded, "top_logprobs": []})
@@ -155,17 +154,16 @@ def _texts(reply: GatewayReply, turn: SessionTurn) -> list[str]:
     return [reply.decode([token]) for token in turn.action.token_ids]
 
 
-def write_chat(reply: GatewayReply) -> dict[str, Any]:
-    """Returns the answer to a request for chat completions."""
-    choices: list[dict[str, Any]] = []
+def write_chat(reply: GatewayReply) -> Json:
+    choices: list[Json] = []
     for index, turn in enumerate(reply.turns):
-        choice = _choice(reply, index, _finish_reason(turn.action), {"message": _answer_message(turn.action)})
-        choices.append({**choice, "logprobs": _token_logprobs(reply, turn)})
+        body = {"message": _answer_message(turn.action), "logprobs": _token_logprobs(reply, turn)}
+        choices.append(_choice(reply, index, _finish_reason(turn.action), **body))
     head = _head(reply, "chat.completion", "chatcmpl")
     return {**head, "choices": choices, "usage": _usage(reply), **_prompt_ids(reply)}
 
 
-def stream_chat(reply: GatewayReply) -> Iterator[dict[str, Any]]:
+def stream_chat(reply: GatewayReply) -> Iterator[Json]:
     """Yields the chunks of the answer: a part of each message has one."""
     head = _head(reply, "chat.completion.chunk", "chatcmpl")
     for index, turn in enumerate(reply.turns):
@@ -175,14 +173,14 @@ def stream_chat(reply: GatewayReply) -> Iterator[dict[str, Any]]:
         yield {**head, **_prompt_ids(reply), "choices": [{**choice, "delta": {"role": "assistant", **first}}]}
         for part in others:
             yield {**head, **_prompt_ids(reply), "choices": [{**choice, "logprobs": None, "delta": part}]}
-        yield {**head, "choices": [_choice(reply, index, _finish_reason(turn.action), {"delta": {}})]}
+        yield {**head, "choices": [_choice(reply, index, _finish_reason(turn.action), delta={})]}
     if reply.request.with_usage:
         yield {**head, "choices": [], "usage": _usage(reply)}
 
 
-def _message_parts(action: Action) -> list[dict[str, Any]]:
+def _message_parts(action: Action) -> list[Json]:
     message = _answer_message(action)
-    parts: list[dict[str, Any]] = []
+    parts: list[Json] = []
     for name in ("content", "reasoning_content"):
         if message.get(name):
             parts.append({name: message[name]})
@@ -191,25 +189,25 @@ def _message_parts(action: Action) -> list[dict[str, Any]]:
     return parts or [{"content": ""}]
 
 
-def write_completion(reply: GatewayReply) -> dict[str, Any]:
-    """Returns the answer to a request for completions."""
-    choices: list[dict[str, Any]] = []
+def write_completion(reply: GatewayReply) -> Json:
+    choices: list[Json] = []
     for index, turn in enumerate(reply.turns):
         reason = "stop" if turn.action.finished else "length"
-        choice = _choice(reply, index, reason, {"text": turn.action.text})
+        logprobs = None
         if reply.request.logprobs:
             texts = _texts(reply, turn)
-            choice["logprobs"] = {
+            logprobs = {
                 "tokens": texts,
                 "token_logprobs": list(turn.logprobs),
                 "top_logprobs": None,
-                "text_offset": [sum(map(len, texts[:index])) for index in range(len(texts))],
+                "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)),
             }
+        choice = _choice(reply, index, reason, text=turn.action.text, logprobs=logprobs)
         choices.append({**choice, **_prompt_ids(reply)})
     return {**_head(reply, "text_completion", "cmpl"), "choices": choices, "usage": _usage(reply)}
 
 
-def stream_completion(reply: GatewayReply) -> Iterator[dict[str, Any]]:
+def stream_completion(reply: GatewayReply) -> Iterator[Json]:
     """Yields the chunks of the answer, one per choice."""
     whole = write_completion(reply)
     usage = whole.pop("usage")
@@ -220,7 +218,6 @@ def stream_completion(reply: GatewayReply) -> Iterator[dict[str, Any]]:
 
 
 def read_response(fields: RequestFields) -> GatewayRequest:
-    """Reads a request for a response to a whole chat."""
     instructions = fields.take("instructions", str)
     chat: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(fields.remaining.get("input"), str):
@@ -229,12 +226,12 @@ def read_response(fields: RequestFields) -> GatewayRequest:
         chat += _messages(fields, fields.take_items("input"))
     tools = fields.take_tools("function", "parameters")
     max_tokens = fields.take_count("max_output_tokens")
-    return fields.request(messages=whole_chat(chat), tools=tools, max_tokens=max_tokens)
+    return fields.request(chat, tools=tools, max_tokens=max_tokens)
 
 
-def _messages(fields: RequestFields, items: list[dict[str, Any]]) -> Iterator[Message]:
+def _messages(fields: RequestFields, items: list[Json]) -> Iterator[Message]:
     """Yields messages; neighboring items that the model wrote are one."""
-    written: list[dict[str, Any]] = []  # by the model
+    written: list[Json] = []  # by the model
     for index, item in enumerate(items):
         kind = item.get("type", "message")
         role = item.get("role")
@@ -256,30 +253,28 @@ def _messages(fields: RequestFields, items: list[dict[str, Any]]) -> Iterator[Me
         yield _assistant(fields, written, "input")
 
 
-def _assistant(fields: RequestFields, items: list[dict[str, Any]], where: str) -> Message:
+def _assistant(fields: RequestFields, items: list[Json], where: str) -> Message:
     texts: list[str] = []
     thoughts: list[str] = []
-    calls: list[Mapping[str, Any]] = []
+    calls: list[ToolCall] = []
     for item in items:
         if item.get("type") == "reasoning":
             thoughts.append(text_of(item.get("content") or item.get("summary"), where))
         elif item.get("type") == "function_call":
-            call = (item.get("call_id"), item.get("name"), item.get("arguments"))
-            calls.append(fields.take_tool_call(*call, where))
+            calls.append(fields.take_tool_call(item, "call_id", "arguments", where))
         else:
             texts.append(text_of(item.get("content"), where))
-    return assistant_message("\n".join(texts), thoughts, calls)
+    return assistant_message("\n".join(texts), "\n".join(thoughts) or None, calls)
 
 
-def write_response(reply: GatewayReply) -> dict[str, Any]:
-    """Returns the answer to a request for a response."""
+def write_response(reply: GatewayReply) -> Json:
     action = reply.turns[0].action
     status = "completed"
     details = None
     if not action.finished:
         status = "incomplete"
         details = {"reason": "max_output_tokens"}
-    output: list[dict[str, Any]] = []
+    output: list[Json] = []
     if action.thoughts is not None:
         content = [{"type": "reasoning_text", "text": action.thoughts}]
         item = {"type": "reasoning", "id": f"rs_{reply.request.digest}", "summary": [], "content": content}
@@ -319,13 +314,13 @@ def write_response(reply: GatewayReply) -> dict[str, Any]:
     }
 
 
-def stream_response(reply: GatewayReply) -> Iterator[dict[str, Any]]:
+def stream_response(reply: GatewayReply) -> Iterator[Json]:
     """Yields the events of the answer: a text has one delta."""
     for number, event in enumerate(_events(write_response(reply))):
         yield {**event, "sequence_number": number}
 
 
-def _events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _events(whole: Json) -> Iterator[Json]:
     begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
@@ -338,7 +333,7 @@ def _events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"type": f"response.{whole['status']}", "response": whole}
 
 
-def _parts(item: Mapping[str, Any], at: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _parts(item: Json, at: Json) -> Iterator[Json]:
     if item["type"] == "function_call":
         yield {"type": "response.function_call_arguments.delta", **at, "delta": item["arguments"]}
         done = {"arguments": item["arguments"], "name": item["name"]}

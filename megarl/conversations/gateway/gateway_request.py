@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from megarl.conversations.chat_session import SessionTurn
 from megarl.data.tokenizer import Message
+from megarl.environments.environment import ToolCall
 
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "background": (False,),
@@ -46,6 +47,10 @@ _IGNORED = (
     "user",
 )
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
+
+
+Json = dict[str, Any]
+"""An object of JSON."""
 
 
 class GatewayError(Exception):
@@ -133,7 +138,7 @@ class GatewayReply:
 class RequestFields:
     """The fields of a request, taken one by one; those that remain are refused. Null is like absent."""
 
-    remaining: dict[str, Any]
+    remaining: Json
     sampling: Sampling
     model: str
     call_ids: Mapping[str, str]  # the model's ids of its tool calls, by those that the client got
@@ -153,21 +158,14 @@ class RequestFields:
             raise GatewayError(f"{name} must be of the type {kind.__name__}, not {value!r:.80}")
         return value
 
-    def take_count(self, *names: str) -> int | None:
-        """Returns the first of some fields that is there, a positive number; takes all of them."""
-        first = None
-        for name in names:
-            value = self.take(name, int)
-            if value is None:
-                continue
-            if value < 1:
-                raise GatewayError(f"{name} = {value}: at least 1")
-            if first is None:
-                first = value
-        return first
+    def take_count(self, name: str) -> int | None:
+        """Returns a field that is a positive number."""
+        value = self.take(name, int)
+        if value is not None and value < 1:
+            raise GatewayError(f"{name} = {value}: at least 1")
+        return value
 
-    def take_items(self, name: str) -> list[dict[str, Any]]:
-        """Returns a list of objects."""
+    def take_items(self, name: str) -> list[Json]:
         items: list[Any] = self.take(name, list, [])
         for index, item in enumerate(items):
             if not isinstance(item, dict):
@@ -185,13 +183,25 @@ class RequestFields:
             function: Any = tool.get("function", tool)  # Chat Completions has the rest in it
             if not isinstance(function, dict):
                 raise GatewayError(f"{where}.function must be an object, not {function!r:.80}")
-            tools.append(_tool_schema(function, parameters, where))
+            name = function.get("name")
+            schema = function.get(parameters)
+            if not isinstance(name, str) or not isinstance(schema, dict | None):
+                rule = "a tool has a name, and a JSON schema of its arguments"
+                raise GatewayError(f"{where}: {rule}")
+            described: Json = {"name": name}
+            if function.get("description") is not None:
+                described["description"] = text_of(function["description"], where)
+            described["parameters"] = schema or {"type": "object", "properties": {}}
+            tools.append({"type": "function", "function": described})
         if not tools and self.remaining.get("tool_choice") == "none":
             del self.remaining["tool_choice"]
         return tuple(tools)
 
-    def request(self, **known: Any) -> GatewayRequest:
+    def request(self, chat: Sequence[Message] | None = None, **known: Any) -> GatewayRequest:
         """Returns a request; refuses sampling other than the run's, and fields that remain."""
+        if chat is not None and (not chat or chat[-1]["role"] == "assistant"):
+            rule = "must be of the user, the system or a tool: the model begins its answer"
+            raise GatewayError(f"the last message {rule}")
         stream = self.take("stream", bool, False)
         for name in ("temperature", "top_p", "top_k"):
             value = getattr(self.sampling, name)
@@ -205,7 +215,7 @@ class RequestFields:
         if refused:
             why = "this endpoint cannot honor that; leave it out"
             raise GatewayError(f"{', '.join(refused)}: {why}")
-        return GatewayRequest(stream=stream, **known)
+        return GatewayRequest(messages=tuple(chat or ()), stream=stream, **known)
 
     def _refuse_sampling(self, name: str, value: object, rule: str) -> None:
         wanted = self.remaining.pop(name, None)
@@ -213,8 +223,11 @@ class RequestFields:
             fix = "leave it out, or set environment.args.override_sampling: true, which ignores it"
             raise GatewayError(f"{name} = {wanted!r:.80}: {rule}; {fix}")
 
-    def take_tool_call(self, call_id: object, name: object, arguments: object, where: str) -> Mapping[str, Any]:
+    def take_tool_call(self, call: Json, call_key: str, arguments_key: str, where: str) -> ToolCall:
         """Returns a call of a tool as a client sends it back; arguments may be JSON."""
+        call_id: Any = call.get(call_key)
+        name: Any = call.get("name")
+        arguments: Any = call.get(arguments_key)
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}")
@@ -223,11 +236,9 @@ class RequestFields:
         if not isinstance(name, str) or not isinstance(call_id, str) or not isinstance(arguments, dict):
             rule = "a call of a tool has an id, a name, and arguments that are a JSON object"
             raise GatewayError(f"{where}: {rule}")
-        function: dict[str, Any] = {"name": name, "arguments": arguments}
-        return {"type": "function", "id": self.call_ids.get(call_id, call_id), "function": function}
+        return ToolCall(name=name, arguments=arguments, call_id=self.call_ids.get(call_id, call_id))
 
     def take_tool_answer(self, call_id: object, content: object, where: str) -> Message:
-        """Returns the answer of a tool as a message."""
         if not isinstance(call_id, str):
             raise GatewayError(f"{where}: the id of the call must be a text, not {call_id!r:.80}")
         text = text_of(content, where)
@@ -246,33 +257,3 @@ def text_of(content: object, where: str) -> str:
             raise GatewayError(f"{where}: a part of the type {kind!r:.80}; the model reads texts alone")
         texts.append(part["text"])
     return "\n".join(texts)
-
-
-def assistant_message(content: str, thoughts: Sequence[str], calls: Sequence[Mapping[str, Any]]) -> Message:
-    """Returns a message of the model, as `Action.message` is."""
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        message["tool_calls"] = list(calls)
-    return message
-
-
-def _tool_schema(tool: Mapping[str, Any], parameters: str, where: str) -> Mapping[str, Any]:
-    name = tool.get("name")
-    schema = tool.get(parameters)
-    if not isinstance(name, str) or not isinstance(schema, dict | None):
-        raise GatewayError(f"{where}: a tool has a name, and a JSON schema of its arguments")
-    function: dict[str, Any] = {"name": name}
-    if tool.get("description") is not None:
-        function["description"] = text_of(tool["description"], where)
-    function["parameters"] = schema or {"type": "object", "properties": {}}
-    return {"type": "function", "function": function}
-
-
-def whole_chat(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Returns a chat that the model can answer."""
-    chat = tuple(messages)
-    if not chat or chat[-1]["role"] == "assistant":
-        raise GatewayError("the last message must be of the user, the system or a tool: the model begins its answer")
-    return chat

@@ -47,6 +47,8 @@ class GatewaySession:
 
     Attributes:
         running: what holds the conversation.
+        sample: request of the conversation.
+        task: what the harness gets, in JSON.
         call_ids: the model's ids of its tool calls, by those that clients get.
     """
 
@@ -56,12 +58,8 @@ class GatewaySession:
         self.running = running
         self.name = secrets.token_hex(8)
         self.key = secrets.token_urlsafe(32)
-        request = chat.conversation.request
-        self.sample_id = request.sample_id
-        self.temperature = request.temperature
-        described = {"prompt_id": task.prompt_id, "messages": task.messages, "fields": task.fields}
-        described["seed"] = request.seed
-        self.task = json.dumps(described, default=str)
+        self.sample = chat.conversation.request
+        self.task = json.dumps({**vars(task), "seed": self.sample.seed}, default=str)
         self.call_ids: dict[str, str] = {}
         self.rewarded = False
         self.taken = asyncio.Event()
@@ -69,8 +67,6 @@ class GatewaySession:
         self._chat = chat
         self._idle_s = idle_s
         self._answers: dict[str, asyncio.Task[Answered]] = {}
-        self._sampling = 0
-        self._promised = 0  # turns whose tasks have not begun
         self._turns = 0
         self._active = time.monotonic()
         self._failure: str | None = None
@@ -80,26 +76,22 @@ class GatewaySession:
         digest = request.digest
         if self.done.is_set():
             raise GatewayError("the session has ended", 401)
-        if digest not in self._answers:
-            self._answers[digest] = asyncio.create_task(self._sampled(request))
-            self._answers[digest].add_done_callback(lambda task: self._forget_failed(digest, task))
-        return await asyncio.shield(self._answers[digest])
-
-    def _forget_failed(self, digest: str, task: asyncio.Task[Answered]) -> None:
-        if task.cancelled() or task.exception() is not None:
-            del self._answers[digest]
+        task = self._answers.get(digest)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._answers[digest] = asyncio.create_task(self._sampled(request))
+        return await asyncio.shield(task)
 
     async def _sampled(self, request: GatewayRequest) -> Answered:
-        count = request.count
-        if self._chat.turns_left - self._promised < count:
+        if self._chat.turns_left < request.count:
             self._chat.cut_off("max_turns")
             raise GatewayError(_NO_ROOM)
-        self._promised += count
-        self._sampling += 1
-        try:
-            found = await asyncio.gather(*(self._turn(request) for _ in range(count)), return_exceptions=True)
-        finally:
-            self._sampling -= 1
+        # Begun at once, each turn counts as one that is not left.
+        loop = asyncio.get_running_loop()
+        tasks: list[asyncio.Task[SessionTurn | None]] = []
+        for _ in range(request.count):
+            tasks.append(asyncio.Task(self._turn(request), loop=loop, eager_start=True))
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        self.begin()
         turns: list[SessionTurn] = []
         for turn in found:
             if isinstance(turn, BaseException):
@@ -111,7 +103,6 @@ class GatewaySession:
                 raise GatewayError(_NO_ROOM)
             self._turns += 1
             turns.append(replace(turn, action=replace(turn.action, tool_calls=self._readable_calls(turn))))
-        self.begin()
         return turns, int(time.time())
 
     def _readable_calls(self, turn: SessionTurn) -> tuple[ToolCall, ...]:
@@ -125,7 +116,6 @@ class GatewaySession:
         return tuple(calls)
 
     async def _turn(self, request: GatewayRequest) -> SessionTurn | None:
-        self._promised -= 1
         limit = request.max_tokens
         if request.prompt is not None:
             return await self._chat.complete(request.prompt, max_tokens=limit)
@@ -160,7 +150,7 @@ class GatewaySession:
         limit = f"environment.time_limit = {self._idle_s:g} s"
         while not self.done.is_set():
             remaining = self._idle_s
-            if not self._sampling:
+            if all(task.done() for task in self._answers.values()):
                 remaining += self._active - time.monotonic()
             if remaining <= 0:
                 asked = "asked for no turn" if self._turns else "has asked for no turn"
@@ -245,7 +235,7 @@ async def run_harness(
         await asyncio.wait((reading,), timeout=1.0 if ended.done() else 0)
         reading.cancel()
         if output:
-            print(f"harness of {session.sample_id}:{_shown(output)}", flush=True)
+            print(f"harness of {session.sample.sample_id}:{_shown(output)}", flush=True)
     if status:
         raise FailedEnvironmentError(f"the harness ended with {how_ended(status)}{_shown(output)}")
 

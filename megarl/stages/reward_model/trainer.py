@@ -33,7 +33,7 @@ from megarl.loop.supervised import SupervisedTrainer
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest
 from megarl.preflight.datasets import Sets
-from megarl.rewards.model_files import PreferenceStatistics, write_scale
+from megarl.rewards.model_files import write_scale, write_statistics
 from megarl.run.sinks import Metrics
 from megarl.stages.reward_model.config import RewardModelConfig
 from megarl.types import SampleInfo, TextChunk
@@ -75,9 +75,7 @@ class RewardModelTrainer(SupervisedTrainer):
             self._phase("statistics")
             samples, chunks = text_batch(self._preferences, self._layout.dp)
             scores = await self._scores(samples, ChunkRefs[TextChunk].put(chunks))
-            statistics = PreferenceStatistics.of(scores.reshape(len(self._preferences), -1))
-            statistics.write(export)
-            metrics |= statistics.metrics()
+            metrics |= write_statistics(scores.reshape(len(self._preferences), -1), export)
         if self._normalisation is not None:
             scale = await self._reference_scale()
             write_scale(scale, export)
