@@ -217,11 +217,10 @@ def _state(run: RunPaths, attempts: Sequence[Attempt], written: float | None, ho
 def _ended(end: AttemptEnd, *, finished: bool) -> RunState:
     if finished or end.reason == "finished":
         return RunState(name="finished", since=end.time)
-    if end.reason == "profiled":
-        return RunState(name="profiled", since=end.time)
-    if end.reason in ("preempted", "interrupted"):
-        return RunState(name=end.reason, message=end.message, since=end.time)
-    return RunState(name="failed", message=end.message, since=end.time)
+    name: StateName = "failed"
+    if end.reason in ("profiled", "preempted", "interrupted"):
+        name = end.reason
+    return RunState(name=name, message=end.message, since=end.time)
 
 
 def _progress(

@@ -61,7 +61,7 @@ def test_a_recorded_end_is_reported(run: MadeRun, reason: str, name: str) -> Non
     run.end(2, ago=60, step=7, reason=reason, message="train rank 3 died")
     found = state(run, "login")
     assert (found.name, found.since) == (name, NOW - 60)
-    assert found.message == ("" if reason in ("finished", "profiled") else "train rank 3 died")
+    assert found.message == ("" if reason == "finished" else "train rank 3 died")
 
 
 def test_a_process_missing_on_this_machine_was_killed(run: MadeRun) -> None:
