@@ -65,6 +65,6 @@ def counted(count: int, noun: str) -> str:
     """Returns a count with its noun, such as `1 step`, `2 steps` and `2 mini-batches`."""
     if count == 1:
         return f"1 {noun}"
-    if noun.endswith("batch"):
+    if noun.endswith(("batch", "process")):
         return f"{count} {noun}es"
     return f"{count} {noun}s"

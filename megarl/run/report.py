@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -67,25 +67,31 @@ class EvaluationReporter:
         self.console = Console(highlight=False)  # another one would print over a live display
 
     def __enter__(self) -> Self:
-        config = self._config
         paths = self._paths
-        tracking = config.tracking
         with ExitStack() as opened:
             self._lines = opened.enter_context(closing(JsonlSink(paths.evaluations)))
-            if isinstance(config, SamplingConfig):
-                self._samples = opened.enter_context(closing(SampleSink(paths.samples, tracking.samples_mib << 20)))
+            if isinstance(self._config, SamplingConfig):
+                limit = self._config.tracking.samples_mib << 20
+                self._samples = opened.enter_context(closing(SampleSink(paths.samples, limit)))
                 self._prompts = opened.enter_context(closing(JsonlSink(paths.prompt_scores, clock=None)))
-            if tracking.tensorboard:
-                first = self._taken + 1 if self._taken else 0
-                self.trackers.append(TensorBoardSink(paths.tensorboard, first_step=first))
-                opened.callback(self.trackers[-1].close)
-            for name in _TRACKERS:
-                project = getattr(tracking, name)
-                if project is not None:
-                    self.trackers.append(_open_tracker(name, project, config, paths))
-                    opened.callback(self.trackers[-1].close)
+            for sink in self._open_trackers():
+                self.trackers.append(opened.enter_context(closing(sink)))
             self._opened = opened.pop_all()
         return self
+
+    def _open_trackers(self) -> Iterator[Sink]:
+        tracking = self._config.tracking
+        if tracking.tensorboard:
+            yield TensorBoardSink(self._paths.tensorboard, first_step=self._taken + 1 if self._taken else 0)
+        for name, tracker in _TRACKERS.items():
+            project = getattr(tracking, name)
+            if project is None:
+                continue
+            try:
+                sink = tracker(project, self._paths.path, config=plain(self._config))
+            except Exception as error:  # whatever the package of a service raises
+                raise RunError(f"tracking.{name} = {project}: {error}; correct that, or set it to null") from error
+            yield ServiceSink(sink)
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
@@ -271,13 +277,6 @@ class Reporter:
         return summary
 
 
-def _open_tracker(name: str, project: str, config: RunConfig, paths: RunPaths) -> Sink:
-    try:
-        return ServiceSink(_TRACKERS[name](project, paths.path, config=plain(config)))
-    except Exception as error:  # whatever the package of a service raises
-        raise RunError(f"tracking.{name} = {project}: {error}; correct that, or set it to null") from error
-
-
 def run_columns(config: TrainingConfig) -> dict[str, Column]:
     """Returns the columns of the metrics that a run has, with the limits of healthy values in place of units."""
     limits = shown_limits(config.health.limits)
@@ -293,7 +292,7 @@ def processes(config: TrainingConfig) -> str:
     count = sum(len(config.device_list(group)) for group in config.groups)
     if config.engine_settings is not None:
         count += config.engine_settings.engines
-    text = "1 process" if count == 1 else f"{count} processes"
+    text = counted(count, "process")
     if config.cluster.address is not None:
         text += f" on {counted(config.cluster.nodes, 'node')}"
     return text
@@ -301,18 +300,15 @@ def processes(config: TrainingConfig) -> str:
 
 def _fields(sample: ShownSample) -> dict[str, Any]:
     """Returns the fields of a sample in the file, without optional ones that it lacks."""
-    fields = asdict(sample)
-    for name in ("tokens", "turns", "outcome"):
-        if fields[name] is None:
-            del fields[name]
-    return fields
+    optional = ("tokens", "turns", "outcome")
+    return {name: value for name, value in asdict(sample).items() if value is not None or name not in optional}
 
 
 def _count_responses(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Returns the totals of all steps; none in a stage that samples no responses."""
-    counts: dict[str, int] = {}
-    for step in lines:
-        if "rewards/unscored" in step:
-            counts["sampled"] = counts.get("sampled", 0) + step["rollout/samples"]
-            counts["unscored"] = counts.get("unscored", 0) + step["rewards/unscored"]
-    return counts
+    steps = [line for line in lines if "rewards/unscored" in line]
+    if not steps:
+        return {}
+    sampled = sum(line["rollout/samples"] for line in steps)
+    unscored = sum(line["rewards/unscored"] for line in steps)
+    return {"sampled": sampled, "unscored": unscored}

@@ -200,23 +200,19 @@ def _token_columns(
 ) -> dict[str, Sequence[str | float | None]]:
     """Returns the values of a response's tokens, with six digits."""
     ids = chunk.response_ids[sample.row].tolist()
-    mask: list[bool] | None = None
-    if sample.given_tokens and chunk.loss_mask is not None:
+    mask = [True] * len(ids)
+    if chunk.loss_mask is not None:
         mask = chunk.loss_mask[sample.row].tolist()
     tokens: dict[str, Sequence[str | float | None]] = {}
     pieces = texts.pieces(chunk.prompt_ids[sample.row].tolist()[-1:], ids)
     if pieces is not None:
         tokens["text"] = pieces
     for name, column in {"rollout_logprobs": chunk.rollout_logprobs, **columns}.items():
-        values = [float(f"{value:.6g}") for value in column[sample.row].tolist()]
-        if len(values) != len(chunk.rollout_logprobs[sample.row]):  # a sample may be in no optimizer step
-            continue
-        if mask is None:
-            tokens[name] = values
-        else:
+        values = column[sample.row].tolist()
+        if len(values) == sum(mask):  # a sample may be in no optimizer step
             remaining = iter(values)
-            tokens[name] = [next(remaining) if sampled else None for sampled in mask]
-    if mask is not None:
+            tokens[name] = [float(f"{next(remaining):.6g}") if sampled else None for sampled in mask]
+    if not all(mask):
         tokens["loss_mask"] = list(map(int, mask))
     return tokens
 

@@ -61,7 +61,7 @@ def _is_run(path: Path) -> bool:
     return any(os.path.exists(file) for file in files)  # False if not readable
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunState:
     """The state of a run.
 
@@ -190,7 +190,7 @@ def _state(run: RunPaths, attempts: Sequence[Attempt], written: float | None, ho
     """Returns the state by the lock and the last attempt or, for a process that is not visible, by the last write."""
     locked = is_locked(run.lock)
     if locked:
-        return RunState(name="running")
+        return RunState("running")
     active = written or 0.0
     if attempts:
         attempt = attempts[-1]
@@ -203,24 +203,24 @@ def _state(run: RunPaths, attempts: Sequence[Attempt], written: float | None, ho
             if job_logs is not None:  # Ray ends the driver whose raylet ends (ray 2.60)
                 reason = read_config(Path(job_logs, JOB_END)).get("reason")
                 message = f"{message}; its job ended: {reason}" if reason else message
-            return RunState(name="killed", message=message, since=written)
+            return RunState("killed", message, written)
         active = max(active, attempt.time)
     if run.finished:
-        return RunState(name="finished")
+        return RunState("finished")
     if not active:
-        return RunState(name="waiting")
+        return RunState("waiting")
     if now - active > _SILENT_S:
-        return RunState(name="silent")
-    return RunState(name="running")
+        return RunState("silent")
+    return RunState("running")
 
 
 def _ended(end: AttemptEnd, *, finished: bool) -> RunState:
     if finished or end.reason == "finished":
-        return RunState(name="finished", since=end.time)
+        return RunState("finished", since=end.time)
     name: StateName = "failed"
     if end.reason in ("profiled", "preempted", "interrupted"):
         name = end.reason
-    return RunState(name=name, message=end.message, since=end.time)
+    return RunState(name, end.message, end.time)
 
 
 def _progress(
@@ -232,12 +232,8 @@ def _progress(
         steps = None
     if not lines:
         return Progress(step=0, steps=steps, stepped=None, pace=None)
-    return Progress(
-        step=lines[-1]["step"],
-        steps=steps,
-        stepped=lines[-1].get(WRITTEN) or written,
-        pace=measure_pace(lines, [attempt.time for attempt in attempts]),
-    )
+    pace = measure_pace(lines, [attempt.time for attempt in attempts])
+    return Progress(step=lines[-1]["step"], steps=steps, stepped=lines[-1].get(WRITTEN) or written, pace=pace)
 
 
 def measure_pace(lines: Lines, starts: Sequence[float]) -> Pace | None:
