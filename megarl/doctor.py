@@ -94,13 +94,13 @@ def examine() -> list[Finding]:
     ]
 
 
-def print_report(findings: list[Finding], console: Console | None = None) -> None:
+def print_report(findings: list[Finding]) -> None:
     colors: dict[Status, str] = {"ok": "green", "missing": "yellow", "broken": "red"}
     table = Table("", "status", "found", "fix", box=None)
     for finding in findings:
         status = Text(finding.status, style=colors[finding.status])
         table.add_row(finding.name, status, Text(finding.found), Text(finding.fix))
-    (console or Console(highlight=False)).print(table)
+    Console(highlight=False).print(table)
 
 
 def _optional(name: str, missing: str, fix: str) -> Finding:

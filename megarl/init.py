@@ -15,7 +15,7 @@ from megarl.config.problems import correct_model_path, correct_path
 from megarl.config.schema import read_hf_config
 
 PROMPT_COLUMNS: Final = ("prompt", "messages", "prompt_ids", "token_ids")
-_OTHER_PROMPT_COLUMNS: Final = ("question", "problem", "instruction", "query", "input", "text")
+_OTHER_PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "text")
 ANSWER_COLUMNS: Final = ("answer", "solution", "ground_truth", "target", "label", "output")
 """Names of the column with the right answer, the most frequent first."""
 _NEW_TOKENS = 256

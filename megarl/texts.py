@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-_REASON: Final = 2000
-_LINE: Final = 500
-_NAME: Final = 200
-_SPACES: Final = "\n\t\u00a0\u3000"  # spaces that str.isprintable denies
+_REASON = 2000
+_LINE = 500
+_NAME = 200
+_SPACES = "\n\t\u00a0\u3000"  # spaces that str.isprintable denies
 
 
 def escape_output() -> None:

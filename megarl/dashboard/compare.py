@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megarl.dashboard.view.sample_index import mean_scores
 from megarl.errors import UsageError
 from megarl.files import read_lines
 from megarl.run.paths import RunPaths
@@ -41,13 +41,12 @@ class ComparedEvaluation:
         return f"{self.run.path}, step {self.step}"
 
 
-def compare(arguments: Sequence[str], console: Console | None = None) -> None:
+def compare(arguments: Sequence[str]) -> None:
     """Prints what differs; `arguments` are a run and two steps of it, two runs, or one run: its first and last steps.
 
     Raises:
         UsageError: a run has no such evaluation, or the arguments are others.
     """
-    console = console or Console(highlight=False)
     match list(arguments):
         case [run]:
             first = _read(run, 0)
@@ -60,6 +59,7 @@ def compare(arguments: Sequence[str], console: Console | None = None) -> None:
             second = _read(other, -1)
         case _:
             raise UsageError("name a run, a run and two steps of it, or two runs")
+    console = Console(highlight=False)
     _print_metrics(first, second, console)
     for reward in first.prompts:
         if reward in second.prompts:
@@ -81,10 +81,8 @@ def _read(directory: str, index: int = 0, *, step: int | None = None) -> Compare
     for row in read_lines(run.prompt_scores):
         if row["step"] != line["step"]:
             continue
-        for reward, scores in row["scores"].items():
-            known = [score for score in scores if score is not None]
-            if known:
-                prompts.setdefault(reward, {})[row["prompt_id"]] = statistics.fmean(known)
+        for reward, score in mean_scores(row):
+            prompts.setdefault(reward, {})[row["prompt_id"]] = score
     metrics = {name.removeprefix("eval/"): value for name, value in line.items() if name.startswith("eval/")}
     return ComparedEvaluation(run=run, step=line["step"], metrics=metrics, prompts=prompts)
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from megarl.cluster.calls import WorkerError
 from megarl.cluster.driver_environment import ignore_interrupts
@@ -16,10 +16,10 @@ from megarl.config.schema import TrainingRun
 from megarl.errors import PreemptedError
 from megarl.run.timers import process_age
 
-_NOTICES: Final = (signal.SIGTERM, signal.SIGUSR1)
-_END_S: Final = 30.0
+_NOTICES = (signal.SIGTERM, signal.SIGUSR1)
+_END_S = 30.0
 """Time for the processes to end, before the time is over."""
-_LATE_S: Final = 3.0
+_LATE_S = 3.0
 """Slurm signals the processes of all nodes of a job: a rank may end before this process gets the signal."""
 
 

@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
-from typing import Final
 
 from megarl.run.display import short
 from megarl.run.health import HealthFinding, Line
 
-_INTERVAL: Final = "_ci95"
+_INTERVAL = "_ci95"
 _SCORE = "eval/score"
 _OTHERS = ("eval/response_length", "eval/truncated_fraction")
 """Metrics of evaluations with an interval that are no scores."""

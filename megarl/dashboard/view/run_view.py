@@ -13,7 +13,7 @@ from megarl.dashboard.status.reading import read_status
 from megarl.dashboard.status.show import duration
 from megarl.dashboard.view.sample_index import HeldOutPrompts, SampleIndex
 from megarl.dashboard.view.timeline import Timeline
-from megarl.files import LineFollower, read_lines
+from megarl.files import JsonObject, LineFollower, read_lines
 from megarl.run.display import COLUMNS
 from megarl.run.health import HealthMonitor, health_limits, shown_limits
 from megarl.run.paths import RunPaths, read_config
@@ -47,15 +47,25 @@ class RunView:
             ValueError, KeyError: the question is unknown, or the query does not fit.
         """
         with self._lock:
+            if question in ("prompts", "steps", "groups", "group", "search"):
+                self._samples.update()
             match question:
                 case "overview":
                     return self._overview()
                 case "series":
                     return self._series(query)
                 case "prompts":
-                    self._samples.update()
                     self._held_out.update()
                     return self._held_out.prompts(self._samples)
+                case "steps":
+                    return {kind: self._samples.steps(kind) for kind in ("train", "evaluation")}
+                case "groups":
+                    return self._samples.groups(query["kind"], int(query["step"]))
+                case "group":
+                    return self._samples.samples(query["kind"], int(query["step"]), query["prompt"])
+                case "search":
+                    step = int(query["step"]) if query.get("step") else None
+                    return self._samples.search(query["kind"], query["text"], _MAX_HITS, step)
                 case "timeline":
                     return self._window(query)
                 case "settings":
@@ -64,27 +74,12 @@ class RunView:
                     rows = read_lines(self._run.left_out)
                     return {"count": len(rows), "rows": rows[:_MAX_LEFT_OUT]}
                 case _:
-                    return self._answer_samples(question, query)
+                    raise KeyError(question)
 
-    def _answer_samples(self, question: str, query: Query) -> Any:
-        self._samples.update()
-        match question:
-            case "steps":
-                return {kind: self._samples.steps(kind) for kind in ("train", "evaluation")}
-            case "groups":
-                return self._samples.groups(query["kind"], int(query["step"]))
-            case "group":
-                return self._samples.samples(query["kind"], int(query["step"]), query["prompt"])
-            case "search":
-                step = int(query["step"]) if query.get("step") else None
-                return self._samples.search(query["kind"], query["text"], _MAX_HITS, step)
-            case _:
-                raise KeyError(question)
-
-    def _overview(self) -> dict[str, Any]:
+    def _overview(self) -> JsonObject:
         self._metrics.update()
         status = read_status(self._run.path)
-        findings: list[dict[str, Any]] = []
+        findings: list[JsonObject] = []
         for found in self._metrics.health.findings:
             harmful = found.check.harmful
             findings.append({"first": found.first, "last": found.last, "text": found.text, "harmful": harmful})
@@ -100,13 +95,13 @@ class RunView:
             "findings": findings,
         }
 
-    def _series(self, query: Query) -> dict[str, Any]:
+    def _series(self, query: Query) -> JsonObject:
         self._metrics.update()
         names = query["names"].split(",") if query.get("names") else None
         points = self._metrics.after(int(query.get("after", "-1")), names)
         return {"generation": self._metrics.generation, "series": points}
 
-    def _window(self, query: Query) -> dict[str, Any]:
+    def _window(self, query: Query) -> JsonObject:
         self._timeline.update()
         start = float(query.get("start", "0"))
         end = float(query.get("end") or self._timeline.end)
@@ -154,7 +149,7 @@ class MetricTable:
         for _, line in self._evaluations.read():
             self._add(line)
 
-    def _add(self, line: dict[str, Any]) -> bool:
+    def _add(self, line: JsonObject) -> bool:
         """Adds the numbers of a line; False for a line without a step."""
         step = line.get("step")
         if not isinstance(step, int):

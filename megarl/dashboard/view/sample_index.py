@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from megarl.files import LineFollower, read_lines_at
+from megarl.files import JsonObject, LineFollower, read_lines_at
 from megarl.run.paths import RunPaths
 
 _TITLE = 120
@@ -78,12 +78,12 @@ class SampleIndex:
                 found.append((step, sum(len(group.cut_off) for group in groups.values())))
         return sorted(found)
 
-    def groups(self, kind: str, step: int) -> list[dict[str, Any]]:
+    def groups(self, kind: str, step: int) -> list[JsonObject]:
         """Returns the numbers of each prompt's samples in a step."""
         found = self._groups.get((kind, step), {})
         return [self._numbers(kind, step, prompt) for prompt in found]
 
-    def _numbers(self, kind: str, step: int, prompt: str) -> dict[str, Any]:
+    def _numbers(self, kind: str, step: int, prompt: str) -> JsonObject:
         group = self._groups[kind, step][prompt]
         score = None
         spread = None
@@ -101,17 +101,17 @@ class SampleIndex:
             "cut_off": sum(group.cut_off),
         }
 
-    def samples(self, kind: str, step: int, prompt: str) -> list[dict[str, Any]]:
+    def samples(self, kind: str, step: int, prompt: str) -> list[JsonObject]:
         """Returns the samples of a prompt in a step, as in the file."""
         group = self._groups.get((kind, step), {}).get(prompt)
         if group is None:
             return []
         return read_lines_at(self._path, group.starts)
 
-    def search(self, kind: str, text: str, max_hits: int, step: int | None = None) -> list[dict[str, Any]]:
+    def search(self, kind: str, text: str, max_hits: int, step: int | None = None) -> list[JsonObject]:
         """Returns the numbers of the groups that have a text, in any case, in the prompt or a response."""
         steps = [step] if step is not None else [found for found, _ in self.steps(kind)]
-        hits: list[dict[str, Any]] = []
+        hits: list[JsonObject] = []
         for found in steps:
             for prompt in self._groups.get((kind, found), {}):
                 if len(hits) < max_hits and _any_has(self.samples(kind, found, prompt), text.lower()):
@@ -135,6 +135,14 @@ def _any_has(samples: Sequence[Mapping[str, Any]], text: str) -> bool:
     return False
 
 
+def mean_scores(line: JsonObject) -> Iterator[tuple[str, float]]:
+    """Yields the mean of a prompt's scores by reward, from a line of prompt_scores.jsonl; none of a reward without."""
+    for reward, scores in line.get("scores", {}).items():
+        known = [score for score in scores if score is not None]
+        if known:
+            yield reward, fmean(known)
+
+
 class HeldOutPrompts:
     """Follows the scores of held-out prompts: the mean of a prompt's responses, by prompt, reward and step."""
 
@@ -147,23 +155,15 @@ class HeldOutPrompts:
         if self._lines.was_cut():
             self._scores.clear()
         for _, line in self._lines.read():
-            for reward, scores in line.get("scores", {}).items():
-                known = [score for score in scores if score is not None]
-                if known:
-                    by_reward = self._scores.setdefault(str(line["prompt_id"]), {})
-                    by_reward.setdefault(reward, {})[line["step"]] = fmean(known)
+            by_reward = self._scores.setdefault(str(line["prompt_id"]), {})
+            for reward, score in mean_scores(line):
+                by_reward.setdefault(reward, {})[line["step"]] = score
 
-    def prompts(self, samples: SampleIndex) -> list[dict[str, Any]]:
+    def prompts(self, samples: SampleIndex) -> list[JsonObject]:
         """Returns the prompts that have answers to read, with their scores by reward: [step, mean] pairs."""
-        found: list[dict[str, Any]] = []
+        found: list[JsonObject] = []
         for prompt, steps in samples.evaluated().items():
-            scores = self._scores.get(prompt, {})
-            found.append(
-                {
-                    "prompt_id": prompt,
-                    "title": samples.titles["evaluation", prompt],
-                    "steps": steps,
-                    "scores": {name: list(by_step.items()) for name, by_step in scores.items()},
-                }
-            )
+            title = samples.titles["evaluation", prompt]
+            scores = {name: list(by_step.items()) for name, by_step in self._scores.get(prompt, {}).items()}
+            found.append({"prompt_id": prompt, "title": title, "steps": steps, "scores": scores})
         return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from megarl.files import LineFollower
+from megarl.files import JsonObject, LineFollower
 from megarl.run.paths import RunPaths
 
 _STEP = re.compile(r"step \d+")
@@ -23,7 +23,6 @@ TraceSpan = tuple[float, float, str]
 class TraceRow:
     """The spans of a process in an attempt, one after the other."""
 
-    attempt: int
     name: str
     spans: list[TraceSpan] = field(default_factory=list[TraceSpan])
 
@@ -61,9 +60,9 @@ class Timeline:
                 self.end = max(self.end, end)
 
     def _row(self, attempt: int, thread: int, name: str) -> TraceRow:
-        return self._rows.setdefault((attempt, thread), TraceRow(attempt=attempt, name=name))
+        return self._rows.setdefault((attempt, thread), TraceRow(name=name))
 
-    def window(self, start: float, end: float, columns: int) -> dict[str, Any]:
+    def window(self, start: float, end: float, columns: int) -> JsonObject:
         """Returns the rows between two times in seconds; spans shorter than a column of the screen are joined.
 
         Raises:
@@ -73,8 +72,8 @@ class Timeline:
             return {"start": 0.0, "end": 0.0, "whole": 0.0, "rows": []}
         if start >= end or columns < 1:
             raise ValueError(f"{start} to {end} in {columns} columns: a range of times, and one column at least")
-        rows: list[dict[str, Any]] = []
-        for _, row in sorted(self._rows.items(), key=_place):
+        rows: list[JsonObject] = []
+        for (attempt, _), row in sorted(self._rows.items(), key=_place):
             seen = _between(row.spans, start, end)
             if not seen:
                 continue
@@ -83,7 +82,7 @@ class Timeline:
                 seconds[name] = seconds.get(name, 0.0) + min(span_end, end) - max(span_start, start)
             rows.append(
                 {
-                    "attempt": row.attempt,
+                    "attempt": attempt,
                     "name": row.name,
                     "spans": _joined(seen, (end - start) / columns),
                     "seconds": sorted(seconds.items(), key=lambda item: -item[1])[:_LONGEST_LISTED],
