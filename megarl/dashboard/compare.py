@@ -109,21 +109,18 @@ def _print_prompts(reward: str, first: ComparedEvaluation, second: ComparedEvalu
     """Prints how many prompts score better and worse, and those whose scores change most."""
     before = first.prompts[reward]
     after = second.prompts[reward]
-    change = {prompt: after[prompt] - before[prompt] for prompt in before.keys() & after.keys()}
+    change = {prompt: after[prompt] - before[prompt] for prompt in before if prompt in after}
     if not change:
         return
-    better = sum(value > 0 for value in change.values())
-    worse = sum(value < 0 for value in change.values())
-    same = len(change) - better - worse
-    counts = f"{better} better, {worse} worse, {same} the same"
+    order = sorted(change, key=lambda prompt: change[prompt])
+    worse = [prompt for prompt in order if change[prompt] < 0]
+    better = [prompt for prompt in reversed(order) if change[prompt] > 0]
+    counts = f"{len(better)} better, {len(worse)} worse, {len(change) - len(better) - len(worse)} the same"
     console.print(f"\n{printable(reward)}, of {len(change)} prompts: {counts}", markup=False)
     texts = {line["prompt_id"]: str(line["prompt"])[:_TEXT] for line in read_lines(first.run.samples)}
-    order = [prompt for prompt in before if change.get(prompt)]
-    order.sort(key=lambda prompt: change[prompt])
-    for title, prompts in (("better", order[::-1]), ("worse", order)):
+    for title, prompts in (("better", better), ("worse", worse)):
         table = Table(title, "before", "after", "prompt", box=None)
         for prompt in prompts[:_SHOWN]:
-            if (change[prompt] > 0) == (title == "better"):
-                _add_row(table, prompt, f"{before[prompt]:.4g}", f"{after[prompt]:.4g}", texts.get(prompt, ""))
-        if table.rows:
+            _add_row(table, prompt, f"{before[prompt]:.4g}", f"{after[prompt]:.4g}", texts.get(prompt, ""))
+        if prompts:
             console.print(table)

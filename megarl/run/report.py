@@ -26,14 +26,13 @@ from megarl.run.results import EvaluationResult, ShownSample, StepResult
 from megarl.run.sinks import (
     JsonlSink,
     Metrics,
-    MlflowSink,
     SampleSink,
-    ServiceSink,
     Sink,
     TensorBoardSink,
-    TrackioSink,
-    WandbSink,
     as_json,
+    open_mlflow,
+    open_trackio,
+    open_wandb,
 )
 from megarl.run.timers import process_age
 from megarl.run.trace import Trace
@@ -41,11 +40,11 @@ from megarl.run.verdict import judge
 from megarl.texts import counted
 
 _TRACKERS: Final[Mapping[str, Callable[..., Sink]]] = {
-    "wandb_project": WandbSink,
-    "mlflow_experiment": MlflowSink,
-    "trackio_project": TrackioSink,
+    "wandb_project": open_wandb,
+    "mlflow_experiment": open_mlflow,
+    "trackio_project": open_trackio,
 }
-"""The sinks by the field of `tracking` that names the project."""
+"""The functions that open sinks, by the field of `tracking` that names the project."""
 _TABLE_WIDTH = 120
 """Columns of a table outside a terminal."""
 
@@ -88,10 +87,10 @@ class EvaluationReporter:
             if project is None:
                 continue
             try:
-                sink = tracker(project, self._paths.path, config=plain(self._config))
+                sink = tracker(project, self._paths.path, plain(self._config))
             except Exception as error:  # whatever the package of a service raises
                 raise RunError(f"tracking.{name} = {project}: {error}; correct that, or set it to null") from error
-            yield ServiceSink(sink)
+            yield sink
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
@@ -101,8 +100,8 @@ class EvaluationReporter:
         self._lines.write(result.step, result.metrics)
         self.write_samples(result.step, "evaluation", result.samples)
         if self._prompts is not None:
-            for prompt in result.prompts:
-                self._prompts.write(result.step, asdict(prompt))
+            for prompt, scores in result.prompts.items():
+                self._prompts.write(result.step, {"prompt_id": prompt, "scores": scores})
         for sink in self.trackers:
             sink.write(result.step, result.metrics)
         self.console.print(title, markup=False, soft_wrap=True)

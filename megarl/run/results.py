@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -230,25 +230,18 @@ def _some_prompts(prompt_ids: Sequence[str], count: int) -> Iterator[int]:
         yield from groups[group]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptScores:
-    """The scores of the responses to a held-out prompt, unweighted, by reward; NaN without a score."""
-
-    prompt_id: str
-    scores: Mapping[str, Sequence[float]]
+PromptScores = Mapping[str, Mapping[str, Sequence[float]]]
+"""The scores of the responses to held-out prompts, unweighted, by prompt and reward; NaN without a score."""
 
 
-def prompt_scores(
-    samples: Sequence[SampleInfo], by_reward: Mapping[str, npt.NDArray[np.float32]]
-) -> list[PromptScores]:
+def prompt_scores(samples: Sequence[SampleInfo], by_reward: Mapping[str, npt.NDArray[np.float32]]) -> PromptScores:
     """Returns the scores of each prompt, in the order of the samples; `by_reward` are [N] each."""
     by_prompt: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
         by_prompt.setdefault(sample.prompt_id, []).append(index)
-    found: list[PromptScores] = []
+    found: dict[str, dict[str, list[float]]] = {}
     for prompt, rows in by_prompt.items():
-        scores = {name: values[rows].tolist() for name, values in by_reward.items()}
-        found.append(PromptScores(prompt_id=prompt, scores=scores))
+        found[prompt] = {name: values[rows].tolist() for name, values in by_reward.items()}
     return found
 
 
@@ -299,4 +292,4 @@ class EvaluationResult:
     step: int
     metrics: Metrics
     samples: Sequence[ShownSample] = ()
-    prompts: Sequence[PromptScores] = ()
+    prompts: PromptScores = field(default_factory=dict)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.run.sinks import JsonlSink, Metrics, ServiceSink
+from megarl.run.sinks import JsonlSink, ServiceSink
 
 
 def test_every_step_is_a_flushed_line(tmp_path: Path) -> None:
@@ -49,21 +49,14 @@ def test_objects_may_be_nested_and_text_stays_readable(tmp_path: Path) -> None:
     assert second == '{"step": 2, "done": true, "no": null}'
 
 
-class Unreachable:
-    """A service that is down."""
-
-    def write(self, step: int, metrics: Metrics) -> None:
-        raise ConnectionError("no route")
-
-    def close(self) -> None:
-        raise ConnectionError("no route")
-
-
 def test_a_service_that_is_down_ends_no_run(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = ServiceSink(Unreachable())
+    def fail(*_: object) -> None:
+        raise ConnectionError("no route")
+
+    sink = ServiceSink("wandb", fail, fail)
     sink.write(3, {"a": 1.0})
     sink.close()
     assert capsys.readouterr().err.splitlines() == [
-        "Unreachable cannot write step 3: no route",
-        "Unreachable cannot close: no route",
+        "wandb cannot write step 3: no route",
+        "wandb cannot close: no route",
     ]

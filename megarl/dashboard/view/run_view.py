@@ -89,7 +89,7 @@ class RunView:
             "left": None if status.seconds_left is None else duration(status.seconds_left),
             "generation": self._metrics.generation,
             "names": sorted(self._metrics.series),
-            "last_step": max((points[-1][0] for points in self._metrics.series.values()), default=0),
+            "last_step": max((points["steps"][-1] for points in self._metrics.series.values()), default=0),
             "columns": {name: asdict(column) for name, column in COLUMNS.items() if name in status.metrics},
             "limits": shown_limits(health_limits(read_config(self._run.config))),
             "findings": findings,
@@ -119,7 +119,7 @@ def open_runs(paths: Sequence[Path]) -> list[RunView]:
 
 
 class MetricTable:
-    """The metrics of a run's steps and evaluations: pairs of step and value, which is None if it is not finite.
+    """The metrics of a run's steps and evaluations: `steps` and `values`, which are None if they are not finite.
 
     `generation` grows when a resumed run takes steps again, so that what was read before is void.
     """
@@ -132,7 +132,7 @@ class MetricTable:
         self._clear()
 
     def _clear(self) -> None:
-        self.series: dict[str, list[tuple[int, float | None]]] = {}
+        self.series: dict[str, dict[str, list[Any]]] = {}
         self.health = HealthMonitor(limits=health_limits(read_config(self._config)))
 
     def update(self) -> None:
@@ -156,15 +156,16 @@ class MetricTable:
             return False
         for name, value in line.items():
             if name not in ("step", WRITTEN) and (value is None or isinstance(value, int | float)):
-                self.series.setdefault(name, []).append((step, value))
+                points = self.series.setdefault(name, {"steps": [], "values": []})
+                points["steps"].append(step)
+                points["values"].append(None if value is None else float(f"{value:.7g}"))
         return True
 
     def after(self, step: int, names: Collection[str] | None = None) -> dict[str, dict[str, list[Any]]]:
         """Returns the points after a step of the named series, or of all, with seven digits."""
         found: dict[str, dict[str, list[Any]]] = {}
-        for name, series in self.series.items():
+        for name, points in self.series.items():
             if names is None or name in names:
-                points = series[bisect_right(series, step, key=lambda point: point[0]) :]
-                values = [None if value is None else float(f"{value:.7g}") for _, value in points]
-                found[name] = {"steps": [point[0] for point in points], "values": values}
+                first = bisect_right(points["steps"], step)
+                found[name] = {key: column[first:] for key, column in points.items()}
         return found
