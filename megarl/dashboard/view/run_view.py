@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.dashboard.status.reading import read_status
 from megarl.dashboard.status.show import duration
-from megarl.dashboard.view.sample_index import HeldOutPrompts, SampleIndex
+from megarl.dashboard.view.sample_index import SampleIndex
 from megarl.dashboard.view.timeline import Timeline
 from megarl.files import JsonObject, LineFollower, read_lines
 from megarl.run.display import COLUMNS
@@ -37,7 +37,6 @@ class RunView:
         self._lock = Lock()
         self._metrics = MetricTable(self._run)
         self._samples = SampleIndex(self._run)
-        self._held_out = HeldOutPrompts(self._run)
         self._timeline = Timeline(self._run)
 
     def answer(self, question: str, query: Query) -> Any:
@@ -55,8 +54,7 @@ class RunView:
                 case "series":
                     return self._series(query)
                 case "prompts":
-                    self._held_out.update()
-                    return self._held_out.prompts(self._samples)
+                    return self._samples.prompts()
                 case "steps":
                     return {kind: self._samples.steps(kind) for kind in ("train", "evaluation")}
                 case "groups":

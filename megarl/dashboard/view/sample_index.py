@@ -46,16 +46,18 @@ class SampleGroup:
 
 
 class SampleIndex:
-    """Follows the samples of a run."""
+    """Follows the samples of a run, and the scores of held-out prompts."""
 
     def __init__(self, run: RunPaths) -> None:
         self._path = run.samples
         self._lines = LineFollower(run.samples)
+        self._scored = LineFollower(run.prompt_scores)
+        self._scores: dict[str, dict[str, dict[int, float]]] = {}  # by prompt, reward and step
         self._clear()
 
     def _clear(self) -> None:
         self._groups: dict[tuple[str, int], dict[str, SampleGroup]] = {}
-        self.titles: dict[tuple[str, str], str] = {}  # by kind, as held-out prompts have numbers of their own
+        self._titles: dict[tuple[str, str], str] = {}  # by kind, as held-out prompts have numbers of their own
 
     def update(self) -> None:
         """Reads what has been written since the last call."""
@@ -68,7 +70,7 @@ class SampleIndex:
             kind = str(line.get("kind"))
             groups = self._groups.setdefault((kind, line["step"]), {})
             groups.setdefault(prompt, SampleGroup()).add(start, line)
-            self.titles.setdefault((kind, prompt), str(line.get("prompt", ""))[:_TITLE])
+            self._titles.setdefault((kind, prompt), str(line.get("prompt", ""))[:_TITLE])
 
     def steps(self, kind: str) -> list[tuple[int, int]]:
         """Returns the steps that have samples of a kind, each with their number."""
@@ -93,7 +95,7 @@ class SampleIndex:
         return {
             "step": step,
             "prompt_id": prompt,
-            "title": self.titles[kind, prompt],
+            "title": self._titles[kind, prompt],
             "samples": len(group.cut_off),
             "score": score,
             "spread": spread,
@@ -118,13 +120,24 @@ class SampleIndex:
                     hits.append(self._numbers(kind, found, prompt))
         return hits
 
-    def evaluated(self) -> dict[str, list[int]]:
-        """Returns the steps after which each held-out prompt has answers here."""
+    def prompts(self) -> list[JsonObject]:
+        """Returns the held-out prompts that have answers, with their mean scores by reward: [step, mean] pairs."""
+        if self._scored.was_cut():
+            self._scores.clear()
+        for _, line in self._scored.read():
+            by_reward = self._scores.setdefault(str(line["prompt_id"]), {})
+            for reward, score in mean_scores(line):
+                by_reward.setdefault(reward, {})[line["step"]] = score
         steps: dict[str, list[int]] = {}
         for step, _ in self.steps("evaluation"):
             for prompt in self._groups["evaluation", step]:
                 steps.setdefault(prompt, []).append(step)
-        return steps
+        found: list[JsonObject] = []
+        for prompt in steps:
+            title = self._titles["evaluation", prompt]
+            scores = {name: list(by_step.items()) for name, by_step in self._scores.get(prompt, {}).items()}
+            found.append({"prompt_id": prompt, "title": title, "steps": steps[prompt], "scores": scores})
+        return found
 
 
 def _any_has(samples: Sequence[Mapping[str, Any]], text: str) -> bool:
@@ -141,29 +154,3 @@ def mean_scores(line: JsonObject) -> Iterator[tuple[str, float]]:
         known = [score for score in scores if score is not None]
         if known:
             yield reward, fmean(known)
-
-
-class HeldOutPrompts:
-    """Follows the scores of held-out prompts: the mean of a prompt's responses, by prompt, reward and step."""
-
-    def __init__(self, run: RunPaths) -> None:
-        self._lines = LineFollower(run.prompt_scores)
-        self._scores: dict[str, dict[str, dict[int, float]]] = {}
-
-    def update(self) -> None:
-        """Reads what has been written since the last call."""
-        if self._lines.was_cut():
-            self._scores.clear()
-        for _, line in self._lines.read():
-            by_reward = self._scores.setdefault(str(line["prompt_id"]), {})
-            for reward, score in mean_scores(line):
-                by_reward.setdefault(reward, {})[line["step"]] = score
-
-    def prompts(self, samples: SampleIndex) -> list[JsonObject]:
-        """Returns the prompts that have answers to read, with their scores by reward: [step, mean] pairs."""
-        found: list[JsonObject] = []
-        for prompt, steps in samples.evaluated().items():
-            title = samples.titles["evaluation", prompt]
-            scores = {name: list(by_step.items()) for name, by_step in self._scores.get(prompt, {}).items()}
-            found.append({"prompt_id": prompt, "title": title, "steps": steps, "scores": scores})
-        return found
