@@ -17,7 +17,7 @@ from megarl.config.schema import CheckpointSettings, RandomModel
 from megarl.errors import PreemptedError, RunError
 from megarl.files import FileRecord, full_disk, read_lines, sync, truncate_lines, write_durably, write_errors
 from megarl.run.attempts import AttemptLog, EndReason
-from megarl.run.checkpoints import Checkpoint, Checkpoints
+from megarl.run.checkpoints import Checkpoint, Checkpoints, writing
 from megarl.run.frozen_weights import FROZEN, digest_frozen_weights
 from megarl.run.paths import RunPaths, acquire_lock, ema_export
 from megarl.run.resume import (
@@ -250,12 +250,8 @@ def model_directory(config: RunConfig, run_dir: Path) -> str:
     if not directory.exists():
         partial = run_dir / "model.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        try:
-            with write_errors(partial):
-                write_random_model(config.model.random, partial)
-        except OSError as error:
-            where = error.filename or partial
-            raise RunError(f"the random model cannot be written: {where}: {error.strerror or error}") from error
+        with writing("random model"), write_errors(partial):
+            write_random_model(config.model.random, partial)
         partial.rename(directory)
     return str(directory.absolute())
 

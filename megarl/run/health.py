@@ -14,6 +14,7 @@ from statistics import fmean, median
 from typing import Any, Final
 
 from megarl.run.display import short
+from megarl.run.paths import field_at
 from megarl.texts import counted
 
 Line = Mapping[str, Any]
@@ -278,8 +279,7 @@ def limited_checks(limits: Limits) -> list[Check]:
 
 def health_limits(fields: Mapping[str, Any]) -> Limits:
     """Returns the limits in the fields of a run's configuration, whose checks may be older."""
-    section: Any = fields.get("health")
-    limits: Any = section.get("limits") if isinstance(section, Mapping) else None
+    limits = field_at(fields, "health.limits")
     if not isinstance(limits, Mapping):
         return {}
     return {name: limit for name, limit in limits.items() if isinstance(limit, int | float | None)}

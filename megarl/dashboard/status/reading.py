@@ -26,7 +26,7 @@ from megarl.run.health import (
     metric_values,
     shortened,
 )
-from megarl.run.paths import JOB_END, JOBS, RunPaths, is_locked, read_config
+from megarl.run.paths import JOB_END, JOBS, RunPaths, field_at, is_locked, read_config
 from megarl.run.sinks import WRITTEN
 
 StateName = Literal[
@@ -226,8 +226,7 @@ def _ended(end: AttemptEnd, *, finished: bool) -> RunState:
 def _progress(
     config: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt], written: float
 ) -> Progress:
-    section = config.get("run")
-    steps = section.get("steps") if isinstance(section, Mapping) else None
+    steps = field_at(config, "run.steps")
     if not isinstance(steps, int):
         steps = None
     if not lines:
