@@ -24,14 +24,7 @@ _TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class NewRun:
-    """What a new run starts from.
-
-    Args:
-        name: name of the files, an identifier.
-        recipe: name in `recipes()`.
-        model: Hugging Face directory.
-        prompts: JSONL file.
-    """
+    """What a new run starts from: the options of `megarl init`."""
 
     name: str
     recipe: str

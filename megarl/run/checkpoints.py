@@ -41,7 +41,6 @@ class CheckpointManifest:
     """The files of a checkpoint, without the manifest itself.
 
     Args:
-        step: last step before it.
         roles: files by role and rank, relative to the role's directory.
         state: file of the driver's state.
         rollouts: files of rollouts that wait for the training.
@@ -146,13 +145,7 @@ _UNFINISHED = re.compile(r"\.step-\d+\.(staged|removed)")
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A committed checkpoint whose files match its manifest.
-
-    Args:
-        path: directory, with a directory for each role.
-        step: last step before it.
-        state: state of the driver, as passed to `commit`.
-    """
+    """A committed checkpoint whose files match its manifest: that after a step, with the state of the driver."""
 
     path: Path
     step: int

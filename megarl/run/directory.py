@@ -112,11 +112,7 @@ class EvaluationDirectory(RunPaths):
 
 
 def steps_to_keep(settings: CheckpointSettings, evaluations: Path, steps: Sequence[int]) -> set[int]:
-    """Returns those of the steps with a checkpoint, in order, whose checkpoints stay.
-
-    Args:
-        evaluations: file of the run's evaluations.
-    """
+    """Returns those of the steps with a checkpoint, in order, whose checkpoints stay."""
     kept = set(steps[-settings.keep :])
     if settings.keep_every is not None:
         kept.update(step for step in steps if step % settings.keep_every == 0)

@@ -74,11 +74,7 @@ class Display:
 
     In a terminal, a row has the first columns that fit, and below the rows is a progress bar with
     the current phase, which stays on the screen at the end. A thread draws it; other
-    output appears above.
-
-    Args:
-        columns: columns by metric, in order.
-        done: steps that earlier attempts have taken.
+    output appears above. Earlier attempts have taken `done` steps.
     """
 
     def __init__(
@@ -172,11 +168,7 @@ _INTERVAL = "_ci95"
 
 
 def metrics_table(metrics: Metrics) -> Table:
-    """Returns a table of an evaluation, with a row per metric: its value, and half the width of its 95% interval.
-
-    Args:
-        metrics: named `eval/NAME`, the half width `eval/NAME_ci95`; NaN is shown as a dash.
-    """
+    """Returns a table of an evaluation: each metric `eval/NAME`, and half the width of its interval, `NAME_ci95`."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("metric", no_wrap=True)
     table.add_column("eval", justify="right", no_wrap=True)

@@ -85,11 +85,7 @@ _JUMP = 10.0
 
 
 def _jump(metric: str, *, least: float) -> Callable[[Lines], str | None]:
-    """Returns the condition: ten times the median of the last 20 values before, of which there are 5 at least.
-
-    Args:
-        least: bound below which values are healthy.
-    """
+    """Returns what finds ten times the median of the last 20 values before, 5 at least; up to `least` is healthy."""
 
     def find(lines: Lines) -> str | None:
         fresh = [line for line in lines if not line.get("staleness/max")]  # older samples differ anyway
@@ -324,11 +320,7 @@ class _Watch:
 
 
 class HealthMonitor:
-    """Applies all checks to a run's lines, in order; `findings` are those that began, the last ones may last.
-
-    Args:
-        lines: lines of the first steps; `add` takes further ones.
-    """
+    """Applies all checks to a run's lines, in order; `findings` are those that began, the last ones may last."""
 
     def __init__(self, lines: Lines = (), limits: Limits | None = None) -> None:
         self.findings: list[HealthFinding] = []

@@ -35,8 +35,6 @@ class Preemption:
     Args:
         grace_s: seconds after SIGTERM.
         end: end of the run's time, see `end_of_time`; None if it has no end.
-        clock: seconds since 1970.
-        in_job: whether the run is a job of Slurm.
     """
 
     def __init__(
@@ -83,11 +81,7 @@ class Preemption:
                 signal.signal(number, handler)
 
     def leaves(self, save_s: float = 0.0) -> bool:
-        """Notes the end of a step; returns whether the run saves and ends after it.
-
-        Args:
-            save_s: seconds that a save may take; 0 before the first one.
-        """
+        """Notes the end of a step; returns whether the run ends after a save, of `save_s` seconds if known."""
         before = self._mark
         self._mark = self._clock()
         self._longest_step = max(self._longest_step, self._mark - before)
@@ -97,11 +91,7 @@ class Preemption:
         return bool(self._reason)
 
     async def saved(self, step: int, wait: Callable[[], Awaitable[object]]) -> None:
-        """Notes that a step was saved; raises PreemptedError if the run ends, and ignores interrupts from then on.
-
-        Args:
-            wait: function that waits until the checkpoint is committed.
-        """
+        """Notes that a step was saved; if the run ends, awaits the commit, and raises PreemptedError."""
         self._mark = self._clock()
         if self._reason:
             await wait()

@@ -52,8 +52,7 @@ _TABLE_WIDTH = 120
 class EvaluationReporter:
     """Writes evaluations, and opens the sinks that they share with a run's other reports.
 
-    Args:
-        taken: steps that earlier attempts have taken.
+    Earlier attempts have taken `taken` steps.
     """
 
     def __init__(self, config: RunConfig, paths: RunPaths, *, taken: int = 0) -> None:
@@ -119,14 +118,12 @@ class Summary:
     """The summary of a finished run: summary.json, which omits empty entries.
 
     Args:
-        steps: steps of all attempts.
         seconds: duration of the last attempt.
         start: metrics of the start, such as those of the first sync.
         responses: numbers of `sampled` and `unscored` responses in all attempts.
         evaluation: metrics of the last evaluation.
         export: metrics of the exported model.
         findings: findings of the health checks; `last` is null if one lasted to the end.
-        verdict: sentence on whether the run learned.
     """
 
     stage: str
@@ -150,11 +147,7 @@ class Summary:
 
 
 class Reporter:
-    """Writes the reports of a training run, up to its end or interruption.
-
-    Args:
-        taken: steps that earlier attempts have taken.
-    """
+    """Writes the reports of a training run, up to its end or interruption."""
 
     def __init__(
         self,

@@ -101,7 +101,6 @@ def shown_samples(
     Half of the prompts are the same whenever a step has them, the others are spread over the step.
 
     Args:
-        prompts: prompts by id.
         scores: [C], by conversation.
         by_reward: [C] each.
         advantages: [N].
@@ -250,7 +249,6 @@ class StepResult:
     """The metrics of a step and some of its samples.
 
     Args:
-        step: number of the step, from 1.
         metrics: metrics of the step as a whole.
         updates: metrics of each optimizer step.
         failures: failed calls of reward functions, with tracebacks.

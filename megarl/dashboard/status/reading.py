@@ -90,8 +90,7 @@ class Progress:
 
     Args:
         step: last step; 0 before the first.
-        steps: number of the run's steps; None if the configuration has none, as of a
-            standalone evaluation.
+        steps: steps of the whole run; None of a standalone evaluation.
         stepped: time at which the last step was written; None before the first.
     """
 
@@ -126,8 +125,7 @@ class RunStatus:
         seconds_left: remaining seconds of a running run, if known.
         metrics: metrics of the last step.
         troubles: warnings about the last steps, a sentence each.
-        verdict: sentence on whether a finished run learned; empty if unknown.
-        checkpoints: committed checkpoints, in order.
+        verdict: whether a finished run learned; empty if unknown.
         unfinished: step of a checkpoint that is being written, or whose writer was killed.
         logs: directory with the output of each process.
         job_logs: directory with the logs of the Slurm job, if any.
@@ -153,9 +151,7 @@ class RunStatus:
 def read_status(run_dir: Path, now: float | None = None, host: str | None = None) -> RunStatus:
     """Reads the status of a run, in a time that does not depend on its length; raises OSError on an unreadable file.
 
-    Args:
-        now: seconds since 1970; None: the present.
-        host: name of this machine; None: the system's.
+    `now` are seconds since 1970, `host` is the name of this machine.
     """
     if now is None:
         now = time.time()
