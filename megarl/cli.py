@@ -140,7 +140,7 @@ def status(
 @app.command()
 def view(
     run_dirs: RunDirs,
-    port: Annotated[int, typer.Option(help="Port on this machine; 0 is a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 is a free one.")] = 0,
     export_to: Annotated[
         Path | None,
         typer.Option("--export", metavar="FILE", help="Write an HTML file instead of serving the page."),

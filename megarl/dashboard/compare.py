@@ -51,10 +51,10 @@ def compare(arguments: Sequence[str]) -> None:
         case [run]:
             first = _read(run, 0)
             second = _read(run, -1)
-        case [run, step, other] if step.isdigit() and other.isdigit():
+        case [run, step, other] if step.isdecimal() and other.isdecimal():
             first = _read(run, step=int(step))
             second = _read(run, step=int(other))
-        case [run, other] if not other.isdigit():
+        case [run, other] if not other.isdecimal():
             first = _read(run, -1)
             second = _read(other, -1)
         case _:
@@ -117,7 +117,10 @@ def _print_prompts(reward: str, first: ComparedEvaluation, second: ComparedEvalu
     better = [prompt for prompt in reversed(order) if change[prompt] > 0]
     counts = f"{len(better)} better, {len(worse)} worse, {len(change) - len(better) - len(worse)} the same"
     console.print(f"\n{printable(reward)}, of {len(change)} prompts: {counts}", markup=False)
-    texts = {line["prompt_id"]: str(line["prompt"])[:_TEXT] for line in read_lines(first.run.samples)}
+    texts: dict[str, str] = {}
+    for line in read_lines(first.run.samples):
+        if line["kind"] == "evaluation":  # prompts of the training may have the same ids
+            texts[line["prompt_id"]] = str(line["prompt"])[:_TEXT]
     for title, prompts in (("better", better), ("worse", worse)):
         table = Table(title, "before", "after", "prompt", box=None)
         for prompt in prompts[:_SHOWN]:
