@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from examples.sort_letters.checkpoint import write_checkpoint
 from megarl.cli import app
 from megarl.config import load
-from megarl.config.inheritance import recipes
 from megarl.preflight.check import check
 from megarl.stages.ppo.config import PPOConfig
 
@@ -75,7 +74,3 @@ def test_it_overwrites_nothing() -> None:
     assert init("mine", "--model", "model", "--prompts", "prompts.jsonl", row={"prompt": "a"}) == 2
     assert Path("mine_reward.py").read_text() == "mine"
     assert not Path("mine.yaml").exists()
-
-
-def test_every_recipe_is_in_the_package() -> None:
-    assert {"grpo", "dapo", "areal"} <= set(recipes())

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.files import FileRecord
+from megarl.run.directory import RunDirectory
 
 
 def write_role(directory: Path, ranks: int, seed: int = 0, nbytes: int = 1000) -> list[list[FileRecord]]:
@@ -27,6 +28,20 @@ def write_roles(
 ) -> dict[str, list[list[FileRecord]]]:
     """Some roles on two ranks each."""
     return {role: write_role(staged / role, 2, seed + index) for index, role in enumerate(roles)}
+
+
+def save(directory: RunDirectory, step: int) -> None:
+    """Commits a checkpoint of the roles."""
+    directory.commit(step, write_roles(directory.checkpoints.stage(step)), {"version": step})
+
+
+class Clock:
+    """The time of day, which a test moves."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def content(directory: Path) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config import ConfigError, RunConfig, load
 from megarl.run.directory import RunDirectory
-from tests.run.staging import content, write_roles
+from tests.run.staging import content, save, write_roles
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
 FILES = ("metrics.jsonl", "updates.jsonl", "evaluations.jsonl", "samples.jsonl")
@@ -36,10 +36,6 @@ def run(tmp_path: Path) -> Path:
         directory.checkpoints.stage(9)  # close removes it
     (path / "checkpoints" / ".step-8.staged").mkdir()
     return path
-
-
-def save(directory: RunDirectory, step: int) -> None:
-    directory.commit(step, write_roles(directory.checkpoints.stage(step)), {"version": step})
 
 
 def report(directory: RunDirectory, step: int) -> None:

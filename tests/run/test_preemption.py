@@ -18,17 +18,9 @@ from megarl.run.preemption import Preemption, end_of_time
 from megarl.run.timers import process_age
 from tests.config.debug import DEBUG
 from tests.loop.answers import run
+from tests.run.staging import Clock
 
 SECOND_S = 5.0
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ def test_a_run_offline_stays_in_its_directory_and_leaves_nothing_running(
 ) -> None:
     wandb = pytest.importorskip("wandb")
     trace = Trace()
-    for name, value in {"WANDB_MODE": "offline", "HOME": str(tmp_path), **_difference(trace.environment())}.items():
+    for name, value in {**trace.environment(), "WANDB_MODE": "offline", "HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     directory = tmp_path / "run"
     ids: set[str] = set()
@@ -33,7 +32,3 @@ def test_a_run_offline_stays_in_its_directory_and_leaves_nothing_running(
     assert list(directory.glob("wandb/offline-run-*/run-*.wandb"))
     assert not trace.processes()
     assert not trace.shared_memory()
-
-
-def _difference(environment: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if os.environ.get(name) != value}

@@ -46,8 +46,10 @@ class MadeRun:
         named = {f"eval/{name}": value for name, value in metrics.items()}
         self._line("evaluations.jsonl", {"step": step, **named, "time/written": NOW - ago}, ago)
 
-    def checkpoint(self, step: int) -> None:
-        (self.path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    def checkpoint(self, step: int, nbytes: int) -> None:
+        directory = self.path / "checkpoints" / f"step-{step}"
+        directory.mkdir(parents=True)
+        (directory / "state.json").write_bytes(bytes(nbytes))
         os.utime(self.path / "checkpoints", (NOW - 3600, NOW - 3600))
 
     def job(self, name: str) -> Path:
@@ -56,14 +58,6 @@ class MadeRun:
         directory.mkdir(parents=True)
         os.utime(directory, (NOW - 9000, NOW - 9000))
         return directory
-
-    def file(self, name: str, ago: float, text: str = "") -> Path:
-        """A file that was written so many seconds ago."""
-        path = self.path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        os.utime(path, (NOW - ago, NOW - ago))
-        return path
 
     def _line(self, name: str, entry: Mapping[str, Any], ago: float) -> None:
         path = self.path / name

@@ -65,8 +65,7 @@ def test_the_remaining_time_follows_from_the_step_time(run: MadeRun) -> None:
 
 def test_an_unfinished_checkpoint_is_named(run: MadeRun) -> None:
     assert (read(run).checkpoints, read(run).unfinished) == ([], None)
-    run.checkpoint(40)
-    (run.path / "checkpoints" / "step-40" / "state.json").write_text("{}")
+    run.checkpoint(40, 2)
     (run.path / "checkpoints" / ".step-47.staged").mkdir()
     found = read(run)
     assert ([(saved.step, saved.nbytes) for saved in found.checkpoints], found.unfinished) == ([(40, 2)], 47)

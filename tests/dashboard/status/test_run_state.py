@@ -103,10 +103,6 @@ def test_an_unsupported_lock_is_ignored(run: MadeRun, monkeypatch: pytest.Monkey
     assert state(run) == RunState(name="running")
 
 
-def test_a_submitted_run_that_has_not_started_is_waiting(run: MadeRun) -> None:
-    assert state(run).name == "waiting"
-
-
 def test_reading_the_lock_does_not_block_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looking = (tmp_path / ".lock").open("w")
     fcntl.flock(looking, fcntl.LOCK_SH)
