@@ -67,12 +67,12 @@ class RunDirectory(RunPaths):
     def _reset(self, point: ResumePoint) -> None:
         if point.changed:
             old = self.config.read_text(encoding="utf-8")
-            write_durably(self.path / f"config.until-step-{point.step}.yaml", old)
+            write_durably(self.path / f"config.until-step-{self.step}.yaml", old)
         self.summary.unlink(missing_ok=True)
         for export in (self.export, ema_export(self.export)):
             if export.exists():
                 shutil.rmtree(export)
-        last = -1 if point.latest is None else point.step
+        last = -1 if self.latest is None else self.step
         for path in self.line_files:
             truncate_lines(path, lambda line: line["step"] <= last)
 

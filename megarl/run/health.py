@@ -290,7 +290,7 @@ def shown_limits(limits: Limits) -> dict[str, str]:
     return shown
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class HealthFinding:
     """A time in which a run was unhealthy.
 
@@ -365,8 +365,7 @@ class HealthMonitor:
             self.findings.append(watch.finding)
             return watch.finding.text
         if finding is not None and watch.good >= max(check.steps, _QUIET):
-            last = step - watch.good
-            self.findings[self.findings.index(finding)] = replace(finding, last=last)
+            finding.last = step - watch.good
             watch.finding = None
-            return f"healthy again: {check.metric}, since step {last + 1}"
+            return f"healthy again: {check.metric}, since step {finding.last + 1}"
         return ""

@@ -51,10 +51,6 @@ class ResumePoint:
     finished: bool
     changed: bool
 
-    @property
-    def step(self) -> int:
-        return 0 if self.latest is None else self.latest.step
-
 
 def find_resume_point(
     config: TrainingConfig, paths: RunPaths, checkpoints: Checkpoints, frozen: FrozenDigests
@@ -112,7 +108,7 @@ def describe_run(config: RunConfig) -> str | None:
         return finished_message(config)
     if point.latest is None:
         return "from the beginning: there is no checkpoint yet"
-    return f"after step {point.step}"
+    return f"after step {point.latest.step}"
 
 
 def finished_message(config: TrainingConfig) -> str:

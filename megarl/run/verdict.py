@@ -52,6 +52,7 @@ def judge(lines: Sequence[Line], evaluations: Sequence[Line], findings: Sequence
 
     Args:
         lines, evaluations: lines of all steps, as in the files.
+        findings: in the order of their first steps.
     """
     metric, points = _history(lines, evaluations)
     if not points:
@@ -68,10 +69,9 @@ def judge(lines: Sequence[Line], evaluations: Sequence[Line], findings: Sequence
     if best.beats(last, sign) and 2 * lost > gained:
         fallen = next(point.step for point in points if point.step > best.step and best.beats(point, sign))
         harmful = [finding for finding in findings if finding.check.harmful and best.step < finding.first <= fallen]
-        cause = min(harmful, key=lambda finding: finding.first, default=None)
         peak = "" if best is first else f", best {best} at step {best.step}"
-        if cause is not None:
-            return f"collapsed at step {cause.first}: {measured}{peak}; {cause.text}"
+        if harmful:
+            return f"collapsed at step {harmful[0].first}: {measured}{peak}; {harmful[0].text}"
         if best.beats(first, sign):
             return f"collapsed at step {fallen}: {measured}{peak}"
     lasting = [finding for finding in findings if finding.last is None]

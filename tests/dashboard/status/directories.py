@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,13 @@ class MadeRun:
         path.mkdir(parents=True)
         (path / "config.yaml").write_text(f"stage: {stage}\nrun: {{dir: {path}, steps: 100}}\n")
         (path / ".lock").touch()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the lock of the run, as its process does."""
+        with (self.path / ".lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def start(self, number: int, ago: float, step: int = 0, **fields: Any) -> None:
         """An attempt that began so many seconds ago."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,18 +24,11 @@ def state(run: MadeRun, host: str = "n1") -> RunState:
     return read_status(run.path, NOW, host).state
 
 
-@contextmanager
-def held(run: MadeRun) -> Iterator[None]:
-    with (run.path / ".lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 @pytest.mark.parametrize("host", ["n1", "login"])
 def test_a_process_that_holds_the_lock_is_running(run: MadeRun, host: str) -> None:
     run.start(1, ago=9000)
     run.steps(3, ago=8000, apart=60)
-    with held(run):
+    with run.locked():
         assert state(run, host).name == "running"
         (run.path / "attempts.jsonl").unlink()
         assert state(run, host).name == "running"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
 import subprocess
@@ -49,8 +48,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MadeRun:
 
 
 def test_a_run_is_shown_as_documented(run: MadeRun) -> None:
-    with (run.path / ".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with run.locked():
         shown = [f"{label:12}{text}" for label, text in show.rows(read_status(run.path, NOW, "login"))]
     (block,) = re.findall(r"^    run  .*\n(?:    .*\n)+", PAGE, flags=re.MULTILINE)
     assert shown == [line[4:] for line in block.splitlines()]
