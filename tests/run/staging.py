@@ -46,6 +46,5 @@ class Clock:
 
 def content(directory: Path) -> dict[str, bytes]:
     """Every file below a directory."""
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
-    }
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
