@@ -16,7 +16,6 @@ from megarl.run.directory import RunDirectory
 from tests.run.staging import content, save, write_roles
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
-FILES = ("metrics.jsonl", "updates.jsonl", "evaluations.jsonl", "samples.jsonl")
 
 
 def debug(run: Path, *overrides: str) -> RunConfig:
@@ -85,7 +84,8 @@ def test_a_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
         report(directory, 1)
     with closing(RunDirectory(config)) as directory:
         assert directory.latest is None
-        assert [(tmp_path / name).read_text() for name in FILES] == [""] * 4
+        for path in (directory.metrics, directory.updates, directory.evaluations, directory.samples):
+            assert path.read_text() == ""
 
 
 MAY_CHANGE = [

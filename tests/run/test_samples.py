@@ -64,14 +64,14 @@ STEP_BYTES = 150_000
 """Of a step below: more than 1 MiB are seven of them."""
 
 
-def written(paths: RunPaths, steps: Iterable[int], every: int = 4) -> None:
-    """Writes steps of a run whose file has at most 1 MiB, with a short evaluation after some of them."""
+def written(paths: RunPaths, steps: Iterable[int], half_bytes: int = STEP_BYTES // 2) -> None:
+    """Writes steps of a run whose file has at most 1 MiB, with a short evaluation after every fourth one."""
     config = load(DEBUG, ["tracking.tensorboard=false", "tracking.samples_mib=1"])
     with EvaluationReporter(config, paths) as reporter:
         for step in steps:
-            half = replace(SAMPLE, response="é" * (STEP_BYTES // 4))
+            half = replace(SAMPLE, response="é" * (half_bytes // 2))
             reporter.write_samples(step, "train", [half, replace(half, sample_id="p1/1")])
-            if step % every == 0:
+            if step % 4 == 0:
                 reporter.write_samples(step, "evaluation", [SAMPLE])
 
 
@@ -103,10 +103,8 @@ def test_a_full_file_has_fewer_steps_of_its_beginning(tmp_path: Path, capsys: py
 
 
 def test_the_newest_steps_stay_even_if_they_are_too_large(tmp_path: Path) -> None:
-    config, paths = load(DEBUG, ["tracking.tensorboard=false", "tracking.samples_mib=1"]), RunPaths(tmp_path)
-    with EvaluationReporter(config, paths) as reporter:
-        for step in range(1, 8):
-            reporter.write_samples(step, "train", [replace(SAMPLE, response="x" * (2 << 20))])
+    paths = RunPaths(tmp_path)
+    written(paths, range(1, 8), half_bytes=1 << 20)
     assert steps_of(paths.samples, "train") == [1, 6, 7]
 
 

@@ -57,19 +57,13 @@ def test_a_recorded_end_is_reported(run: MadeRun, reason: str, name: str) -> Non
 
 
 def test_a_process_missing_on_this_machine_was_killed(run: MadeRun) -> None:
-    run.start(1, ago=900)
+    run.start(1, ago=900, job="7", restart=1)
     run.steps(3, ago=300, apart=60)
     found = state(run)
     assert (found.name, found.since) == ("killed", NOW - 300)
     assert "process 77 on n1 wrote no reason" in found.message
-
-
-def test_the_reason_of_its_job_is_reported_for_a_killed_process(run: MadeRun) -> None:
-    run.start(1, ago=900, job="7", restart=1)
     (run.job("7-1") / "end.json").write_text('{"exit_code": 143, "reason": "node n1 got SIGTERM", "node": null}')
-    found = state(run)
-    assert found.name == "killed"
-    assert found.message.endswith("its job ended: node n1 got SIGTERM")
+    assert state(run).message.endswith("its job ended: node n1 got SIGTERM")
 
 
 @pytest.mark.parametrize(("ago", "name"), [(25 * MINUTE, "running"), (35 * MINUTE, "silent")])
