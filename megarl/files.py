@@ -138,7 +138,7 @@ def _is_deep(value: Any) -> bool:
 
 @contextmanager
 def write_errors(path: Path, nbytes: int | None = None) -> Iterator[None]:
-    """Raises OSError for a failed write, with file, cause and, on a full disk, the needed (`nbytes`) and free space."""
+    """Raises OSError for a failed write: file, cause and, on a full disk, needed and free space."""
     try:
         yield
     except Exception as error:

@@ -115,7 +115,8 @@ def _print_prompts(reward: str, first: ComparedEvaluation, second: ComparedEvalu
     order = sorted(change, key=lambda prompt: change[prompt])
     worse = [prompt for prompt in order if change[prompt] < 0]
     better = [prompt for prompt in reversed(order) if change[prompt] > 0]
-    counts = f"{len(better)} better, {len(worse)} worse, {len(change) - len(better) - len(worse)} the same"
+    same = len(change) - len(better) - len(worse)
+    counts = f"{len(better)} better, {len(worse)} worse, {same} the same"
     console.print(f"\n{printable(reward)}, of {len(change)} prompts: {counts}", markup=False)
     texts: dict[str, str] = {}
     for line in read_lines(first.run.samples):
@@ -124,6 +125,7 @@ def _print_prompts(reward: str, first: ComparedEvaluation, second: ComparedEvalu
     for title, prompts in (("better", better), ("worse", worse)):
         table = Table(title, "before", "after", "prompt", box=None)
         for prompt in prompts[:_SHOWN]:
-            _add_row(table, prompt, f"{before[prompt]:.4g}", f"{after[prompt]:.4g}", texts.get(prompt, ""))
+            scores = (f"{before[prompt]:.4g}", f"{after[prompt]:.4g}")
+            _add_row(table, prompt, *scores, texts.get(prompt, ""))
         if prompts:
             console.print(table)

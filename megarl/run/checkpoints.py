@@ -145,7 +145,7 @@ _UNFINISHED = re.compile(r"\.step-\d+\.(staged|removed)")
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A committed checkpoint whose files match its manifest: that after a step, with the state of the driver."""
+    """A committed checkpoint after a step, whose files match its manifest."""
 
     path: Path
     step: int
@@ -261,7 +261,7 @@ class Checkpoints:
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Raises RunError for a file of something, such as `checkpoint of step 3`, that cannot be written."""
+    """Raises RunError if something, such as `checkpoint of step 3`, cannot be written."""
     try:
         yield
     except OSError as error:

@@ -121,7 +121,8 @@ class Display:
             self._row("step", [column.heading for column in columns.values()], "bold")
             self._row("", [column.unit for column in columns.values()], "dim")
         self._rows += 1
-        self._row(f"{step}/{self._steps}", [short(metrics.get(name), _DIGITS) for name in columns], None)
+        cells = [short(metrics.get(name), _DIGITS) for name in columns]
+        self._row(f"{step}/{self._steps}", cells, None)
         self._bar.update(self._task, completed=step)
 
     def close(self) -> None:
@@ -168,7 +169,7 @@ _INTERVAL = "_ci95"
 
 
 def metrics_table(metrics: Metrics) -> Table:
-    """Returns a table of an evaluation: each metric `eval/NAME`, and half the width of its interval, `NAME_ci95`."""
+    """Returns a table of metrics `eval/NAME`, and half the widths of their intervals, `NAME_ci95`."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("metric", no_wrap=True)
     table.add_column("eval", justify="right", no_wrap=True)

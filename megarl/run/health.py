@@ -42,7 +42,7 @@ class Check:
         is_lower: whether the limit is the lowest healthy value, not the highest.
         unless: whether the limit is not meant for a line.
         factor_at_once: multiple of the limit that begins a finding in one step.
-        find: what is wrong with the last of some lines; empty if nothing is, None if it lacks the metric.
+        find: what is wrong with the last line; empty if nothing is, None if it lacks the metric.
         steps: unhealthy steps in a row that begin a finding, and healthy ones that end it.
         harmful: whether the policy may be destroyed, not only badly taught.
     """
@@ -64,9 +64,12 @@ class Check:
         value = lines[-1].get(self.metric)
         if value is None or self.limit is None or self.unless(lines[-1]):
             return None
+        unhealthy = value > self.limit
+        side = "above"
         if self.is_lower:
-            return f"{self.metric} is {short(value)}, below {self.limit:g}" if value < self.limit else ""
-        return f"{self.metric} is {short(value)}, above {self.limit:g}" if value > self.limit else ""
+            unhealthy = value < self.limit
+            side = "below"
+        return f"{self.metric} is {short(value)}, {side} {self.limit:g}" if unhealthy else ""
 
     def is_far_beyond(self, line: Line) -> bool:
         """Whether an unhealthy line begins a finding by itself."""
@@ -85,7 +88,7 @@ _JUMP = 10.0
 
 
 def _jump(metric: str, *, least: float) -> Callable[[Lines], str | None]:
-    """Returns what finds ten times the median of the last 20 values before, 5 at least; up to `least` is healthy."""
+    """Finds ten times the median of the last 20 values before, 5 at least; `least` is healthy."""
 
     def find(lines: Lines) -> str | None:
         fresh = [line for line in lines if not line.get("staleness/max")]  # older samples differ anyway
@@ -269,7 +272,8 @@ def limited_checks(limits: Limits) -> list[Check]:
         else:
             checks.append(replace(check, limit=added.pop(check.metric)))
     for metric, limit in added.items():
-        checks.append(Check(metric=metric, limit=limit, advice="see health.limits", steps=3, harmful=True))
+        advice = "see health.limits"
+        checks.append(Check(metric=metric, limit=limit, advice=advice, steps=3, harmful=True))
     return checks
 
 
@@ -320,7 +324,7 @@ class _Watch:
 
 
 class HealthMonitor:
-    """Applies all checks to a run's lines, in order; `findings` are those that began, the last ones may last."""
+    """Applies all checks to a run's lines, in order; `findings` are those that began."""
 
     def __init__(self, lines: Lines = (), limits: Limits | None = None) -> None:
         self.findings: list[HealthFinding] = []

@@ -81,7 +81,7 @@ class Preemption:
                 signal.signal(number, handler)
 
     def leaves(self, save_s: float = 0.0) -> bool:
-        """Notes the end of a step; returns whether the run ends after a save, of `save_s` seconds if known."""
+        """Notes the end of a step; returns whether the run saves, in `save_s` seconds, and ends."""
         before = self._mark
         self._mark = self._clock()
         self._longest_step = max(self._longest_step, self._mark - before)
@@ -91,7 +91,7 @@ class Preemption:
         return bool(self._reason)
 
     async def saved(self, step: int, wait: Callable[[], Awaitable[object]]) -> None:
-        """Notes that a step was saved; if the run ends, awaits the commit, and raises PreemptedError."""
+        """Notes a save; if the run ends, awaits the commit, and raises PreemptedError."""
         self._mark = self._clock()
         if self._reason:
             await wait()

@@ -80,7 +80,8 @@ class EvaluationReporter:
     def _open_trackers(self) -> Iterator[Sink]:
         tracking = self._config.tracking
         if tracking.tensorboard:
-            yield TensorBoardSink(self._paths.tensorboard, first_step=self._taken + 1 if self._taken else 0)
+            first = self._taken + 1 if self._taken else 0
+            yield TensorBoardSink(self._paths.tensorboard, first_step=first)
         for name, tracker in _TRACKERS.items():
             project = getattr(tracking, name)
             if project is None:
@@ -88,7 +89,8 @@ class EvaluationReporter:
             try:
                 sink = tracker(project, self._paths.path, plain(self._config))
             except Exception as error:  # whatever the package of a service raises
-                raise RunError(f"tracking.{name} = {project}: {error}; correct that, or set it to null") from error
+                problem = f"tracking.{name} = {project}: {error}"
+                raise RunError(f"{problem}; correct that, or set it to null") from error
             yield sink
 
     def __exit__(self, *_: object) -> None:
@@ -292,8 +294,11 @@ def processes(config: TrainingConfig) -> str:
 
 def _fields(sample: ShownSample) -> dict[str, Any]:
     """Returns the fields of a sample in the file, without optional ones that it lacks."""
-    optional = ("tokens", "turns", "outcome")
-    return {name: value for name, value in asdict(sample).items() if value is not None or name not in optional}
+    fields = asdict(sample)
+    for name in ("tokens", "turns", "outcome"):
+        if fields[name] is None:
+            del fields[name]
+    return fields
 
 
 def _count_responses(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:

@@ -230,7 +230,7 @@ def _some_prompts(prompt_ids: Sequence[str], count: int) -> Iterator[int]:
 
 
 PromptScores = Mapping[str, Mapping[str, Sequence[float]]]
-"""The scores of the responses to held-out prompts, unweighted, by prompt and reward; NaN without a score."""
+"""The scores of responses, unweighted, by held-out prompt and reward; NaN without a score."""
 
 
 def prompt_scores(samples: Sequence[SampleInfo], by_reward: Mapping[str, npt.NDArray[np.float32]]) -> PromptScores:

@@ -145,7 +145,9 @@ def compare_configs(
         return [Problem(field="stage", value=config.stage, rule=rule, fix=fix)], True
     problems: list[Problem] = []
     for name, why in FIXED.items():
-        for field, kept, given in _differences(name, field_at(old, name, _MISSING), field_at(new, name, _MISSING)):
+        before = field_at(old, name, _MISSING)
+        after = field_at(new, name, _MISSING)
+        for field, kept, given in _differences(name, before, after):
             rule = f"stays {kept} when a run resumes: {why}"
             problems.append(Problem(field=field, value=given, rule=rule, fix=fix))
     if latest is not None:
@@ -168,7 +170,8 @@ def _changed_weights(config: TrainingConfig, kept: FrozenDigests, now: FrozenDig
     for field, files in changed_files(kept, now).items():
         rule = f"has the files that the run was started with; {', '.join(files)} changed, which a frozen role loads"
         fix = "restore these files, or start a new run in another run.dir"
-        yield Problem(field=field, value=str(field_at(config.model_dump(), field)), rule=rule, fix=fix)
+        value = str(field_at(config.model_dump(), field))
+        yield Problem(field=field, value=value, rule=rule, fix=fix)
 
 
 def _differences(field: str, kept: Any, given: Any) -> Iterator[tuple[str, str, str]]:

@@ -22,7 +22,7 @@ def stopwatch() -> Callable[[], float]:
 
 
 class Timers:
-    """Sums seconds by phase: `with timers("rollout"): ...`. `entered` gets the name of each phase that begins."""
+    """Sums seconds by phase: `with timers("rollout"): ...`. `entered` gets each name."""
 
     def __init__(
         self, entered: Callable[[str], None] | None = None, clock: Callable[[], float] = time.perf_counter

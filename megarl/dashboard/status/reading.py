@@ -227,8 +227,9 @@ def _progress(
         steps = None
     if not lines:
         return Progress(step=0, steps=steps, stepped=None, pace=None)
+    last = lines[-1]
     pace = measure_pace(lines, [attempt.time for attempt in attempts])
-    return Progress(step=lines[-1]["step"], steps=steps, stepped=lines[-1].get(WRITTEN) or written, pace=pace)
+    return Progress(step=last["step"], steps=steps, stepped=last.get(WRITTEN) or written, pace=pace)
 
 
 def measure_pace(lines: Lines, starts: Sequence[float]) -> Pace | None:

@@ -181,5 +181,5 @@ def clock(when: float, now: float) -> str:
 
 
 def ago(when: float, now: float) -> str:
-    """Returns the time since `when`, at least 0 s, as clocks of other machines may be ahead; and the time itself."""
+    """Returns the time since `when`, and `when`; at least 0 s, as other clocks may be ahead."""
     return f"{duration(round(now - when))} ago ({clock(when, now)})"

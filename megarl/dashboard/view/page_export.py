@@ -93,7 +93,7 @@ def _thinned(points: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def page_text(data: Any = None) -> str:
-    """Returns the HTML, with the answers of an export; nothing but its own script runs there, whatever they say."""
+    """Returns the HTML, with the answers of an export; only its own script runs there."""
     script = "\n".join((_PARTS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}}})();\n'
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

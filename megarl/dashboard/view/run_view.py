@@ -81,13 +81,14 @@ class RunView:
         for found in self._metrics.health.findings:
             harmful = found.check.harmful
             findings.append({"first": found.first, "last": found.last, "text": found.text, "harmful": harmful})
+        series = self._metrics.series.values()
         return {
             **asdict(status),
             "name": self.name,
             "left": None if status.seconds_left is None else duration(status.seconds_left),
             "generation": self._metrics.generation,
             "names": sorted(self._metrics.series),
-            "last_step": max((points["steps"][-1] for points in self._metrics.series.values()), default=0),
+            "last_step": max((points["steps"][-1] for points in series), default=0),
             "columns": {name: asdict(column) for name, column in COLUMNS.items() if name in status.metrics},
             "limits": shown_limits(health_limits(read_config(self._run.config))),
             "findings": findings,
@@ -117,7 +118,7 @@ def open_runs(paths: Sequence[Path]) -> list[RunView]:
 
 
 class MetricTable:
-    """The metrics of a run's steps and evaluations: `steps` and `values`, which are None if they are not finite.
+    """The `steps` and `values` of a run's metrics; values that are not finite are None.
 
     `generation` grows when a resumed run takes steps again, so that what was read before is void.
     """

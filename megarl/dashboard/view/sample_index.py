@@ -57,7 +57,7 @@ class SampleIndex:
 
     def _clear(self) -> None:
         self._groups: dict[tuple[str, int], dict[str, SampleGroup]] = {}
-        self._titles: dict[tuple[str, str], str] = {}  # by kind, as held-out prompts have numbers of their own
+        self._titles: dict[tuple[str, str], str] = {}  # by kind: ids may be the same
 
     def update(self) -> None:
         """Reads what has been written since the last call."""
@@ -121,7 +121,7 @@ class SampleIndex:
         return hits
 
     def prompts(self) -> list[JsonObject]:
-        """Returns the held-out prompts that have answers, with their mean scores by reward: [step, mean] pairs."""
+        """Returns the held-out prompts with answers, and mean scores by reward: [step, mean] pairs."""
         if self._scored.was_cut():
             self._scores.clear()
         for _, line in self._scored.read():
@@ -135,8 +135,10 @@ class SampleIndex:
         found: list[JsonObject] = []
         for prompt in steps:
             title = self._titles["evaluation", prompt]
-            scores = {name: list(by_step.items()) for name, by_step in self._scores.get(prompt, {}).items()}
-            found.append({"prompt_id": prompt, "title": title, "steps": steps[prompt], "scores": scores})
+            by_reward = self._scores.get(prompt, {})
+            scores = {name: list(by_step.items()) for name, by_step in by_reward.items()}
+            entry = {"prompt_id": prompt, "title": title, "steps": steps[prompt], "scores": scores}
+            found.append(entry)
         return found
 
 
@@ -149,7 +151,7 @@ def _any_has(samples: Sequence[Mapping[str, Any]], text: str) -> bool:
 
 
 def mean_scores(line: JsonObject) -> Iterator[tuple[str, float]]:
-    """Yields the mean of a prompt's scores by reward, from a line of prompt_scores.jsonl; none of a reward without."""
+    """Yields the mean of a prompt's scores by reward, from a line of prompt_scores.jsonl."""
     for reward, scores in line.get("scores", {}).items():
         known = [score for score in scores if score is not None]
         if known:
