@@ -13,6 +13,7 @@ from megarl.config import ConfigError, Problem
 from megarl.config.inheritance import recipe_fix, recipes
 from megarl.config.problems import correct_model_path, correct_path
 from megarl.config.schema import read_hf_config
+from megarl.files import read_json
 
 PROMPT_COLUMNS: Final = ("prompt", "messages", "prompt_ids", "token_ids")
 _OTHER_PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "text")
@@ -61,6 +62,7 @@ class NewRun:
             yield Problem("--from", self.recipe, "the name of a recipe", recipe_fix(self.recipe))
         try:
             read_hf_config(self.model)
+            _has_chat_template(Path(self.model))
         except (OSError, ValueError) as error:
             rule = f"a directory with a readable config.json ({getattr(error, 'strerror', None) or error})"
             yield Problem("--model", self.model, rule, correct_model_path(self.model))
@@ -71,8 +73,8 @@ class NewRun:
             yield Problem("--prompts", self.prompts, rule, correct_path(self.prompts))
 
     def _config(self, row: Mapping[str, Any]) -> str:
-        positions = read_hf_config(self.model).get("max_position_embeddings", _TOKENS)
-        tokens = min(positions, _TOKENS)
+        positions = read_hf_config(self.model).get("max_position_embeddings")
+        tokens = min(positions or _TOKENS, _TOKENS)
         source = json.dumps(self.prompts)
         column = _first_text(row, _OTHER_PROMPT_COLUMNS)
         if column is not None and not row.keys() & set(PROMPT_COLUMNS):
@@ -148,7 +150,7 @@ def _has_chat_template(model: Path) -> bool:
     if (model / "chat_template.jinja").exists():
         return True
     settings = model / "tokenizer_config.json"
-    return settings.exists() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
+    return settings.exists() and "chat_template" in read_json(settings)
 
 
 def _reward(answer: str | None) -> str:

@@ -69,6 +69,17 @@ def test_paths_and_names_that_are_wrong_are_corrected() -> None:
     assert "did you mean grpo?" in output
 
 
+def test_a_model_with_other_files_is_reported_or_accepted(directory: Path) -> None:
+    arguments = ["mine", "--model", "model", "--prompts", "prompts.jsonl"]
+    settings = directory / "model" / "tokenizer_config.json"
+    settings.write_text("{")
+    assert init(*arguments, row={"prompt": "a"}) == 2
+    settings.unlink()
+    config = directory / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": None}))
+    assert init(*arguments, row={"prompt": "a"}) == 0
+
+
 def test_it_overwrites_nothing() -> None:
     Path("mine_reward.py").write_text("mine")
     assert init("mine", "--model", "model", "--prompts", "prompts.jsonl", row={"prompt": "a"}) == 2

@@ -369,7 +369,8 @@ class HealthMonitor:
             self.findings.append(watch.finding)
             return watch.finding.text
         if finding is not None and watch.good >= max(check.steps, _QUIET):
-            finding.last = step - watch.good
+            last = step - watch.good
+            finding.last = last
             watch.finding = None
-            return f"healthy again: {check.metric}, since step {finding.last + 1}"
+            return f"healthy again: {check.metric}, since step {last + 1}"
         return ""
