@@ -76,7 +76,13 @@ def init(
 @app.command(cls=ConfigCommand)
 def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Train as CONFIG describes: SFT, a reward model, or PPO and its kin; resume from the checkpoint in run.dir."""
-    _train(config_path, _load(config_path, overrides))
+    config = _load(config_path, overrides)
+    _show_imports()
+    with importing():
+        from megarl.loop import train
+
+    with _exit_codes(config_path):
+        train.train_with_restarts(_training(config))
 
 
 @app.command("profile", cls=ConfigCommand)
@@ -106,7 +112,17 @@ def profile_steps(config_path: ConfigPath, overrides: Overrides = None) -> None:
 @app.command("eval", cls=ConfigCommand)
 def evaluate(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Evaluate CONFIG's model, any Hugging Face directory: answer held-out prompts, and report the scores."""
-    _evaluate(config_path, _load(config_path, overrides))
+    config = _load(config_path, overrides)
+    _show_imports()
+    with importing():
+        from megarl.config import ConfigError, Problem, TrainingConfig
+        from megarl.stages.eval import trainer
+
+    with _exit_codes(config_path):
+        if isinstance(config, TrainingConfig):
+            fix = "write a configuration of stage eval (docs/evaluation.md), or use megarl train, which evaluates, too"
+            raise ConfigError([Problem(field="stage", value=config.stage, rule="the stage eval", fix=fix)])
+        trainer.evaluate(config)
 
 
 @app.command()
@@ -124,7 +140,7 @@ def status(
 @app.command()
 def view(
     run_dirs: RunDirs,
-    port: Annotated[int, typer.Option(help="Port on this machine; 0 is a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 is a free one.")] = 0,
     export_to: Annotated[
         Path | None,
         typer.Option("--export", metavar="FILE", help="Write an HTML file instead of serving the page."),
@@ -227,15 +243,6 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
-def _train(path: Path, config: RunConfig) -> None:
-    _show_imports()
-    with importing():
-        from megarl.loop import train
-
-    with _exit_codes(path):
-        train.train_with_restarts(_training(config))
-
-
 def _training(config: RunConfig) -> TrainingConfig:
     from megarl.config import ConfigError, Problem, TrainingConfig
 
@@ -243,19 +250,6 @@ def _training(config: RunConfig) -> TrainingConfig:
         problem = Problem(field="stage", value=config.stage, rule="a stage that trains", fix="use megarl eval")
         raise ConfigError([problem])
     return config
-
-
-def _evaluate(path: Path, config: RunConfig) -> None:
-    _show_imports()
-    with importing():
-        from megarl.config import ConfigError, Problem, TrainingConfig
-        from megarl.stages.eval import trainer as evaluation
-
-    with _exit_codes(path):
-        if isinstance(config, TrainingConfig):
-            fix = "write a configuration of stage eval (docs/evaluation.md), or use megarl train, which evaluates, too"
-            raise ConfigError([Problem(field="stage", value=config.stage, rule="the stage eval", fix=fix)])
-        evaluation.evaluate(config)
 
 
 def _show_imports() -> None:

@@ -44,7 +44,7 @@ print(json.dumps({"cuda": torch.version.cuda, "devices": devices}))
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """A line of the report. `missing` is optional, `broken` must be repaired."""
 
@@ -83,7 +83,7 @@ def examine() -> list[Finding]:
         imports = list(pool.map(examine_package, PACKAGES))
         companions = list(filter(None, pool.map(examine_companion, ("torchvision", "torchaudio", "torchcodec"))))
     return [
-        Finding(name="python", status="ok", found=platform.python_version()),
+        Finding("python", "ok", platform.python_version()),
         _optional(DISTRIBUTION, "not installed, runs from its source", "make setup, or pip install --no-deps -e ."),
         *imports,
         *companions,
@@ -94,33 +94,33 @@ def examine() -> list[Finding]:
     ]
 
 
-def print_report(findings: list[Finding], console: Console | None = None) -> None:
+def print_report(findings: list[Finding]) -> None:
     colors: dict[Status, str] = {"ok": "green", "missing": "yellow", "broken": "red"}
     table = Table("", "status", "found", "fix", box=None)
     for finding in findings:
         status = Text(finding.status, style=colors[finding.status])
         table.add_row(finding.name, status, Text(finding.found), Text(finding.fix))
-    (console or Console(highlight=False)).print(table)
+    Console(highlight=False).print(table)
 
 
 def _optional(name: str, missing: str, fix: str) -> Finding:
     version = _version(name)
     if version is None:
-        return Finding(name=name, status="missing", found=missing, fix=fix)
-    return Finding(name=name, status="ok", found=version)
+        return Finding(name, "missing", missing, fix)
+    return Finding(name, "ok", version)
 
 
 def examine_package(package: Package) -> Finding:
     version = _version(*package.distributions)
     if version is None:
-        return Finding(name=package.module, status="broken", found="not installed", fix=package.install)
+        return Finding(package.module, "broken", "not installed", package.install)
     failure = _import_failure(package.module, version, package.install)
     if failure is not None:
         return failure
     supported = _supported(package.distributions[0])
     if supported and not Requirement(f"x{supported}").specifier.contains(version, prereleases=True):
-        return Finding(name=package.module, status="broken", found=version, fix=f"install a version {supported}")
-    return Finding(name=package.module, status="ok", found=version)
+        return Finding(package.module, "broken", version, f"install a version {supported}")
+    return Finding(package.module, "ok", version)
 
 
 def examine_companion(module: str) -> Finding | None:
@@ -136,25 +136,25 @@ def _import_failure(module: str, version: str, fix: str) -> Finding | None:
     try:
         _probe(f"import {module}")
     except ProbeError as error:
-        return Finding(name=module, status="broken", found=f"{version}: {error}", fix=fix)
+        return Finding(module, "broken", f"{version}: {error}", fix)
     return None
 
 
 def _devices() -> Iterator[Finding]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    yield Finding(name="cpu", status="ok", found=f"{os.cpu_count()} cores, {memory:.0f} GiB")
+    yield Finding("cpu", "ok", f"{os.cpu_count()} cores, {memory:.0f} GiB")
     if Path("/dev/shm").is_dir():
-        yield Finding(name="shared memory", status="ok", found=f"{shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB")
+        yield Finding("shared memory", "ok", f"{shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB")
     try:
         torch = json.loads(_probe(_TORCH_PROBE))
     except ProbeError:  # that of importing torch, which is reported
         return
     if torch["devices"]:
-        yield Finding(name="cuda", status="ok", found=f"{torch['cuda']}: {', '.join(torch['devices'])}")
+        yield Finding("cuda", "ok", f"{torch['cuda']}: {', '.join(torch['devices'])}")
         return
     build = f"CUDA {torch['cuda']}" if torch["cuda"] else "the CPU"
     fix = "cluster.device=cpu runs on virtual devices"
-    yield Finding(name="cuda", status="missing", found=f"no device; torch is built for {build}", fix=fix)
+    yield Finding("cuda", "missing", f"no device; torch is built for {build}", fix)
 
 
 def kernels() -> Iterator[Finding]:
@@ -162,10 +162,10 @@ def kernels() -> Iterator[Finding]:
     try:
         parts = json.loads(_probe(_KERNEL_PROBE))
     except ProbeError as error:
-        yield Finding(name="kernels", status="broken", found=str(error), fix="make setup")
+        yield Finding("kernels", "broken", str(error), "make setup")
         return
     for part, what, why in parts:
-        yield Finding(name=part, status="ok", found=f"{what}: {why}")
+        yield Finding(part, "ok", f"{what}: {why}")
 
 
 def _version(*distributions: str) -> str | None:
@@ -192,16 +192,12 @@ class ProbeError(Exception):
 
 def _probe(code: str) -> str:
     """Runs a program and returns its last line, if any."""
+    command = [sys.executable, "-c", code]
     try:
-        done = _run(code)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise ProbeError(f"no answer in {_IMPORT_SECONDS} s; look what keeps the machine or its disk busy") from None
     if done.returncode:
         errors = done.stderr.strip().splitlines()
         raise ProbeError(errors[-1] if errors else f"exit code {done.returncode}")
     return "".join(done.stdout.splitlines()[-1:])
-
-
-def _run(code: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False)

@@ -17,6 +17,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+JsonObject = dict[str, Any]
+
 _BLOCK = 1 << 16
 _DEEPEST = 100
 _LONGEST_LINE = 256 << 20
@@ -136,11 +138,7 @@ def _is_deep(value: Any) -> bool:
 
 @contextmanager
 def write_errors(path: Path, nbytes: int | None = None) -> Iterator[None]:
-    """Raises OSError for a failed write, with file, cause and, on a full disk, the needed and the free space.
-
-    Args:
-        nbytes: final size of the file, if known.
-    """
+    """Raises OSError for a failed write: file, cause and, on a full disk, needed and free space."""
     try:
         yield
     except Exception as error:
@@ -194,7 +192,7 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes / 1024:.1f} TiB"
 
 
-def read_lines(path: Path, last: int | None = None) -> list[dict[str, Any]]:
+def read_lines(path: Path, last: int | None = None) -> list[JsonObject]:
     """Returns the JSON objects of a file, one a line, or the ``last`` ones of them. A missing file has none.
 
     Incomplete lines are skipped: they are being written, or their writer was killed.
@@ -239,7 +237,7 @@ class LineFollower:
         self._end = 0
         self._tail = b""
 
-    def read(self) -> Iterator[tuple[int, dict[str, Any]]]:
+    def read(self) -> Iterator[tuple[int, JsonObject]]:
         """Yields the new objects, each with the byte at which its line begins."""
         try:
             file = open_file(self._path)
@@ -258,7 +256,7 @@ class LineFollower:
                     yield start, entry
 
 
-def read_lines_at(path: Path, starts: Iterable[int]) -> list[dict[str, Any]]:
+def read_lines_at(path: Path, starts: Iterable[int]) -> list[JsonObject]:
     """Returns the JSON objects of the lines that begin at these bytes of a file."""
     with open_file(path) as file:
         entries = []
@@ -268,7 +266,7 @@ def read_lines_at(path: Path, starts: Iterable[int]) -> list[dict[str, Any]]:
     return [entry for entry in entries if entry is not None]
 
 
-def truncate_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+def truncate_lines(path: Path, keep: Callable[[JsonObject], bool]) -> None:
     """Cuts a file of JSON lines before the first line that is incomplete or that `keep` rejects."""
     if not path.exists():
         return
@@ -307,7 +305,7 @@ def _seek_end(file: BufferedReader, lines: int) -> None:
     file.seek(start)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> JsonObject | None:
     if not line.endswith(b"\n"):
         return None
     try:

@@ -13,9 +13,10 @@ from megarl.config import ConfigError, Problem
 from megarl.config.inheritance import recipe_fix, recipes
 from megarl.config.problems import correct_model_path, correct_path
 from megarl.config.schema import read_hf_config
+from megarl.files import read_json
 
 PROMPT_COLUMNS: Final = ("prompt", "messages", "prompt_ids", "token_ids")
-_OTHER_PROMPT_COLUMNS: Final = ("question", "problem", "instruction", "query", "input", "text")
+_OTHER_PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "text")
 ANSWER_COLUMNS: Final = ("answer", "solution", "ground_truth", "target", "label", "output")
 """Names of the column with the right answer, the most frequent first."""
 _NEW_TOKENS = 256
@@ -24,14 +25,7 @@ _TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class NewRun:
-    """What a new run starts from.
-
-    Args:
-        name: name of the files, an identifier.
-        recipe: name in `recipes()`.
-        model: Hugging Face directory.
-        prompts: JSONL file.
-    """
+    """What a new run starts from: the options of `megarl init`."""
 
     name: str
     recipe: str
@@ -68,6 +62,7 @@ class NewRun:
             yield Problem("--from", self.recipe, "the name of a recipe", recipe_fix(self.recipe))
         try:
             read_hf_config(self.model)
+            _has_chat_template(Path(self.model))
         except (OSError, ValueError) as error:
             rule = f"a directory with a readable config.json ({getattr(error, 'strerror', None) or error})"
             yield Problem("--model", self.model, rule, correct_model_path(self.model))
@@ -78,8 +73,8 @@ class NewRun:
             yield Problem("--prompts", self.prompts, rule, correct_path(self.prompts))
 
     def _config(self, row: Mapping[str, Any]) -> str:
-        positions = read_hf_config(self.model).get("max_position_embeddings", _TOKENS)
-        tokens = min(positions, _TOKENS)
+        positions = read_hf_config(self.model).get("max_position_embeddings")
+        tokens = min(positions or _TOKENS, _TOKENS)
         source = json.dumps(self.prompts)
         column = _first_text(row, _OTHER_PROMPT_COLUMNS)
         if column is not None and not row.keys() & set(PROMPT_COLUMNS):
@@ -155,7 +150,7 @@ def _has_chat_template(model: Path) -> bool:
     if (model / "chat_template.jinja").exists():
         return True
     settings = model / "tokenizer_config.json"
-    return settings.exists() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
+    return settings.exists() and "chat_template" in read_json(settings)
 
 
 def _reward(answer: str | None) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-_REASON: Final = 2000
-_LINE: Final = 500
-_NAME: Final = 200
-_SPACES: Final = "\n\t\u00a0\u3000"  # spaces that str.isprintable denies
+_REASON = 2000
+_LINE = 500
+_NAME = 200
+_SPACES = "\n\t\u00a0\u3000"  # spaces that str.isprintable denies
 
 
 def escape_output() -> None:
@@ -65,6 +65,6 @@ def counted(count: int, noun: str) -> str:
     """Returns a count with its noun, such as `1 step`, `2 steps` and `2 mini-batches`."""
     if count == 1:
         return f"1 {noun}"
-    if noun.endswith("batch"):
+    if noun.endswith(("batch", "process")):
         return f"{count} {noun}es"
     return f"{count} {noun}s"

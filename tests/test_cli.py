@@ -258,7 +258,7 @@ def test_doctor_names_what_computes_each_part(monkeypatch: pytest.MonkeyPatch) -
             subprocess.CompletedProcess("", 1, "", "Traceback\nOSError: libcuda"),
         ]
     )
-    monkeypatch.setattr(doctor, "_run", lambda _: next(answers))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: next(answers))
     assert list(doctor.kernels()) == [doctor.Finding(name="rope", status="ok", found="eager: why")]
     assert [(one.status, one.found) for one in doctor.kernels()] == [("broken", "OSError: libcuda")]
 

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from examples.sort_letters.checkpoint import write_checkpoint
 from megarl.cli import app
 from megarl.config import load
-from megarl.config.inheritance import recipes
 from megarl.preflight.check import check
 from megarl.stages.ppo.config import PPOConfig
 
@@ -70,12 +69,19 @@ def test_paths_and_names_that_are_wrong_are_corrected() -> None:
     assert "did you mean grpo?" in output
 
 
+def test_a_model_with_other_files_is_reported_or_accepted(directory: Path) -> None:
+    arguments = ["mine", "--model", "model", "--prompts", "prompts.jsonl"]
+    settings = directory / "model" / "tokenizer_config.json"
+    settings.write_text("{")
+    assert init(*arguments, row={"prompt": "a"}) == 2
+    settings.unlink()
+    config = directory / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": None}))
+    assert init(*arguments, row={"prompt": "a"}) == 0
+
+
 def test_it_overwrites_nothing() -> None:
     Path("mine_reward.py").write_text("mine")
     assert init("mine", "--model", "model", "--prompts", "prompts.jsonl", row={"prompt": "a"}) == 2
     assert Path("mine_reward.py").read_text() == "mine"
     assert not Path("mine.yaml").exists()
-
-
-def test_every_recipe_is_in_the_package() -> None:
-    assert {"grpo", "dapo", "areal"} <= set(recipes())

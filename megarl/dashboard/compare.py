@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megarl.dashboard.view.sample_index import mean_scores
 from megarl.errors import UsageError
 from megarl.files import read_lines
 from megarl.run.paths import RunPaths
@@ -41,25 +41,25 @@ class ComparedEvaluation:
         return f"{self.run.path}, step {self.step}"
 
 
-def compare(arguments: Sequence[str], console: Console | None = None) -> None:
+def compare(arguments: Sequence[str]) -> None:
     """Prints what differs; `arguments` are a run and two steps of it, two runs, or one run: its first and last steps.
 
     Raises:
         UsageError: a run has no such evaluation, or the arguments are others.
     """
-    console = console or Console(highlight=False)
     match list(arguments):
         case [run]:
             first = _read(run, 0)
             second = _read(run, -1)
-        case [run, step, other] if step.isdigit() and other.isdigit():
+        case [run, step, other] if step.isdecimal() and other.isdecimal():
             first = _read(run, step=int(step))
             second = _read(run, step=int(other))
-        case [run, other] if not other.isdigit():
+        case [run, other] if not other.isdecimal():
             first = _read(run, -1)
             second = _read(other, -1)
         case _:
             raise UsageError("name a run, a run and two steps of it, or two runs")
+    console = Console(highlight=False)
     _print_metrics(first, second, console)
     for reward in first.prompts:
         if reward in second.prompts:
@@ -81,10 +81,8 @@ def _read(directory: str, index: int = 0, *, step: int | None = None) -> Compare
     for row in read_lines(run.prompt_scores):
         if row["step"] != line["step"]:
             continue
-        for reward, scores in row["scores"].items():
-            known = [score for score in scores if score is not None]
-            if known:
-                prompts.setdefault(reward, {})[row["prompt_id"]] = statistics.fmean(known)
+        for reward, score in mean_scores(row):
+            prompts.setdefault(reward, {})[row["prompt_id"]] = score
     metrics = {name.removeprefix("eval/"): value for name, value in line.items() if name.startswith("eval/")}
     return ComparedEvaluation(run=run, step=line["step"], metrics=metrics, prompts=prompts)
 
@@ -111,21 +109,23 @@ def _print_prompts(reward: str, first: ComparedEvaluation, second: ComparedEvalu
     """Prints how many prompts score better and worse, and those whose scores change most."""
     before = first.prompts[reward]
     after = second.prompts[reward]
-    change = {prompt: after[prompt] - before[prompt] for prompt in before.keys() & after.keys()}
+    change = {prompt: after[prompt] - before[prompt] for prompt in before if prompt in after}
     if not change:
         return
-    better = sum(value > 0 for value in change.values())
-    worse = sum(value < 0 for value in change.values())
-    same = len(change) - better - worse
-    counts = f"{better} better, {worse} worse, {same} the same"
+    order = sorted(change, key=lambda prompt: change[prompt])
+    worse = [prompt for prompt in order if change[prompt] < 0]
+    better = [prompt for prompt in reversed(order) if change[prompt] > 0]
+    same = len(change) - len(better) - len(worse)
+    counts = f"{len(better)} better, {len(worse)} worse, {same} the same"
     console.print(f"\n{printable(reward)}, of {len(change)} prompts: {counts}", markup=False)
-    texts = {line["prompt_id"]: str(line["prompt"])[:_TEXT] for line in read_lines(first.run.samples)}
-    order = [prompt for prompt in before if change.get(prompt)]
-    order.sort(key=lambda prompt: change[prompt])
-    for title, prompts in (("better", order[::-1]), ("worse", order)):
+    texts: dict[str, str] = {}
+    for line in read_lines(first.run.samples):
+        if line["kind"] == "evaluation":  # prompts of the training may have the same ids
+            texts[line["prompt_id"]] = str(line["prompt"])[:_TEXT]
+    for title, prompts in (("better", better), ("worse", worse)):
         table = Table(title, "before", "after", "prompt", box=None)
         for prompt in prompts[:_SHOWN]:
-            if (change[prompt] > 0) == (title == "better"):
-                _add_row(table, prompt, f"{before[prompt]:.4g}", f"{after[prompt]:.4g}", texts.get(prompt, ""))
-        if table.rows:
+            scores = (f"{before[prompt]:.4g}", f"{after[prompt]:.4g}")
+            _add_row(table, prompt, *scores, texts.get(prompt, ""))
+        if prompts:
             console.print(table)

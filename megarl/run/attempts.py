@@ -46,12 +46,11 @@ class Attempt:
     """An attempt at a run: a start of its command, or a restart in it.
 
     Args:
-        number: number of the attempt, from 1.
-        time: time of its start, or of the start of its process; seconds since 1970.
+        number: from 1.
+        time: start of the attempt, or of its process; seconds since 1970.
         step: step that it resumed after; 0 at the beginning.
-        job: number of the Slurm job, if any.
-        restart: number of restarts of that job by Slurm.
-        end: end of the attempt; None while it runs, or if its process was killed.
+        job, restart: number of the Slurm job, if any, and of its restarts by Slurm.
+        end: None while it runs, or if its process was killed.
     """
 
     number: int

@@ -41,7 +41,6 @@ class CheckpointManifest:
     """The files of a checkpoint, without the manifest itself.
 
     Args:
-        step: last step before it.
         roles: files by role and rank, relative to the role's directory.
         state: file of the driver's state.
         rollouts: files of rollouts that wait for the training.
@@ -146,13 +145,7 @@ _UNFINISHED = re.compile(r"\.step-\d+\.(staged|removed)")
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A committed checkpoint whose files match its manifest.
-
-    Args:
-        path: directory, with a directory for each role.
-        step: last step before it.
-        state: state of the driver, as passed to `commit`.
-    """
+    """A committed checkpoint after a step, whose files match its manifest."""
 
     path: Path
     step: int
@@ -176,7 +169,7 @@ class Checkpoints:
         staged = self._staged(step)
         assert not self.path(step).exists(), f"{self.path(step)} is committed"
         shutil.rmtree(staged, ignore_errors=True)
-        with writing(step):
+        with writing(f"checkpoint of step {step}"):
             staged.mkdir(parents=True)
             sync(self.directory.parent)
         return staged
@@ -201,7 +194,7 @@ class Checkpoints:
             RunError: the directory cannot be written.
         """
         staged = self._staged(step)
-        with writing(step):
+        with writing(f"checkpoint of step {step}"):
             write_durably(staged / STATE, json.dumps(state, indent=1, allow_nan=False) + "\n")
             rollouts = [FileRecord.of(path, staged) for path in sorted((staged / ROLLOUTS).glob("*"))]
             record = FileRecord.of(staged / STATE, staged)
@@ -267,10 +260,10 @@ class Checkpoints:
 
 
 @contextmanager
-def writing(step: int) -> Iterator[None]:
-    """Raises RunError, with the checkpoint's step, for a file that cannot be written."""
+def writing(what: str) -> Iterator[None]:
+    """Raises RunError if something, such as `checkpoint of step 3`, cannot be written."""
     try:
         yield
     except OSError as error:
-        reason = f"{error.filename}: {error.strerror}"
-        raise RunError(f"the checkpoint of step {step} cannot be written: {reason}") from error
+        reason = f"{error.filename}: {error.strerror}" if error.filename else error
+        raise RunError(f"the {what} cannot be written: {reason}") from error

@@ -17,7 +17,7 @@ from megarl.config.schema import CheckpointSettings, RandomModel
 from megarl.errors import PreemptedError, RunError
 from megarl.files import FileRecord, full_disk, read_lines, sync, truncate_lines, write_durably, write_errors
 from megarl.run.attempts import AttemptLog, EndReason
-from megarl.run.checkpoints import Checkpoint, Checkpoints
+from megarl.run.checkpoints import Checkpoint, Checkpoints, writing
 from megarl.run.frozen_weights import FROZEN, digest_frozen_weights
 from megarl.run.paths import RunPaths, acquire_lock, ema_export
 from megarl.run.resume import (
@@ -67,12 +67,12 @@ class RunDirectory(RunPaths):
     def _reset(self, point: ResumePoint) -> None:
         if point.changed:
             old = self.config.read_text(encoding="utf-8")
-            write_durably(self.path / f"config.until-step-{point.step}.yaml", old)
+            write_durably(self.path / f"config.until-step-{self.step}.yaml", old)
         self.summary.unlink(missing_ok=True)
         for export in (self.export, ema_export(self.export)):
             if export.exists():
                 shutil.rmtree(export)
-        last = -1 if point.latest is None else point.step
+        last = -1 if self.latest is None else self.step
         for path in self.line_files:
             truncate_lines(path, lambda line: line["step"] <= last)
 
@@ -112,11 +112,7 @@ class EvaluationDirectory(RunPaths):
 
 
 def steps_to_keep(settings: CheckpointSettings, evaluations: Path, steps: Sequence[int]) -> set[int]:
-    """Returns those of the steps with a checkpoint, in order, whose checkpoints stay.
-
-    Args:
-        evaluations: file of the run's evaluations.
-    """
+    """Returns those of the steps with a checkpoint, in order, whose checkpoints stay."""
     kept = set(steps[-settings.keep :])
     if settings.keep_every is not None:
         kept.update(step for step in steps if step % settings.keep_every == 0)
@@ -250,12 +246,8 @@ def model_directory(config: RunConfig, run_dir: Path) -> str:
     if not directory.exists():
         partial = run_dir / "model.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        try:
-            with write_errors(partial):
-                write_random_model(config.model.random, partial)
-        except OSError as error:
-            where = error.filename or partial
-            raise RunError(f"the random model cannot be written: {where}: {error.strerror or error}") from error
+        with writing("random model"), write_errors(partial):
+            write_random_model(config.model.random, partial)
         partial.rename(directory)
     return str(directory.absolute())
 

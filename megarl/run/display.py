@@ -22,7 +22,7 @@ from rich.table import Table
 from megarl.run.sinks import Metrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Column:
     """A metric that is shown for every step; below its heading is the unit, or the limit of healthy values."""
 
@@ -31,28 +31,28 @@ class Column:
 
 
 COLUMNS: Final[Mapping[str, Column]] = {
-    "sft/loss": Column(heading="loss", unit="nats"),
-    "sft/lr": Column(heading="lr"),
-    "sft/grad_norm": Column(heading="grad norm"),
-    "reward_model/loss": Column(heading="loss", unit="nats"),
-    "reward_model/accuracy": Column(heading="accuracy"),
-    "reward_model/lr": Column(heading="lr"),
-    "reward_model/grad_norm": Column(heading="grad norm"),
-    "objective/score": Column(heading="score"),
-    "objective/kl": Column(heading="KL", unit="nats"),
-    "select/score": Column(heading="selected"),
-    "response_length/mean": Column(heading="length", unit="tokens"),
-    "truncated_fraction": Column(heading="truncated"),
-    "group/zero_std_fraction": Column(heading="zero std"),
-    "policy/entropy": Column(heading="entropy", unit="nats"),
-    "policy/approxkl": Column(heading="approx KL"),
-    "policy/clipfrac": Column(heading="clipped"),
-    "policy/grad_norm": Column(heading="grad norm"),
-    "value/explained_variance": Column(heading="expl. var"),
-    "rollout/logprob_gap": Column(heading="engine diff", unit="nats"),
-    "perf/tokens_per_second": Column(heading="tokens/s"),
-    "time/rollout": Column(heading="rollout s"),
-    "time/step": Column(heading="step s"),
+    "sft/loss": Column("loss", "nats"),
+    "sft/lr": Column("lr"),
+    "sft/grad_norm": Column("grad norm"),
+    "reward_model/loss": Column("loss", "nats"),
+    "reward_model/accuracy": Column("accuracy"),
+    "reward_model/lr": Column("lr"),
+    "reward_model/grad_norm": Column("grad norm"),
+    "objective/score": Column("score"),
+    "objective/kl": Column("KL", "nats"),
+    "select/score": Column("selected"),
+    "response_length/mean": Column("length", "tokens"),
+    "truncated_fraction": Column("truncated"),
+    "group/zero_std_fraction": Column("zero std"),
+    "policy/entropy": Column("entropy", "nats"),
+    "policy/approxkl": Column("approx KL"),
+    "policy/clipfrac": Column("clipped"),
+    "policy/grad_norm": Column("grad norm"),
+    "value/explained_variance": Column("expl. var"),
+    "rollout/logprob_gap": Column("engine diff", "nats"),
+    "perf/tokens_per_second": Column("tokens/s"),
+    "time/rollout": Column("rollout s"),
+    "time/step": Column("step s"),
 }
 """The columns of a step, in order. A run shows those that its stage names and it has."""
 
@@ -74,11 +74,7 @@ class Display:
 
     In a terminal, a row has the first columns that fit, and below the rows is a progress bar with
     the current phase, which stays on the screen at the end. A thread draws it; other
-    output appears above.
-
-    Args:
-        columns: columns by metric, in order.
-        done: steps that earlier attempts have taken.
+    output appears above. Earlier attempts have taken `done` steps.
     """
 
     def __init__(
@@ -91,8 +87,9 @@ class Display:
         done: int = 0,
     ) -> None:
         self._all = columns
-        self._columns = columns
+        self._columns: Mapping[str, Column] = {}
         self._steps = steps
+        self._first_width = 2 * len(str(steps)) + 3
         self._console = console
         self._rows = 0
         self._bar = Progress(
@@ -117,14 +114,15 @@ class Display:
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Prints the row of a step."""
-        before = self._columns
-        self._columns = self._fitting()
-        if self._rows % _HEADED_EVERY == 0 or self._columns.keys() != before.keys():
+        columns = self._fitting()
+        if self._rows % _HEADED_EVERY == 0 or columns != self._columns:
             self._rows = 0
-            self._row("step", [column.heading for column in self._columns.values()], "bold")
-            self._row("", [column.unit for column in self._columns.values()], "dim")
+            self._columns = columns
+            self._row("step", [column.heading for column in columns.values()], "bold")
+            self._row("", [column.unit for column in columns.values()], "dim")
         self._rows += 1
-        self._row(f"{step}/{self._steps}", [short(metrics.get(name), _DIGITS) for name in self._columns], None)
+        cells = [short(metrics.get(name), _DIGITS) for name in columns]
+        self._row(f"{step}/{self._steps}", cells, None)
         self._bar.update(self._task, completed=step)
 
     def close(self) -> None:
@@ -144,10 +142,6 @@ class Display:
                 break
             fitting[name] = column
         return fitting
-
-    @property
-    def _first_width(self) -> int:
-        return 2 * len(str(self._steps)) + 3
 
     def _row(self, first: str, cells: Sequence[str], style: str | None) -> None:
         line = first.rjust(self._first_width)
@@ -175,29 +169,18 @@ _INTERVAL = "_ci95"
 
 
 def metrics_table(metrics: Metrics) -> Table:
-    """Returns a table with a row per metric and a pair of columns per prefix: value, half width of its 95% interval.
-
-    Args:
-        metrics: named `prefix/name`, the half width `prefix/name_ci95`; NaN is shown as a dash.
-    """
-    prefixes = list(dict.fromkeys(name.partition("/")[0] for name in metrics))
-    rows = dict.fromkeys(name.partition("/")[2] for name in metrics if not name.endswith(_INTERVAL))
+    """Returns a table of metrics `eval/NAME`, and half the widths of their intervals, `NAME_ci95`."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("metric", no_wrap=True)
-    for prefix in prefixes:
-        table.add_column(prefix, justify="right", no_wrap=True)
-        table.add_column("± 95%", justify="right", style="dim", no_wrap=True)
-    for row in rows:
-        cells: list[str] = []
-        for prefix in prefixes:
-            cells.append(_cell(metrics.get(f"{prefix}/{row}")))
-            half_width = f"{prefix}/{row}{_INTERVAL}"
-            cells.append(_cell(metrics[half_width]) if half_width in metrics else "")
-        table.add_row(row, *cells)
+    table.add_column("eval", justify="right", no_wrap=True)
+    table.add_column("± 95%", justify="right", style="dim", no_wrap=True)
+    for name, value in metrics.items():
+        if not name.endswith(_INTERVAL):
+            half_width = f"{name}{_INTERVAL}"
+            interval = _cell(metrics[half_width]) if half_width in metrics else ""
+            table.add_row(name.removeprefix("eval/"), _cell(value), interval)
     return table
 
 
-def _cell(value: float | None) -> str:
-    if value is None or math.isnan(value):
-        return "-"
-    return short(value)
+def _cell(value: float) -> str:
+    return short(None if math.isnan(value) else value)

@@ -14,6 +14,7 @@ from statistics import fmean, median
 from typing import Any, Final
 
 from megarl.run.display import short
+from megarl.run.paths import field_at
 from megarl.texts import counted
 
 Line = Mapping[str, Any]
@@ -24,7 +25,6 @@ Limits = Mapping[Any, float | None]
 """Limits of healthy values by metric, in place of the usual ones; None is none."""
 
 WINDOW: Final = 50
-_SAMPLED = "rollout/samples"
 _UNSCORED = "rewards/unscored"
 _SKIPPED = "/skipped"
 _SHOWN = 4
@@ -38,13 +38,11 @@ class Check:
 
     Args:
         metric: metric of the rule, or a name of the rule.
-        limit: bound of healthy values, in place of `unhealthy`.
+        limit: bound of healthy values, in place of `find`.
         is_lower: whether the limit is the lowest healthy value, not the highest.
         unless: whether the limit is not meant for a line.
         factor_at_once: multiple of the limit that begins a finding in one step.
-        unhealthy: whether the last of some lines is unhealthy; None if it lacks the metric.
-        rule: description of an unhealthy step, after the metric's value.
-        describe: what is wrong with a line, in place of value and rule.
+        find: what is wrong with the last line; empty if nothing is, None if it lacks the metric.
         steps: unhealthy steps in a row that begin a finding, and healthy ones that end it.
         harmful: whether the policy may be destroyed, not only badly taught.
     """
@@ -55,38 +53,29 @@ class Check:
     is_lower: bool = False
     unless: Callable[[Line], bool] = lambda _: False
     factor_at_once: float | None = None
-    unhealthy: Callable[[Lines], bool | None] | None = None
-    rule: str = ""
-    describe: Callable[[Line], str] | None = None
+    find: Callable[[Lines], str | None] | None = None
     steps: int = 1
     harmful: bool = False
 
-    def is_unhealthy(self, lines: Lines) -> bool | None:
-        """Whether the last line is unhealthy; None if it lacks the metric."""
-        if self.unhealthy is not None:
-            return self.unhealthy(lines)
+    def problem(self, lines: Lines) -> str | None:
+        """Says what is wrong with the last line, as `find` does."""
+        if self.find is not None:
+            return self.find(lines)
         value = lines[-1].get(self.metric)
         if value is None or self.limit is None or self.unless(lines[-1]):
             return None
+        unhealthy = value > self.limit
+        side = "above"
         if self.is_lower:
-            return value < self.limit
-        return value > self.limit
+            unhealthy = value < self.limit
+            side = "below"
+        return f"{self.metric} is {short(value)}, {side} {self.limit:g}" if unhealthy else ""
 
     def is_far_beyond(self, line: Line) -> bool:
-        """Whether a line begins a finding by itself."""
-        value = line.get(self.metric)
-        if value is None or self.limit is None or self.factor_at_once is None:
+        """Whether an unhealthy line begins a finding by itself."""
+        if self.limit is None or self.factor_at_once is None:
             return False
-        return value > self.factor_at_once * self.limit
-
-    def problem(self, line: Line) -> str:
-        """Says what is wrong with an unhealthy line."""
-        if self.describe is not None:
-            return self.describe(line)
-        rule = self.rule
-        if self.limit is not None:
-            rule = f"{'below' if self.is_lower else 'above'} {self.limit:g}"
-        return f"{self.metric} is {short(line.get(self.metric))}, {rule}"
+        return line[self.metric] > self.factor_at_once * self.limit
 
 
 def metric_values(lines: Lines, metric: str) -> list[float]:
@@ -96,62 +85,67 @@ def metric_values(lines: Lines, metric: str) -> list[float]:
 
 _EARLIER = 20
 _JUMP = 10.0
-_JUMPED = f"more than {_JUMP:g} times that of the steps before"
 
 
-def _jump(metric: str, *, least: float) -> Callable[[Lines], bool | None]:
-    """Returns the condition: ten times the median of the last 20 values before, of which there are 5 at least.
+def _jump(metric: str, *, least: float) -> Callable[[Lines], str | None]:
+    """Finds ten times the median of the last 20 values before, 5 at least; `least` is healthy."""
 
-    Args:
-        least: bound below which values are healthy.
-    """
-
-    def condition(lines: Lines) -> bool | None:
+    def find(lines: Lines) -> str | None:
         fresh = [line for line in lines if not line.get("staleness/max")]  # older samples differ anyway
         value = lines[-1].get(metric)
         if value is None or lines[-1].get("staleness/max"):
             return None
         earlier = metric_values(fresh[:-1], metric)[-_EARLIER:]
-        return len(earlier) >= 5 and value > max(least, _JUMP * median(earlier))
+        if len(earlier) < 5 or value <= max(least, _JUMP * median(earlier)):
+            return ""
+        return f"{metric} is {short(value)}, more than {_JUMP:g} times that of the steps before"
 
-    return condition
+    return find
 
 
 def _gradient_jump(role: str) -> Check:
     metric = f"{role}/grad_norm"
     advice = "look for instability in the next steps; lower the learning rate or clip_grad"
-    return Check(metric=metric, unhealthy=_jump(metric, least=1e-5), rule=_JUMPED, advice=advice)
+    return Check(metric=metric, find=_jump(metric, least=1e-5), advice=advice)
 
 
+_SCORE = "objective/score"
 _AVERAGED = 5  # steps
 
 
-def _score_fell(lines: Lines) -> bool | None:
-    scores = metric_values(lines, "objective/score")
-    if lines[-1].get("objective/score") is None or len(scores) < 2 * _AVERAGED:
+def _score_fell(lines: Lines) -> str | None:
+    scores = metric_values(lines, _SCORE)
+    if lines[-1].get(_SCORE) is None or len(scores) < 2 * _AVERAGED:
         return None
     averages = [fmean(scores[end - _AVERAGED : end]) for end in range(_AVERAGED, len(scores) + 1)]
     # The standard deviation of a step's value around the trend, from the mean absolute change.
     noise = fmean(abs(b - a) for a, b in pairwise(scores)) / 1.128
-    return max(averages) - averages[-1] > 4 * noise
+    if max(averages) - averages[-1] <= 4 * noise:
+        return ""
+    return f"{_SCORE} is {short(scores[-1])}, far below its best {_AVERAGED} steps"
 
 
-def _some_unscored(lines: Lines) -> bool | None:
-    count = lines[-1].get(_UNSCORED)
-    return None if count is None else count > 0
-
-
-def _without_score(line: Line) -> str:
+def _unscored(lines: Lines) -> str | None:
+    line = lines[-1]
+    total = line.get(_UNSCORED)
+    if not total:
+        return None if total is None else ""
     counts: list[str] = []
     for name, count in line.items():
         if name.startswith(f"{_UNSCORED}/") and count:
             counts.append(f"{name.removeprefix(f'{_UNSCORED}/')}: {count}")
-    sampled = counted(line.get(_SAMPLED, 0), "response")
-    return f"{line[_UNSCORED]} of {sampled} have no score ({', '.join(counts)})"
+    sampled = counted(line.get("rollout/samples", 0), "response")
+    return f"{total} of {sampled} have no score ({', '.join(counts)})"
 
 
-def _not_finite(line: Line) -> list[str]:
-    return [name for name, value in line.items() if value is None]
+def _not_finite(lines: Lines) -> str:
+    names = [name for name, value in lines[-1].items() if value is None]
+    return f"not a finite number: {shortened(names)}" if names else ""
+
+
+def _skipped(lines: Lines) -> str:
+    roles = skipped_roles(lines[-1])
+    return f"updates were skipped ({', '.join(roles)})" if roles else ""
 
 
 def shortened(names: Sequence[str]) -> str:
@@ -182,21 +176,18 @@ _LEARNING_RATE = "lower actor.optimizer.lr"
 CHECKS: Final[Sequence[Check]] = (
     Check(
         metric=_UNSCORED,
-        unhealthy=_some_unscored,
-        describe=_without_score,
+        find=_unscored,
         advice="they train nothing; the first failure of each kind of each function is printed above",
     ),
     Check(
         metric="not finite",
-        unhealthy=lambda lines: bool(_not_finite(lines[-1])),
-        describe=lambda line: f"not a finite number: {shortened(_not_finite(line))}",
+        find=_not_finite,
         advice=f"{_LEARNING_RATE}, or look for a reward or a model that overflows",
         harmful=True,
     ),
     Check(
         metric="skipped",
-        unhealthy=lambda lines: bool(skipped_roles(lines[-1])),
-        describe=lambda line: f"updates were skipped ({', '.join(skipped_roles(line))})",
+        find=_skipped,
         advice="their losses or gradients were not finite; several in a row end the run. Lower the learning rate",
         harmful=True,
     ),
@@ -246,14 +237,10 @@ CHECKS: Final[Sequence[Check]] = (
         "too easy nor too hard, or set algo.filter",
         steps=5,
     ),
-    _gradient_jump("policy"),
-    _gradient_jump("value"),
-    _gradient_jump("sft"),
-    _gradient_jump("reward_model"),
+    *map(_gradient_jump, ("policy", "value", "sft", "reward_model")),
     Check(
         metric="rollout/logprob_gap",
-        unhealthy=_jump("rollout/logprob_gap", least=1e-3),
-        rule=_JUMPED,
+        find=_jump("rollout/logprob_gap", least=1e-3),
         advice="trainers and engines have different weights; end the run, and report it",
         harmful=True,
     ),
@@ -265,9 +252,8 @@ CHECKS: Final[Sequence[Check]] = (
         steps=10,
     ),
     Check(
-        metric="objective/score",
-        unhealthy=_score_fell,
-        rule=f"far below its best {_AVERAGED} steps",
+        metric=_SCORE,
+        find=_score_fell,
         advice=f"the policy gets worse; {_LEARNING_RATE}, and read samples.jsonl",
         steps=2,
         harmful=True,
@@ -278,26 +264,22 @@ CHECKS: Final[Sequence[Check]] = (
 
 def limited_checks(limits: Limits) -> list[Check]:
     """Returns all checks, with other limits of some metrics, and one for each of the other metrics with a limit."""
-    checks: list[Check] = []
     added = dict(limits)
+    checks: list[Check] = []
     for check in CHECKS:
         if check.limit is None or check.metric not in limits:
             checks.append(check)
-            continue
-        added.pop(check.metric, None)
-        limit = limits[check.metric]
-        if limit is not None:
-            checks.append(replace(check, limit=limit))
+        else:
+            checks.append(replace(check, limit=added.pop(check.metric)))
     for metric, limit in added.items():
-        if limit is not None:
-            checks.append(Check(metric=metric, limit=limit, advice="see health.limits", steps=3, harmful=True))
+        advice = "see health.limits"
+        checks.append(Check(metric=metric, limit=limit, advice=advice, steps=3, harmful=True))
     return checks
 
 
 def health_limits(fields: Mapping[str, Any]) -> Limits:
     """Returns the limits in the fields of a run's configuration, whose checks may be older."""
-    section: Any = fields.get("health")
-    limits: Any = section.get("limits") if isinstance(section, Mapping) else None
+    limits = field_at(fields, "health.limits")
     if not isinstance(limits, Mapping):
         return {}
     return {name: limit for name, limit in limits.items() if isinstance(limit, int | float | None)}
@@ -312,7 +294,7 @@ def shown_limits(limits: Limits) -> dict[str, str]:
     return shown
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class HealthFinding:
     """A time in which a run was unhealthy.
 
@@ -342,11 +324,7 @@ class _Watch:
 
 
 class HealthMonitor:
-    """Applies all checks to a run's lines, in order; `findings` are those that began, the last ones may last.
-
-    Args:
-        lines: lines of the first steps; `add` takes further ones.
-    """
+    """Applies all checks to a run's lines, in order; `findings` are those that began."""
 
     def __init__(self, lines: Lines = (), limits: Limits | None = None) -> None:
         self.findings: list[HealthFinding] = []
@@ -369,29 +347,30 @@ class HealthMonitor:
         messages: list[str] = []
         for watch in self._watches:
             text = self._apply(watch, lines)
-            if text is not None:
+            if text:
                 messages.append(f"step {line['step']}: {text}")
         return messages
 
-    def _apply(self, watch: _Watch, lines: Lines) -> str | None:
+    def _apply(self, watch: _Watch, lines: Lines) -> str:
         check = watch.check
-        line = lines[-1]
-        unhealthy = check.is_unhealthy(lines)
-        if unhealthy is None:
-            return None
-        if unhealthy:
+        step = lines[-1]["step"]
+        problem = check.problem(lines)
+        if problem is None:
+            return ""
+        if problem:
             watch.bad += 1
             watch.good = 0
         else:
             watch.bad = 0
             watch.good += 1
-        if watch.finding is None and (watch.bad >= check.steps or check.is_far_beyond(line)):
-            watch.finding = HealthFinding(check=check, first=line["step"], problem=check.problem(line))
+        finding = watch.finding
+        if finding is None and problem and (watch.bad >= check.steps or check.is_far_beyond(lines[-1])):
+            watch.finding = HealthFinding(check=check, first=step, problem=problem)
             self.findings.append(watch.finding)
             return watch.finding.text
-        if watch.finding is not None and watch.good >= max(check.steps, _QUIET):
-            last = line["step"] - watch.good
-            self.findings[self.findings.index(watch.finding)] = replace(watch.finding, last=last)
+        if finding is not None and watch.good >= max(check.steps, _QUIET):
+            last = step - watch.good
+            finding.last = last
             watch.finding = None
             return f"healthy again: {check.metric}, since step {last + 1}"
-        return None
+        return ""

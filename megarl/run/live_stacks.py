@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megarl.cluster import ray_api
 from megarl.cluster.hang_report import stacks_of_other_nodes, working_frames
 from megarl.errors import RunError
 from megarl.run.attempts import read_attempts
-from megarl.run.paths import RunPaths, read_config
+from megarl.run.paths import RunPaths, field_at, read_config
 from megarl.stacks import IN_COLLECTIVE, ProcessStacks, take_stacks, write_stacks
 
 
@@ -22,9 +20,9 @@ def show_stacks(path: Path) -> None:
     """
     run = RunPaths(path.absolute())
     found = take_stacks(run.logs)
-    cluster: Any = read_config(run.config).get("cluster")
-    if isinstance(cluster, Mapping) and cluster.get("address") is not None:
-        found += _other_nodes(run.logs, str(cluster["address"]))
+    address = field_at(read_config(run.config), "cluster.address")
+    if address is not None:
+        found += _other_nodes(run.logs, str(address))
     if not found:
         message = f"no process of {path} runs here, or they belong to another user"
         attempts = [attempt for attempt in read_attempts(run.attempts) if attempt.end is None]

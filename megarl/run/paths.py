@@ -6,7 +6,7 @@ import fcntl
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import yaml
 
@@ -78,6 +78,15 @@ def read_config(path: Path) -> Mapping[str, Any]:
     except (FileNotFoundError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return fields if isinstance(fields, Mapping) else {}
+
+
+def field_at(fields: Any, path: str, missing: Any = None) -> Any:
+    """Returns the entry of nested mappings at a dotted path."""
+    for key in path.split("."):
+        if not isinstance(fields, Mapping):
+            return missing
+        fields = cast(Mapping[str, Any], fields).get(key, missing)
+    return fields
 
 
 def acquire_lock(lock: IO[str]) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from megarl.cluster.calls import WorkerError
 from megarl.cluster.driver_environment import ignore_interrupts
@@ -16,10 +16,10 @@ from megarl.config.schema import TrainingRun
 from megarl.errors import PreemptedError
 from megarl.run.timers import process_age
 
-_NOTICES: Final = (signal.SIGTERM, signal.SIGUSR1)
-_END_S: Final = 30.0
+_NOTICES = (signal.SIGTERM, signal.SIGUSR1)
+_END_S = 30.0
 """Time for the processes to end, before the time is over."""
-_LATE_S: Final = 3.0
+_LATE_S = 3.0
 """Slurm signals the processes of all nodes of a job: a rank may end before this process gets the signal."""
 
 
@@ -35,8 +35,6 @@ class Preemption:
     Args:
         grace_s: seconds after SIGTERM.
         end: end of the run's time, see `end_of_time`; None if it has no end.
-        clock: seconds since 1970.
-        in_job: whether the run is a job of Slurm.
     """
 
     def __init__(
@@ -83,11 +81,7 @@ class Preemption:
                 signal.signal(number, handler)
 
     def leaves(self, save_s: float = 0.0) -> bool:
-        """Notes the end of a step; returns whether the run saves and ends after it.
-
-        Args:
-            save_s: seconds that a save may take; 0 before the first one.
-        """
+        """Notes the end of a step; returns whether the run saves, in `save_s` seconds, and ends."""
         before = self._mark
         self._mark = self._clock()
         self._longest_step = max(self._longest_step, self._mark - before)
@@ -97,11 +91,7 @@ class Preemption:
         return bool(self._reason)
 
     async def saved(self, step: int, wait: Callable[[], Awaitable[object]]) -> None:
-        """Notes that a step was saved; raises PreemptedError if the run ends, and ignores interrupts from then on.
-
-        Args:
-            wait: function that waits until the checkpoint is committed.
-        """
+        """Notes a save; if the run ends, awaits the commit, and raises PreemptedError."""
         self._mark = self._clock()
         if self._reason:
             await wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,14 +26,13 @@ from megarl.run.results import EvaluationResult, ShownSample, StepResult
 from megarl.run.sinks import (
     JsonlSink,
     Metrics,
-    MlflowSink,
     SampleSink,
-    ServiceSink,
     Sink,
     TensorBoardSink,
-    TrackioSink,
-    WandbSink,
     as_json,
+    open_mlflow,
+    open_trackio,
+    open_wandb,
 )
 from megarl.run.timers import process_age
 from megarl.run.trace import Trace
@@ -41,11 +40,11 @@ from megarl.run.verdict import judge
 from megarl.texts import counted
 
 _TRACKERS: Final[Mapping[str, Callable[..., Sink]]] = {
-    "wandb_project": WandbSink,
-    "mlflow_experiment": MlflowSink,
-    "trackio_project": TrackioSink,
+    "wandb_project": open_wandb,
+    "mlflow_experiment": open_mlflow,
+    "trackio_project": open_trackio,
 }
-"""The sinks by the field of `tracking` that names the project."""
+"""The functions that open sinks, by the field of `tracking` that names the project."""
 _TABLE_WIDTH = 120
 """Columns of a table outside a terminal."""
 
@@ -53,8 +52,7 @@ _TABLE_WIDTH = 120
 class EvaluationReporter:
     """Writes evaluations, and opens the sinks that they share with a run's other reports.
 
-    Args:
-        taken: steps that earlier attempts have taken.
+    Earlier attempts have taken `taken` steps.
     """
 
     def __init__(self, config: RunConfig, paths: RunPaths, *, taken: int = 0) -> None:
@@ -67,25 +65,33 @@ class EvaluationReporter:
         self.console = Console(highlight=False)  # another one would print over a live display
 
     def __enter__(self) -> Self:
-        config = self._config
         paths = self._paths
-        tracking = config.tracking
         with ExitStack() as opened:
             self._lines = opened.enter_context(closing(JsonlSink(paths.evaluations)))
-            if isinstance(config, SamplingConfig):
-                self._samples = opened.enter_context(closing(SampleSink(paths.samples, tracking.samples_mib << 20)))
+            if isinstance(self._config, SamplingConfig):
+                limit = self._config.tracking.samples_mib << 20
+                self._samples = opened.enter_context(closing(SampleSink(paths.samples, limit)))
                 self._prompts = opened.enter_context(closing(JsonlSink(paths.prompt_scores, clock=None)))
-            if tracking.tensorboard:
-                first = self._taken + 1 if self._taken else 0
-                self.trackers.append(TensorBoardSink(paths.tensorboard, first_step=first))
-                opened.callback(self.trackers[-1].close)
-            for name in _TRACKERS:
-                project = getattr(tracking, name)
-                if project is not None:
-                    self.trackers.append(_open_tracker(name, project, config, paths))
-                    opened.callback(self.trackers[-1].close)
+            for sink in self._open_trackers():
+                self.trackers.append(opened.enter_context(closing(sink)))
             self._opened = opened.pop_all()
         return self
+
+    def _open_trackers(self) -> Iterator[Sink]:
+        tracking = self._config.tracking
+        if tracking.tensorboard:
+            first = self._taken + 1 if self._taken else 0
+            yield TensorBoardSink(self._paths.tensorboard, first_step=first)
+        for name, tracker in _TRACKERS.items():
+            project = getattr(tracking, name)
+            if project is None:
+                continue
+            try:
+                sink = tracker(project, self._paths.path, plain(self._config))
+            except Exception as error:  # whatever the package of a service raises
+                problem = f"tracking.{name} = {project}: {error}"
+                raise RunError(f"{problem}; correct that, or set it to null") from error
+            yield sink
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
@@ -95,8 +101,8 @@ class EvaluationReporter:
         self._lines.write(result.step, result.metrics)
         self.write_samples(result.step, "evaluation", result.samples)
         if self._prompts is not None:
-            for prompt in result.prompts:
-                self._prompts.write(result.step, asdict(prompt))
+            for prompt, scores in result.prompts.items():
+                self._prompts.write(result.step, {"prompt_id": prompt, "scores": scores})
         for sink in self.trackers:
             sink.write(result.step, result.metrics)
         self.console.print(title, markup=False, soft_wrap=True)
@@ -114,14 +120,12 @@ class Summary:
     """The summary of a finished run: summary.json, which omits empty entries.
 
     Args:
-        steps: steps of all attempts.
         seconds: duration of the last attempt.
         start: metrics of the start, such as those of the first sync.
         responses: numbers of `sampled` and `unscored` responses in all attempts.
         evaluation: metrics of the last evaluation.
         export: metrics of the exported model.
         findings: findings of the health checks; `last` is null if one lasted to the end.
-        verdict: sentence on whether the run learned.
     """
 
     stage: str
@@ -145,11 +149,7 @@ class Summary:
 
 
 class Reporter:
-    """Writes the reports of a training run, up to its end or interruption.
-
-    Args:
-        taken: steps that earlier attempts have taken.
-    """
+    """Writes the reports of a training run, up to its end or interruption."""
 
     def __init__(
         self,
@@ -271,13 +271,6 @@ class Reporter:
         return summary
 
 
-def _open_tracker(name: str, project: str, config: RunConfig, paths: RunPaths) -> Sink:
-    try:
-        return ServiceSink(_TRACKERS[name](project, paths.path, config=plain(config)))
-    except Exception as error:  # whatever the package of a service raises
-        raise RunError(f"tracking.{name} = {project}: {error}; correct that, or set it to null") from error
-
-
 def run_columns(config: TrainingConfig) -> dict[str, Column]:
     """Returns the columns of the metrics that a run has, with the limits of healthy values in place of units."""
     limits = shown_limits(config.health.limits)
@@ -293,7 +286,7 @@ def processes(config: TrainingConfig) -> str:
     count = sum(len(config.device_list(group)) for group in config.groups)
     if config.engine_settings is not None:
         count += config.engine_settings.engines
-    text = "1 process" if count == 1 else f"{count} processes"
+    text = counted(count, "process")
     if config.cluster.address is not None:
         text += f" on {counted(config.cluster.nodes, 'node')}"
     return text
@@ -310,9 +303,9 @@ def _fields(sample: ShownSample) -> dict[str, Any]:
 
 def _count_responses(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Returns the totals of all steps; none in a stage that samples no responses."""
-    counts: dict[str, int] = {}
-    for step in lines:
-        if "rewards/unscored" in step:
-            counts["sampled"] = counts.get("sampled", 0) + step["rollout/samples"]
-            counts["unscored"] = counts.get("unscored", 0) + step["rewards/unscored"]
-    return counts
+    steps = [line for line in lines if "rewards/unscored" in line]
+    if not steps:
+        return {}
+    sampled = sum(line["rollout/samples"] for line in steps)
+    unscored = sum(line["rewards/unscored"] for line in steps)
+    return {"sampled": sampled, "unscored": unscored}

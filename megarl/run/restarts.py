@@ -14,7 +14,7 @@ from megarl.texts import counted
 
 IN_JOBS: Final = 3
 """Restarts in a job, which nobody may watch."""
-_JOB_VARIABLES: Final = ("SLURM_JOB_ID", "RAY_JOB_CONFIG_JSON_ENV_VAR")
+_JOB_VARIABLES = ("SLURM_JOB_ID", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 """Environment variables of the jobs of Slurm and Ray."""
 
 

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -101,7 +101,6 @@ def shown_samples(
     Half of the prompts are the same whenever a step has them, the others are spread over the step.
 
     Args:
-        prompts: prompts by id.
         scores: [C], by conversation.
         by_reward: [C] each.
         advantages: [N].
@@ -200,23 +199,19 @@ def _token_columns(
 ) -> dict[str, Sequence[str | float | None]]:
     """Returns the values of a response's tokens, with six digits."""
     ids = chunk.response_ids[sample.row].tolist()
-    mask: list[bool] | None = None
-    if sample.given_tokens and chunk.loss_mask is not None:
+    mask = [True] * len(ids)
+    if chunk.loss_mask is not None:
         mask = chunk.loss_mask[sample.row].tolist()
     tokens: dict[str, Sequence[str | float | None]] = {}
     pieces = texts.pieces(chunk.prompt_ids[sample.row].tolist()[-1:], ids)
     if pieces is not None:
         tokens["text"] = pieces
     for name, column in {"rollout_logprobs": chunk.rollout_logprobs, **columns}.items():
-        values = [float(f"{value:.6g}") for value in column[sample.row].tolist()]
-        if len(values) != len(chunk.rollout_logprobs[sample.row]):  # a sample may be in no optimizer step
-            continue
-        if mask is None:
-            tokens[name] = values
-        else:
+        values = column[sample.row].tolist()
+        if len(values) == sum(mask):  # a sample may be in no optimizer step
             remaining = iter(values)
-            tokens[name] = [next(remaining) if sampled else None for sampled in mask]
-    if mask is not None:
+            tokens[name] = [float(f"{next(remaining):.6g}") if sampled else None for sampled in mask]
+    if not all(mask):
         tokens["loss_mask"] = list(map(int, mask))
     return tokens
 
@@ -234,25 +229,18 @@ def _some_prompts(prompt_ids: Sequence[str], count: int) -> Iterator[int]:
         yield from groups[group]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptScores:
-    """The scores of the responses to a held-out prompt, unweighted, by reward; NaN without a score."""
-
-    prompt_id: str
-    scores: Mapping[str, Sequence[float]]
+PromptScores = Mapping[str, Mapping[str, Sequence[float]]]
+"""The scores of responses, unweighted, by held-out prompt and reward; NaN without a score."""
 
 
-def prompt_scores(
-    samples: Sequence[SampleInfo], by_reward: Mapping[str, npt.NDArray[np.float32]]
-) -> list[PromptScores]:
+def prompt_scores(samples: Sequence[SampleInfo], by_reward: Mapping[str, npt.NDArray[np.float32]]) -> PromptScores:
     """Returns the scores of each prompt, in the order of the samples; `by_reward` are [N] each."""
     by_prompt: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
         by_prompt.setdefault(sample.prompt_id, []).append(index)
-    found: list[PromptScores] = []
+    found: dict[str, dict[str, list[float]]] = {}
     for prompt, rows in by_prompt.items():
-        scores = {name: values[rows].tolist() for name, values in by_reward.items()}
-        found.append(PromptScores(prompt_id=prompt, scores=scores))
+        found[prompt] = {name: values[rows].tolist() for name, values in by_reward.items()}
     return found
 
 
@@ -261,7 +249,6 @@ class StepResult:
     """The metrics of a step and some of its samples.
 
     Args:
-        step: number of the step, from 1.
         metrics: metrics of the step as a whole.
         updates: metrics of each optimizer step.
         failures: failed calls of reward functions, with tracebacks.
@@ -303,4 +290,4 @@ class EvaluationResult:
     step: int
     metrics: Metrics
     samples: Sequence[ShownSample] = ()
-    prompts: Sequence[PromptScores] = ()
+    prompts: PromptScores = field(default_factory=dict)

@@ -12,7 +12,7 @@ from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig, plain
 from megarl.config.problems import shown
 from megarl.run.checkpoints import BrokenCheckpointError, Checkpoint, Checkpoints
 from megarl.run.frozen_weights import FROZEN, FrozenDigests, changed_files, digest_frozen_weights
-from megarl.run.paths import RunPaths, is_locked, read_config
+from megarl.run.paths import RunPaths, field_at, is_locked, read_config
 
 CHOOSE_ANOTHER: Final = "choose another run.dir"
 
@@ -50,10 +50,6 @@ class ResumePoint:
     latest: Checkpoint | None
     finished: bool
     changed: bool
-
-    @property
-    def step(self) -> int:
-        return 0 if self.latest is None else self.latest.step
 
 
 def find_resume_point(
@@ -112,7 +108,7 @@ def describe_run(config: RunConfig) -> str | None:
         return finished_message(config)
     if point.latest is None:
         return "from the beginning: there is no checkpoint yet"
-    return f"after step {point.step}"
+    return f"after step {point.latest.step}"
 
 
 def finished_message(config: TrainingConfig) -> str:
@@ -143,12 +139,15 @@ def compare_configs(
     """Compares a configuration with that of the start; returns what forbids a resume, and whether anything differs."""
     new = yaml.safe_load(yaml.safe_dump(plain(config)))
     fix = "put it back, or start a new run in another run.dir"
-    if _at(old, "stage") != config.stage:  # other differences follow from it
-        rule = f"stays {_at(old, 'stage')} when a run resumes: a run has one stage"
+    stage = old.get("stage", _MISSING)
+    if stage != config.stage:  # other differences follow from it
+        rule = f"stays {stage} when a run resumes: a run has one stage"
         return [Problem(field="stage", value=config.stage, rule=rule, fix=fix)], True
     problems: list[Problem] = []
     for name, why in FIXED.items():
-        for field, kept, given in _differences(name, _at(old, name), _at(new, name)):
+        before = field_at(old, name, _MISSING)
+        after = field_at(new, name, _MISSING)
+        for field, kept, given in _differences(name, before, after):
             rule = f"stays {kept} when a run resumes: {why}"
             problems.append(Problem(field=field, value=given, rule=rule, fix=fix))
     if latest is not None:
@@ -171,16 +170,8 @@ def _changed_weights(config: TrainingConfig, kept: FrozenDigests, now: FrozenDig
     for field, files in changed_files(kept, now).items():
         rule = f"has the files that the run was started with; {', '.join(files)} changed, which a frozen role loads"
         fix = "restore these files, or start a new run in another run.dir"
-        yield Problem(field=field, value=str(_at(config.model_dump(), field)), rule=rule, fix=fix)
-
-
-def _at(fields: Any, path: str) -> Any:
-    """Returns the entry of a nested dict at a dotted path."""
-    for key in path.split("."):
-        if not isinstance(fields, Mapping):
-            return _MISSING
-        fields = cast(Mapping[str, Any], fields).get(key, _MISSING)
-    return fields
+        value = str(field_at(config.model_dump(), field))
+        yield Problem(field=field, value=value, rule=rule, fix=fix)
 
 
 def _differences(field: str, kept: Any, given: Any) -> Iterator[tuple[str, str, str]]:

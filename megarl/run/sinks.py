@@ -191,108 +191,93 @@ class TensorBoardSink:
         self._file.write(self._proto.Event(wall_time=time.time(), **fields).SerializeToString())
 
 
-class WandbSink:
+class ServiceSink:
+    """Writes to a service, and prints what that raises: a run does not end with what shows it.
+
+    Args:
+        name: name of the service, in messages.
+        write, close: functions like those of a sink.
+    """
+
+    def __init__(self, name: str, write: Callable[[int, Metrics], object], close: Callable[[], object]) -> None:
+        self._name = name
+        self._write = write
+        self._close = close
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        self._try(f"write step {step}", partial(self._write, step, metrics))
+
+    def close(self) -> None:
+        self._try("close", self._close)
+
+    def _try(self, what: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:
+            print(f"{self._name} cannot {what}: {error}", file=sys.stderr, flush=True)
+
+
+def open_wandb(project: str, directory: Path, config: Mapping[str, Any]) -> ServiceSink:
     """Logs to a run of Weights & Biases, the same one after a resume.
 
     wandb starts a process, which ends when the sink is closed. Its environment variables
     apply: with `WANDB_MODE=offline` everything stays in the directory, which also has
     the id of its run.
     """
+    import wandb
 
-    def __init__(self, project: str, directory: Path, *, config: Mapping[str, Any]) -> None:
-        import wandb
+    run = wandb.init(
+        project=project,
+        name=directory.absolute().name,
+        dir=str(directory),
+        id=_kept(directory / "wandb_id", lambda: secrets.token_hex(4)),
+        resume="allow",
+        config=dict(config),
+        settings=wandb.Settings(console="off", silent=True),
+    )
+    # wandb's own steps must not go back, as those of evaluations beside the training do, and of a resumed run.
+    run.define_metric("*", step_metric="step")
 
-        self._wandb = wandb
-        self._run = wandb.init(
-            project=project,
-            name=directory.absolute().name,
-            dir=str(directory),
-            id=_kept(directory / "wandb_id", lambda: secrets.token_hex(4)),
-            resume="allow",
-            config=dict(config),
-            settings=wandb.Settings(console="off", silent=True),
-        )
-        # wandb's own steps must not go back, as those of evaluations beside the training do, and of a resumed run.
-        self._run.define_metric("*", step_metric="step")
+    def close() -> None:
+        run.finish()
+        wandb.teardown()
 
-    def write(self, step: int, metrics: Metrics) -> None:
-        self._run.log({**metrics, "step": step})
-
-    def close(self) -> None:
-        """Uploads what is pending, and ends wandb's process."""
-        self._run.finish()
-        self._wandb.teardown()
+    return ServiceSink("wandb", lambda step, metrics: run.log({**metrics, "step": step}), close)
 
 
-class ServiceSink:
-    """Writes to the sink of a service, and prints what that raises: a run does not end with what shows it."""
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-
-    def write(self, step: int, metrics: Metrics) -> None:
-        self._try(f"write step {step}", partial(self._sink.write, step, metrics))
-
-    def close(self) -> None:
-        self._try("close", self._sink.close)
-
-    def _try(self, what: str, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:
-            print(f"{type(self._sink).__name__} cannot {what}: {error}", file=sys.stderr, flush=True)
-
-
-class MlflowSink:
+def open_mlflow(experiment: str, directory: Path, config: Mapping[str, Any]) -> ServiceSink:
     """Logs to a run of an experiment of MLflow, the same one after a resume; its parameters are the configuration.
 
     MLflow's environment variables apply: `MLFLOW_TRACKING_URI` says where. The
     directory has the id of its run.
     """
+    import mlflow  # pyright: ignore[reportMissingImports]
 
-    def __init__(self, experiment: str, directory: Path, *, config: Mapping[str, Any]) -> None:
-        import mlflow  # pyright: ignore[reportMissingImports]
-
-        self._mlflow = mlflow
-        mlflow.set_experiment(experiment)
-        file = directory / "mlflow_id"
-        resumes = file.exists()
-        name = directory.absolute().name
-        # A new run is created first: its id is kept before anything is logged.
-        run_id = _kept(file, lambda: mlflow.start_run(run_name=name, log_system_metrics=False).info.run_id)
-        if resumes:
-            mlflow.start_run(run_id=run_id, log_system_metrics=False)
-        else:
-            mlflow.log_params(dict(flat(config)))
-
-    def write(self, step: int, metrics: Metrics) -> None:
-        self._mlflow.log_metrics(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
+    mlflow.set_experiment(experiment)
+    file = directory / "mlflow_id"
+    resumes = file.exists()
+    name = directory.absolute().name
+    # A new run is created first: its id is kept before anything is logged.
+    run_id = _kept(file, lambda: mlflow.start_run(run_name=name, log_system_metrics=False).info.run_id)
+    if resumes:
+        mlflow.start_run(run_id=run_id, log_system_metrics=False)
+    else:
+        mlflow.log_params(dict(flat(config)))
+    return ServiceSink("mlflow", lambda step, metrics: mlflow.log_metrics(dict(metrics), step=step), mlflow.end_run)
 
 
-class TrackioSink:
+def open_trackio(project: str, directory: Path, config: Mapping[str, Any]) -> ServiceSink:
     """Logs to a run of a project of Trackio, the same one after a resume.
 
     Trackio's environment variables apply: `TRACKIO_DIR` says where. The directory has
     the name of its run.
     """
+    import trackio  # pyright: ignore[reportMissingImports]
 
-    def __init__(self, project: str, directory: Path, *, config: Mapping[str, Any]) -> None:
-        import trackio  # pyright: ignore[reportMissingImports]
-
-        # Trackio resumes by the name: a run of another directory may be called the same.
-        name = _kept(directory / "trackio_name", lambda: f"{directory.absolute().name}-{secrets.token_hex(4)}")
-        self._run = trackio.init(
-            project=project, name=name, config=dict(config), resume="allow", embed=False, auto_log_gpu=False
-        )
-
-    def write(self, step: int, metrics: Metrics) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    # Trackio resumes by the name: a run of another directory may be called the same.
+    name = _kept(directory / "trackio_name", lambda: f"{directory.absolute().name}-{secrets.token_hex(4)}")
+    run = trackio.init(project=project, name=name, config=dict(config), resume="allow", embed=False, auto_log_gpu=False)
+    return ServiceSink("trackio", lambda step, metrics: run.log(dict(metrics), step=step), run.finish)
 
 
 def _kept(file: Path, make: Callable[[], str]) -> str:

@@ -22,12 +22,7 @@ def stopwatch() -> Callable[[], float]:
 
 
 class Timers:
-    """Sums seconds by phase: `with timers("rollout"): ...`.
-
-    Args:
-        entered: function that is called with the name of each phase that begins.
-        clock: monotonic seconds.
-    """
+    """Sums seconds by phase: `with timers("rollout"): ...`. `entered` gets each name."""
 
     def __init__(
         self, entered: Callable[[str], None] | None = None, clock: Callable[[], float] = time.perf_counter

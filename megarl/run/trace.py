@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from megarl.cluster.spans import WAIT, Span
 from megarl.files import write_errors
@@ -23,7 +23,7 @@ _DRIVER = "driver"
 _MIN_PHASE_S = 1e-4
 _LIMIT_BYTES = 64 << 20
 _TAIL_BYTES = 1 << 16
-_COUNTERS: Final = ("rollout/queue_depth", "rollout/engine_idle", "staleness/mean")
+_COUNTERS = ("rollout/queue_depth", "rollout/engine_idle", "staleness/mean")
 """Metrics that are also in the trace."""
 
 

@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
-from typing import Final
 
 from megarl.run.display import short
 from megarl.run.health import HealthFinding, Line
 
-_INTERVAL: Final = "_ci95"
+_INTERVAL = "_ci95"
 _SCORE = "eval/score"
 _OTHERS = ("eval/response_length", "eval/truncated_fraction")
 """Metrics of evaluations with an interval that are no scores."""
@@ -53,6 +52,7 @@ def judge(lines: Sequence[Line], evaluations: Sequence[Line], findings: Sequence
 
     Args:
         lines, evaluations: lines of all steps, as in the files.
+        findings: in the order of their first steps.
     """
     metric, points = _history(lines, evaluations)
     if not points:
@@ -69,10 +69,9 @@ def judge(lines: Sequence[Line], evaluations: Sequence[Line], findings: Sequence
     if best.beats(last, sign) and 2 * lost > gained:
         fallen = next(point.step for point in points if point.step > best.step and best.beats(point, sign))
         harmful = [finding for finding in findings if finding.check.harmful and best.step < finding.first <= fallen]
-        cause = min(harmful, key=lambda finding: finding.first, default=None)
         peak = "" if best is first else f", best {best} at step {best.step}"
-        if cause is not None:
-            return f"collapsed at step {cause.first}: {measured}{peak}; {cause.text}"
+        if harmful:
+            return f"collapsed at step {harmful[0].first}: {measured}{peak}; {harmful[0].text}"
         if best.beats(first, sign):
             return f"collapsed at step {fallen}: {measured}{peak}"
     lasting = [finding for finding in findings if finding.last is None]

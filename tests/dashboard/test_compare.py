@@ -22,7 +22,9 @@ def write(run: Path, scores: dict[int, dict[str, list[float | None]]]) -> str:
         for prompt, scores in prompts.items()
     ]
     (run / "prompt_scores.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (run / "samples.jsonl").write_text(json.dumps({"prompt_id": "b", "prompt": "what is [b]?"}) + "\n")
+    samples = [("evaluation", "what is [b]?"), ("train", "another prompt of this number")]
+    lines = [json.dumps({"kind": kind, "prompt_id": "b", "prompt": prompt}) + "\n" for kind, prompt in samples]
+    (run / "samples.jsonl").write_text("".join(lines))
     return str(run)
 
 
@@ -72,7 +74,12 @@ def test_the_last_evaluations_of_two_runs_are_compared(run: str, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
-    [(["0", "6"], "those after 0, 5, 9"), (["nowhere"], "no evaluation"), (["5"], "a run and two steps")],
+    [
+        (["0", "6"], "those after 0, 5, 9"),
+        (["nowhere"], "no evaluation"),
+        (["5"], "a run and two steps"),
+        (["0", "²"], "a run and two steps"),
+    ],
 )
 def test_runs_that_cannot_be_compared_are_reported(run: str, arguments: list[str], reason: str) -> None:
     result = compare(run, *arguments)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.files import FileRecord
+from megarl.run.directory import RunDirectory
 
 
 def write_role(directory: Path, ranks: int, seed: int = 0, nbytes: int = 1000) -> list[list[FileRecord]]:
@@ -29,8 +30,21 @@ def write_roles(
     return {role: write_role(staged / role, 2, seed + index) for index, role in enumerate(roles)}
 
 
+def save(directory: RunDirectory, step: int) -> None:
+    """Commits a checkpoint of the roles."""
+    directory.commit(step, write_roles(directory.checkpoints.stage(step)), {"version": step})
+
+
+class Clock:
+    """The time of day, which a test moves."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def content(directory: Path) -> dict[str, bytes]:
     """Every file below a directory."""
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
-    }
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,22 +29,15 @@ def test_an_attempt_has_a_start_line_and_an_end_line(file: Path, monkeypatch: py
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     AttemptLog(file, clock=lambda: next(times)).start(6)
-    here = {"host": socket.gethostname(), "pid": os.getpid()}
+    here: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid()}
+    end: dict[str, Any] = {"time": 160.5, "step": 7, "reason": "run error", "message": "train rank 3 died\nünd so"}
     assert [json.loads(line) for line in file.read_text().splitlines()] == [
         {"event": "start", "number": 1, "time": 100.0, "step": 0, **here, "job": None, "restart": 0},
-        {
-            "event": "end",
-            "number": 1,
-            "time": 160.5,
-            "step": 7,
-            "reason": "run error",
-            "message": "train rank 3 died\nünd so",
-        },
+        {"event": "end", "number": 1, **end},
         {"event": "start", "number": 2, "time": 200.0, "step": 6, **here, "job": "4711", "restart": 1},
     ]
-    end = AttemptEnd(time=160.5, step=7, reason="run error", message="train rank 3 died\nünd so")
     assert read_attempts(file) == [
-        Attempt(number=1, time=100.0, step=0, **here, end=end),
+        Attempt(number=1, time=100.0, step=0, **here, end=AttemptEnd(**end)),
         Attempt(number=2, time=200.0, step=6, **here, job="4711", restart=1),
     ]
 
@@ -55,11 +49,8 @@ def test_a_truncated_line_of_a_killed_process_is_ignored(file: Path) -> None:
     log = AttemptLog(file)
     log.start(4)
     log.end(9, "finished")
-    attempts = read_attempts(file)
-    assert [(attempt.number, attempt.step, attempt.end and attempt.end.step) for attempt in attempts] == [
-        (1, 0, None),
-        (2, 4, 9),
-    ]
+    steps = [(attempt.number, attempt.step, attempt.end and attempt.end.step) for attempt in read_attempts(file)]
+    assert steps == [(1, 0, None), (2, 4, 9)]
     assert len(file.read_text().splitlines()) == 4
 
 

@@ -13,10 +13,9 @@ import pytest
 
 from megarl.config import ConfigError, RunConfig, load
 from megarl.run.directory import RunDirectory
-from tests.run.staging import content, write_roles
+from tests.run.staging import content, save, write_roles
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
-FILES = ("metrics.jsonl", "updates.jsonl", "evaluations.jsonl", "samples.jsonl")
 
 
 def debug(run: Path, *overrides: str) -> RunConfig:
@@ -26,7 +25,7 @@ def debug(run: Path, *overrides: str) -> RunConfig:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run that was killed after its seventh step; its checkpoints are of the third and the sixth."""
-    path = tmp_path / "run"
+    path = tmp_path / "some" / "run"
     with closing(RunDirectory(debug(path))) as directory:
         assert (directory.latest, directory.finished) == (None, False)
         for step in range(8):
@@ -36,10 +35,6 @@ def run(tmp_path: Path) -> Path:
         directory.checkpoints.stage(9)  # close removes it
     (path / "checkpoints" / ".step-8.staged").mkdir()
     return path
-
-
-def save(directory: RunDirectory, step: int) -> None:
-    directory.commit(step, write_roles(directory.checkpoints.stage(step)), {"version": step})
 
 
 def report(directory: RunDirectory, step: int) -> None:
@@ -62,13 +57,6 @@ def problems(config: RunConfig) -> list[str]:
         RunDirectory(config)
     assert {name: data for name, data in content(path).items() if "checkpoints/." not in name} == before
     return [problem.field for problem in refusal.value.problems]
-
-
-def test_a_new_directory_has_the_configuration(tmp_path: Path) -> None:
-    config = debug(tmp_path / "some" / "run")
-    with closing(RunDirectory(config)) as directory:
-        assert (directory.latest, directory.finished) == (None, False)
-        assert load(directory.path / "config.yaml") == config
 
 
 def test_a_run_resumes_at_its_latest_checkpoint(run: Path) -> None:
@@ -96,7 +84,8 @@ def test_a_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
         report(directory, 1)
     with closing(RunDirectory(config)) as directory:
         assert directory.latest is None
-        assert [(tmp_path / name).read_text() for name in FILES] == [""] * 4
+        for path in (directory.metrics, directory.updates, directory.evaluations, directory.samples):
+            assert path.read_text() == ""
 
 
 MAY_CHANGE = [
@@ -147,11 +136,8 @@ def test_settings_that_affect_the_checkpoint_may_not_change(run: Path) -> None:
     assert all("another run.dir" in problem.fix for problem in refusal.value.problems if problem.field != "run.steps")
 
 
-def test_another_stage_is_one_problem(run: Path) -> None:
+def test_another_stage_or_source_of_data_is_refused(run: Path, tmp_path: Path) -> None:
     assert problems(load(DEBUG.with_stem("sft"), [f"run.dir={run}"])) == ["stage"]
-
-
-def test_another_data_source_is_refused_by_field(run: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"token_ids": [1]}\n')
     found = problems(debug(run, "data.random=null", f"data.prompts={prompts}"))

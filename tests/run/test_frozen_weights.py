@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from megarl.config import ConfigError, TrainingConfig
 from megarl.run.directory import RunDirectory
 from megarl.run.frozen_weights import changed_files, digest_frozen_weights
 from tests.config.debug import debug
-from tests.run.staging import write_roles
+from tests.run.staging import save, write_roles
 
 MIB = 1 << 20
 
@@ -40,11 +39,6 @@ def config(tmp_path: Path) -> TrainingConfig:
     )
 
 
-def commit(config: TrainingConfig) -> None:
-    with closing(RunDirectory(config)) as directory:
-        directory.commit(1, write_roles(directory.checkpoints.stage(1)), {"version": 1})
-
-
 def exchange(file: Path) -> None:
     """Other values of the same shapes."""
     save_file({file.stem if file.stem in "ab" else "w": np.ones(8, np.float32)}, file)
@@ -59,7 +53,8 @@ def exchange(file: Path) -> None:
     ],
 )
 def test_replaced_weights_are_refused(config: TrainingConfig, tmp_path: Path, file: str, field: str) -> None:
-    commit(config)
+    with closing(RunDirectory(config)) as directory:
+        save(directory, 1)
     before = (tmp_path / file).read_bytes()
     (tmp_path / file).write_bytes(before + b"\n")
     with pytest.raises(ConfigError) as refusal:
@@ -78,7 +73,7 @@ def test_the_digests_are_taken_at_the_start(config: TrainingConfig, tmp_path: Pa
     """Files that are replaced while the run has them loaded are detected, too."""
     with closing(RunDirectory(config)) as directory:
         exchange(tmp_path / "reward" / "model.safetensors")
-        directory.commit(1, write_roles(directory.checkpoints.stage(1)), {})
+        save(directory, 1)
     with pytest.raises(ConfigError, match=r"reward\.path"):
         RunDirectory(config)
 
@@ -95,32 +90,18 @@ def test_checkpoints_without_digests_are_resumed(config: TrainingConfig) -> None
     RunDirectory(config).close()
 
 
-def grown(content: bytearray) -> None:
-    content.append(0)
-
-
-def header(content: bytearray) -> None:
-    content[9] ^= 1
-
-
-def last_byte(content: bytearray) -> None:
-    content[-1] ^= 1
-
-
-def one_value_in_fifty_thousand(content: bytearray) -> None:
-    content[12345 :: 4 * 50_000] = bytes(value ^ 1 for value in content[12345 :: 4 * 50_000])
-
-
-@pytest.mark.parametrize("change", [grown, header, last_byte, one_value_in_fifty_thousand])
-def test_a_large_file_is_read_in_parts(
-    config: TrainingConfig, tmp_path: Path, change: Callable[[bytearray], None]
-) -> None:
+@pytest.mark.parametrize("changed", [slice(9, 10), slice(-1, None), slice(12345, None, 4 * 50_000), None])
+def test_a_large_file_is_read_in_parts(config: TrainingConfig, tmp_path: Path, changed: slice | None) -> None:
+    """A change in its header, in its last byte, and in one value of fifty thousand is noticed; and another size."""
     file = tmp_path / "reward" / "model.safetensors"
     save_file({"w": np.arange(10 * MIB, dtype=np.float32)}, file)
     before = digest_frozen_weights(config)
     content = bytearray(file.read_bytes())
     assert len(content) > 40 * MIB
-    change(content)
+    if changed is None:
+        content.append(0)
+    else:
+        content[changed] = bytes(value ^ 1 for value in content[changed])
     file.write_bytes(content)
     assert changed_files(before, digest_frozen_weights(config)) == {"reward.path": ["model.safetensors"]}
 

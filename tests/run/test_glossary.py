@@ -25,15 +25,11 @@ SOURCES = [file for part in PARTS for file in PACKAGE.glob(f"{part}/*.py")]
 
 
 def undescribed(names: set[str]) -> set[str]:
-    """Those of these metrics that the page does not describe; ``FUNCTION`` on the page stands for any name."""
-    patterns = [re.compile(_PLACEHOLDER.sub(r"\\w+", name)) for name in _described()]
-    return {name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)}
-
-
-def _described() -> set[str]:
-    """The names in the first column of the page's tables."""
+    """Those of these metrics that are in no first column of the page's tables; ``FUNCTION`` there is any name."""
     rows = re.findall(r"^\| (`.*?`) \|", _PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    described = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    patterns = [re.compile(_PLACEHOLDER.sub(r"\\w+", name)) for name in described]
+    return {name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)}
 
 
 def literals(source: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from megarl.cluster import cpu_threads
 from megarl.config import ConfigError, load
 from megarl.run.directory import EvaluationDirectory, RunDirectory
 from tests.config.debug import REPOSITORY, debug
-from tests.run.staging import content, write_roles
+from tests.run.staging import content, save
 
 CONFIGS = REPOSITORY / "configs" / "debug"
 AUTO = "cluster.threads_per_device=auto"
@@ -27,10 +27,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with closing(RunDirectory(debug(f"run.dir={path}", "run.steps=10"))) as directory:
         save(directory, 6)
     return path
-
-
-def save(directory: RunDirectory, step: int) -> None:
-    directory.commit(step, write_roles(directory.checkpoints.stage(step)), {"version": step})
 
 
 def plan(run: Path, *overrides: str, stage: str = "ppo") -> Result:

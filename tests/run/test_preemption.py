@@ -12,23 +12,14 @@ import pytest
 
 from megarl.cluster.calls import WorkerError
 from megarl.cluster.driver_environment import interrupts_raise
-from megarl.config import TrainingConfig, load
 from megarl.errors import PreemptedError
 from megarl.run.preemption import Preemption, end_of_time
 from megarl.run.timers import process_age
-from tests.config.debug import DEBUG
+from tests.config.debug import debug
 from tests.loop.answers import run
+from tests.run.staging import Clock
 
 SECOND_S = 5.0
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -76,30 +67,28 @@ def test_sigterm_after_a_signal_ends_a_run_at_once(first: signal.Signals) -> Non
             send(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("first", ["the loss", "the signal"])
-def test_a_process_that_the_signal_of_a_job_ended_is_an_interrupt(first: str) -> None:
-    """Slurm signals the ranks, too, some before the driver."""
-    late = threading.Timer(0.2, send, [signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("before", "after", "error"),
+    [
+        (signal.SIGTERM, None, SystemExit),
+        (signal.SIGUSR1, signal.SIGTERM, SystemExit),
+        (signal.SIGUSR1, None, WorkerError),
+    ],
+)
+def test_a_process_that_the_signal_of_a_job_ended_is_an_interrupt(
+    before: int, after: int | None, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm signals the ranks, too, some before the driver; without SIGTERM a lost process is an error."""
+    monkeypatch.setattr("megarl.run.preemption._LATE_S", 0.1 if after is None else SECOND_S)
 
     def lose_a_process() -> None:
         with Preemption(SECOND_S, None, in_job=True):
-            if first == "the signal":
-                send(signal.SIGTERM)
-            else:
-                late.start()
+            send(before)
+            if after is not None:
+                threading.Timer(0.1, send, [after]).start()
             raise WorkerError("train rank 1 died")
 
-    with pytest.raises(SystemExit):
-        lose_a_process()
-
-
-def test_a_lost_process_is_an_error_without_sigterm() -> None:
-    def lose_a_process() -> None:
-        with Preemption(SECOND_S, None):
-            send(signal.SIGUSR1)
-            raise WorkerError("train rank 1 died")
-
-    with pytest.raises(WorkerError):
+    with pytest.raises(error):
         lose_a_process()
 
 
@@ -158,25 +147,19 @@ def test_the_first_checkpoint_is_taken_to_be_as_long_as_the_longest_step(clock: 
             assert preemption.leaves() == leaves
 
 
-def configured(*overrides: str) -> TrainingConfig:
-    config = load(DEBUG, [*overrides])
-    assert isinstance(config, TrainingConfig)
-    return config
-
-
 @pytest.mark.parametrize(("written", "seconds"), [("4:00:00", 14400), ("'0:30:00'", 1800), ("90", 90), ("1:30", 90)])
 def test_a_time_limit_is_of_the_process(written: str, seconds: float) -> None:
-    run = configured(f"run.time_limit={written}").run
+    run = debug(f"run.time_limit={written}").run
     assert run.time_limit == seconds
     end = end_of_time(run, {})
     assert end == pytest.approx(time.time() - process_age() + seconds, abs=1)
 
 
 def test_the_end_of_the_slurm_job_holds_as_well() -> None:
-    run = configured().run
+    run = debug().run
     assert end_of_time(run, {}) is None
     assert end_of_time(run, {"SLURM_JOB_END_TIME": "0"}) is None
     assert end_of_time(run, {"SLURM_JOB_END_TIME": "1700000000"}) == 1_700_000_000
-    limited = configured("run.time_limit=1000000").run
+    limited = debug("run.time_limit=1000000").run
     assert end_of_time(limited, {"SLURM_JOB_END_TIME": "1700000000"}) == 1_700_000_000
     assert end_of_time(limited, {"SLURM_JOB_END_TIME": "9700000000"}) == pytest.approx(end_of_time(limited, {}))

@@ -16,7 +16,7 @@ from megarl.config.schema import Correction
 from megarl.errors import RunError
 from megarl.run.directory import RunDirectory
 from megarl.run.report import Reporter, run_columns
-from megarl.run.results import EvaluationResult, PromptScores, StepResult
+from megarl.run.results import EvaluationResult, StepResult
 from megarl.stages.ppo.config import PPOConfig
 from tests.config.debug import DEBUG
 from tests.run.test_samples import SAMPLE
@@ -27,7 +27,7 @@ RESULT = StepResult(
     updates=[{"policy/loss": 1.0, "value/loss": -1.0}, {"policy/loss": 2.0, "value/loss": 3.0}],
     samples=[SAMPLE],
 )
-SCORES = [PromptScores(prompt_id="p", scores={"exact": [0.0, math.nan]})]
+SCORES = {"p": {"exact": [0.0, math.nan]}}
 METRICS = {"eval/exact": 0.25, "eval/exact_ci95": 0.1}
 EVALUATION = EvaluationResult(step=1, metrics=METRICS, samples=[SAMPLE], prompts=SCORES)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,23 +55,8 @@ def test_every_sample_is_a_line_and_a_second_writer_appends(tmp_path: Path) -> N
         for step in (1, 2)
         for kind, sample in (("train", "p1/0"), ("train", "p1/1"), ("evaluation", "p1/0"))
     ]
-    assert lines[0] == {
-        "step": 1,
-        "kind": "train",
-        "sample_id": "p1/0",
-        "prompt_id": "p1",
-        "prompt": "up ba:",
-        "response": "ab",
-        "text": "up ba:ab<eos>",
-        "fields": {"answer": "ab"},
-        "prompt_tokens": 6,
-        "response_tokens": 3,
-        "versions": [0],
-        "finished": True,
-        "score": 0.5,
-        "scores": {"reward_model": 0.25, "exact_match": 1.0},
-        "advantage": None,
-    }
+    fields = {name: value for name, value in asdict(SAMPLE).items() if name not in ("tokens", "turns", "outcome")}
+    assert lines[0] == {"step": 1, "kind": "train", **fields, "versions": [0]}
     assert lines[1]["prompt"] == [5, 6]
 
 
@@ -79,14 +64,14 @@ STEP_BYTES = 150_000
 """Of a step below: more than 1 MiB are seven of them."""
 
 
-def written(paths: RunPaths, steps: Iterable[int], every: int = 4) -> None:
-    """Writes steps of a run whose file has at most 1 MiB, with a short evaluation after some of them."""
+def written(paths: RunPaths, steps: Iterable[int], half_bytes: int = STEP_BYTES // 2) -> None:
+    """Writes steps of a run whose file has at most 1 MiB, with a short evaluation after every fourth one."""
     config = load(DEBUG, ["tracking.tensorboard=false", "tracking.samples_mib=1"])
     with EvaluationReporter(config, paths) as reporter:
         for step in steps:
-            half = replace(SAMPLE, response="é" * (STEP_BYTES // 4))
+            half = replace(SAMPLE, response="é" * (half_bytes // 2))
             reporter.write_samples(step, "train", [half, replace(half, sample_id="p1/1")])
-            if step % every == 0:
+            if step % 4 == 0:
                 reporter.write_samples(step, "evaluation", [SAMPLE])
 
 
@@ -118,10 +103,8 @@ def test_a_full_file_has_fewer_steps_of_its_beginning(tmp_path: Path, capsys: py
 
 
 def test_the_newest_steps_stay_even_if_they_are_too_large(tmp_path: Path) -> None:
-    config, paths = load(DEBUG, ["tracking.tensorboard=false", "tracking.samples_mib=1"]), RunPaths(tmp_path)
-    with EvaluationReporter(config, paths) as reporter:
-        for step in range(1, 8):
-            reporter.write_samples(step, "train", [replace(SAMPLE, response="x" * (2 << 20))])
+    paths = RunPaths(tmp_path)
+    written(paths, range(1, 8), half_bytes=1 << 20)
     assert steps_of(paths.samples, "train") == [1, 6, 7]
 
 
@@ -257,7 +240,6 @@ def test_fixed_prompts_are_written_in_every_step_that_has_them() -> None:
 
 def test_scores_belong_to_their_responses() -> None:
     values = {"own": np.array([1, 0, np.nan], dtype=np.float32)}
-    first, second = prompt_scores(rollouts(["a", "a", "b"]).samples, values)
-    assert (first.prompt_id, first.scores) == ("a", {"own": [1.0, 0.0]})
-    assert second.prompt_id == "b"
-    assert np.isnan(second.scores["own"]).all()
+    scores = prompt_scores(rollouts(["a", "a", "b"]).samples, values)
+    assert scores["a"] == {"own": [1.0, 0.0]}
+    assert np.isnan(scores["b"]["own"]).all()

@@ -11,23 +11,15 @@ import pytest
 from megarl.cluster.spans import WAIT, Span
 from megarl.run.attempts import Attempt
 from megarl.run.trace import Trace
+from tests.run.staging import Clock
 
 ATTEMPTS = [Attempt(number=number, time=1000.0 * number, step=0, host="n1", pid=7) for number in (1, 2)]
-
-
-class Clock:
-    """The time of day, which the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.5
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
+    clock.now += 0.5
     monkeypatch.setattr("time.time", clock)
     return clock
 

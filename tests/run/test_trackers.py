@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.run.sinks import MlflowSink, TrackioSink
+from megarl.run.sinks import open_mlflow, open_trackio
 
 CONFIG = {"run": {"steps": 2}, "algo": {"kl": {"coef": 0.5}}}
 
@@ -18,7 +18,7 @@ def test_a_run_of_mlflow_goes_on_after_a_resume(tmp_path: Path, monkeypatch: pyt
     for name in ("MLFLOW_DISABLE_TELEMETRY", "MLFLOW_ALLOW_FILE_STORE"):  # mlflow-skinny has no other store of its own
         monkeypatch.setenv(name, "true")
     for step in (1, 2):
-        sink = MlflowSink("mine", tmp_path / "ppo", config=CONFIG)
+        sink = open_mlflow("mine", tmp_path / "ppo", CONFIG)
         sink.write(step, {"objective/kl": 0.5 * step})
         sink.write(step - 1, {"eval/exact": 0.25})  # of an evaluation that ended late
         sink.close()
@@ -36,7 +36,7 @@ def test_a_run_of_trackio_goes_on_after_a_resume(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
     trackio = pytest.importorskip("trackio")
     for step in (1, 2):
-        sink = TrackioSink("mine", tmp_path / "ppo", config=CONFIG)
+        sink = open_trackio("mine", tmp_path / "ppo", CONFIG)
         sink.write(step, {"objective/kl": 0.5 * step})
         sink.write(step - 1, {"eval/exact": 0.25})  # of an evaluation that ended late
         sink.close()

@@ -26,7 +26,7 @@ from megarl.run.health import (
     metric_values,
     shortened,
 )
-from megarl.run.paths import JOB_END, JOBS, RunPaths, is_locked, read_config
+from megarl.run.paths import JOB_END, JOBS, RunPaths, field_at, is_locked, read_config
 from megarl.run.sinks import WRITTEN
 
 StateName = Literal[
@@ -61,7 +61,7 @@ def _is_run(path: Path) -> bool:
     return any(os.path.exists(file) for file in files)  # False if not readable
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunState:
     """The state of a run.
 
@@ -90,8 +90,7 @@ class Progress:
 
     Args:
         step: last step; 0 before the first.
-        steps: number of the run's steps; None if the configuration has none, as of a
-            standalone evaluation.
+        steps: steps of the whole run; None of a standalone evaluation.
         stepped: time at which the last step was written; None before the first.
     """
 
@@ -126,8 +125,7 @@ class RunStatus:
         seconds_left: remaining seconds of a running run, if known.
         metrics: metrics of the last step.
         troubles: warnings about the last steps, a sentence each.
-        verdict: sentence on whether a finished run learned; empty if unknown.
-        checkpoints: committed checkpoints, in order.
+        verdict: whether a finished run learned; empty if unknown.
         unfinished: step of a checkpoint that is being written, or whose writer was killed.
         logs: directory with the output of each process.
         job_logs: directory with the logs of the Slurm job, if any.
@@ -153,9 +151,7 @@ class RunStatus:
 def read_status(run_dir: Path, now: float | None = None, host: str | None = None) -> RunStatus:
     """Reads the status of a run, in a time that does not depend on its length; raises OSError on an unreadable file.
 
-    Args:
-        now: seconds since 1970; None: the present.
-        host: name of this machine; None: the system's.
+    `now` are seconds since 1970, `host` is the name of this machine.
     """
     if now is None:
         now = time.time()
@@ -190,7 +186,7 @@ def _state(run: RunPaths, attempts: Sequence[Attempt], written: float | None, ho
     """Returns the state by the lock and the last attempt or, for a process that is not visible, by the last write."""
     locked = is_locked(run.lock)
     if locked:
-        return RunState(name="running")
+        return RunState("running")
     active = written or 0.0
     if attempts:
         attempt = attempts[-1]
@@ -203,42 +199,37 @@ def _state(run: RunPaths, attempts: Sequence[Attempt], written: float | None, ho
             if job_logs is not None:  # Ray ends the driver whose raylet ends (ray 2.60)
                 reason = read_config(Path(job_logs, JOB_END)).get("reason")
                 message = f"{message}; its job ended: {reason}" if reason else message
-            return RunState(name="killed", message=message, since=written)
+            return RunState("killed", message, written)
         active = max(active, attempt.time)
     if run.finished:
-        return RunState(name="finished")
+        return RunState("finished")
     if not active:
-        return RunState(name="waiting")
+        return RunState("waiting")
     if now - active > _SILENT_S:
-        return RunState(name="silent")
-    return RunState(name="running")
+        return RunState("silent")
+    return RunState("running")
 
 
 def _ended(end: AttemptEnd, *, finished: bool) -> RunState:
     if finished or end.reason == "finished":
-        return RunState(name="finished", since=end.time)
-    if end.reason == "profiled":
-        return RunState(name="profiled", since=end.time)
-    if end.reason in ("preempted", "interrupted"):
-        return RunState(name=end.reason, message=end.message, since=end.time)
-    return RunState(name="failed", message=end.message, since=end.time)
+        return RunState("finished", since=end.time)
+    name: StateName = "failed"
+    if end.reason in ("profiled", "preempted", "interrupted"):
+        name = end.reason
+    return RunState(name, end.message, end.time)
 
 
 def _progress(
     config: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt], written: float
 ) -> Progress:
-    section = config.get("run")
-    steps = section.get("steps") if isinstance(section, Mapping) else None
+    steps = field_at(config, "run.steps")
     if not isinstance(steps, int):
         steps = None
     if not lines:
         return Progress(step=0, steps=steps, stepped=None, pace=None)
-    return Progress(
-        step=lines[-1]["step"],
-        steps=steps,
-        stepped=lines[-1].get(WRITTEN) or written,
-        pace=measure_pace(lines, [attempt.time for attempt in attempts]),
-    )
+    last = lines[-1]
+    pace = measure_pace(lines, [attempt.time for attempt in attempts])
+    return Progress(step=last["step"], steps=steps, stepped=last.get(WRITTEN) or written, pace=pace)
 
 
 def measure_pace(lines: Lines, starts: Sequence[float]) -> Pace | None:

@@ -74,7 +74,7 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
 def _state(status: RunStatus) -> str:
     state = status.state
     if state.since is not None:
-        return f"{state.name} {ago(state.since, status.now)} ({clock(state.since, status.now)})"
+        return f"{state.name} {ago(state.since, status.now)}"
     text = state.name
     if state.name in ("running", "silent") and status.attempts:
         last = status.attempts[-1]
@@ -82,7 +82,7 @@ def _state(status: RunStatus) -> str:
         if last.job is not None:
             text += f" (job {last.job})"
     if status.written is not None:
-        text += f", last written {ago(status.written, status.now)} ({clock(status.written, status.now)})"
+        text += f", last written {ago(status.written, status.now)}"
     return text
 
 
@@ -94,7 +94,7 @@ def _progress(status: RunStatus) -> Iterator[tuple[str, str]]:
     if progress.steps:
         text += f" ({100 * progress.step // progress.steps}%)"
     if progress.stepped:
-        text += f", the last one {ago(progress.stepped, status.now)} ({clock(progress.stepped, status.now)})"
+        text += f", the last one {ago(progress.stepped, status.now)}"
     yield "step", text
     pace = progress.pace
     if pace is not None:
@@ -176,11 +176,10 @@ def rate(seconds_per_step: float) -> str:
 def clock(when: float, now: float) -> str:
     """Returns the local time, with the date unless it is today's; both times in seconds since 1970."""
     then = time.localtime(when)
-    today = time.localtime(now)
-    same_day = then[:3] == today[:3]
+    same_day = then[:3] == time.localtime(now)[:3]
     return time.strftime("%H:%M" if same_day else "%a %d %b %H:%M", then)
 
 
 def ago(when: float, now: float) -> str:
-    """Returns the time since `when`; at least 0 s, as clocks of other machines may be ahead."""
-    return f"{duration(round(now - when))} ago"
+    """Returns the time since `when`, and `when`; at least 0 s, as other clocks may be ahead."""
+    return f"{duration(round(now - when))} ago ({clock(when, now)})"

@@ -9,14 +9,14 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from megarl.dashboard.view.run_view import RunView
-from megarl.files import write_durably
+from megarl.files import JsonObject, write_durably
 from megarl.run.sinks import as_json
 
-_PARTS: Final = Path(__file__).with_name("page")
-_SCRIPTS: Final = (
+_PARTS = Path(__file__).with_name("page")
+_SCRIPTS = (
     "base.js",
     "overview.js",
     "curves.js",
@@ -28,16 +28,16 @@ _SCRIPTS: Final = (
     "settings.js",
     "main.js",
 )
-_SAMPLES_BYTES: Final = 16 << 20
+_SAMPLES_BYTES = 16 << 20
 """Size of a run's samples in a page; of more, there are those of the last steps."""
-_TIMELINE_COLUMNS: Final = "4000"
-_POINTS: Final = 2000
+_TIMELINE_COLUMNS = "4000"
+_POINTS = 2000
 """Points of a metric."""
 
 
 def export(views: Sequence[RunView], path: Path) -> None:
     """Writes the page of runs into a file; raises OSError if it cannot be written."""
-    answers: dict[str, Any] = {}
+    answers: JsonObject = {}
     for number, view in enumerate(views):
         for question, query, answer in _answers(view):
             answers[key(question, {**query, "run": str(number)})] = answer
@@ -68,7 +68,7 @@ def _samples(view: RunView) -> Iterator[tuple[str, dict[str, str], Any]]:
         for step, _ in reversed(steps):
             step_query = {"kind": kind, "step": str(step)}
             groups = view.answer("groups", step_query)
-            fitting: list[dict[str, Any]] = []
+            fitting: list[JsonObject] = []
             for group in groups:
                 query = {**step_query, "prompt": group["prompt_id"]}
                 samples = view.answer("group", query)
@@ -93,11 +93,7 @@ def _thinned(points: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def page_text(data: Any = None) -> str:
-    """Returns the HTML; nothing but its own script runs there, whatever the data say.
-
-    Args:
-        data: answers in an export; None for the page that asks a server.
-    """
+    """Returns the HTML, with the answers of an export; only its own script runs there."""
     script = "\n".join((_PARTS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}}})();\n'
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -8,16 +8,16 @@ import sys
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Final
+from typing import Any
 from urllib.parse import parse_qsl
 
 from megarl.dashboard.view.page_export import page_text
 from megarl.dashboard.view.run_view import RunView
 from megarl.run.sinks import as_json
 
-_HOST: Final = "127.0.0.1"
-_NAMES: Final = (_HOST, "localhost")
-_HEADERS: Final = {
+_HOST = "127.0.0.1"
+_NAMES = (_HOST, "localhost")
+_HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",

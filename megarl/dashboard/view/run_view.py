@@ -11,9 +11,9 @@ from typing import Any
 
 from megarl.dashboard.status.reading import read_status
 from megarl.dashboard.status.show import duration
-from megarl.dashboard.view.sample_index import HeldOutPrompts, SampleIndex
+from megarl.dashboard.view.sample_index import SampleIndex
 from megarl.dashboard.view.timeline import Timeline
-from megarl.files import LineFollower, read_lines
+from megarl.files import JsonObject, LineFollower, read_lines
 from megarl.run.display import COLUMNS
 from megarl.run.health import HealthMonitor, health_limits, shown_limits
 from megarl.run.paths import RunPaths, read_config
@@ -37,7 +37,6 @@ class RunView:
         self._lock = Lock()
         self._metrics = MetricTable(self._run)
         self._samples = SampleIndex(self._run)
-        self._held_out = HeldOutPrompts(self._run)
         self._timeline = Timeline(self._run)
 
     def answer(self, question: str, query: Query) -> Any:
@@ -47,15 +46,24 @@ class RunView:
             ValueError, KeyError: the question is unknown, or the query does not fit.
         """
         with self._lock:
+            if question in ("prompts", "steps", "groups", "group", "search"):
+                self._samples.update()
             match question:
                 case "overview":
                     return self._overview()
                 case "series":
                     return self._series(query)
                 case "prompts":
-                    self._samples.update()
-                    self._held_out.update()
-                    return self._held_out.prompts(self._samples)
+                    return self._samples.prompts()
+                case "steps":
+                    return {kind: self._samples.steps(kind) for kind in ("train", "evaluation")}
+                case "groups":
+                    return self._samples.groups(query["kind"], int(query["step"]))
+                case "group":
+                    return self._samples.samples(query["kind"], int(query["step"]), query["prompt"])
+                case "search":
+                    step = int(query["step"]) if query.get("step") else None
+                    return self._samples.search(query["kind"], query["text"], _MAX_HITS, step)
                 case "timeline":
                     return self._window(query)
                 case "settings":
@@ -64,49 +72,35 @@ class RunView:
                     rows = read_lines(self._run.left_out)
                     return {"count": len(rows), "rows": rows[:_MAX_LEFT_OUT]}
                 case _:
-                    return self._answer_samples(question, query)
+                    raise KeyError(question)
 
-    def _answer_samples(self, question: str, query: Query) -> Any:
-        self._samples.update()
-        match question:
-            case "steps":
-                return {kind: self._samples.steps(kind) for kind in ("train", "evaluation")}
-            case "groups":
-                return self._samples.groups(query["kind"], int(query["step"]))
-            case "group":
-                return self._samples.samples(query["kind"], int(query["step"]), query["prompt"])
-            case "search":
-                step = int(query["step"]) if query.get("step") else None
-                return self._samples.search(query["kind"], query["text"], _MAX_HITS, step)
-            case _:
-                raise KeyError(question)
-
-    def _overview(self) -> dict[str, Any]:
+    def _overview(self) -> JsonObject:
         self._metrics.update()
         status = read_status(self._run.path)
-        findings: list[dict[str, Any]] = []
+        findings: list[JsonObject] = []
         for found in self._metrics.health.findings:
             harmful = found.check.harmful
             findings.append({"first": found.first, "last": found.last, "text": found.text, "harmful": harmful})
+        series = self._metrics.series.values()
         return {
             **asdict(status),
             "name": self.name,
             "left": None if status.seconds_left is None else duration(status.seconds_left),
             "generation": self._metrics.generation,
             "names": sorted(self._metrics.series),
-            "last_step": max((points[-1][0] for points in self._metrics.series.values()), default=0),
+            "last_step": max((points["steps"][-1] for points in series), default=0),
             "columns": {name: asdict(column) for name, column in COLUMNS.items() if name in status.metrics},
             "limits": shown_limits(health_limits(read_config(self._run.config))),
             "findings": findings,
         }
 
-    def _series(self, query: Query) -> dict[str, Any]:
+    def _series(self, query: Query) -> JsonObject:
         self._metrics.update()
         names = query["names"].split(",") if query.get("names") else None
         points = self._metrics.after(int(query.get("after", "-1")), names)
         return {"generation": self._metrics.generation, "series": points}
 
-    def _window(self, query: Query) -> dict[str, Any]:
+    def _window(self, query: Query) -> JsonObject:
         self._timeline.update()
         start = float(query.get("start", "0"))
         end = float(query.get("end") or self._timeline.end)
@@ -124,7 +118,7 @@ def open_runs(paths: Sequence[Path]) -> list[RunView]:
 
 
 class MetricTable:
-    """The metrics of a run's steps and evaluations: pairs of step and value, which is None if it is not finite.
+    """The `steps` and `values` of a run's metrics; values that are not finite are None.
 
     `generation` grows when a resumed run takes steps again, so that what was read before is void.
     """
@@ -137,7 +131,7 @@ class MetricTable:
         self._clear()
 
     def _clear(self) -> None:
-        self.series: dict[str, list[tuple[int, float | None]]] = {}
+        self.series: dict[str, dict[str, list[Any]]] = {}
         self.health = HealthMonitor(limits=health_limits(read_config(self._config)))
 
     def update(self) -> None:
@@ -154,22 +148,23 @@ class MetricTable:
         for _, line in self._evaluations.read():
             self._add(line)
 
-    def _add(self, line: dict[str, Any]) -> bool:
+    def _add(self, line: JsonObject) -> bool:
         """Adds the numbers of a line; False for a line without a step."""
         step = line.get("step")
         if not isinstance(step, int):
             return False
         for name, value in line.items():
             if name not in ("step", WRITTEN) and (value is None or isinstance(value, int | float)):
-                self.series.setdefault(name, []).append((step, value))
+                points = self.series.setdefault(name, {"steps": [], "values": []})
+                points["steps"].append(step)
+                points["values"].append(None if value is None else float(f"{value:.7g}"))
         return True
 
     def after(self, step: int, names: Collection[str] | None = None) -> dict[str, dict[str, list[Any]]]:
         """Returns the points after a step of the named series, or of all, with seven digits."""
         found: dict[str, dict[str, list[Any]]] = {}
-        for name, series in self.series.items():
+        for name, points in self.series.items():
             if names is None or name in names:
-                points = series[bisect_right(series, step, key=lambda point: point[0]) :]
-                values = [None if value is None else float(f"{value:.7g}") for _, value in points]
-                found[name] = {"steps": [point[0] for point in points], "values": values}
+                first = bisect_right(points["steps"], step)
+                found[name] = {key: column[first:] for key, column in points.items()}
         return found

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from megarl.files import LineFollower, read_lines_at
+from megarl.files import JsonObject, LineFollower, read_lines_at
 from megarl.run.paths import RunPaths
 
 _TITLE = 120
@@ -46,16 +46,18 @@ class SampleGroup:
 
 
 class SampleIndex:
-    """Follows the samples of a run."""
+    """Follows the samples of a run, and the scores of held-out prompts."""
 
     def __init__(self, run: RunPaths) -> None:
         self._path = run.samples
         self._lines = LineFollower(run.samples)
+        self._scored = LineFollower(run.prompt_scores)
+        self._scores: dict[str, dict[str, dict[int, float]]] = {}  # by prompt, reward and step
         self._clear()
 
     def _clear(self) -> None:
         self._groups: dict[tuple[str, int], dict[str, SampleGroup]] = {}
-        self.titles: dict[tuple[str, str], str] = {}  # by kind, as held-out prompts have numbers of their own
+        self._titles: dict[tuple[str, str], str] = {}  # by kind: ids may be the same
 
     def update(self) -> None:
         """Reads what has been written since the last call."""
@@ -68,7 +70,7 @@ class SampleIndex:
             kind = str(line.get("kind"))
             groups = self._groups.setdefault((kind, line["step"]), {})
             groups.setdefault(prompt, SampleGroup()).add(start, line)
-            self.titles.setdefault((kind, prompt), str(line.get("prompt", ""))[:_TITLE])
+            self._titles.setdefault((kind, prompt), str(line.get("prompt", ""))[:_TITLE])
 
     def steps(self, kind: str) -> list[tuple[int, int]]:
         """Returns the steps that have samples of a kind, each with their number."""
@@ -78,12 +80,12 @@ class SampleIndex:
                 found.append((step, sum(len(group.cut_off) for group in groups.values())))
         return sorted(found)
 
-    def groups(self, kind: str, step: int) -> list[dict[str, Any]]:
+    def groups(self, kind: str, step: int) -> list[JsonObject]:
         """Returns the numbers of each prompt's samples in a step."""
         found = self._groups.get((kind, step), {})
         return [self._numbers(kind, step, prompt) for prompt in found]
 
-    def _numbers(self, kind: str, step: int, prompt: str) -> dict[str, Any]:
+    def _numbers(self, kind: str, step: int, prompt: str) -> JsonObject:
         group = self._groups[kind, step][prompt]
         score = None
         spread = None
@@ -93,7 +95,7 @@ class SampleIndex:
         return {
             "step": step,
             "prompt_id": prompt,
-            "title": self.titles[kind, prompt],
+            "title": self._titles[kind, prompt],
             "samples": len(group.cut_off),
             "score": score,
             "spread": spread,
@@ -101,30 +103,43 @@ class SampleIndex:
             "cut_off": sum(group.cut_off),
         }
 
-    def samples(self, kind: str, step: int, prompt: str) -> list[dict[str, Any]]:
+    def samples(self, kind: str, step: int, prompt: str) -> list[JsonObject]:
         """Returns the samples of a prompt in a step, as in the file."""
         group = self._groups.get((kind, step), {}).get(prompt)
         if group is None:
             return []
         return read_lines_at(self._path, group.starts)
 
-    def search(self, kind: str, text: str, max_hits: int, step: int | None = None) -> list[dict[str, Any]]:
+    def search(self, kind: str, text: str, max_hits: int, step: int | None = None) -> list[JsonObject]:
         """Returns the numbers of the groups that have a text, in any case, in the prompt or a response."""
         steps = [step] if step is not None else [found for found, _ in self.steps(kind)]
-        hits: list[dict[str, Any]] = []
+        hits: list[JsonObject] = []
         for found in steps:
             for prompt in self._groups.get((kind, found), {}):
                 if len(hits) < max_hits and _any_has(self.samples(kind, found, prompt), text.lower()):
                     hits.append(self._numbers(kind, found, prompt))
         return hits
 
-    def evaluated(self) -> dict[str, list[int]]:
-        """Returns the steps after which each held-out prompt has answers here."""
+    def prompts(self) -> list[JsonObject]:
+        """Returns the held-out prompts with answers, and mean scores by reward: [step, mean] pairs."""
+        if self._scored.was_cut():
+            self._scores.clear()
+        for _, line in self._scored.read():
+            by_reward = self._scores.setdefault(str(line["prompt_id"]), {})
+            for reward, score in mean_scores(line):
+                by_reward.setdefault(reward, {})[line["step"]] = score
         steps: dict[str, list[int]] = {}
         for step, _ in self.steps("evaluation"):
             for prompt in self._groups["evaluation", step]:
                 steps.setdefault(prompt, []).append(step)
-        return steps
+        found: list[JsonObject] = []
+        for prompt in steps:
+            title = self._titles["evaluation", prompt]
+            by_reward = self._scores.get(prompt, {})
+            scores = {name: list(by_step.items()) for name, by_step in by_reward.items()}
+            entry = {"prompt_id": prompt, "title": title, "steps": steps[prompt], "scores": scores}
+            found.append(entry)
+        return found
 
 
 def _any_has(samples: Sequence[Mapping[str, Any]], text: str) -> bool:
@@ -135,35 +150,9 @@ def _any_has(samples: Sequence[Mapping[str, Any]], text: str) -> bool:
     return False
 
 
-class HeldOutPrompts:
-    """Follows the scores of held-out prompts: the mean of a prompt's responses, by prompt, reward and step."""
-
-    def __init__(self, run: RunPaths) -> None:
-        self._lines = LineFollower(run.prompt_scores)
-        self._scores: dict[str, dict[str, dict[int, float]]] = {}
-
-    def update(self) -> None:
-        """Reads what has been written since the last call."""
-        if self._lines.was_cut():
-            self._scores.clear()
-        for _, line in self._lines.read():
-            for reward, scores in line.get("scores", {}).items():
-                known = [score for score in scores if score is not None]
-                if known:
-                    by_reward = self._scores.setdefault(str(line["prompt_id"]), {})
-                    by_reward.setdefault(reward, {})[line["step"]] = fmean(known)
-
-    def prompts(self, samples: SampleIndex) -> list[dict[str, Any]]:
-        """Returns the prompts that have answers to read, with their scores by reward: [step, mean] pairs."""
-        found: list[dict[str, Any]] = []
-        for prompt, steps in samples.evaluated().items():
-            scores = self._scores.get(prompt, {})
-            found.append(
-                {
-                    "prompt_id": prompt,
-                    "title": samples.titles["evaluation", prompt],
-                    "steps": steps,
-                    "scores": {name: list(by_step.items()) for name, by_step in scores.items()},
-                }
-            )
-        return found
+def mean_scores(line: JsonObject) -> Iterator[tuple[str, float]]:
+    """Yields the mean of a prompt's scores by reward, from a line of prompt_scores.jsonl."""
+    for reward, scores in line.get("scores", {}).items():
+        known = [score for score in scores if score is not None]
+        if known:
+            yield reward, fmean(known)

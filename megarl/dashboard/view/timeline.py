@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from megarl.files import LineFollower
+from megarl.files import JsonObject, LineFollower
 from megarl.run.paths import RunPaths
 
 _STEP = re.compile(r"step \d+")
@@ -18,14 +17,8 @@ _LONGEST_LISTED = 6
 TraceSpan = tuple[float, float, str]
 """Start and end, seconds from the start of the first attempt, and name."""
 
-
-@dataclass(kw_only=True)
-class TraceRow:
-    """The spans of a process in an attempt, one after the other."""
-
-    attempt: int
-    name: str
-    spans: list[TraceSpan] = field(default_factory=list[TraceSpan])
+RowKey = tuple[int, int]
+"""Attempt, and number of the process in it; -1 are the steps."""
 
 
 class Timeline:
@@ -36,7 +29,8 @@ class Timeline:
         self._clear()
 
     def _clear(self) -> None:
-        self._rows: dict[tuple[int, int], TraceRow] = {}
+        self._names: dict[RowKey, str] = {}
+        self._spans: dict[RowKey, list[TraceSpan]] = {}
         self.end = 0.0
 
     def update(self) -> None:
@@ -46,24 +40,19 @@ class Timeline:
                 part.rewind()
             self._clear()
         for _, event in chain.from_iterable(part.read() for part in self._parts):
-            attempt = event.get("pid", 1)
-            thread = event.get("tid", 0)
+            row = (event.get("pid", 1), event.get("tid", 0))
             if event.get("name") == "thread_name":
-                self._row(attempt, thread, event["args"]["name"])
+                self._names.setdefault(row, event["args"]["name"])
             elif event.get("ph") == "X":
                 start = event["ts"] / 1e6
                 end = start + event["dur"] / 1e6
                 if _STEP.fullmatch(event["name"]):
-                    row = self._row(attempt, -1, "step")
-                else:
-                    row = self._row(attempt, thread, "?")
-                row.spans.append((start, end, event["name"]))
+                    row = (row[0], -1)
+                    self._names.setdefault(row, "step")
+                self._spans.setdefault(row, []).append((start, end, event["name"]))
                 self.end = max(self.end, end)
 
-    def _row(self, attempt: int, thread: int, name: str) -> TraceRow:
-        return self._rows.setdefault((attempt, thread), TraceRow(attempt=attempt, name=name))
-
-    def window(self, start: float, end: float, columns: int) -> dict[str, Any]:
+    def window(self, start: float, end: float, columns: int) -> JsonObject:
         """Returns the rows between two times in seconds; spans shorter than a column of the screen are joined.
 
         Raises:
@@ -73,9 +62,9 @@ class Timeline:
             return {"start": 0.0, "end": 0.0, "whole": 0.0, "rows": []}
         if start >= end or columns < 1:
             raise ValueError(f"{start} to {end} in {columns} columns: a range of times, and one column at least")
-        rows: list[dict[str, Any]] = []
-        for _, row in sorted(self._rows.items(), key=_place):
-            seen = _between(row.spans, start, end)
+        rows: list[JsonObject] = []
+        for row in sorted(self._spans, key=self._place):
+            seen = _between(self._spans[row], start, end)
             if not seen:
                 continue
             seconds: dict[str, float] = {}
@@ -83,21 +72,19 @@ class Timeline:
                 seconds[name] = seconds.get(name, 0.0) + min(span_end, end) - max(span_start, start)
             rows.append(
                 {
-                    "attempt": row.attempt,
-                    "name": row.name,
+                    "attempt": row[0],
+                    "name": self._names.get(row, "?"),
                     "spans": _joined(seen, (end - start) / columns),
                     "seconds": sorted(seconds.items(), key=lambda item: -item[1])[:_LONGEST_LISTED],
                 }
             )
         return {"start": start, "end": end, "whole": self.end, "rows": rows}
 
-
-def _place(item: tuple[tuple[int, int], TraceRow]) -> tuple[Any, ...]:
-    """Orders rows: the steps, the driver, then by name, rank 2 before rank 10."""
-    (attempt, thread), row = item
-    parts: list[Any] = _NUMBER.split(row.name)
-    parts[1::2] = map(int, parts[1::2])
-    return attempt, min(thread, 1), parts
+    def _place(self, row: RowKey) -> tuple[Any, ...]:
+        """Orders rows: the steps, the driver, then by name, rank 2 before rank 10."""
+        parts: list[Any] = _NUMBER.split(self._names.get(row, "?"))
+        parts[1::2] = map(int, parts[1::2])
+        return row[0], min(row[1], 1), parts
 
 
 def _between(spans: list[TraceSpan], start: float, end: float) -> list[TraceSpan]:

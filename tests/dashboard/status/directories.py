@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,13 @@ class MadeRun:
         path.mkdir(parents=True)
         (path / "config.yaml").write_text(f"stage: {stage}\nrun: {{dir: {path}, steps: 100}}\n")
         (path / ".lock").touch()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the lock of the run, as its process does."""
+        with (self.path / ".lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def start(self, number: int, ago: float, step: int = 0, **fields: Any) -> None:
         """An attempt that began so many seconds ago."""
@@ -46,8 +55,10 @@ class MadeRun:
         named = {f"eval/{name}": value for name, value in metrics.items()}
         self._line("evaluations.jsonl", {"step": step, **named, "time/written": NOW - ago}, ago)
 
-    def checkpoint(self, step: int) -> None:
-        (self.path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    def checkpoint(self, step: int, nbytes: int) -> None:
+        directory = self.path / "checkpoints" / f"step-{step}"
+        directory.mkdir(parents=True)
+        (directory / "state.json").write_bytes(bytes(nbytes))
         os.utime(self.path / "checkpoints", (NOW - 3600, NOW - 3600))
 
     def job(self, name: str) -> Path:
@@ -56,14 +67,6 @@ class MadeRun:
         directory.mkdir(parents=True)
         os.utime(directory, (NOW - 9000, NOW - 9000))
         return directory
-
-    def file(self, name: str, ago: float, text: str = "") -> Path:
-        """A file that was written so many seconds ago."""
-        path = self.path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        os.utime(path, (NOW - ago, NOW - ago))
-        return path
 
     def _line(self, name: str, entry: Mapping[str, Any], ago: float) -> None:
         path = self.path / name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +16,7 @@ from tests.dashboard.status.directories import NOW, MadeRun
 def run(tmp_path: Path) -> Iterator[MadeRun]:
     """A run whose process holds its lock."""
     made = MadeRun(tmp_path / "run")
-    with (made.path / ".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with made.locked():
         yield made
 
 
@@ -31,13 +29,9 @@ def line(written: float, seconds: float = 1.0) -> dict[str, float]:
 
 
 def test_pace_is_measured_in_wall_clock_time() -> None:
-    """100, 40 and 100 s; the 1000 s between two attempts belong to no step."""
+    """100, 40 and 100 s; the 1000 s between two attempts belong to no step, and a first step has its own duration."""
     lines = [line(100), line(200), line(240), line(1240), line(1340)]
     assert measure_pace(lines, [0, 900]) == Pace(steps=3, seconds_per_step=80, longest=100)
-
-
-def test_the_first_steps_use_their_own_durations() -> None:
-    assert measure_pace([line(100, 4.0)], [0]) == Pace(steps=1, seconds_per_step=4, longest=4)
     assert measure_pace([line(100, 4.0), line(500, 8.0)], [0, 300]) == Pace(steps=2, seconds_per_step=6, longest=8)
     assert measure_pace([{"time/step": 4.0}], []) == Pace(steps=1, seconds_per_step=4, longest=4)
     for lines in ([], [{"step": 1}], [{"time/step": None}]):
@@ -65,8 +59,7 @@ def test_the_remaining_time_follows_from_the_step_time(run: MadeRun) -> None:
 
 def test_an_unfinished_checkpoint_is_named(run: MadeRun) -> None:
     assert (read(run).checkpoints, read(run).unfinished) == ([], None)
-    run.checkpoint(40)
-    (run.path / "checkpoints" / "step-40" / "state.json").write_text("{}")
+    run.checkpoint(40, 2)
     (run.path / "checkpoints" / ".step-47.staged").mkdir()
     found = read(run)
     assert ([(saved.step, saved.nbytes) for saved in found.checkpoints], found.unfinished) == ([(40, 2)], 47)

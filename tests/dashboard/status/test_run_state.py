@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,18 +24,11 @@ def state(run: MadeRun, host: str = "n1") -> RunState:
     return read_status(run.path, NOW, host).state
 
 
-@contextmanager
-def held(run: MadeRun) -> Iterator[None]:
-    with (run.path / ".lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 @pytest.mark.parametrize("host", ["n1", "login"])
 def test_a_process_that_holds_the_lock_is_running(run: MadeRun, host: str) -> None:
     run.start(1, ago=9000)
     run.steps(3, ago=8000, apart=60)
-    with held(run):
+    with run.locked():
         assert state(run, host).name == "running"
         (run.path / "attempts.jsonl").unlink()
         assert state(run, host).name == "running"
@@ -61,23 +53,17 @@ def test_a_recorded_end_is_reported(run: MadeRun, reason: str, name: str) -> Non
     run.end(2, ago=60, step=7, reason=reason, message="train rank 3 died")
     found = state(run, "login")
     assert (found.name, found.since) == (name, NOW - 60)
-    assert found.message == ("" if reason in ("finished", "profiled") else "train rank 3 died")
+    assert found.message == ("" if reason == "finished" else "train rank 3 died")
 
 
 def test_a_process_missing_on_this_machine_was_killed(run: MadeRun) -> None:
-    run.start(1, ago=900)
+    run.start(1, ago=900, job="7", restart=1)
     run.steps(3, ago=300, apart=60)
     found = state(run)
     assert (found.name, found.since) == ("killed", NOW - 300)
     assert "process 77 on n1 wrote no reason" in found.message
-
-
-def test_the_reason_of_its_job_is_reported_for_a_killed_process(run: MadeRun) -> None:
-    run.start(1, ago=900, job="7", restart=1)
     (run.job("7-1") / "end.json").write_text('{"exit_code": 143, "reason": "node n1 got SIGTERM", "node": null}')
-    found = state(run)
-    assert found.name == "killed"
-    assert found.message.endswith("its job ended: node n1 got SIGTERM")
+    assert state(run).message.endswith("its job ended: node n1 got SIGTERM")
 
 
 @pytest.mark.parametrize(("ago", "name"), [(25 * MINUTE, "running"), (35 * MINUTE, "silent")])
@@ -101,10 +87,6 @@ def test_an_unsupported_lock_is_ignored(run: MadeRun, monkeypatch: pytest.Monkey
     monkeypatch.setattr(fcntl, "flock", unsupported)
     assert is_locked(run.path / ".lock") is None
     assert state(run) == RunState(name="running")
-
-
-def test_a_submitted_run_that_has_not_started_is_waiting(run: MadeRun) -> None:
-    assert state(run).name == "waiting"
 
 
 def test_reading_the_lock_does_not_block_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
 import subprocess
@@ -43,26 +42,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MadeRun:
     made.start(2, ago=8000, step=20, job="4711")
     made.steps(20, ago=30000, apart=120)
     made.steps(47, ago=47 * 60, apart=120, first=21)
-    made.checkpoint(40)
-    made.file("checkpoints/step-40/state.json", 4000, "x" * 1_572_864)
+    made.checkpoint(40, 1_572_864)
     made.job("4711-0")
     return made
 
 
-def lines(run: MadeRun, host: str = "login") -> list[str]:
-    return [f"{label:12}{text}" for label, text in show.rows(read_status(run.path, NOW, host))]
-
-
 def test_a_run_is_shown_as_documented(run: MadeRun) -> None:
-    with (run.path / ".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert lines(run) == _example()
-
-
-def _example() -> list[str]:
-    """The example in the document."""
+    with run.locked():
+        shown = [f"{label:12}{text}" for label, text in show.rows(read_status(run.path, NOW, "login"))]
     (block,) = re.findall(r"^    run  .*\n(?:    .*\n)+", PAGE, flags=re.MULTILINE)
-    return [line[4:] for line in block.splitlines()]
+    assert shown == [line[4:] for line in block.splitlines()]
 
 
 def test_every_state_is_documented() -> None:

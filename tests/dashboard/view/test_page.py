@@ -131,3 +131,4 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
     assert "run" in missing.output
     unwritable = CliRunner().invoke(app, ["view", str(run), "--export", str(tmp_path / "none" / "page.html")])
     assert unwritable.exit_code == 1
+    assert CliRunner().invoke(app, ["view", str(run), "--port", "70000"]).exit_code == 2

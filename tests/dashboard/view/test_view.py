@@ -37,26 +37,22 @@ def ask(view: RunView, question: str, **query: object) -> Any:
     return view.answer(question, {name: str(value) for name, value in query.items()})
 
 
-def test_metrics_come_in_increments(run: MadeRun, view: RunView) -> None:
+def test_metrics_come_in_increments_of_whole_lines(run: MadeRun, view: RunView) -> None:
     names = "objective/score,eval/score,none"
     first = ask(view, "series", names=names)["series"]
     assert first["eval/score"] == {"steps": [0, 20], "values": [0.25, 0.75]}
     assert first["objective/score"]["steps"] == list(range(1, 21))
-    run.step(21, ago=1, objective__score=None, objective__kl=1 / 3)
-    later = ask(view, "series", after=20)["series"]
-    assert later["objective/score"] == {"steps": [21], "values": [None]}
-    assert later["objective/kl"] == {"steps": [21], "values": [0.3333333]}
-    assert later["eval/score"]["steps"] == []
-
-
-def test_a_line_that_is_being_written_waits(run: MadeRun, view: RunView) -> None:
-    line = json.dumps({"step": 21, "objective/score": 0.5})
+    line = json.dumps({"step": 21, "objective/score": None, "objective/kl": 1 / 3})
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write(line[:9])
         file.flush()
         assert ask(view, "overview")["last_step"] == 20
         file.write(line[9:] + "\n")
     assert ask(view, "overview")["last_step"] == 21
+    later = ask(view, "series", after=20)["series"]
+    assert later["objective/score"] == {"steps": [21], "values": [None]}
+    assert later["objective/kl"] == {"steps": [21], "values": [0.3333333]}
+    assert later["eval/score"]["steps"] == []
 
 
 def test_repeated_steps_of_a_resumed_run_replace_the_earlier_ones(run: MadeRun, view: RunView) -> None:
@@ -98,7 +94,12 @@ def test_branches_are_one_sample(view: RunView, run: MadeRun) -> None:
     assert ask(view, "steps")["train"][-1] == (20, 6)
 
 
-def test_held_out_prompts_have_ids_of_their_own(view: RunView, run: MadeRun) -> None:
+def test_held_out_prompts_have_scores_answers_and_ids_of_their_own(view: RunView, run: MadeRun) -> None:
+    (prompt,) = ask(view, "prompts")
+    assert (prompt["prompt_id"], prompt["steps"]) == ("held", [0, 20])
+    assert prompt["scores"] == {"match": [(0, 0.25), (20, 0.75)]}
+    (answer,) = ask(view, "group", kind="evaluation", step=20, prompt="held")
+    assert answer["response"] == "answer 20"
     other = {**sample(20, "p1", 0, 1.0, kind="evaluation"), "prompt": "another one"}
     add_lines(run.path / "samples.jsonl", [other])
     held_out = ask(view, "groups", kind="evaluation", step=20)
@@ -115,14 +116,6 @@ def test_text_search_is_case_insensitive(view: RunView) -> None:
     assert hits("wörd 17", step=16) == []
     assert hits("say p1", step=3) == [(3, "p1")]
     assert len(hits("script")) == 40
-
-
-def test_answers_to_a_held_out_prompt(view: RunView) -> None:
-    (prompt,) = ask(view, "prompts")
-    assert (prompt["prompt_id"], prompt["steps"]) == ("held", [0, 20])
-    assert prompt["scores"] == {"match": [(0, 0.25), (20, 0.75)]}
-    (answer,) = ask(view, "group", kind="evaluation", step=20, prompt="held")
-    assert answer["response"] == "answer 20"
 
 
 def test_the_timeline_has_the_resolution_of_the_screen(view: RunView) -> None:
