@@ -143,7 +143,7 @@ def inspect(
         found = find_checkpoint(checkpoint, role=role, step=step)
         index = DCPIndex.read(found.directory)
         chunks = Counter(chunk.key for chunk in index.chunks)
-        nbytes = sum(chunk.place.nbytes for chunk in index.chunks)
+        nbytes = sum(chunk.place.length for chunk in index.chunks)
         typer.echo(f"{found.directory}: {len(index.tensors)} tensors, {format_bytes(nbytes)}")
         for key, info in sorted(index.tensors.items()):
             typer.echo(f"  {key}  {info.dtype}  {list(info.shape)}  chunks: {chunks[key]}")

@@ -13,7 +13,7 @@ from megarl.config import ConfigError, load
 from megarl.convert.megatron_checkpoint import HF_FILES, FoundCheckpoint, MegatronCheckpoint, find_checkpoint
 from megarl.convert.output import OutputFile, PartialOutput
 from megarl.convert.resources import Resources, run_tasks
-from megarl.convert.stored import Assembly, Stored, copy_values, open_hf, read_spec
+from megarl.convert.stored import Assembly, Stored, assemble, copy_values, open_hf, read_spec
 from megarl.errors import UsageError
 from megarl.models import ModelSpec, model_spec
 from megarl.types import RoleName
@@ -58,7 +58,7 @@ def export_checkpoint(
         for layout in layouts:
             groups.append({name: tensors[name] for name in layout.offsets})  # in the order of the file
         files: list[OutputFile] = []
-        for layout, assembly in zip(layouts, source.assemble(groups), strict=True):
+        for layout, assembly in zip(layouts, assemble(groups, source.copies, source.stored), strict=True):
             files.append(OutputFile(path=layout.name, assembly=assembly, header=layout.header))
         inputs = {tensor.path for tensor in source.stored.values()}
         output.write(f"export {checkpoint.name}", files, inputs=inputs, resources=resources)
@@ -122,7 +122,8 @@ def compare(
             problems.append(f"{name}: {info.dtype}, not {tensor.info.dtype}")
         tensors[name] = replace(tensor.info, dtype=dtype or tensor.info.dtype)
     tasks: list[tuple[Assembly, Mapping[str, Stored]]] = []
-    for assembly in converted.assemble(group_tensors(tensors, _GROUP_BYTES)):
+    groups = group_tensors(tensors, _GROUP_BYTES)
+    for assembly in assemble(groups, converted.copies, converted.stored):
         tasks.append((assembly, {name: original[name] for name in assembly.tensors}))
     workers = resources.workers([assembly.memory for assembly, _ in tasks])
     for _, differences in run_tasks(tasks, _differences, workers):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -110,14 +111,10 @@ def _stored_boxes(whole: ShardMap) -> dict[str, tuple[str, Box]]:
     leading = {shard.param: shard.leading for shard in whole.shards}
     boxes: dict[str, tuple[str, Box]] = {}
     for key, info in whole.params.items():
-        stacked = info.shape[: leading[key]]
-        inner = info.shape[leading[key] :]
-        chunk_size = _CHUNK_BYTES // ITEM_BYTES[info.dtype]
-        for index in product(*map(range, stacked)):
-            start = index + (0,) * len(inner)
-            stop = tuple(at + 1 for at in index) + inner
-            for part in Box(start, stop).split(chunk_size):
-                boxes[f"{key}{part}"] = (key, part)
+        layer = math.prod(info.shape[leading[key] :])
+        chunk = _CHUNK_BYTES // ITEM_BYTES[info.dtype]
+        for part in Box.whole(info.shape).split(min(layer, chunk)):
+            boxes[f"{key}{part}"] = (key, part)
     return boxes
 
 
@@ -146,7 +143,7 @@ def _write_indices(directory: Path, whole: ShardMap, chunks: Sequence[TensorChun
     with write_errors(directory / "common.pt"):
         torch.save(_COMMON, directory / "common.pt")
     write_durably(directory / "metadata.json", json.dumps(_BACKENDS))
-    DCPIndex(tensors=whole.params, chunks=chunks, objects=objects).write(directory / METADATA)
+    DCPIndex(tensors=whole.params, chunks=chunks).write(directory / METADATA, objects)
 
 
 def _extra_states(whole: ShardMap) -> list[str]:

@@ -79,7 +79,7 @@ def test_layers_that_differ_in_shape_or_dtype_are_named(other: TensorInfo) -> No
     names = [f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(2)]
     tensors = dict(zip(names, (TensorInfo((6, 4), "float32"), other), strict=True))
     with pytest.raises(CheckpointError, match=rf"{names[1]} is \[\d, 4\] of \w+, unlike others of decoder.layers.mlp"):
-        _stacked(DCPIndex(tensors=tensors, chunks=(), objects={}))
+        _stacked(DCPIndex(tensors=tensors, chunks=()))
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_elements_that_are_in_no_chunk_are_listed(tmp_path: Path) -> None:
     import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
     index = DCPIndex.read(tmp_path / "ckpt/release")
     chunks = [chunk for chunk in index.chunks if chunk.key != "decoder.final_layernorm.weight"]
-    DCPIndex(tensors=index.tensors, chunks=chunks, objects=index.objects).write(tmp_path / "ckpt/release/.metadata")
+    DCPIndex(tensors=index.tensors, chunks=chunks).write(tmp_path / "ckpt/release/.metadata", {})
     with pytest.raises(
         CheckpointError, match=r"release is broken:\n  0 of 20 elements of model.norm.weight are there$"
     ):
