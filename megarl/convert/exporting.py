@@ -22,8 +22,6 @@ from megarl.weights.shard_map import TensorInfo
 
 _HF_CONFIG = "config.json"
 _GROUP_BYTES = 256 << 20
-_STRIP = 1 << 16
-"""Elements that are compared at a time."""
 
 
 def export_checkpoint(
@@ -138,16 +136,11 @@ def _differences(task: tuple[Assembly, Mapping[str, Stored]]) -> list[str]:
     tensors = converted.read()
     for name, source in original.items():
         values = tensors.pop(name)
-        count = _count_differences(values, source)
+        expected = torch.empty_like(values)
+        copy_values(source.read_rows(0, source.info.shape[0]), expected, source.path)
+        # Of bits: equal NaNs are equal, zeros of two signs are not.
+        integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
+        count = values.view(integers).bitwise_xor_(expected.view(integers)).count_nonzero()
         if count:
             differences.append(f"{name}: {count} of {values.numel()} elements differ")
     return differences
-
-
-def _count_differences(values: torch.Tensor, source: Stored) -> int:
-    """Returns the number of elements with other bits: equal NaNs are equal, zeros of two signs are not."""
-    expected = torch.empty_like(values)
-    copy_values(source.read_rows(0, source.info.shape[0]), expected, source.path)
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
-    parts = [tensor.view(integers).flatten().split(_STRIP) for tensor in (values, expected)]
-    return sum(int((left != right).sum()) for left, right in zip(*parts, strict=True))

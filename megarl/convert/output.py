@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from megarl.convert.resources import Resources, run_tasks
-from megarl.convert.stored import Assembly, as_bytes
+from megarl.convert.stored import Assembly
 from megarl.errors import UsageError
 from megarl.files import format_bytes, read_json, sync, write_durably, write_errors
 from megarl.weights.hf_files import CheckpointError
@@ -56,7 +56,7 @@ class OutputFile:
                 if self.header is None:
                     torch.save(values, file)
                 else:
-                    file.write(as_bytes(values))
+                    file.write(values.reshape(-1).view(torch.uint8).numpy().data)
                 ends.append(file.tell())
             file.flush()
             os.fsync(file.fileno())
@@ -125,10 +125,9 @@ class PartialOutput:
             if path.is_file() and str(path.relative_to(self.directory)) not in finished:
                 path.unlink()
         needed = sum(file.assembly.nbytes for file in remaining)
-        free = shutil.disk_usage(self.root).free
-        if needed > free:
-            sizes = f"{format_bytes(needed)} needed, {format_bytes(free)} free"
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({sizes})", str(self.root))
+        with write_errors(self.root, needed):
+            if needed > shutil.disk_usage(self.root).free:
+                raise OSError(errno.ENOSPC, "too little")
         for file in files:
             (self.directory / file.path).parent.mkdir(parents=True, exist_ok=True)
         self._save(manifest)

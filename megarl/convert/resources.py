@@ -10,8 +10,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
-import torch
-
 from megarl.errors import RunError, UsageError
 from megarl.files import format_bytes
 
@@ -77,6 +75,8 @@ def resident_bytes() -> int:
 
 def _start_worker() -> None:
     """Gives a worker one thread, and ends it with its parent."""
+    import torch
+
     torch.set_num_threads(1)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 

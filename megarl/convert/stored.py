@@ -87,12 +87,6 @@ def read_spec(directory: Path) -> ModelSpec:
         raise UsageError(f"{directory}: {error}") from None
 
 
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor."""
-    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
-
-
 @contextmanager
 def _named_errors(path: Path, where: str = "") -> Iterator[None]:
     """Raises CheckpointError, with the file's name, for whatever the reading of a damaged file raises."""
