@@ -22,7 +22,7 @@ from megarl.launch.cli import Account, GPUsPerNode, Nodes, Partition, ProfileOpt
 from megarl.launch.planning import PlannedJob, RefusedError, plan
 from megarl.launch.profile import SSH
 from megarl.launch.render import BatchJob
-from megarl.launch.request import LaunchMode, LaunchRequest, split_arguments
+from megarl.launch.request import LaunchRequest, split_arguments
 
 _ENVIRONMENT = Path(".venv/bin/python")  # the interpreter of make setup
 _HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None and 'it has no torch')"
@@ -67,7 +67,7 @@ def make_app(description: str, *, chain: bool) -> typer.Typer:
             gpus_per_node=gpus_per_node,
             job_name=name,
             dry_run=dry_run,
-            mode=LaunchMode.LOCAL if executor == "local" else LaunchMode.TUNNEL,
+            mode="local" if executor == "local" else "tunnel",
         )
         raise typer.Exit(launch(request, chain=chain, detach=detach))
 
@@ -90,7 +90,7 @@ def launch(request: LaunchRequest, *, chain: bool, detach: bool) -> int:
         planned, remarks = plan(request)
         title = request.job_name or re.sub(r"[^A-Za-z0-9._-]+", "-", planned[-1].job.name)
         tasks = list(_tasks(planned, request, title))
-        problems = list(_python_problems(planned[0].job, local=request.mode is LaunchMode.LOCAL))
+        problems = list(_python_problems(planned[0].job, local=request.mode == "local"))
         if problems:
             errors.append(ConfigError(problems, "command line"))
     except RefusedError as error:
@@ -111,7 +111,7 @@ def _contradictions(request: LaunchRequest, chain: bool, detach: bool) -> Iterat
         value = " ".join(map(str, request.configs))
         fix = "run several, one after the other, with launchers.pipeline"
         yield Problem(field="CONFIG", value=shown(value), rule="one configuration", fix=fix)
-    if request.mode is LaunchMode.LOCAL:
+    if request.mode == "local":
         ineffective = dict(request.settings)
         ineffective.pop("runtime", None)
         if detach:
@@ -137,7 +137,7 @@ def _tasks(planned: Sequence[PlannedJob], request: LaunchRequest, title: str) ->
         stages.append(name)
         if stages.count(name) > 1:
             name += f"-{stages.count(name)}"
-        if request.mode is LaunchMode.LOCAL:
+        if request.mode == "local":
             text = executors.local_script(job, config, name=name, after=after)
             executor = run.LocalExecutor(env_vars=dict(job.profile.env))
         else:

@@ -12,7 +12,7 @@ from tempfile import TemporaryFile
 from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig, parse_devices
 from megarl.config.schema import TrainingRun
 from megarl.launch.profile import SSH, Bare, Profile
-from megarl.launch.request import LaunchMode, LaunchRequest, unwritable
+from megarl.launch.request import LaunchRequest, unwritable
 from megarl.preflight.check import check
 from megarl.preflight.models import without_weights
 from megarl.run.paths import RunPaths, read_config
@@ -27,7 +27,7 @@ class Checker:
         self.remote = False
         self.workdir = Path.cwd()
         tunnel = profile.nemo_run.tunnel
-        if request.mode is LaunchMode.TUNNEL and isinstance(tunnel, SSH):
+        if request.mode == "tunnel" and isinstance(tunnel, SSH):
             self.remote = True
             self.workdir = Path(tunnel.directory)
 

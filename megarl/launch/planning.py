@@ -16,7 +16,7 @@ from megarl.config.schema import Model
 from megarl.launch.checker import Checker
 from megarl.launch.profile import Profile, load_profile
 from megarl.launch.render import BatchJob
-from megarl.launch.request import JOB_RAY, LaunchMode, LaunchRequest, other_ray, submitted_as
+from megarl.launch.request import JOB_RAY, LaunchRequest, other_ray, submitted_as
 
 
 class RefusedError(ValueError):
@@ -59,7 +59,7 @@ def plan(request: LaunchRequest) -> tuple[list[PlannedJob], list[str]]:
 
 
 def _sbatch_missing(request: LaunchRequest, checker: Checker) -> Iterator[Problem]:
-    submits = not (request.dry_run or request.mode is LaunchMode.LOCAL or checker.remote)
+    submits = not (request.dry_run or request.mode == "local" or checker.remote)
     if submits and shutil.which("sbatch") is None:
         rule = "Slurm's commands are on the PATH"
         fix = "submit from a login node of the cluster, or write and show the script with --dry-run"
@@ -85,7 +85,7 @@ def _chain(request: LaunchRequest, checker: Checker) -> tuple[list[PlannedJob], 
                 errors.append(ConfigError([problem], str(path)))
             if run_dir is not None:
                 owners[run_dir] = path
-            if request.mode is not LaunchMode.LOCAL:
+            if request.mode != "local":
                 problems = other_ray(raw)
                 if problems:
                     raise ConfigError(problems, str(path))

@@ -130,20 +130,16 @@ class Profile(Section):
     """Settings of NeMo-Run alone."""
 
 
-def found_profile(path: Path | None) -> Path | None:
-    """Returns the given file, else the user's default if it exists."""
-    if path is not None:
-        return path
-    default = Path.home() / ".config" / "megarl" / "cluster.yaml"
-    return default if default.exists() else None
-
-
 def load_profile(path: Path | None = None, settings: Mapping[str, object] | None = None) -> Profile:
-    """Reads and checks a profile with `settings` in place of its fields; raises a ConfigError with every problem."""
-    file = found_profile(path)
+    """Reads and checks a profile, the user's by default; raises a ConfigError with every problem.
+
+    Args:
+        settings: fields that replace those of the file.
+    """
+    file = path or Path.home() / ".config" / "megarl" / "cluster.yaml"
     raw: dict[str, Any] = {}
     sources: list[str] = []
-    if file is not None:
+    if path is not None or file.exists():
         raw = _read(file)
         sources.append(str(file))
     if settings:

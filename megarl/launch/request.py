@@ -6,9 +6,8 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megarl.config import RunConfig, as_yaml
 from megarl.config.problems import Problem
@@ -19,14 +18,6 @@ JOB_RAY = f"cluster.address={_AUTO}"
 """The driver reads Ray's address from the environment, so a run that resumes in another job has the same config."""
 
 
-class LaunchMode(Enum):
-    """How runs are started."""
-
-    SBATCH = auto()  # by sbatch on this machine
-    TUNNEL = auto()  # by the profile's tunnel for NeMo-Run
-    LOCAL = auto()  # on this machine, without Slurm
-
-
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
     """A requested launch; None leaves a value to the configuration, the profile or the cluster.
@@ -35,6 +26,7 @@ class LaunchRequest:
         configs: files of one run, or of a chain's runs in their order.
         settings: fields of the profile that the command line sets.
         dependency: dependency of the first job, as sbatch takes it.
+        mode: sbatch on this machine, the profile's tunnel for NeMo-Run, or this machine without Slurm.
     """
 
     configs: tuple[Path, ...]
@@ -46,7 +38,7 @@ class LaunchRequest:
     job_name: str | None = None
     dependency: str | None = None
     dry_run: bool = False
-    mode: LaunchMode = LaunchMode.SBATCH
+    mode: Literal["sbatch", "tunnel", "local"] = "sbatch"
 
     def malformed(self) -> Iterator[Problem]:
         """Finds missing configurations and options that are no line of text."""
