@@ -56,9 +56,8 @@ class Checker:
         if not self.remote:
             yield from is_not_finished(config, chain=len(self.request.configs) > 1)
         yield from _devices_fit(config, self.request)
-        error = None if self.remote else write_error(run_dir)
-        if error is not None:
-            yield unwritable(run_dir, error)
+        if not self.remote:
+            yield from _is_writable(run_dir)
         yield from _paths_are_plain(run_dir, self.profile, self.workdir)
 
 
@@ -111,16 +110,15 @@ def _devices_fit(config: RunConfig, request: LaunchRequest) -> Iterator[Problem]
         yield Problem(field="cluster.nodes", value=str(nodes), rule=rule, fix=fix)
 
 
-def write_error(directory: Path) -> OSError | None:
-    """Returns why a directory, or its nearest existing parent, is not writable; None if it is."""
-    present = directory.absolute()
+def _is_writable(run_dir: Path) -> Iterator[Problem]:
+    """Checks the directory or its nearest existing parent."""
+    present = run_dir.absolute()
     while not os.path.exists(present):
         present = present.parent
     try:
         TemporaryFile(dir=present).close()
     except OSError as error:
-        return error
-    return None
+        yield unwritable(run_dir, error)
 
 
 def _paths_are_plain(run_dir: Path, profile: Profile, workdir: Path) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -9,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig, load
+from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig, as_yaml, load
 from megarl.config.inheritance import merged
 from megarl.config.problems import is_pending, without_pending
 from megarl.config.schema import Model
 from megarl.launch.checker import Checker
 from megarl.launch.profile import Profile, load_profile
 from megarl.launch.render import BatchJob
-from megarl.launch.request import JOB_RAY, LaunchRequest, other_ray, submitted_as
+from megarl.launch.request import JOB_RAY, LaunchRequest, other_ray
+from megarl.run.paths import JOBS
 
 
 class RefusedError(ValueError):
@@ -70,12 +72,11 @@ def _chain(request: LaunchRequest, checker: Checker) -> tuple[list[PlannedJob], 
     """Returns a job per configuration that can run, and the errors of the others."""
     planned: list[PlannedJob] = []
     errors: list[ConfigError] = []
-    refused: list[Path] = []
     owners: dict[Path, Path] = {}
     for path in request.configs:
-        run_dir = None
+        overrides = _overrides(request)
+        pending = list(owners)
         try:
-            overrides = _overrides(request)
             raw, _ = merged(path, overrides)
             run_dir = _run_directory(raw)
             if run_dir in owners:
@@ -90,12 +91,9 @@ def _chain(request: LaunchRequest, checker: Checker) -> tuple[list[PlannedJob], 
                 if problems:
                     raise ConfigError(problems, str(path))
                 overrides.append(JOB_RAY)
-            model = raw.get("model")
-            config, checked_model = _load(path, overrides, model, checker, planned, refused)
+            config, checked_model = _load(path, overrides, raw.get("model"), checker, planned, pending)
         except ConfigError as error:
             errors.append(error)
-            if run_dir is not None:
-                refused.append(run_dir)
             continue
         earlier = tuple(before.job.run_dir for before in planned)
         job = _job(config, request, checker, earlier)
@@ -126,17 +124,17 @@ def _load(
     model: Any,
     check: Checker,
     earlier: Sequence[PlannedJob],
-    refused: Collection[Path],
+    pending: Collection[Path],
 ) -> tuple[RunConfig, Model]:
-    """Reads and checks a configuration as far as possible before the earlier runs, some of them refused.
+    """Reads and checks a configuration as far as possible before the earlier runs.
 
     Args:
         model: the section `model` of the file, unchecked.
+        pending: directories of all earlier runs, also of those with mistakes.
 
     Returns:
         The configuration, and the model with which it was checked.
     """
-    pending = [*(Path(run.config.run.dir) for run in earlier), *refused]
     stand_in = _stand_in(model, earlier)
     config = load(path, [*overrides, *stand_in], check, pending_paths=pending)
     try:
@@ -168,6 +166,7 @@ def _stand_in(model: Any, earlier: Sequence[PlannedJob]) -> list[str]:
 
 def _job(config: RunConfig, request: LaunchRequest, checker: Checker, earlier: tuple[Path, ...]) -> BatchJob:
     run_dir = checker.workdir / config.run.dir
+    digest = hashlib.sha256(as_yaml(config).encode()).hexdigest()
     cluster = config.cluster
     return BatchJob(
         title=" ".join(f"{config.stage} in {config.run.dir}".split()),
@@ -175,7 +174,7 @@ def _job(config: RunConfig, request: LaunchRequest, checker: Checker, earlier: t
         command="train" if isinstance(config, TrainingConfig) else "eval",
         workdir=checker.workdir,
         run_dir=run_dir,
-        config=checker.workdir / submitted_as(config),
+        config=run_dir / JOBS / f"config-{digest[:8]}.yaml",
         nodes=cluster.nodes,
         gpus=cluster.devices_per_node if cluster.device == "cuda" else 0,
         dependent=bool(earlier) or request.dependency is not None,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.config import RunConfig, as_yaml
 from megarl.config.problems import Problem
-from megarl.run.paths import JOBS
 
 _AUTO = "auto"
 JOB_RAY = f"cluster.address={_AUTO}"
@@ -60,12 +57,6 @@ def split_arguments(arguments: Sequence[str]) -> tuple[tuple[Path, ...], tuple[s
         else:
             configs.append(Path(argument))
     return tuple(configs), tuple(overrides)
-
-
-def submitted_as(config: RunConfig) -> Path:
-    """Returns the path of the resolved configuration in run.dir; its name has the content's hash."""
-    digest = hashlib.sha256(as_yaml(config).encode()).hexdigest()
-    return Path(config.run.dir, JOBS, f"config-{digest[:8]}.yaml")
 
 
 def unwritable(run_dir: object, error: OSError, what: str = "") -> Problem:

@@ -125,9 +125,11 @@ def _report(job: BatchJob, number: str, before: Sequence[str]) -> None:
         heading += f", after {before[-1]}"
     output = job.directory / f"{number}.out"
     status = f"megarl status {quote(str(job.run_dir))}"
-    typer.echo(heading)
-    typer.echo(f"  script  {job.script}")
-    typer.echo(f"  output  {output}")
-    typer.echo(f"  logs    {job.directory}/{number}-0")
-    typer.echo(f"  follow  squeue --job {number}; tail -F {quote(str(output))}; {status}")
-    typer.echo(f"  cancel  scancel {number}")
+    typer.echo(
+        f"{heading}\n"
+        f"  script  {job.script}\n"
+        f"  output  {output}\n"
+        f"  logs    {job.directory}/{number}-0\n"
+        f"  follow  squeue --job {number}; tail -F {quote(str(output))}; {status}\n"
+        f"  cancel  scancel {number}"
+    )
