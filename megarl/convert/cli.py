@@ -33,7 +33,6 @@ def parse_bytes(text: str | int) -> int:
         raise typer.BadParameter(f"{text!r} is not a size; write one like 512MiB, 4GiB or 5GB") from None
 
 
-_BUDGET = 16 << 30
 DtypeName = Literal["float64", "float32", "float16", "bfloat16"]
 RoleName = Literal["actor", "critic", "reference", "reward"]
 """As of megarl.types, whose records would load numpy for every command."""
@@ -59,8 +58,8 @@ def import_(
     out: Out,
     dtype: Dtype = None,
     max_file_size: MaxFileSize = 1 << 30,
-    memory_budget: Budget = _BUDGET,
-    processes: Processes = 1,
+    memory_budget: Budget = Resources.memory,
+    processes: Processes = Resources.processes,
 ) -> None:
     """Make a Megatron checkpoint, which any layout loads, of a Hugging Face directory."""
     with _exit_codes():
@@ -80,8 +79,8 @@ def export(
     step: Step = None,
     dtype: Dtype = None,
     max_file_size: MaxFileSize = 5 * 10**9,
-    memory_budget: Budget = _BUDGET,
-    processes: Processes = 1,
+    memory_budget: Budget = Resources.memory,
+    processes: Processes = Resources.processes,
 ) -> None:
     """Make a Hugging Face directory of a checkpoint, Megatron-LM's or a run's."""
     with _exit_codes():
@@ -107,8 +106,8 @@ def verify(
     role: Role = None,
     step: Step = None,
     dtype: Dtype = None,
-    memory_budget: Budget = _BUDGET,
-    processes: Processes = 1,
+    memory_budget: Budget = Resources.memory,
+    processes: Processes = Resources.processes,
 ) -> None:
     """Compare a checkpoint with a Hugging Face directory, bit for bit; exit with 1 and a list where they differ."""
     with _exit_codes():

@@ -12,7 +12,7 @@ import torch
 from megarl.config import ConfigError, load
 from megarl.convert.megatron_checkpoint import HF_FILES, FoundCheckpoint, MegatronCheckpoint, find_checkpoint
 from megarl.convert.output import OutputFile, PartialOutput
-from megarl.convert.resources import Resources, run_tasks
+from megarl.convert.resources import DEFAULT, Resources, run_tasks
 from megarl.convert.stored import Assembly, Stored, assemble, copy_values, open_hf, read_spec
 from megarl.errors import UsageError
 from megarl.models import ModelSpec, model_spec
@@ -28,7 +28,7 @@ def export_checkpoint(
     checkpoint: Path,
     out: Path,
     *,
-    resources: Resources,
+    resources: Resources = DEFAULT,
     template: Path | None = None,
     role: RoleName | None = None,
     step: int | None = None,
@@ -93,7 +93,7 @@ def compare(
     hf: Path,
     checkpoint: Path,
     *,
-    resources: Resources,
+    resources: Resources = DEFAULT,
     role: RoleName | None = None,
     step: int | None = None,
     dtype: str | None = None,

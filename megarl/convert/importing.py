@@ -16,7 +16,7 @@ import torch
 from megarl.convert.dcp import METADATA, DCPIndex, FileRange, TensorChunk
 from megarl.convert.megatron_checkpoint import HF_FILES, RELEASE, TRACKER
 from megarl.convert.output import OutputFile, PartialOutput
-from megarl.convert.resources import Resources
+from megarl.convert.resources import DEFAULT, Resources
 from megarl.convert.stored import assemble, open_hf, read_spec, shards_within
 from megarl.errors import UsageError
 from megarl.files import write_durably, write_errors
@@ -46,7 +46,7 @@ def import_checkpoint(
     hf: Path,
     out: Path,
     *,
-    resources: Resources,
+    resources: Resources = DEFAULT,
     dtype: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:

@@ -26,8 +26,8 @@ class Resources:
         processes: largest number of worker processes; with one, the work is done in this process.
     """
 
-    memory: int
-    processes: int
+    memory: int = 16 << 30
+    processes: int = 1
 
     def workers(self, tasks: Sequence[int]) -> int:
         """Returns the number of processes for tasks of these bytes; raises UsageError without memory for one."""
@@ -41,6 +41,9 @@ class Resources:
             )
         fitting = (self.memory - base) // (base + largest)
         return max(1, min(self.processes, len(tasks), fitting))
+
+
+DEFAULT = Resources()
 
 
 def run_tasks[Task, Result](

@@ -54,6 +54,17 @@ class BatchJob:
         return (*options, *self.profile.srun)
 
     @property
+    def gpu_options(self) -> list[str]:
+        """Options of sbatch that request the GPUs."""
+        request = self.profile.gpu_request
+        if request == "none" or not self.gpus:
+            return []
+        gpus = f"{self.profile.gpu_type or ''}:{self.gpus}".removeprefix(":")
+        if request == "gres":
+            gpus = f"gpu:{gpus}"
+        return [f"--{request}={gpus}"]
+
+    @property
     def directory(self) -> Path:
         return self.run_dir / JOBS
 
