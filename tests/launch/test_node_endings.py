@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.launch.node_job import ONE_EACH, NodeJob
+from tests.launch.node_job import NOTHING, ONE_EACH, NodeJob
 from tests.leftovers import comes_true
 
 pytestmark = [pytest.mark.process, pytest.mark.e2e]
 
-NOTHING: tuple[list[str], set[str], list[str]] = ([], set(), [])
 PROMPT_S = 90.0
 """From what ends a job to the end of its agents, cleaning up included; on a busy machine."""
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    """A temporary directory whose path leaves room for the names of sockets."""
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="nodes-") as path:
-        yield Path(path)
 
 
 @pytest.fixture
