@@ -22,6 +22,11 @@ ONE_EACH = (
     *("groups.train.devices=0-1", "groups.train.roles.actor={tp: 2, pp: 1, tokens_per_micro_batch: 128}"),
 )
 """Overrides of a run that has one process on each node."""
+STAGES = (
+    *("agent started", "configuration checked", "all connected", "Ray ready"),
+    *("driver started", "driver ended", "stopped"),
+)
+"""Of a job that ends well."""
 NOTHING: tuple[list[str], set[str], list[str]] = ([], set(), [])
 """Of `left`, where nothing is."""
 NUMBER = os.getpid()
@@ -30,14 +35,7 @@ _TOKEN = secrets.token_hex(32)
 
 
 class NodeJob:
-    """A context: a job with a scripted driver; nothing of it runs afterwards.
-
-    Args:
-        directory: for the run and the agents' output.
-        driver: what it does; None has it train.
-        overrides: of the run's configuration.
-        limit_s: of the start.
-    """
+    """A context: a job with a scripted driver, or one that trains (None); nothing of it runs afterwards."""
 
     number = NUMBER
 

@@ -184,11 +184,8 @@ def test_the_job_directory_records_the_job(tmp_path: Path) -> None:
     assert stages[0]["time"] == 12.5 < stages[1]["time"]
     outcome = ExitReason(exit_code=1, reason="node big was lost: gone", node="big")
     directory.write_end(outcome)
-    assert json.loads((directory.path / "end.json").read_text()) == {
-        "exit_code": 1,
-        "reason": "node big was lost: gone",
-        "node": "big",
-    }
+    written = json.loads((directory.path / "end.json").read_text())
+    assert written == {"exit_code": 1, "reason": "node big was lost: gone", "node": "big"}
 
 
 def test_nodes_communicate_through_the_job_directory(tmp_path: Path) -> None:

@@ -58,13 +58,7 @@ def torch_free() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class User:
-    """Someone who launches experiments.
-
-    Args:
-        directory: for everything that comes of it.
-        python: whose NeMo-Run it is.
-        environment: of the scripts.
-    """
+    """Someone who launches experiments with the NeMo-Run of an interpreter."""
 
     directory: Path
     python: Path

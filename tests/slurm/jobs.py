@@ -42,13 +42,7 @@ SFT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that was submitted.
-
-    Args:
-        slurm: that has its job.
-        job: id of it.
-        directory: of the run.
-    """
+    """A run that was submitted, and the id of its job."""
 
     slurm: Slurm
     job: int
@@ -99,15 +93,7 @@ class Run:
 
 
 class Launcher:
-    """Submits runs; their jobs inherit a variable and a temporary directory, by which their leftovers are found.
-
-    Args:
-        slurm: that takes the jobs.
-        directory: for the cluster's profile.
-
-    Attributes:
-        environment: of the programs that submit.
-    """
+    """Submits runs; their jobs inherit a variable and a temporary directory, by which their leftovers are found."""
 
     def __init__(self, slurm: Slurm, directory: Path) -> None:
         self.slurm = slurm
