@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError, load
-from megarl.convert.megatron_checkpoint import HF_FILES, FoundCheckpoint, MegatronCheckpoint, find_checkpoint
+from megarl.convert.megatron_checkpoint import HF_FILES, FoundCheckpoint, find_checkpoint, open_checkpoint
 from megarl.convert.output import OutputFile, PartialOutput
 from megarl.convert.resources import DEFAULT, Resources, run_tasks
-from megarl.convert.stored import Assembly, Stored, assemble, copy_values, open_hf, read_spec
+from megarl.convert.stored import Assembly, Stored, copy_values, open_hf, read_spec
 from megarl.errors import UsageError
 from megarl.models import ModelSpec, model_spec
 from megarl.types import RoleName
@@ -47,19 +47,15 @@ def export_checkpoint(
     head = found.head(spec.head)
     with PartialOutput(out) as output:
         found.verify()
-        source = MegatronCheckpoint.open(found, spec, head)
-        tensors = dict(source.tensors)
+        tensors, sources = open_checkpoint(found, spec, head)
         if dtype is not None:
             tensors = {name: replace(info, dtype=dtype) for name, info in tensors.items()}
         layouts = lay_out(tensors, max_file_bytes)
-        groups: list[dict[str, TensorInfo]] = []
-        for layout in layouts:
-            groups.append({name: tensors[name] for name in layout.offsets})  # in the order of the file
         files: list[OutputFile] = []
-        for layout, assembly in zip(layouts, assemble(groups, source.copies, source.stored), strict=True):
+        for layout in layouts:
+            assembly = sources.assembly({name: tensors[name] for name in layout.offsets})  # in the file's order
             files.append(OutputFile(path=layout.name, assembly=assembly, header=layout.header))
-        inputs = {tensor.path for tensor in source.stored.values()}
-        output.write(f"export {checkpoint.name}", files, inputs=inputs, resources=resources)
+        output.write(f"export {checkpoint.name}", files, inputs=sources.files, resources=resources)
         write_index(output.directory, layouts)
         for directory in side_directories:
             copy_side_files(directory, output.directory)
@@ -111,18 +107,17 @@ def compare(
         raise UsageError(f"{hf} has the head {spec.head!r}, the {found.role} {head!r}; choose another --role")
     original = open_hf(hf, spec.manifest(head))
     found.verify()
-    converted = MegatronCheckpoint.open(found, spec, head)
+    converted, sources = open_checkpoint(found, spec, head)
     problems: list[str] = []
     tensors: dict[str, TensorInfo] = {}
     for name, tensor in original.items():
-        info = converted.tensors[name]
+        info = converted[name]
         if dtype is None and info.dtype != tensor.info.dtype:
             problems.append(f"{name}: {info.dtype}, not {tensor.info.dtype}")
         tensors[name] = replace(tensor.info, dtype=dtype or tensor.info.dtype)
     tasks: list[tuple[Assembly, Mapping[str, Stored]]] = []
-    groups = group_tensors(tensors, _GROUP_BYTES)
-    for assembly in assemble(groups, converted.copies, converted.stored):
-        tasks.append((assembly, {name: original[name] for name in assembly.tensors}))
+    for group in group_tensors(tensors, _GROUP_BYTES):
+        tasks.append((sources.assembly(group), {name: original[name] for name in group}))
     workers = resources.workers([assembly.memory for assembly, _ in tasks])
     for _, differences in run_tasks(tasks, _differences, workers):
         problems += differences

@@ -17,7 +17,7 @@ from megarl.convert.dcp import METADATA, DCPIndex, FileRange, TensorChunk
 from megarl.convert.megatron_checkpoint import HF_FILES, RELEASE, TRACKER
 from megarl.convert.output import OutputFile, PartialOutput
 from megarl.convert.resources import DEFAULT, Resources
-from megarl.convert.stored import assemble, open_hf, read_spec, shards_within
+from megarl.convert.stored import Sources, open_hf, read_spec, shards_within
 from megarl.errors import UsageError
 from megarl.files import write_durably, write_errors
 from megarl.models import ModelSpec
@@ -64,16 +64,15 @@ def import_checkpoint(
         chunks: dict[str, TensorInfo] = {}
         for name, (key, box) in boxes.items():
             chunks[name] = TensorInfo(box.shape, whole.params[key].dtype)
-        copies: list[Copy] = []
+        copies: dict[str, list[Copy]] = defaultdict(list)
         for param, box, name, region, transposed in shards_within(whole, boxes):
-            copies.append(Copy(name, region, param, box, chunks[param].dtype, transposed))
+            copies[param].append(Copy(name, region, param, box, chunks[param].dtype, transposed))
+        sources = Sources(stored=stored, copies=copies)
         files: list[OutputFile] = []
-        groups = group_tensors(chunks, max_file_bytes)
-        for number, assembly in enumerate(assemble(groups, copies, stored)):
+        for number, group in enumerate(group_tensors(chunks, max_file_bytes)):
             path = f"{RELEASE}/__{number}_0.distcp"
-            files.append(OutputFile(path=path, assembly=assembly, header=None))
-        inputs = {tensor.path for tensor in stored.values()}
-        written = output.write(f"import {hf.name}", files, inputs=inputs, resources=resources)
+            files.append(OutputFile(path=path, assembly=sources.assembly(group), header=None))
+        written = output.write(f"import {hf.name}", files, inputs=sources.files, resources=resources)
         _write_indices(output.directory / RELEASE, whole, _chunks(files, boxes, written))
         write_durably(output.directory / TRACKER, RELEASE)
         hf_files = output.directory / HF_FILES

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
 from megarl.convert.dcp import METADATA, DCPIndex, TensorChunk
-from megarl.convert.stored import ArchivedTensor, Stored, shards_within
+from megarl.convert.stored import ArchivedTensor, Sources, Stored, shards_within
 from megarl.errors import UsageError
 from megarl.models import ModelSpec
 from megarl.run.checkpoints import MANIFEST, CheckpointManifest, Checkpoints
@@ -101,14 +101,15 @@ def find_checkpoint(path: Path, *, role: RoleName | None = None, step: int | Non
 
 
 def _step_directory(run: Path, step: int | None) -> Path:
-    steps = Checkpoints(run / CHECKPOINTS).steps()
+    checkpoints = Checkpoints(run / CHECKPOINTS)
+    steps = checkpoints.steps()
     if not steps:
         raise UsageError(f"{run} has no checkpoint yet; choose another one")
     if step is None:
         step = steps[-1]
     if step not in steps:
         raise UsageError(f"{run} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
-    return run / CHECKPOINTS / f"step-{step}"
+    return checkpoints.path(step)
 
 
 def _in_run(directory: Path, role: str | None) -> FoundCheckpoint:
@@ -150,77 +151,60 @@ def _refuse(path: Path, *, role: str | None = None, step: int | None = None) -> 
         raise UsageError(f"--step {step} has no meaning for {path}, which is one checkpoint; leave it out")
 
 
-@dataclass(frozen=True, kw_only=True)
-class MegatronCheckpoint:
-    """The weights of a checkpoint.
+def open_checkpoint(
+    found: FoundCheckpoint, spec: ModelSpec, head: HeadName
+) -> tuple[Mapping[str, TensorInfo], Sources]:
+    """Finds the weights of a model in a checkpoint; a CheckpointError lists every tensor that does not fit.
 
-    Args:
-        tensors: the model's canonical tensors, with their dtypes in the checkpoint.
-        stored: stored chunks by name.
-        copies: copies of the chunks into the tensors.
+    Returns:
+        The canonical tensors, with their dtypes in the checkpoint, and what they are read from.
     """
-
-    tensors: Mapping[str, TensorInfo]
-    stored: Mapping[str, Stored]
-    copies: Sequence[Copy]
-
-    @classmethod
-    def open(cls, found: FoundCheckpoint, spec: ModelSpec, head: HeadName) -> MegatronCheckpoint:
-        """Finds the weights of a model in a checkpoint; a CheckpointError lists every tensor that does not fit."""
-        index = DCPIndex.read(found.directory)
-        canonical = spec.canonical(head)
-        if found.role is None:
-            index = _stacked(index)
-            embedding = index.tensors.get(f"{spec.table.embedding.names.megatron}.weight")
-            rows = None if embedding is None else max(spec.dims.vocab, embedding.shape[0])
-            maps = [spec.checkpoint_map(head, vocab_rows=rows, transformer_engine=te) for te in (True, False)]
-        else:  # whole canonical tensors
-            named = ShardMap.identity(canonical)
-            shards = tuple(shard._replace(param=_WEIGHT + shard.param) for shard in named.shards)
-            maps = [ShardMap(params={_WEIGHT + name: info for name, info in canonical.items()}, shards=shards)]
-        whole = min(maps, key=lambda known: len(known.params.keys() - index.tensors.keys()))
-        ignored = [*_TRAINING]
-        for known in maps:
-            ignored += known.params
-        problems = misfits(index.tensors, Manifest(tensors=whole.params, ignored=tuple(ignored)))
-        if problems:
-            model = f"the {spec.family.model_type} model"
-            raise CheckpointError(f"{found.directory} does not fit {model}", problems)
-        stored: dict[str, Stored] = {}
-        boxes: dict[str, tuple[str, Box]] = {}
-        for chunk in index.chunks:
-            if chunk.key in whole.params:
-                name = f"{chunk.key}{chunk.box}"
-                boxes[name] = (chunk.key, chunk.box)
-                stored[name] = ArchivedTensor(
-                    path=found.directory / chunk.place.relative_path,
-                    offset=chunk.place.offset,
-                    nbytes=chunk.place.length,
-                    info=TensorInfo(chunk.box.shape, index.tensors[chunk.key].dtype),
-                )
-        tensors = dict(canonical)
-        for shard in whole.shards:
-            dtype = index.tensors[shard.param].dtype
-            tensors[shard.name] = replace(canonical[shard.name], dtype=dtype)
-        copies: list[Copy] = []
-        for param, box, name, region, transposed in shards_within(whole, boxes):
-            copies.append(Copy(param, box, name, region, tensors[name].dtype, transposed))
-        _check_coverage(found.directory, tensors, copies)
-        return cls(tensors=tensors, stored=stored, copies=copies)
-
-
-def _check_coverage(directory: Path, tensors: Mapping[str, TensorInfo], copies: Sequence[Copy]) -> None:
-    """Raises CheckpointError for tensors of which elements are in no chunk."""
-    found: Counter[str] = Counter()
-    for copy in copies:
-        found[copy.target] += copy.target_box.size
-    problems: list[str] = []
+    index = DCPIndex.read(found.directory)
+    canonical = spec.canonical(head)
+    if found.role is None:
+        index = _stacked(index)
+        embedding = index.tensors.get(f"{spec.table.embedding.names.megatron}.weight")
+        rows = None if embedding is None else max(spec.dims.vocab, embedding.shape[0])
+        maps = [spec.checkpoint_map(head, vocab_rows=rows, transformer_engine=te) for te in (True, False)]
+    else:  # whole canonical tensors
+        named = ShardMap.identity(canonical)
+        shards = tuple(shard._replace(param=_WEIGHT + shard.param) for shard in named.shards)
+        maps = [ShardMap(params={_WEIGHT + name: info for name, info in canonical.items()}, shards=shards)]
+    whole = min(maps, key=lambda known: len(known.params.keys() - index.tensors.keys()))
+    ignored = [*_TRAINING]
+    for known in maps:
+        ignored += known.params
+    problems = misfits(index.tensors, Manifest(tensors=whole.params, ignored=tuple(ignored)))
+    if problems:
+        model = f"the {spec.family.model_type} model"
+        raise CheckpointError(f"{found.directory} does not fit {model}", problems)
+    stored: dict[str, Stored] = {}
+    boxes: dict[str, tuple[str, Box]] = {}
+    for chunk in index.chunks:
+        if chunk.key in whole.params:
+            name = f"{chunk.key}{chunk.box}"
+            boxes[name] = (chunk.key, chunk.box)
+            stored[name] = ArchivedTensor(
+                path=found.directory / chunk.place.relative_path,
+                offset=chunk.place.offset,
+                nbytes=chunk.place.length,
+                info=TensorInfo(chunk.box.shape, index.tensors[chunk.key].dtype),
+            )
+    tensors = dict(canonical)
+    for shard in whole.shards:
+        dtype = index.tensors[shard.param].dtype
+        tensors[shard.name] = replace(canonical[shard.name], dtype=dtype)
+    copies: dict[str, list[Copy]] = defaultdict(list)
+    for param, box, name, region, transposed in shards_within(whole, boxes):
+        copies[name].append(Copy(param, box, name, region, tensors[name].dtype, transposed))
     for name, info in tensors.items():
         size = math.prod(info.shape)
-        if found[name] != size:
-            problems.append(f"{found[name]} of {size} elements of {name} are there")
+        present = sum(copy.target_box.size for copy in copies[name])
+        if present != size:
+            problems.append(f"{present} of {size} elements of {name} are there")
     if problems:
-        raise CheckpointError(f"{directory} is broken", problems)
+        raise CheckpointError(f"{found.directory} is broken", problems)
+    return tensors, Sources(stored=stored, copies=copies)
 
 
 def _stacked(index: DCPIndex) -> DCPIndex:

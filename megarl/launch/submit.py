@@ -74,8 +74,7 @@ def _submit(request: LaunchRequest, jobs: Sequence[BatchJob]) -> int:
     dependency = request.dependency
     for job in jobs:
         command = _command(job, dependency)
-        script = job.script.read_text(encoding="utf-8")
-        options = re.findall(r'^#SBATCH "?--([a-z-]+)', script, re.MULTILINE)
+        options = re.findall(r'^#SBATCH "?--([a-z-]+)', render(job), re.MULTILINE)
         env = sbatch_environment(options)
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         if done.stderr.strip():
