@@ -83,10 +83,8 @@ def slurm(
 
 def profile_settings(*, time: Text, partition: Text, account: Text, python: Text) -> dict[str, Any]:
     """Returns the fields of the profile that options of the command line set."""
-    settings: dict[str, Any] = {}
-    for name, value in (("time", time), ("partition", partition), ("account", account)):
-        if value is not None:
-            settings[name] = value
+    given = {"time": time, "partition": partition, "account": account}
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if python is not None:
         settings["runtime"] = {"python": python}
     return settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,12 @@ def plan(request: LaunchRequest) -> tuple[list[PlannedJob], list[str]]:
     except ConfigError as error:
         errors.append(error)
     checker = Checker(request, profile)
-    wrong = [*request.malformed(), *_sbatch_missing(request, checker)]
+    wrong = list(request.malformed())
+    submits = not (request.dry_run or request.mode == "local" or checker.remote)
+    if submits and shutil.which("sbatch") is None:
+        rule = "Slurm's commands are on the PATH"
+        fix = "submit from a login node of the cluster, or write and show the script with --dry-run"
+        wrong.append(Problem(field="sbatch", value="not found", rule=rule, fix=fix))
     if wrong:
         errors.append(ConfigError(wrong, "command line"))
     planned, refused = _chain(request, checker)
@@ -58,14 +63,6 @@ def plan(request: LaunchRequest) -> tuple[list[PlannedJob], list[str]]:
     if errors:
         raise RefusedError("\n".join(map(str, errors)))
     return planned, [remark for run in planned for remark in checker.unchecked(run.config)]
-
-
-def _sbatch_missing(request: LaunchRequest, checker: Checker) -> Iterator[Problem]:
-    submits = not (request.dry_run or request.mode == "local" or checker.remote)
-    if submits and shutil.which("sbatch") is None:
-        rule = "Slurm's commands are on the PATH"
-        fix = "submit from a login node of the cluster, or write and show the script with --dry-run"
-        yield Problem(field="sbatch", value="not found", rule=rule, fix=fix)
 
 
 def _chain(request: LaunchRequest, checker: Checker) -> tuple[list[PlannedJob], list[ConfigError]]:

@@ -173,8 +173,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         if key == "runtime" and isinstance(former, str):
             former = {"name": former}
         if isinstance(former, dict) and isinstance(value, Mapping):
-            name = value.get("name")
-            if name is None or name == former.get("name"):
+            if key == "env" or value.get("name") in (None, former.get("name")):
                 value = merge(former, value)
         merged[key] = value
     return merged
