@@ -23,7 +23,6 @@ from megarl.errors import UsageError
 from megarl.files import format_bytes, read_json, sync, write_durably, write_errors
 from megarl.weights.hf_files import CheckpointError
 
-_MANIFEST = "manifest.json"
 _UNFINISHED = ".partial"
 
 
@@ -82,6 +81,7 @@ class PartialOutput:
         self.target = target
         self.root = target.with_name(f".{target.name}{_UNFINISHED}")
         self.directory = self.root / "output"
+        self.manifest = self.root / "manifest.json"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.root / "lock", "w")  # noqa: SIM115 (held until close)
@@ -97,7 +97,7 @@ class PartialOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not (self.root / _MANIFEST).is_file():
+        if not self.manifest.is_file():
             shutil.rmtree(self.root, ignore_errors=True)
         self._lock.close()
 
@@ -130,17 +130,17 @@ class PartialOutput:
                 raise OSError(errno.ENOSPC, "too little")
         for file in files:
             (self.directory / file.path).parent.mkdir(parents=True, exist_ok=True)
-        self._save(manifest)
+        write_durably(self.manifest, json.dumps(manifest))
         done = f"{len(finished)} of {len(files)} files"
         print(f"{title}: {done} are finished; working processes: {workers}", file=sys.stderr, flush=True)
         work = partial(OutputFile.write, directory=self.directory)
         for file, ends in run_tasks(remaining, work, workers):
             finished[file.path] = ends
-            self._save(manifest)
+            write_durably(self.manifest, json.dumps(manifest))
             done = f"{len(finished)} of {len(files)} files"
             print(f"{title}: {done}; wrote {file.path}, {format_bytes(ends[-1])}", file=sys.stderr, flush=True)
         if _fingerprint(inputs) != manifest["inputs"]:
-            (self.root / _MANIFEST).unlink()
+            self.manifest.unlink()
             raise CheckpointError(f"{title}: files that it reads have changed meanwhile; run it again")
         return finished
 
@@ -154,15 +154,14 @@ class PartialOutput:
 
     def _finished(self, manifest: Mapping[str, Any]) -> dict[str, list[int]]:
         """Returns the files that are finished; raises UsageError where they are of another conversion."""
-        path = self.root / _MANIFEST
-        if not path.is_file():
+        if not self.manifest.is_file():
             return {}
         try:
-            found: Mapping[str, Any] = read_json(path)
+            found: Mapping[str, Any] = read_json(self.manifest)
             files: dict[str, list[int]] = found["files"]
             other = [key for key in manifest if found[key] != manifest[key]]
         except (ValueError, TypeError, KeyError):
-            raise UsageError(f"{path} is damaged; remove {self.root} to begin anew") from None
+            raise UsageError(f"{self.manifest} is damaged; remove {self.root} to begin anew") from None
         if other:
             raise UsageError(
                 f"{self.root} holds an unfinished conversion with other {' and '.join(other)}; "
@@ -175,14 +174,11 @@ class PartialOutput:
                 finished[name] = ends
         return finished
 
-    def _save(self, manifest: Mapping[str, Any]) -> None:
-        write_durably(self.root / _MANIFEST, json.dumps(manifest))
-
 
 def _fingerprint(inputs: Iterable[Path]) -> dict[str, list[int]]:
     """Returns size and time of change (nanoseconds) of each file, by its resolved path."""
     files: dict[str, list[int]] = {}
-    for path in sorted(set(inputs)):
+    for path in sorted(inputs):
         stat = path.stat()
         files[str(path.resolve())] = [stat.st_size, stat.st_mtime_ns]
     return files
