@@ -30,25 +30,24 @@ def parse_bytes(text: str | int) -> int:
     try:
         return TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text)
     except ValidationError:
-        raise typer.BadParameter(f"{text!r} is not a size; write one like 512MiB, 4GiB or 5GB") from None
+        problem = f"{text!r} is not a size; write one like 512MiB, 4GiB or 5GB"
+        raise typer.BadParameter(problem) from None
 
 
 DtypeName = Literal["float64", "float32", "float16", "bfloat16"]
 RoleName = Literal["actor", "critic", "reference", "reward"]
 """As of megarl.types, whose records would load numpy for every command."""
 HF = Annotated[Path, typer.Option(help="Hugging Face directory: config.json and weights.")]
-Template = Annotated[Path | None, typer.Option(help="Model's directory, where the checkpoint names none.")]
+Template = Annotated[Path | None, typer.Option(help="Model's directory, if the checkpoint names none.")]
 From = Annotated[Path, typer.Option(help="Save directory of Megatron-LM, run, or one checkpoint.")]
 Out = Annotated[Path, typer.Option(help="Directory to make; it appears when it is complete.")]
 Role = Annotated[RoleName | None, typer.Option(help="Role of a run; its actor by default.")]
 Step = Annotated[int | None, typer.Option(min=0, help="Which checkpoint; the latest by default.")]
-Dtype = Annotated[DtypeName | None, typer.Option(help="Cast the weights; they keep their own by default.")]
-Budget = Annotated[
-    int, typer.Option(parser=parse_bytes, show_default="16GiB", help="Memory of all processes together.")
-]
-Processes = Annotated[int, typer.Option(min=1, help="Most worker processes; memory may allow fewer.")]
+Dtype = Annotated[DtypeName | None, typer.Option(help="Cast the weights; their own by default.")]
+Budget = Annotated[int, typer.Option(parser=parse_bytes, show_default="16GiB", help="Memory of all processes.")]
+Processes = Annotated[int, typer.Option(min=1, help="Most processes; memory may allow fewer.")]
 MaxFileSize = Annotated[
-    int, typer.Option(parser=parse_bytes, show_default=False, help="Size of an output file, such as 5GB.")
+    int, typer.Option(parser=parse_bytes, show_default=False, help="Size of an output file, as 5GB.")
 ]
 
 

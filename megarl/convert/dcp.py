@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo as FileRange  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megarl.files import write_errors
@@ -20,6 +19,7 @@ from megarl.weights.dcp_metadata import METADATA, read_metadata
 from megarl.weights.hf_files import CheckpointError
 from megarl.weights.shard_map import Box, TensorInfo
 
+FileRange = filesystem._StorageInfo
 _FORMAT_VERSION = "1.0.0"
 """As torch writes it (CURRENT_DCP_VERSION of torch/distributed/checkpoint/filesystem.py)."""
 
@@ -55,7 +55,7 @@ class DCPIndex:
         return index
 
     def write(self, path: Path, objects: Mapping[str, FileRange]) -> None:
-        """Writes the file that torch and Megatron read; ``objects`` are others than tensors, by key."""
+        """Writes the file that torch and Megatron read; ``objects`` are no tensors."""
         entries: dict[str, Any] = {}
         places: dict[MetadataIndex, FileRange] = {}
         for key, info in self.tensors.items():

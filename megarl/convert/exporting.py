@@ -46,7 +46,6 @@ def export_checkpoint(
     spec, side_directories = _model_of(found, template)
     head = found.head(spec.head)
     with PartialOutput(out) as output:
-        found.verify()
         tensors, sources = open_checkpoint(found, spec, head)
         if dtype is not None:
             tensors = {name: replace(info, dtype=dtype) for name, info in tensors.items()}
@@ -106,7 +105,6 @@ def compare(
     if (head == "lm") != (spec.head == "lm"):
         raise UsageError(f"{hf} has the head {spec.head!r}, the {found.role} {head!r}; choose another --role")
     original = open_hf(hf, spec.manifest(head))
-    found.verify()
     converted, sources = open_checkpoint(found, spec, head)
     problems: list[str] = []
     tensors: dict[str, TensorInfo] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,7 +39,7 @@ _BACKENDS = {
     "common_backend_version": 1,
 }
 _DECODER = "decoder."
-_SUFFIXES = (".layer_norm_weight", ".layer_norm_bias", ".weight", ".bias")
+_SUFFIX = re.compile(r"\.(layer_norm_)?(weight|bias)$")
 _OBJECTS_FILE = "__objects_0.distcp"
 
 
@@ -156,8 +157,7 @@ def _extra_states(whole: ShardMap) -> list[str]:
     modules: dict[str, tuple[int, ...]] = {}
     for key, info in whole.params.items():
         if key.startswith(_DECODER):
-            suffix = next(suffix for suffix in _SUFFIXES if key.endswith(suffix))
-            modules[key.removesuffix(suffix)] = info.shape[: leading[key]] or (1,)
+            modules[_SUFFIX.sub("", key)] = info.shape[: leading[key]] or (1,)
     attention = next(name for name in modules if name.endswith("self_attention.linear_proj"))
     modules[attention.replace("linear_proj", "core_attention")] = modules[attention]
     keys: list[str] = []

@@ -66,11 +66,6 @@ class FoundCheckpoint:
         """Returns the head of the role, or, for Megatron's, that of its configuration."""
         return configured if self.role is None else HEADS[self.role]
 
-    def verify(self) -> None:
-        """Compares the files of a role with its checkpoint's manifest; Megatron's have none."""
-        if self.role is not None:
-            CheckpointManifest.read(self.directory.parent).verify(self.directory.parent, role=self.role)
-
 
 def find_checkpoint(path: Path, *, role: RoleName | None = None, step: int | None = None) -> FoundCheckpoint:
     """Finds the checkpoint of a path; raises UsageError where there is none, or role or step have no meaning.
@@ -159,14 +154,16 @@ def open_checkpoint(
     Returns:
         The canonical tensors, with their dtypes in the checkpoint, and what they are read from.
     """
-    index = DCPIndex.read(found.directory)
     canonical = spec.canonical(head)
     if found.role is None:
-        index = _stacked(index)
+        index = _stacked(DCPIndex.read(found.directory))
         embedding = index.tensors.get(f"{spec.table.embedding.names.megatron}.weight")
         rows = None if embedding is None else max(spec.dims.vocab, embedding.shape[0])
         maps = [spec.checkpoint_map(head, vocab_rows=rows, transformer_engine=te) for te in (True, False)]
-    else:  # whole canonical tensors
+    else:  # whole canonical tensors, whose files have digests
+        checkpoint = found.directory.parent
+        CheckpointManifest.read(checkpoint).verify(checkpoint, role=found.role)
+        index = DCPIndex.read(found.directory)
         named = ShardMap.identity(canonical)
         shards = tuple(shard._replace(param=_WEIGHT + shard.param) for shard in named.shards)
         maps = [ShardMap(params={_WEIGHT + name: info for name, info in canonical.items()}, shards=shards)]
@@ -224,7 +221,8 @@ def _stacked(index: DCPIndex) -> DCPIndex:
         leading = [extent + 1 for extent in last[stack]]
         stacked = TensorInfo((*leading, rows * halves, *inner), info.dtype)
         if tensors.setdefault(stack, stacked) != stacked:
-            raise CheckpointError(f"{key} is {list(info.shape)} of {info.dtype}, unlike others of {stack}")
+            found = f"{list(info.shape)} of {info.dtype}"
+            raise CheckpointError(f"{key} is {found}, unlike others of {stack}")
     chunks: list[TensorChunk] = []
     for chunk in index.chunks:
         stack, at, half, _ = places[chunk.key]
@@ -238,7 +236,7 @@ def _stacked(index: DCPIndex) -> DCPIndex:
 
 
 def _stack_place(key: str) -> tuple[str, Shape, int, int]:
-    """Returns the stacked tensor of a tensor's key, the indices in it, and which half of how many of its rows it is."""
+    """Returns the stacked tensor of a key, the indices in it, and the half of how many of its rows."""
     at: Shape = ()
     layer = _LAYER.fullmatch(key)
     if layer:

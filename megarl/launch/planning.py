@@ -88,7 +88,8 @@ def _chain(request: LaunchRequest, checker: Checker) -> tuple[list[PlannedJob], 
                 if problems:
                     raise ConfigError(problems, str(path))
                 overrides.append(JOB_RAY)
-            config, checked_model = _load(path, overrides, raw.get("model"), checker, planned, pending)
+            model = raw.get("model")
+            config, checked_model = _load(path, overrides, model, checker, planned, pending)
         except ConfigError as error:
             errors.append(error)
             continue

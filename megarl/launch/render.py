@@ -82,7 +82,7 @@ class BatchJob:
 
     @property
     def mounts(self) -> tuple[str, ...]:
-        """Mounts of a container as SOURCE:TARGET: the job's directories, and the profile's mounts."""
+        """Mounts of a container as SOURCE:TARGET: the job's directories and the profile's."""
         paths = [str(self.workdir)]
         for directory in (self.run_dir, *self.earlier):
             if not directory.is_relative_to(self.workdir):

@@ -23,7 +23,7 @@ class LaunchRequest:
         configs: files of one run, or of a chain's runs in their order.
         settings: fields of the profile that the command line sets.
         dependency: dependency of the first job, as sbatch takes it.
-        mode: sbatch on this machine, the profile's tunnel for NeMo-Run, or this machine without Slurm.
+        mode: sbatch on this machine, the profile's tunnel for NeMo-Run, or no Slurm.
     """
 
     configs: tuple[Path, ...]
