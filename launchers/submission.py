@@ -80,23 +80,18 @@ def launch(request: LaunchRequest, *, chain: bool, detach: bool) -> int:
     Returns:
         2 for a mistake, before anything is written; 1 if a task fails; else 0.
     """
-    errors: list[ValueError] = []
-    problems = list(_contradictions(request, chain, detach))
-    if problems:
-        errors.append(ConfigError(problems, "command line"))
+    contradictions = list(_contradictions(request, chain, detach))
     if not chain:
         request = replace(request, configs=request.configs[:1])
     try:
-        planned, remarks = plan(request)
+        planned, remarks = plan(request, contradictions)
         title = request.job_name or re.sub(r"[^A-Za-z0-9._-]+", "-", planned[-1].job.name)
         tasks = list(_tasks(planned, request, title))
         problems = list(_python_problems(planned[0].job, local=request.mode == "local"))
         if problems:
-            errors.append(ConfigError(problems, "command line"))
-    except RefusedError as error:
-        errors.append(error)
-    if errors:
-        print(*errors, sep="\n", file=sys.stderr)
+            raise ConfigError(problems, "command line")
+    except (RefusedError, ConfigError) as error:
+        print(error, file=sys.stderr)
         return 2
     for remark in remarks:
         print(remark, file=sys.stderr)

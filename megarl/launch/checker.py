@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from tempfile import TemporaryFile
 
 from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig, parse_devices
 from megarl.config.schema import TrainingRun
+from megarl.files import read_json
 from megarl.launch.profile import SSH, Bare, Profile
 from megarl.launch.request import LaunchRequest, unwritable
 from megarl.preflight.check import check
@@ -63,9 +63,8 @@ class Checker:
 
 def is_not_finished(config: RunConfig, *, chain: bool = False) -> Iterator[Problem]:
     """Checks that the run in run.dir is not finished."""
-    summary = Path(config.run.dir) / "summary.json"
     try:
-        taken = json.loads(summary.read_text(encoding="utf-8"))["steps"]
+        taken = read_json(RunPaths(config.run.dir).summary)["steps"]
     except (OSError, ValueError, KeyError):
         return
     if not isinstance(config, TrainingConfig):
@@ -95,9 +94,7 @@ def _devices_fit(config: RunConfig, request: LaunchRequest) -> Iterator[Problem]
         fix = "remove it, and set cluster.devices_per_node"
         yield Problem(field="--gpus-per-node", value=str(gpus), rule=rule, fix=fix)
     devices: list[int] = []
-    for name in config.groups:
-        devices += config.device_list(name)
-    for section in (config.engine_settings, config.judge_model):
+    for section in (*config.groups.values(), config.engine_settings, config.judge_model):
         if section is not None:
             devices += parse_devices(section.devices)
     nodes = config.cluster.nodes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,11 @@ class PlannedJob:
     checked_model: Model
 
 
-def plan(request: LaunchRequest) -> tuple[list[PlannedJob], list[str]]:
+def plan(request: LaunchRequest, wrong: Iterable[Problem] = ()) -> tuple[list[PlannedJob], list[str]]:
     """Returns a request's jobs, each of which waits for the previous one, and remarks for the user.
 
     Raises:
-        RefusedError: with all problems.
+        RefusedError: with all problems, those that are known already among them.
     """
     errors: list[ConfigError] = []
     profile = Profile()
@@ -50,7 +50,7 @@ def plan(request: LaunchRequest) -> tuple[list[PlannedJob], list[str]]:
     except ConfigError as error:
         errors.append(error)
     checker = Checker(request, profile)
-    wrong = list(request.malformed())
+    wrong = [*wrong, *request.malformed()]
     submits = not (request.dry_run or request.mode == "local" or checker.remote)
     if submits and shutil.which("sbatch") is None:
         rule = "Slurm's commands are on the PATH"
