@@ -105,7 +105,7 @@ def _contradictions(request: LaunchRequest, chain: bool, detach: bool) -> Iterat
     if len(request.configs) > 1 and not chain:
         value = " ".join(map(str, request.configs))
         fix = "run several, one after the other, with launchers.pipeline"
-        yield Problem(field="CONFIG", value=shown(value), rule="one configuration", fix=fix)
+        yield Problem("CONFIG", shown(value), "one configuration", fix)
     if request.mode == "local":
         ineffective = dict(request.settings)
         ineffective.pop("runtime", None)
@@ -114,11 +114,11 @@ def _contradictions(request: LaunchRequest, chain: bool, detach: bool) -> Iterat
         for name, value in ineffective.items():
             rule = "has an effect with --executor slurm alone"
             fix = "remove it, or add --executor slurm"
-            yield Problem(field=f"--{name}", value=str(value), rule=rule, fix=fix)
+            yield Problem(f"--{name}", str(value), rule, fix)
     name = request.job_name
     if name is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", name):
         rule = "letters, digits, dots, dashes and underscores, as it names directories and jobs"
-        yield Problem(field="--name", value=repr(name), rule=rule, fix="choose another one")
+        yield Problem("--name", repr(name), rule, "choose another one")
 
 
 def _tasks(planned: Sequence[PlannedJob], request: LaunchRequest, title: str) -> Iterator[ExperimentTask]:
@@ -163,4 +163,4 @@ def _python_problems(job: BatchJob, *, local: bool) -> Iterator[Problem]:
     if visible and _ENVIRONMENT.exists():
         fix = f"give --python {_ENVIRONMENT}"
     rule = f"an interpreter that can run megarl; {why}"
-    yield Problem(field="--python", value=python, rule=rule, fix=fix)
+    yield Problem("--python", python, rule, fix)

@@ -70,12 +70,12 @@ def is_not_finished(config: RunConfig, *, chain: bool = False) -> Iterator[Probl
     if not isinstance(config, TrainingConfig):
         fix = "choose another run.dir, or remove the directory"
         rule = "no finished evaluation is there"
-        yield Problem(field="run.dir", value=config.run.dir, rule=rule, fix=fix)
+        yield Problem("run.dir", config.run.dir, rule, fix)
     elif _has_ended(config.run, taken):
         others = "leave it out, or choose another run.dir" if chain else "or choose another run.dir"
         fix = f"raise {config.run.length_field} to continue it, {others}"
         rule = f"a run that is not finished; this one has taken its {taken} steps"
-        yield Problem(field="run.dir", value=config.run.dir, rule=rule, fix=fix)
+        yield Problem("run.dir", config.run.dir, rule, fix)
 
 
 def _has_ended(run: TrainingRun, taken: int) -> bool:
@@ -92,7 +92,7 @@ def _devices_fit(config: RunConfig, request: LaunchRequest) -> Iterator[Problem]
     if gpus is not None and config.cluster.device == "cpu":
         rule = "the configuration's devices are virtual ones of the CPU (cluster.device = cpu)"
         fix = "remove it, and set cluster.devices_per_node"
-        yield Problem(field="--gpus-per-node", value=str(gpus), rule=rule, fix=fix)
+        yield Problem("--gpus-per-node", str(gpus), rule, fix)
     devices: list[int] = []
     for section in (*config.groups.values(), config.engine_settings, config.judge_model):
         if section is not None:
@@ -104,7 +104,7 @@ def _devices_fit(config: RunConfig, request: LaunchRequest) -> Iterator[Problem]
         names = ", ".join(map(str, idle))
         rule = f"every node has a device that the run uses; {names} (from 0) has none"
         fix = f"place groups or rollout there, or set --nodes {len(used)}"
-        yield Problem(field="cluster.nodes", value=str(nodes), rule=rule, fix=fix)
+        yield Problem("cluster.nodes", str(nodes), rule, fix)
 
 
 def _is_writable(run_dir: Path) -> Iterator[Problem]:
@@ -126,7 +126,7 @@ def _paths_are_plain(run_dir: Path, profile: Profile, workdir: Path) -> Iterator
         text = str(path)
         if "\\" in text or not text.isprintable():
             rule = "without backslashes and line breaks, which Slurm reads in its own way"
-            yield Problem(field=field, value=repr(text), rule=rule, fix=fix)
+            yield Problem(field, repr(text), rule, fix)
         elif not isinstance(runtime, Bare) and re.search(r"[:,]", text):
             rule = f"a path that {runtime.name} can mount: without colons and commas"
-            yield Problem(field=field, value=text, rule=rule, fix=fix)
+            yield Problem(field, text, rule, fix)

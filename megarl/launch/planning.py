@@ -55,7 +55,7 @@ def plan(request: LaunchRequest, wrong: Iterable[Problem] = ()) -> tuple[list[Pl
     if submits and shutil.which("sbatch") is None:
         rule = "Slurm's commands are on the PATH"
         fix = "submit from a login node of the cluster, or write and show the script with --dry-run"
-        wrong.append(Problem(field="sbatch", value="not found", rule=rule, fix=fix))
+        wrong.append(Problem("sbatch", "not found", rule, fix))
     if wrong:
         errors.append(ConfigError(wrong, "command line"))
     planned, refused = _chain(request, checker)
@@ -79,7 +79,7 @@ def _chain(request: LaunchRequest, checker: Checker) -> tuple[list[PlannedJob], 
             if run_dir in owners:
                 rule = f"a directory of its own; {owners[run_dir]} has this one too"
                 fix = "set it in the files, not for all"
-                problem = Problem(field="run.dir", value=str(run_dir), rule=rule, fix=fix)
+                problem = Problem("run.dir", str(run_dir), rule, fix)
                 errors.append(ConfigError([problem], str(path)))
             if run_dir is not None:
                 owners[run_dir] = path

@@ -61,7 +61,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[tuple[Path, ...], tuple[s
 
 def unwritable(run_dir: object, error: OSError, what: str = "") -> Problem:
     rule = f"can be written ({what}{error.strerror})"
-    return Problem(field="run.dir", value=str(run_dir), rule=rule, fix="choose another run.dir")
+    return Problem("run.dir", str(run_dir), rule, "choose another run.dir")
 
 
 def other_ray(raw: Mapping[str, Any]) -> list[Problem]:
@@ -72,4 +72,4 @@ def other_ray(raw: Mapping[str, Any]) -> list[Problem]:
         return []
     rule = "null: the job starts a Ray of its own"
     fix = "remove it, or submit the run to that cluster (docs/ray.md)"
-    return [Problem(field="cluster.address", value=str(address), rule=rule, fix=fix)]
+    return [Problem("cluster.address", str(address), rule, fix)]

@@ -15,6 +15,7 @@ from megarl.files import write_durably
 from megarl.launch.planning import PlannedJob, RefusedError, plan
 from megarl.launch.render import BatchJob, render
 from megarl.launch.request import LaunchRequest, unwritable
+from megarl.texts import counted
 
 _CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")  # the others belong to a job
 _SBATCH_VARIABLES = {
@@ -119,7 +120,7 @@ def sbatch_environment(options: Sequence[str]) -> dict[str, str]:
 
 def _report(job: BatchJob, number: str, before: Sequence[str]) -> None:
     """Prints what a submitted job is, and where to look; `before` are the numbers of earlier jobs."""
-    heading = f"job {number}: {job.title}, {job.nodes} node{'s' * (job.nodes > 1)}"
+    heading = f"job {number}: {job.title}, {counted(job.nodes, 'node')}"
     if before:
         heading += f", after {before[-1]}"
     output = job.directory / f"{number}.out"
