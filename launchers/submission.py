@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,7 +19,7 @@ from launchers.experiment import ExperimentTask, show, start
 from megarl.config import ConfigError, Problem
 from megarl.config.problems import shown
 from megarl.launch.cli import Account, GPUsPerNode, Nodes, Partition, ProfileOption, Python, Time, profile_settings
-from megarl.launch.planning import PlannedJob, RefusedError, plan
+from megarl.launch.planning import Planned, RefusedError, plan
 from megarl.launch.profile import SSH
 from megarl.launch.render import BatchJob
 from megarl.launch.request import LaunchRequest, split_arguments
@@ -85,9 +85,9 @@ def launch(request: LaunchRequest, *, chain: bool, detach: bool) -> int:
         request = replace(request, configs=request.configs[:1])
     try:
         planned, remarks = plan(request, contradictions)
-        title = request.job_name or re.sub(r"[^A-Za-z0-9._-]+", "-", planned[-1].job.name)
+        title = request.job_name or re.sub(r"[^A-Za-z0-9._-]+", "-", planned[-1][0].name)
         tasks = list(_tasks(planned, request, title))
-        problems = list(_python_problems(planned[0].job, local=request.mode == "local"))
+        problems = list(_python_problems(planned[0][0], local=request.mode == "local"))
         if problems:
             raise ConfigError(problems, "command line")
     except (RefusedError, ConfigError) as error:
@@ -121,13 +121,11 @@ def _contradictions(request: LaunchRequest, chain: bool, detach: bool) -> Iterat
         yield Problem("--name", repr(name), rule, "choose another one")
 
 
-def _tasks(planned: Sequence[PlannedJob], request: LaunchRequest, title: str) -> Iterator[ExperimentTask]:
+def _tasks(planned: Planned, request: LaunchRequest, title: str) -> Iterator[ExperimentTask]:
     """Yields the runs, each after the previous one."""
     stages: list[str] = []
     after: tuple[str, ...] = ()
-    for each in planned:
-        job = each.job
-        config = each.config
+    for job, config in planned:
         name = config.stage
         stages.append(name)
         if stages.count(name) > 1:

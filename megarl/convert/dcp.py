@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -24,8 +24,7 @@ _FORMAT_VERSION = "1.0.0"
 """As torch writes it (CURRENT_DCP_VERSION of torch/distributed/checkpoint/filesystem.py)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorChunk:
+class TensorChunk(NamedTuple):
     """A box of a tensor, stored as a file of ``torch.save`` within a file, maybe without leading axes of 1."""
 
     key: str
@@ -85,7 +84,7 @@ def _parse(content: Metadata) -> DCPIndex:
             for part in entry.chunks:
                 place = content.storage_data[MetadataIndex(key, part.offsets)]
                 box = Box(tuple(part.offsets), tuple(map(add, part.offsets, part.sizes)))
-                chunks.append(TensorChunk(key=key, box=box, place=place))
+                chunks.append(TensorChunk(key, box, place))
     return DCPIndex(tensors=tensors, chunks=chunks)
 
 

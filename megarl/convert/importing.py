@@ -128,7 +128,7 @@ def _chunks(
         for name, (begin, end) in zip(file.assembly.tensors, ranges, strict=True):
             key, box = boxes[name]
             place = FileRange(Path(file.path).name, begin, end - begin)
-            chunks.append(TensorChunk(key=key, box=box, place=place))
+            chunks.append(TensorChunk(key, box, place))
     return chunks
 
 

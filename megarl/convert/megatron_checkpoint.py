@@ -231,7 +231,7 @@ def _stacked(index: DCPIndex) -> DCPIndex:
         end, *stop = chunk.box.stop or (1,)
         after = [i + 1 for i in at]
         box = Box((*at, first + rows * half, *start), (*after, end + rows * half, *stop))
-        chunks.append(replace(chunk, key=stack, box=box))
+        chunks.append(TensorChunk(stack, box, chunk.place))
     return DCPIndex(tensors=tensors, chunks=chunks)
 
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,12 @@ class RefusedError(ValueError):
     """A request cannot be submitted; the message has every problem."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedJob:
-    """A job, the configuration of its run, and the model with which the run was checked.
-
-    That is the configuration's, or the initial model of the earlier run that exports it.
-    """
-
-    job: BatchJob
-    config: RunConfig
-    checked_model: Model
+Planned = Sequence[tuple[BatchJob, RunConfig]]
+"""Jobs, each of which waits for the previous one, with the configurations of their runs."""
 
 
-def plan(request: LaunchRequest, wrong: Iterable[Problem] = ()) -> tuple[list[PlannedJob], list[str]]:
-    """Returns a request's jobs, each of which waits for the previous one, and remarks for the user.
+def plan(request: LaunchRequest, wrong: Iterable[Problem] = ()) -> tuple[Planned, list[str]]:
+    """Returns a request's jobs, and remarks for the user.
 
     Raises:
         RefusedError: with all problems, those that are known already among them.
@@ -62,12 +53,13 @@ def plan(request: LaunchRequest, wrong: Iterable[Problem] = ()) -> tuple[list[Pl
     errors += refused
     if errors:
         raise RefusedError("\n".join(map(str, errors)))
-    return planned, [remark for run in planned for remark in checker.unchecked(run.config)]
+    return planned, [remark for _, config in planned for remark in checker.unchecked(config)]
 
 
-def _chain(request: LaunchRequest, checker: Checker) -> tuple[list[PlannedJob], list[ConfigError]]:
+def _chain(request: LaunchRequest, checker: Checker) -> tuple[Planned, list[ConfigError]]:
     """Returns a job per configuration that can run, and the errors of the others."""
-    planned: list[PlannedJob] = []
+    planned: list[tuple[BatchJob, RunConfig]] = []
+    bases: dict[Path, Model] = {}
     errors: list[ConfigError] = []
     owners: dict[Path, Path] = {}
     for path in request.configs:
@@ -88,14 +80,12 @@ def _chain(request: LaunchRequest, checker: Checker) -> tuple[list[PlannedJob], 
                 if problems:
                     raise ConfigError(problems, str(path))
                 overrides.append(JOB_RAY)
-            model = raw.get("model")
-            config, checked_model = _load(path, overrides, model, checker, planned, pending)
+            config = _load(path, overrides, raw.get("model"), checker, bases, pending)
         except ConfigError as error:
             errors.append(error)
             continue
-        earlier = tuple(before.job.run_dir for before in planned)
-        job = _job(config, request, checker, earlier)
-        planned.append(PlannedJob(job=job, config=config, checked_model=checked_model))
+        earlier = tuple(job.run_dir for job, _ in planned)
+        planned.append((_job(config, request, checker, earlier), config))
     return planned, errors
 
 
@@ -121,19 +111,18 @@ def _load(
     overrides: Sequence[str],
     model: Any,
     check: Checker,
-    earlier: Sequence[PlannedJob],
+    bases: dict[Path, Model],
     pending: Collection[Path],
-) -> tuple[RunConfig, Model]:
+) -> RunConfig:
     """Reads and checks a configuration as far as possible before the earlier runs.
 
     Args:
         model: the section `model` of the file, unchecked.
+        bases: models with the architectures that earlier runs will export, by their directories;
+            that of this run is added.
         pending: directories of all earlier runs, also of those with mistakes.
-
-    Returns:
-        The configuration, and the model with which it was checked.
     """
-    stand_in = _stand_in(model, earlier)
+    stand_in = _stand_in(model, bases)
     config = load(path, [*overrides, *stand_in], check, pending_paths=pending)
     try:
         check(config)
@@ -141,20 +130,20 @@ def _load(
         problems = without_pending(error.problems, config.model_dump(by_alias=True), pending)
         if problems:
             raise ConfigError(problems, str(path), error.unchecked) from None
-    checked_model = config.model
+    if config.exports_initial_architecture:
+        bases[Path(config.run.dir)] = config.model
     if stand_in:
         exported = {"path": model["path"], "random": None, "tokenizer": model.get("tokenizer")}
-        config = config.model_copy(update={"model": checked_model.model_copy(update=exported)})
-    return config, checked_model
+        config = config.model_copy(update={"model": config.model.model_copy(update=exported)})
+    return config
 
 
-def _stand_in(model: Any, earlier: Sequence[PlannedJob]) -> list[str]:
-    """Returns overrides that replace the model that an earlier run exports by that run's initial model."""
+def _stand_in(model: Any, bases: Mapping[Path, Model]) -> list[str]:
+    """Returns overrides that replace the model that an earlier run will export."""
     path = model.get("path") if isinstance(model, dict) else None
-    for run in earlier:
-        config = run.config
-        if config.exports_initial_architecture and is_pending(path, [Path(config.run.dir)]):
-            start = run.checked_model.model_dump(mode="json")
+    for run_dir, base in bases.items():
+        if is_pending(path, [run_dir]):
+            start = base.model_dump(mode="json")
             names = ["path", "random"]
             if model.get("tokenizer") is None:
                 names.append("tokenizer")

@@ -10,9 +10,9 @@ from shlex import join, quote
 
 import typer
 
-from megarl.config import ConfigError, save
+from megarl.config import ConfigError, RunConfig, save
 from megarl.files import write_durably
-from megarl.launch.planning import PlannedJob, RefusedError, plan
+from megarl.launch.planning import RefusedError, plan
 from megarl.launch.render import BatchJob, render
 from megarl.launch.request import LaunchRequest, unwritable
 from megarl.texts import counted
@@ -32,28 +32,28 @@ def launch(request: LaunchRequest) -> int:
     """Submits or shows a request's jobs; returns 2 for a mistake, before anything is written, and 1 if sbatch fails."""
     try:
         planned, remarks = plan(request)
-        for run in planned:
-            _write(run)
+        for job, config in planned:
+            _write(job, config)
     except (RefusedError, ConfigError) as error:
         typer.echo(str(error), err=True)
         return 2
     for remark in remarks:
         typer.echo(remark, err=True)
-    jobs = [run.job for run in planned]
+    jobs = [job for job, _ in planned]
     if request.dry_run:
         _show(request, jobs)
         return 0
     return _submit(request, jobs)
 
 
-def _write(planned: PlannedJob) -> None:
+def _write(job: BatchJob, config: RunConfig) -> None:
     """Writes the script and the resolved configuration, so that later edits do not change the job."""
     try:
-        planned.job.directory.mkdir(parents=True, exist_ok=True)
-        save(planned.config, planned.job.config)
-        write_durably(planned.job.script, render(planned.job), mode=0o700)  # a profile may hold secrets
+        job.directory.mkdir(parents=True, exist_ok=True)
+        save(config, job.config)
+        write_durably(job.script, render(job), mode=0o700)  # a profile may hold secrets
     except OSError as error:
-        problem = unwritable(planned.job.run_dir, error, f"{error.filename}: ")
+        problem = unwritable(job.run_dir, error, f"{error.filename}: ")
         raise ConfigError([problem], "command line") from None
 
 
