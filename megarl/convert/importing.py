@@ -18,7 +18,7 @@ from megarl.convert.dcp import METADATA, DCPIndex, FileRange, TensorChunk
 from megarl.convert.megatron_checkpoint import HF_FILES, RELEASE, TRACKER
 from megarl.convert.output import OutputFile, PartialOutput
 from megarl.convert.resources import DEFAULT, Resources
-from megarl.convert.stored import Sources, open_hf, read_spec, shards_within
+from megarl.convert.stored import Sources, Stored, open_hf, read_spec, shards_within
 from megarl.errors import UsageError
 from megarl.files import write_durably, write_errors
 from megarl.models import ModelSpec
@@ -59,8 +59,7 @@ def import_checkpoint(
     spec = read_spec(hf)
     with PartialOutput(out) as output:
         stored = open_hf(hf, spec.manifest(spec.head))
-        tensors = {name: tensor.info for name, tensor in stored.items()}
-        whole = _with_dtypes(_global_map(spec), tensors, dtype)
+        whole = _with_dtypes(_global_map(spec), stored, dtype)
         boxes = _stored_boxes(whole)
         chunks: dict[str, TensorInfo] = {}
         for name, (key, box) in boxes.items():
@@ -93,11 +92,11 @@ def _global_map(spec: ModelSpec) -> ShardMap:
     return ShardMap(params=params, shards=with_te.shards + others, padding=with_te.padding)
 
 
-def _with_dtypes(whole: ShardMap, tensors: Mapping[str, TensorInfo], dtype: str | None) -> ShardMap:
-    """Returns the map with the dtype of each parameter: ``dtype``, or that of the canonical tensors in it."""
+def _with_dtypes(whole: ShardMap, stored: Mapping[str, Stored], dtype: str | None) -> ShardMap:
+    """Returns the map with the dtype of each parameter: ``dtype``, or that of the tensors in it."""
     dtypes: dict[str, set[str]] = defaultdict(set)
     for shard in whole.shards:
-        dtypes[shard.param].add(dtype or tensors[shard.name].dtype)
+        dtypes[shard.param].add(dtype or stored[shard.name].info.dtype)
     for key, found in dtypes.items():
         if len(found) > 1:
             mixed = " and ".join(sorted(found))
