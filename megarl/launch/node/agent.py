@@ -124,7 +124,7 @@ class Agent:
 
     def _is_patient(self) -> bool:
         """Whether the run may still save: after the first signal, nothing but SIGUSR1 may come."""
-        again = [number for number in self._signals[1:] if number != signal.SIGUSR1]
+        again = set(self._signals[1:]) - {signal.SIGUSR1}
         return not again and time.monotonic() < self._patience and self._lets_save()
 
     def _stopped(self) -> JobEnded:
