@@ -38,7 +38,7 @@ DtypeName = Literal["float64", "float32", "float16", "bfloat16"]
 RoleName = Literal["actor", "critic", "reference", "reward"]
 """As of megarl.types, whose records would load numpy for every command."""
 HF = Annotated[Path, typer.Option(help="Hugging Face directory: config.json and weights.")]
-Template = Annotated[Path | None, typer.Option(help="Model's directory, if the checkpoint names none.")]
+Template = Annotated[Path | None, typer.Option(help="Model's directory, if it names none itself.")]
 From = Annotated[Path, typer.Option(help="Save directory of Megatron-LM, run, or one checkpoint.")]
 Out = Annotated[Path, typer.Option(help="Directory to make; it appears when it is complete.")]
 Role = Annotated[RoleName | None, typer.Option(help="Role of a run; its actor by default.")]
@@ -46,9 +46,7 @@ Step = Annotated[int | None, typer.Option(min=0, help="Which checkpoint; the lat
 Dtype = Annotated[DtypeName | None, typer.Option(help="Cast the weights; their own by default.")]
 Budget = Annotated[int, typer.Option(parser=parse_bytes, show_default="16GiB", help="Memory of all processes.")]
 Processes = Annotated[int, typer.Option(min=1, help="Most processes; memory may allow fewer.")]
-MaxFileSize = Annotated[
-    int, typer.Option(parser=parse_bytes, show_default=False, help="Size of an output file, as 5GB.")
-]
+MaxFileSize = Annotated[int, typer.Option(parser=parse_bytes, show_default=False, help="Size of a file, as 5GB.")]
 
 
 @app.command("import")

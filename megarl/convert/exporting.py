@@ -52,7 +52,8 @@ def export_checkpoint(
         layouts = lay_out(tensors, max_file_bytes)
         files: list[OutputFile] = []
         for layout in layouts:
-            assembly = sources.assembly({name: tensors[name] for name in layout.offsets})  # in the file's order
+            ordered = {name: tensors[name] for name in layout.offsets}
+            assembly = sources.assembly(ordered)
             files.append(OutputFile(path=layout.name, assembly=assembly, header=layout.header))
         output.write(f"export {checkpoint.name}", files, inputs=sources.files, resources=resources)
         write_index(output.directory, layouts)

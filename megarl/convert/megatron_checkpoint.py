@@ -149,7 +149,7 @@ def _refuse(path: Path, *, role: str | None = None, step: int | None = None) -> 
 def open_checkpoint(
     found: FoundCheckpoint, spec: ModelSpec, head: HeadName
 ) -> tuple[Mapping[str, TensorInfo], Sources]:
-    """Finds the weights of a model in a checkpoint; a CheckpointError lists every tensor that does not fit.
+    """Finds a model's weights in a checkpoint; a CheckpointError lists every tensor that does not fit.
 
     Returns:
         The canonical tensors, with their dtypes in the checkpoint, and what they are read from.
@@ -236,7 +236,7 @@ def _stacked(index: DCPIndex) -> DCPIndex:
 
 
 def _stack_place(key: str) -> tuple[str, Shape, int, int]:
-    """Returns the stacked tensor of a key, the indices in it, and the half of how many of its rows."""
+    """Returns the stacked tensor of a key, the indices in it, and which half of how many."""
     at: Shape = ()
     layer = _LAYER.fullmatch(key)
     if layer:

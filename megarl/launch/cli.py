@@ -97,7 +97,7 @@ def _setting(text: str) -> dict[str, Any]:
         tree = yaml.safe_load(value)
     except yaml.YAMLError:
         equals = ""
-    if not equals:
+    if not path or not equals:
         raise typer.BadParameter(f"{text!r} is not FIELD=VALUE with a value in YAML", param_hint="--set")
     for key in reversed(path.split(".")):
         tree = {key: tree}

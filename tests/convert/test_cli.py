@@ -71,8 +71,8 @@ def test_inspect_describes_a_checkpoint(ckpt: Path) -> None:
     [
         ("import --hf {tmp} --out {tmp}/x", "config.json does not exist; name a"),
         ("import --hf {tmp}/odd --out {tmp}/x", "architecture OddForCausalLM is not supported"),
-        ("import --hf {tmp}/hf --out {tmp}/x --memory-budget 4gigs", "'4gigs' is not a size; write one like"),
-        ("import --hf {tmp}/hf --out {tmp}/x --memory-budget 20MiB", "20.0 MiB is too small: Python and torch take"),
+        ("import --hf {tmp}/hf --out {tmp}/x --memory-budget 4gigs", "'4gigs' is not a size"),
+        ("import --hf {tmp}/hf --out {tmp}/x --memory-budget 20MiB", "20.0 MiB is too small"),
         ("import --hf {tmp}/hf --out {tmp}/x --dtype int8", "'int8' is not one of"),
         ("import --hf {tmp}/hf --out .", ". exists; choose another --out"),
         ("export --checkpoint {tmp} --out {tmp}/x", "has no checkpoint: neither"),
@@ -106,6 +106,10 @@ class Evil:
         return Path.touch, (Path("/tmp/evil"),)  # type: ignore[return-value]
 
 
+def _zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
 def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -115,7 +119,7 @@ def _cut(path: Path) -> None:
     [
         ("__0_0.distcp", Path.unlink, "__0_0.distcp is missing"),
         ("__0_0.distcp", _cut, "__0_0.distcp is truncated: it has "),
-        ("__0_0.distcp", lambda path: path.write_bytes(bytes(path.stat().st_size)), "__0_0.distcp is corrupted"),
+        ("__0_0.distcp", _zero, "__0_0.distcp is corrupted"),
         ("__objects_0.distcp", Path.unlink, "__objects_0.distcp is missing"),
         (".metadata", _cut, ".metadata is corrupted"),
         (".metadata", lambda path: path.write_bytes(pickle.dumps(Evil())), ".metadata is refused"),
@@ -134,7 +138,7 @@ def test_damaged_checkpoints_are_reported(
     ("damage", "message"),
     [
         (_cut, "model.safetensors is corrupted"),
-        (lambda path: path.write_bytes(b"\xff" * 8 + path.read_bytes()), "model.safetensors is corrupted"),
+        (lambda path: path.write_bytes(b"\xff" * 8 + path.read_bytes()), "safetensors is corrupted"),
         (Path.unlink, "has neither model.safetensors nor"),
     ],
 )

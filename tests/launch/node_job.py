@@ -35,7 +35,7 @@ _TOKEN = secrets.token_hex(32)
 
 
 class NodeJob:
-    """A context: a job with a scripted driver, or one that trains (None); nothing of it runs afterwards."""
+    """A context: a job with a scripted driver, or one that trains (None); nothing is left of it."""
 
     number = NUMBER
 
@@ -89,7 +89,8 @@ class NodeJob:
 
     def until(self, text: str, log: str = "driver.log") -> None:
         """Waits until a log contains a text."""
-        assert comes_true(lambda: text in self.log(log), PATIENCE_S), self.output(0) + self.output(1)
+        found = comes_true(lambda: text in self.log(log), PATIENCE_S)
+        assert found, self.output(0) + self.output(1)
 
     def log(self, name: str) -> str:
         """The content of a file in the job's directory; empty if it is missing."""

@@ -70,7 +70,8 @@ def test_a_run_saves_before_its_job_ends(directory: Path) -> None:
             agent.send_signal(signal.SIGTERM)
         assert ended(job, start) == (75, 0), job.output(0) + job.output(1)
         said = "preempted after step 1: it got SIGTERM. Run the same command to continue"
-        assert job.end() == {"exit_code": 75, "reason": f"megarl train ended with exit code 75: {said}", "node": None}
+        reason = f"megarl train ended with exit code 75: {said}"
+        assert job.end() == {"exit_code": 75, "reason": reason, "node": None}
         assert not (job.logs / "ray-head").exists()
 
 

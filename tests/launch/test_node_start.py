@@ -58,7 +58,8 @@ def test_an_absent_node_is_named(directory: Path) -> None:
 def test_a_node_that_cannot_join_ends_the_job_with_the_reason(directory: Path) -> None:
     job = NodeJob(directory, "works")
     job.start(0)
-    assert comes_true(lambda: "configuration checked" in job.output(0), PATIENCE_S), "the head has claimed its ports"
+    # Then the head has claimed its ports.
+    assert comes_true(lambda: "configuration checked" in job.output(0), PATIENCE_S)
     with ExitStack() as taken:
         for block in port_blocks(job.number):
             with suppress(OSError):  # the head has one of them

@@ -46,7 +46,8 @@ def test_settings_replace_fields_and_extend_mappings(
     tmp_path: Path, text: str, given: object, expected: object
 ) -> None:
     text += "\nenv: {A: 1, B: b, name: me}\nsbatch: [--comment=x]\n"
-    profile = loaded(tmp_path, text, runtime=given, env={"B": "c", "name": "you"}, sbatch=["--mail-type=END"])
+    env = {"B": "c", "name": "you"}
+    profile = loaded(tmp_path, text, runtime=given, env=env, sbatch=["--mail-type=END"])
     assert profile.runtime == expected
     assert dict(profile.env) == {"A": "1", "B": "c", "name": "you"}
     assert profile.sbatch == ("--mail-type=END",)

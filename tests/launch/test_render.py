@@ -82,7 +82,7 @@ def test_the_plain_script_uses_the_same_srun_options() -> None:
 
 
 def executed(script: str, directory: Path, *arguments: str, said: str = "", **env: str) -> tuple[int, list[list[Any]]]:
-    """Runs a script, which writes `said` to stderr, with programs that record their name, arguments and variables."""
+    """Runs a script, which writes `said` to stderr, with programs that record how they are called."""
     tools, record = directory / "tools", directory / "record"
     tools.mkdir(exist_ok=True)
     for name in ("srun", "apptainer", "python", "squeue"):

@@ -55,7 +55,7 @@ class Slurm:
         return {**kept, "SLURM_CONF": str(self.directory / "slurm.conf"), **more}
 
     def run(self, *command: str | Path, environment: Mapping[str, str] | None = None, stdin: str = "") -> str:
-        """The output of a command of Slurm; raises SlurmError, with what it said, where it fails."""
+        """The output of a command of Slurm; raises SlurmError with what it said, if it fails."""
         words = [str(word) for word in command]
         environment = environment or self.environment()
         done = subprocess.run(words, input=stdin, capture_output=True, text=True, env=environment, timeout=_COMMAND_S)
@@ -69,7 +69,7 @@ class Slurm:
         return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
 
     def wait(self, job: int, *states: str, limit_s: float = 60.0) -> list[dict[str, str]]:
-        """`jobs` when all of them are in one of the states; any end, if none is named. Raises SlurmError otherwise."""
+        """`jobs` when all of them are in one of the states (by default any end), or SlurmError."""
         wanted = states or ENDED
         deadline = time.monotonic() + limit_s
         while True:

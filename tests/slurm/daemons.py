@@ -46,7 +46,7 @@ class Daemon:
         return self._process is not None and self._process.poll() is None
 
     def wait(self, condition: Callable[[], str], what: str, *, limit_s: float = 60.0) -> None:
-        """Returns when a condition, which says what is missing, has nothing to say; else raises DaemonError."""
+        """Returns when a condition, which says what is missing, is silent; else raises DaemonError."""
         deadline = time.monotonic() + limit_s
         while lacking := condition():
             if not self.runs():

@@ -93,7 +93,7 @@ class Run:
 
 
 class Launcher:
-    """Submits runs; their jobs inherit a variable and a temporary directory, by which their leftovers are found."""
+    """Submits runs, whose leftovers are found by a variable and a temporary directory."""
 
     def __init__(self, slurm: Slurm, directory: Path) -> None:
         self.slurm = slurm

@@ -33,8 +33,8 @@ def test_a_node_whose_ray_is_killed_is_named(launcher: Launcher, tmp_path: Path)
     run = launcher.run(
         tmp_path / "run",
         *PPO,
-        *("groups.train.devices=0", "groups.train.roles.actor={tp: 1, pp: 1}", "groups.train.roles.critic.pp=1"),
-        *("groups.train.roles.reference.tp=1", "rollout.devices=1"),
+        *("groups.train.devices=0", "groups.train.roles.actor={tp: 1, pp: 1}"),
+        *("groups.train.roles.critic.pp=1", "groups.train.roles.reference.tp=1", "rollout.devices=1"),
     )
     run.until(lambda: run.steps, "a step was taken")
     (raylet,) = launcher.processes("n2", "raylet/raylet")

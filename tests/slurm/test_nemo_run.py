@@ -122,11 +122,11 @@ def test_jobs_left_running_are_reported_and_cancelled(login: User, slurm: Slurm)
     assert done.returncode == 0, done.stderr
     assert comes_true(lambda: len(login.calls) == 2, 90), "the first job starts"
     job = int(login.calls[0]["environment"]["SLURM_JOB_ID"])
-    assert comes_true(lambda: "Status: RUNNING" in login.nemo("status", "demo"), 90), "the accounting knows of the job"
+    assert comes_true(lambda: "Status: RUNNING" in login.nemo("status", "demo"), 90)
     login.nemo("cancel", "demo", "--all")
     slurm.wait(job, "CANCELLED")
     slurm.wait(job + 1, "CANCELLED")
-    assert comes_true(lambda: login.nemo("status", "demo").count("Status: CANCELLED") == 2, 90), "and of the end"
+    assert comes_true(lambda: login.nemo("status", "demo").count("Status: CANCELLED") == 2, 90)
     assert "the stand-in runs sft" in login.nemo("logs", "demo", "0")
 
 

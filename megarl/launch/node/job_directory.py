@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class JobEnded(Exception):  # noqa: N818  (also of a job that succeeds)
-    """Why a job ends, and the name of the node at fault, if any; raised, it ends the job on this node."""
+    """Why a job ends, and the name of the node at fault, if any; raised to end the job here."""
 
     exit_code: int
     reason: str
