@@ -33,9 +33,13 @@ class Checker:
 
     def __call__(self, config: RunConfig) -> None:
         """Checks a configuration; raises a ConfigError with every problem."""
-        problems = list(self._misfits(config))
+        run_dir = Path(config.run.dir)
+        problems = [*_devices_fit(config, self.request)]
+        problems += _paths_are_plain(run_dir, self.profile, self.workdir)
         unchecked = ""
         if not self.remote:
+            problems += is_not_finished(config, chain=len(self.request.configs) > 1)
+            problems += _is_writable(run_dir)
             try:
                 check(config, bare=self.request.dry_run)
             except ConfigError as error:
@@ -50,15 +54,6 @@ class Checker:
             return []
         remark = "has a config.json and no weights yet; a dry run does not need them, the job does"
         return [f"{field}: {path} {remark}" for field, path in without_weights(config).items()]
-
-    def _misfits(self, config: RunConfig) -> Iterator[Problem]:
-        run_dir = Path(config.run.dir)
-        if not self.remote:
-            yield from is_not_finished(config, chain=len(self.request.configs) > 1)
-        yield from _devices_fit(config, self.request)
-        if not self.remote:
-            yield from _is_writable(run_dir)
-        yield from _paths_are_plain(run_dir, self.profile, self.workdir)
 
 
 def is_not_finished(config: RunConfig, *, chain: bool = False) -> Iterator[Problem]:

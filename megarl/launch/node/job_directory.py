@@ -98,9 +98,7 @@ class JobDirectory:
 
     def reached(self, stage: str, when: float | None = None) -> None:
         """Appends a stage and its time, seconds since 1970 or now, to times.jsonl."""
-        if when is None:
-            when = time.time()
-        line = json.dumps({"stage": stage, "time": round(when, 3)})
+        line = json.dumps({"stage": stage, "time": round(when or time.time(), 3)})
         with _warning(), (self.path / "times.jsonl").open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
 
