@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ from megarl.convert.resources import Resources, run_tasks
 from megarl.convert.stored import Assembly
 from megarl.errors import UsageError
 from megarl.files import format_bytes, read_json, sync, write_durably, write_errors
+from megarl.run.paths import acquire_lock
 from megarl.weights.hf_files import CheckpointError
 
 _UNFINISHED = ".partial"
@@ -85,7 +85,7 @@ class PartialOutput:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.root / "lock", "w")  # noqa: SIM115 (held until close)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            acquire_lock(self._lock)
             if os.fstat(self._lock.fileno()).st_nlink == 0:  # of one that has just ended, and removed it
                 raise BlockingIOError
         except BlockingIOError:

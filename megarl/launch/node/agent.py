@@ -186,15 +186,14 @@ class Agent:
         path = self.options.config
         overrides = self.options.overrides
         nodes = len(self.job.nodes)
-        problems: list[Problem] = []
         try:
+            raw, _ = merged(Path(path), overrides)
+            problems = other_ray(raw)
             config = load(path, [*overrides, JOB_RAY])
             if config.cluster.nodes != nodes:
                 rule = f"the job's nodes, {nodes}"
                 fix = f"set cluster.nodes={nodes}, or start the job on others"
                 problems.append(Problem("cluster.nodes", str(config.cluster.nodes), rule, fix))
-            raw, _ = merged(Path(path), overrides)
-            problems += other_ray(raw)
             if problems:
                 raise ConfigError(problems, path)
         except ConfigError as error:
