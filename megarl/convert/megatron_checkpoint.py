@@ -215,10 +215,10 @@ def _stacked(index: DCPIndex) -> DCPIndex:
     for stack, at, _, _ in places.values():
         last[stack] = max(last.get(stack, at), at)
     tensors: dict[str, TensorInfo] = {}
-    for key, (stack, _, _, halves) in places.items():
+    for key, (stack, at, _, halves) in places.items():
         info = index.tensors[key]
         rows, *inner = info.shape or (1,)
-        leading = [extent + 1 for extent in last[stack]]
+        leading = [extent + 1 for extent in last[stack][: len(at)]]
         stacked = TensorInfo((*leading, rows * halves, *inner), info.dtype)
         if tensors.setdefault(stack, stacked) != stacked:
             found = f"{list(info.shape)} of {info.dtype}"

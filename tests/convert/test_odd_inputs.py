@@ -73,11 +73,16 @@ def test_paths_are_resolved_before_they_are_recognised(tmp_path: Path, monkeypat
     export_checkpoint(tmp_path / "ckpt/release", tmp_path / "linked")
 
 
-@pytest.mark.parametrize("other", [TensorInfo((8, 4), "float32"), TensorInfo((6, 4), "bfloat16")], ids=str)
-def test_layers_that_differ_in_shape_or_dtype_are_named(other: TensorInfo) -> None:
-    names = [f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(2)]
-    tensors = dict(zip(names, (TensorInfo((6, 4), "float32"), other), strict=True))
-    with pytest.raises(CheckpointError, match=rf"{names[1]} is \[\d, 4\] of \w+, unlike others of decoder.layers.mlp"):
+@pytest.mark.parametrize(
+    ("layer", "shape", "dtype"),
+    [("1.", (8, 4), "float32"), ("1.", (6, 4), "bfloat16"), ("", (6, 4), "float32")],
+)
+def test_layers_that_differ_in_shape_or_dtype_are_named(layer: str, shape: tuple[int, int], dtype: str) -> None:
+    other = f"decoder.layers.{layer}mlp.linear_fc2.weight"
+    first = "decoder.layers.0.mlp.linear_fc2.weight"
+    tensors = {first: TensorInfo((6, 4), "float32"), other: TensorInfo(shape, dtype)}
+    message = rf"{other} is \[\d, 4\] of \w+, unlike others of decoder.layers.mlp"
+    with pytest.raises(CheckpointError, match=message):
         _stacked(DCPIndex(tensors=tensors, chunks=()))
 
 
