@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from megarl.convert.resources import Resources
-from megarl.convert.stored import as_bytes
 from megarl.models import model_spec
 from megarl.weights.export import lay_out, write_index
 
@@ -59,7 +58,7 @@ def write_random(directory: Path, config: Mapping[str, Any]) -> None:
             stream.write(file.header)
             for name in file.offsets:
                 values = torch.randn(file.tensors[name].shape, generator=generator).to(torch.bfloat16)
-                stream.write(as_bytes(values))
+                stream.write(values.view(torch.uint8).numpy().data)
             os.fsync(stream.fileno())
     write_index(directory, files)
 

@@ -60,19 +60,12 @@ def slurm(job: BatchJob, config: RunConfig, *, title: str) -> run.SlurmExecutor:
 def _sbatch(job: BatchJob) -> dict[str, str | bool]:
     """Returns the options of sbatch for which the executor has no field, or one without types of GPUs."""
     profile = job.profile
-    options: dict[str, str | bool] = {}
-    gpus = str(job.gpus)
-    if profile.gpu_type:
-        gpus = f"{profile.gpu_type}:{gpus}"
-    if job.gpus and profile.gpu_request == "gpus-per-node":
-        options["gpus_per_node"] = gpus
-    elif job.gpus and profile.gpu_request == "gres":
-        options["gres"] = f"gpu:{gpus}"
     # A job whose dependency failed is removed; NeMo-Run would wait for it forever.
-    options["kill_on_invalid_dep"] = "yes"
+    given = [*job.gpu_options, "--kill-on-invalid-dep=yes"]
     if profile.reservation:
-        options["reservation"] = profile.reservation
-    for option in profile.sbatch:
+        given.append(f"--reservation={profile.reservation}")
+    options: dict[str, str | bool] = {}
+    for option in (*given, *profile.sbatch):
         name, equals, value = option.removeprefix("--").partition("=")
         options[name.replace("-", "_")] = value if equals else True
     return options

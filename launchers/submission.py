@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,10 +19,10 @@ from launchers.experiment import ExperimentTask, show, start
 from megarl.config import ConfigError, Problem
 from megarl.config.problems import shown
 from megarl.launch.cli import Account, GPUsPerNode, Nodes, Partition, ProfileOption, Python, Time, profile_settings
-from megarl.launch.planning import PlannedJob, RefusedError, plan
+from megarl.launch.planning import Planned, RefusedError, plan
 from megarl.launch.profile import SSH
 from megarl.launch.render import BatchJob
-from megarl.launch.request import LaunchMode, LaunchRequest, split_arguments
+from megarl.launch.request import LaunchRequest, split_arguments
 
 _ENVIRONMENT = Path(".venv/bin/python")  # the interpreter of make setup
 _HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None and 'it has no torch')"
@@ -67,7 +67,7 @@ def make_app(description: str, *, chain: bool) -> typer.Typer:
             gpus_per_node=gpus_per_node,
             job_name=name,
             dry_run=dry_run,
-            mode=LaunchMode.LOCAL if executor == "local" else LaunchMode.TUNNEL,
+            mode="local" if executor == "local" else "tunnel",
         )
         raise typer.Exit(launch(request, chain=chain, detach=detach))
 
@@ -80,23 +80,18 @@ def launch(request: LaunchRequest, *, chain: bool, detach: bool) -> int:
     Returns:
         2 for a mistake, before anything is written; 1 if a task fails; else 0.
     """
-    errors: list[ValueError] = []
-    problems = list(_contradictions(request, chain, detach))
-    if problems:
-        errors.append(ConfigError(problems, "command line"))
+    contradictions = list(_contradictions(request, chain, detach))
     if not chain:
         request = replace(request, configs=request.configs[:1])
     try:
-        planned, remarks = plan(request)
-        title = request.job_name or re.sub(r"[^A-Za-z0-9._-]+", "-", planned[-1].job.name)
+        planned, remarks = plan(request, contradictions)
+        title = request.job_name or re.sub(r"[^A-Za-z0-9._-]+", "-", planned[-1][0].name)
         tasks = list(_tasks(planned, request, title))
-        problems = list(_python_problems(planned[0].job, local=request.mode is LaunchMode.LOCAL))
+        problems = list(_python_problems(planned[0][0], local=request.mode == "local"))
         if problems:
-            errors.append(ConfigError(problems, "command line"))
-    except RefusedError as error:
-        errors.append(error)
-    if errors:
-        print(*errors, sep="\n", file=sys.stderr)
+            raise ConfigError(problems, "command line")
+    except (RefusedError, ConfigError) as error:
+        print(error, file=sys.stderr)
         return 2
     for remark in remarks:
         print(remark, file=sys.stderr)
@@ -110,8 +105,8 @@ def _contradictions(request: LaunchRequest, chain: bool, detach: bool) -> Iterat
     if len(request.configs) > 1 and not chain:
         value = " ".join(map(str, request.configs))
         fix = "run several, one after the other, with launchers.pipeline"
-        yield Problem(field="CONFIG", value=shown(value), rule="one configuration", fix=fix)
-    if request.mode is LaunchMode.LOCAL:
+        yield Problem("CONFIG", shown(value), "one configuration", fix)
+    if request.mode == "local":
         ineffective = dict(request.settings)
         ineffective.pop("runtime", None)
         if detach:
@@ -119,25 +114,23 @@ def _contradictions(request: LaunchRequest, chain: bool, detach: bool) -> Iterat
         for name, value in ineffective.items():
             rule = "has an effect with --executor slurm alone"
             fix = "remove it, or add --executor slurm"
-            yield Problem(field=f"--{name}", value=str(value), rule=rule, fix=fix)
+            yield Problem(f"--{name}", str(value), rule, fix)
     name = request.job_name
     if name is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", name):
         rule = "letters, digits, dots, dashes and underscores, as it names directories and jobs"
-        yield Problem(field="--name", value=repr(name), rule=rule, fix="choose another one")
+        yield Problem("--name", repr(name), rule, "choose another one")
 
 
-def _tasks(planned: Sequence[PlannedJob], request: LaunchRequest, title: str) -> Iterator[ExperimentTask]:
+def _tasks(planned: Planned, request: LaunchRequest, title: str) -> Iterator[ExperimentTask]:
     """Yields the runs, each after the previous one."""
     stages: list[str] = []
     after: tuple[str, ...] = ()
-    for each in planned:
-        job = each.job
-        config = each.config
+    for job, config in planned:
         name = config.stage
         stages.append(name)
         if stages.count(name) > 1:
             name += f"-{stages.count(name)}"
-        if request.mode is LaunchMode.LOCAL:
+        if request.mode == "local":
             text = executors.local_script(job, config, name=name, after=after)
             executor = run.LocalExecutor(env_vars=dict(job.profile.env))
         else:
@@ -168,4 +161,4 @@ def _python_problems(job: BatchJob, *, local: bool) -> Iterator[Problem]:
     if visible and _ENVIRONMENT.exists():
         fix = f"give --python {_ENVIRONMENT}"
     rule = f"an interpreter that can run megarl; {why}"
-    yield Problem(field="--python", value=python, rule=rule, fix=fix)
+    yield Problem("--python", python, rule, fix)

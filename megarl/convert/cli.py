@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
+from megarl.convert.resources import Resources
 from megarl.errors import RunError, UsageError
 from megarl.files import format_bytes
 
@@ -22,40 +22,31 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
 
 def parse_bytes(text: str | int) -> int:
     """Parses a size, such as ``512MiB``, ``4GiB`` or ``5GB``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", f"{text}")
-    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        raise typer.BadParameter(f"{text!r} is not a size; write one like 512MiB, 4GiB or 5GB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    from pydantic import ByteSize, Field, TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text)
+    except ValidationError:
+        problem = f"{text!r} is not a size; write one like 512MiB, 4GiB or 5GB"
+        raise typer.BadParameter(problem) from None
 
 
-_BUDGET = 16 << 30
 DtypeName = Literal["float64", "float32", "float16", "bfloat16"]
 RoleName = Literal["actor", "critic", "reference", "reward"]
 """As of megarl.types, whose records would load numpy for every command."""
-HF = Annotated[Path, typer.Option("--hf", help="Hugging Face directory: config.json and weights.")]
-Template = Annotated[Path | None, typer.Option("--hf", help="Model's directory, where the checkpoint names none.")]
-From = Annotated[Path, typer.Option("--checkpoint", help="Save directory of Megatron-LM, run, or one checkpoint.")]
-Out = Annotated[Path, typer.Option("--out", help="Directory to make; it appears when it is complete.")]
-Role = Annotated[RoleName | None, typer.Option("--role", help="Role of a run; its actor by default.")]
-Step = Annotated[int | None, typer.Option("--step", min=0, help="Which checkpoint; the latest by default.")]
-Dtype = Annotated[DtypeName | None, typer.Option("--dtype", help="Cast the weights; they keep their own by default.")]
-Budget = Annotated[
-    int,
-    typer.Option("--memory-budget", parser=parse_bytes, show_default="16GiB", help="Memory of all processes together."),
-]
-Processes = Annotated[int, typer.Option("--processes", min=1, help="Most worker processes; memory may allow fewer.")]
-MaxFileSize = Annotated[
-    int,
-    typer.Option(
-        "--max-file-size", parser=parse_bytes, show_default=False, help="Size of an output file, such as 5GB."
-    ),
-]
+HF = Annotated[Path, typer.Option(help="Hugging Face directory: config.json and weights.")]
+Template = Annotated[Path | None, typer.Option(help="Model's directory, if it names none itself.")]
+From = Annotated[Path, typer.Option(help="Save directory of Megatron-LM, run, or one checkpoint.")]
+Out = Annotated[Path, typer.Option(help="Directory to make; it appears when it is complete.")]
+Role = Annotated[RoleName | None, typer.Option(help="Role of a run; its actor by default.")]
+Step = Annotated[int | None, typer.Option(min=0, help="Which checkpoint; the latest by default.")]
+Dtype = Annotated[DtypeName | None, typer.Option(help="Cast the weights; their own by default.")]
+Budget = Annotated[int, typer.Option(parser=parse_bytes, show_default="16GiB", help="Memory of all processes.")]
+Processes = Annotated[int, typer.Option(min=1, help="Most processes; memory may allow fewer.")]
+MaxFileSize = Annotated[int, typer.Option(parser=parse_bytes, show_default=False, help="Size of a file, as 5GB.")]
 
 
 @app.command("import")
@@ -64,17 +55,16 @@ def import_(
     out: Out,
     dtype: Dtype = None,
     max_file_size: MaxFileSize = 1 << 30,
-    memory_budget: Budget = _BUDGET,
-    processes: Processes = 1,
+    memory_budget: Budget = Resources.memory,
+    processes: Processes = Resources.processes,
 ) -> None:
     """Make a Megatron checkpoint, which any layout loads, of a Hugging Face directory."""
     with _exit_codes():
         from megarl.convert.importing import import_checkpoint
-        from megarl.convert.resources import Resources
 
         resources = Resources(memory=memory_budget, processes=processes)
         import_checkpoint(hf, out, resources=resources, dtype=dtype, max_file_bytes=max_file_size)
-    typer.echo(f"{out} is complete")
+        typer.echo(f"{out} is complete")
 
 
 @app.command("export")
@@ -86,13 +76,12 @@ def export(
     step: Step = None,
     dtype: Dtype = None,
     max_file_size: MaxFileSize = 5 * 10**9,
-    memory_budget: Budget = _BUDGET,
-    processes: Processes = 1,
+    memory_budget: Budget = Resources.memory,
+    processes: Processes = Resources.processes,
 ) -> None:
     """Make a Hugging Face directory of a checkpoint, Megatron-LM's or a run's."""
     with _exit_codes():
         from megarl.convert.exporting import export_checkpoint
-        from megarl.convert.resources import Resources
 
         export_checkpoint(
             checkpoint,
@@ -104,7 +93,7 @@ def export(
             dtype=dtype,
             max_file_bytes=max_file_size,
         )
-    typer.echo(f"{out} is complete")
+        typer.echo(f"{out} is complete")
 
 
 @app.command("verify")
@@ -114,13 +103,12 @@ def verify(
     role: Role = None,
     step: Step = None,
     dtype: Dtype = None,
-    memory_budget: Budget = _BUDGET,
-    processes: Processes = 1,
+    memory_budget: Budget = Resources.memory,
+    processes: Processes = Resources.processes,
 ) -> None:
     """Compare a checkpoint with a Hugging Face directory, bit for bit; exit with 1 and a list where they differ."""
     with _exit_codes():
         from megarl.convert.exporting import compare
-        from megarl.convert.resources import Resources
 
         resources = Resources(memory=memory_budget, processes=processes)
         count, different = compare(hf, checkpoint, resources=resources, role=role, step=step, dtype=dtype)
@@ -143,7 +131,7 @@ def inspect(
         found = find_checkpoint(checkpoint, role=role, step=step)
         index = DCPIndex.read(found.directory)
         chunks = Counter(chunk.key for chunk in index.chunks)
-        nbytes = sum(chunk.place.nbytes for chunk in index.chunks)
+        nbytes = sum(chunk.place.length for chunk in index.chunks)
         typer.echo(f"{found.directory}: {len(index.tensors)} tensors, {format_bytes(nbytes)}")
         for key, info in sorted(index.tensors.items()):
             typer.echo(f"  {key}  {info.dtype}  {list(info.shape)}  chunks: {chunks[key]}")

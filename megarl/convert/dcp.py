@@ -14,26 +14,17 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megarl.convert.stored import ArchivedTensor
 from megarl.files import write_errors
 from megarl.weights.dcp_metadata import METADATA, read_metadata
 from megarl.weights.hf_files import CheckpointError
-from megarl.weights.shard_map import Box, Shape, TensorInfo
+from megarl.weights.shard_map import Box, TensorInfo
 
+FileRange = filesystem._StorageInfo
 _FORMAT_VERSION = "1.0.0"
 """As torch writes it (CURRENT_DCP_VERSION of torch/distributed/checkpoint/filesystem.py)."""
 
 
-class FileRange(NamedTuple):
-    """A range of bytes in a file of the directory."""
-
-    file: str
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorChunk:
+class TensorChunk(NamedTuple):
     """A box of a tensor, stored as a file of ``torch.save`` within a file, maybe without leading axes of 1."""
 
     key: str
@@ -43,11 +34,10 @@ class TensorChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class DCPIndex:
-    """The contents of a directory: tensors by key, the chunks of all tensors, and other objects by key."""
+    """The tensors of a directory by key, and their chunks."""
 
     tensors: Mapping[str, TensorInfo]
     chunks: Sequence[TensorChunk]
-    objects: Mapping[str, FileRange]
 
     @classmethod
     def read(cls, directory: Path) -> DCPIndex:
@@ -55,18 +45,18 @@ class DCPIndex:
         content = read_metadata(directory)
         try:
             index = _parse(content)
+            problems = _problems(directory, content, index)
         except Exception as error:  # a damaged pickle has anything
             problem = f"{METADATA} is corrupted: {error!r}"
             raise CheckpointError(f"{directory} cannot be read", [problem]) from None
-        problems = _problems(directory, index)
         if problems:
             raise CheckpointError(f"{directory} is broken", problems)
         return index
 
-    def write(self, path: Path) -> None:
-        """Writes the file that torch and Megatron read."""
+    def write(self, path: Path, objects: Mapping[str, FileRange]) -> None:
+        """Writes the file that torch and Megatron read; ``objects`` are no tensors."""
         entries: dict[str, Any] = {}
-        places: dict[MetadataIndex, Any] = {}
+        places: dict[MetadataIndex, FileRange] = {}
         for key, info in self.tensors.items():
             properties = metadata.TensorProperties(dtype=getattr(torch, info.dtype))
             size = torch.Size(info.shape)
@@ -74,51 +64,36 @@ class DCPIndex:
         for chunk in self.chunks:
             start = torch.Size(chunk.box.start)
             chunks = entries[chunk.key].chunks
-            index = MetadataIndex(chunk.key, start, len(chunks))
-            places[index] = filesystem._StorageInfo(*chunk.place)
+            places[MetadataIndex(chunk.key, start, len(chunks))] = chunk.place
             chunks.append(metadata.ChunkStorageMetadata(start, torch.Size(chunk.box.shape)))
-        for key, place in self.objects.items():
+        for key, place in objects.items():
             entries[key] = metadata.BytesStorageMetadata()
-            places[MetadataIndex(key)] = filesystem._StorageInfo(*place)
-        content = Metadata(entries, planner_data={}, storage_data=places)
-        content.storage_meta = metadata.StorageMeta()
-        content.version = _FORMAT_VERSION
+            places[MetadataIndex(key)] = place
+        content = Metadata(entries, {}, places, metadata.StorageMeta(), _FORMAT_VERSION)
         with write_errors(path):
             path.write_bytes(pickle.dumps(content))
 
-    def stored(self, directory: Path, chunk: TensorChunk) -> ArchivedTensor:
-        file, offset, nbytes = chunk.place
-        info = TensorInfo(chunk.box.shape, self.tensors[chunk.key].dtype)
-        return ArchivedTensor(path=directory / file, offset=offset, nbytes=nbytes, info=info)
-
 
 def _parse(content: Metadata) -> DCPIndex:
-    places: dict[tuple[str, Shape | None], FileRange] = {}
-    for at, info in content.storage_data.items():
-        offset = None if at.offset is None else tuple(at.offset)
-        places[at.fqn, offset] = FileRange(info.relative_path, info.offset, info.length)
     tensors: dict[str, TensorInfo] = {}
     chunks: list[TensorChunk] = []
-    objects: dict[str, FileRange] = {}
     for key, entry in content.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            objects[key] = places[key, None]
-            continue
-        dtype = str(entry.properties.dtype).removeprefix("torch.")
-        tensors[key] = TensorInfo(tuple(entry.size), dtype)
-        for part in entry.chunks:
-            start = tuple(part.offsets)
-            box = Box(start, tuple(map(add, start, part.sizes)))
-            chunks.append(TensorChunk(key=key, box=box, place=places[key, start]))
-    return DCPIndex(tensors=tensors, chunks=chunks, objects=objects)
+        if isinstance(entry, TensorStorageMetadata):
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            tensors[key] = TensorInfo(tuple(entry.size), dtype)
+            for part in entry.chunks:
+                place = content.storage_data[MetadataIndex(key, part.offsets)]
+                box = Box(tuple(part.offsets), tuple(map(add, part.offsets, part.sizes)))
+                chunks.append(TensorChunk(key, box, place))
+    return DCPIndex(tensors=tensors, chunks=chunks)
 
 
-def _problems(directory: Path, index: DCPIndex) -> list[str]:
+def _problems(directory: Path, content: Metadata, index: DCPIndex) -> list[str]:
     """Returns the problems of the files, and boxes outside of their tensors."""
     problems: list[str] = []
     needed: Counter[str] = Counter()
-    for place in (*[chunk.place for chunk in index.chunks], *index.objects.values()):
-        needed[place.file] = max(needed[place.file], place.offset + place.nbytes)
+    for place in content.storage_data.values():
+        needed[place.relative_path] = max(needed[place.relative_path], place.offset + place.length)
     for name, nbytes in sorted(needed.items()):
         path = directory / name
         if Path(name).name != name:

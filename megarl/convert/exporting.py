@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError, load
-from megarl.convert.megatron_checkpoint import HF_FILES, FoundCheckpoint, MegatronCheckpoint, find_checkpoint
+from megarl.convert.megatron_checkpoint import HF_FILES, FoundCheckpoint, find_checkpoint, open_checkpoint
 from megarl.convert.output import OutputFile, PartialOutput
-from megarl.convert.resources import Resources, run_tasks
+from megarl.convert.resources import DEFAULT, Resources, run_tasks
 from megarl.convert.stored import Assembly, Stored, copy_values, open_hf, read_spec
 from megarl.errors import UsageError
 from megarl.models import ModelSpec, model_spec
@@ -22,15 +22,13 @@ from megarl.weights.shard_map import TensorInfo
 
 _HF_CONFIG = "config.json"
 _GROUP_BYTES = 256 << 20
-_STRIP = 1 << 16
-"""Elements that are compared at a time."""
 
 
 def export_checkpoint(
     checkpoint: Path,
     out: Path,
     *,
-    resources: Resources,
+    resources: Resources = DEFAULT,
     template: Path | None = None,
     role: RoleName | None = None,
     step: int | None = None,
@@ -48,20 +46,16 @@ def export_checkpoint(
     spec, side_directories = _model_of(found, template)
     head = found.head(spec.head)
     with PartialOutput(out) as output:
-        found.verify()
-        source = MegatronCheckpoint.open(found, spec, head)
-        tensors = dict(source.tensors)
+        tensors, sources = open_checkpoint(found, spec, head)
         if dtype is not None:
             tensors = {name: replace(info, dtype=dtype) for name, info in tensors.items()}
         layouts = lay_out(tensors, max_file_bytes)
-        groups: list[dict[str, TensorInfo]] = []
-        for layout in layouts:
-            groups.append({name: tensors[name] for name in layout.offsets})  # in the order of the file
         files: list[OutputFile] = []
-        for layout, assembly in zip(layouts, source.assemble(groups), strict=True):
+        for layout in layouts:
+            ordered = {name: tensors[name] for name in layout.offsets}
+            assembly = sources.assembly(ordered)
             files.append(OutputFile(path=layout.name, assembly=assembly, header=layout.header))
-        inputs = {tensor.path for tensor in source.stored.values()}
-        output.write(f"export {checkpoint.name}", files, inputs=inputs, resources=resources)
+        output.write(f"export {checkpoint.name}", files, inputs=sources.files, resources=resources)
         write_index(output.directory, layouts)
         for directory in side_directories:
             copy_side_files(directory, output.directory)
@@ -95,7 +89,7 @@ def compare(
     hf: Path,
     checkpoint: Path,
     *,
-    resources: Resources,
+    resources: Resources = DEFAULT,
     role: RoleName | None = None,
     step: int | None = None,
     dtype: str | None = None,
@@ -112,18 +106,17 @@ def compare(
     if (head == "lm") != (spec.head == "lm"):
         raise UsageError(f"{hf} has the head {spec.head!r}, the {found.role} {head!r}; choose another --role")
     original = open_hf(hf, spec.manifest(head))
-    found.verify()
-    converted = MegatronCheckpoint.open(found, spec, head)
+    converted, sources = open_checkpoint(found, spec, head)
     problems: list[str] = []
     tensors: dict[str, TensorInfo] = {}
     for name, tensor in original.items():
-        info = converted.tensors[name]
+        info = converted[name]
         if dtype is None and info.dtype != tensor.info.dtype:
             problems.append(f"{name}: {info.dtype}, not {tensor.info.dtype}")
         tensors[name] = replace(tensor.info, dtype=dtype or tensor.info.dtype)
     tasks: list[tuple[Assembly, Mapping[str, Stored]]] = []
-    for assembly in converted.assemble(group_tensors(tensors, _GROUP_BYTES)):
-        tasks.append((assembly, {name: original[name] for name in assembly.tensors}))
+    for group in group_tensors(tensors, _GROUP_BYTES):
+        tasks.append((sources.assembly(group), {name: original[name] for name in group}))
     workers = resources.workers([assembly.memory for assembly, _ in tasks])
     for _, differences in run_tasks(tasks, _differences, workers):
         problems += differences
@@ -137,16 +130,11 @@ def _differences(task: tuple[Assembly, Mapping[str, Stored]]) -> list[str]:
     tensors = converted.read()
     for name, source in original.items():
         values = tensors.pop(name)
-        count = _count_differences(values, source)
+        expected = torch.empty_like(values)
+        copy_values(source.read_rows(0, source.info.shape[0]), expected, source.path)
+        # Of bits: equal NaNs are equal, zeros of two signs are not.
+        integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
+        count = values.view(integers).bitwise_xor_(expected.view(integers)).count_nonzero()
         if count:
             differences.append(f"{name}: {count} of {values.numel()} elements differ")
     return differences
-
-
-def _count_differences(values: torch.Tensor, source: Stored) -> int:
-    """Returns the number of elements with other bits: equal NaNs are equal, zeros of two signs are not."""
-    expected = torch.empty_like(values)
-    copy_values(source.read_rows(0, source.info.shape[0]), expected, source.path)
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
-    parts = [tensor.view(integers).flatten().split(_STRIP) for tensor in (values, expected)]
-    return sum(int((left != right).sum()) for left, right in zip(*parts, strict=True))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +17,8 @@ import torch
 from megarl.convert.dcp import METADATA, DCPIndex, FileRange, TensorChunk
 from megarl.convert.megatron_checkpoint import HF_FILES, RELEASE, TRACKER
 from megarl.convert.output import OutputFile, PartialOutput
-from megarl.convert.resources import Resources
-from megarl.convert.stored import assemble, open_hf, read_spec, shards_within
+from megarl.convert.resources import DEFAULT, Resources
+from megarl.convert.stored import Sources, Stored, open_hf, read_spec, shards_within
 from megarl.errors import UsageError
 from megarl.files import write_durably, write_errors
 from megarl.models import ModelSpec
@@ -37,7 +39,7 @@ _BACKENDS = {
     "common_backend_version": 1,
 }
 _DECODER = "decoder."
-_SUFFIXES = (".layer_norm_weight", ".layer_norm_bias", ".weight", ".bias")
+_SUFFIX = re.compile(r"\.(layer_norm_)?(weight|bias)$")
 _OBJECTS_FILE = "__objects_0.distcp"
 
 
@@ -45,7 +47,7 @@ def import_checkpoint(
     hf: Path,
     out: Path,
     *,
-    resources: Resources,
+    resources: Resources = DEFAULT,
     dtype: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
@@ -57,22 +59,20 @@ def import_checkpoint(
     spec = read_spec(hf)
     with PartialOutput(out) as output:
         stored = open_hf(hf, spec.manifest(spec.head))
-        tensors = {name: tensor.info for name, tensor in stored.items()}
-        whole = _with_dtypes(_global_map(spec), tensors, dtype)
+        whole = _with_dtypes(_global_map(spec), stored, dtype)
         boxes = _stored_boxes(whole)
         chunks: dict[str, TensorInfo] = {}
         for name, (key, box) in boxes.items():
             chunks[name] = TensorInfo(box.shape, whole.params[key].dtype)
-        copies: list[Copy] = []
+        copies: dict[str, list[Copy]] = defaultdict(list)
         for param, box, name, region, transposed in shards_within(whole, boxes):
-            copies.append(Copy(name, region, param, box, chunks[param].dtype, transposed))
+            copies[param].append(Copy(name, region, param, box, chunks[param].dtype, transposed))
+        sources = Sources(stored=stored, copies=copies)
         files: list[OutputFile] = []
-        groups = group_tensors(chunks, max_file_bytes)
-        for number, assembly in enumerate(assemble(groups, copies, stored)):
+        for number, group in enumerate(group_tensors(chunks, max_file_bytes)):
             path = f"{RELEASE}/__{number}_0.distcp"
-            files.append(OutputFile(path=path, assembly=assembly, header=None))
-        inputs = {tensor.path for tensor in stored.values()}
-        written = output.write(f"import {hf.name}", files, inputs=inputs, resources=resources)
+            files.append(OutputFile(path=path, assembly=sources.assembly(group), header=None))
+        written = output.write(f"import {hf.name}", files, inputs=sources.files, resources=resources)
         _write_indices(output.directory / RELEASE, whole, _chunks(files, boxes, written))
         write_durably(output.directory / TRACKER, RELEASE)
         hf_files = output.directory / HF_FILES
@@ -92,11 +92,11 @@ def _global_map(spec: ModelSpec) -> ShardMap:
     return ShardMap(params=params, shards=with_te.shards + others, padding=with_te.padding)
 
 
-def _with_dtypes(whole: ShardMap, tensors: Mapping[str, TensorInfo], dtype: str | None) -> ShardMap:
-    """Returns the map with the dtype of each parameter: ``dtype``, or that of the canonical tensors in it."""
+def _with_dtypes(whole: ShardMap, stored: Mapping[str, Stored], dtype: str | None) -> ShardMap:
+    """Returns the map with the dtype of each parameter: ``dtype``, or that of the tensors in it."""
     dtypes: dict[str, set[str]] = defaultdict(set)
     for shard in whole.shards:
-        dtypes[shard.param].add(dtype or tensors[shard.name].dtype)
+        dtypes[shard.param].add(dtype or stored[shard.name].info.dtype)
     for key, found in dtypes.items():
         if len(found) > 1:
             mixed = " and ".join(sorted(found))
@@ -110,14 +110,10 @@ def _stored_boxes(whole: ShardMap) -> dict[str, tuple[str, Box]]:
     leading = {shard.param: shard.leading for shard in whole.shards}
     boxes: dict[str, tuple[str, Box]] = {}
     for key, info in whole.params.items():
-        stacked = info.shape[: leading[key]]
-        inner = info.shape[leading[key] :]
-        chunk_size = _CHUNK_BYTES // ITEM_BYTES[info.dtype]
-        for index in product(*map(range, stacked)):
-            start = index + (0,) * len(inner)
-            stop = tuple(at + 1 for at in index) + inner
-            for part in Box(start, stop).split(chunk_size):
-                boxes[f"{key}{part}"] = (key, part)
+        layer = math.prod(info.shape[leading[key] :])
+        chunk = _CHUNK_BYTES // ITEM_BYTES[info.dtype]
+        for part in Box.whole(info.shape).split(min(layer, chunk)):
+            boxes[f"{key}{part}"] = (key, part)
     return boxes
 
 
@@ -131,7 +127,7 @@ def _chunks(
         for name, (begin, end) in zip(file.assembly.tensors, ranges, strict=True):
             key, box = boxes[name]
             place = FileRange(Path(file.path).name, begin, end - begin)
-            chunks.append(TensorChunk(key=key, box=box, place=place))
+            chunks.append(TensorChunk(key, box, place))
     return chunks
 
 
@@ -146,7 +142,7 @@ def _write_indices(directory: Path, whole: ShardMap, chunks: Sequence[TensorChun
     with write_errors(directory / "common.pt"):
         torch.save(_COMMON, directory / "common.pt")
     write_durably(directory / "metadata.json", json.dumps(_BACKENDS))
-    DCPIndex(tensors=whole.params, chunks=chunks, objects=objects).write(directory / METADATA)
+    DCPIndex(tensors=whole.params, chunks=chunks).write(directory / METADATA, objects)
 
 
 def _extra_states(whole: ShardMap) -> list[str]:
@@ -160,8 +156,7 @@ def _extra_states(whole: ShardMap) -> list[str]:
     modules: dict[str, tuple[int, ...]] = {}
     for key, info in whole.params.items():
         if key.startswith(_DECODER):
-            suffix = next(suffix for suffix in _SUFFIXES if key.endswith(suffix))
-            modules[key.removesuffix(suffix)] = info.shape[: leading[key]] or (1,)
+            modules[_SUFFIX.sub("", key)] = info.shape[: leading[key]] or (1,)
     attention = next(name for name in modules if name.endswith("self_attention.linear_proj"))
     modules[attention.replace("linear_proj", "core_attention")] = modules[attention]
     keys: list[str] = []

@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
 from megarl.convert.dcp import METADATA, DCPIndex, TensorChunk
-from megarl.convert.stored import Assembly, Stored, assemble, shards_within
+from megarl.convert.stored import ArchivedTensor, Sources, Stored, shards_within
 from megarl.errors import UsageError
 from megarl.models import ModelSpec
 from megarl.run.checkpoints import MANIFEST, CheckpointManifest, Checkpoints
 from megarl.types import HEADS, HeadName, RoleName
 from megarl.weights.hf_files import CheckpointError, misfits
 from megarl.weights.plan import Copy
-from megarl.weights.shard_map import Box, Manifest, Shard, ShardMap, TensorInfo
+from megarl.weights.shard_map import Box, Manifest, Shape, ShardMap, TensorInfo
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -66,11 +66,6 @@ class FoundCheckpoint:
         """Returns the head of the role, or, for Megatron's, that of its configuration."""
         return configured if self.role is None else HEADS[self.role]
 
-    def verify(self) -> None:
-        """Compares the files of a role with its checkpoint's manifest; Megatron's have none."""
-        if self.role is not None:
-            CheckpointManifest.read(self.directory.parent).verify(self.directory.parent, role=self.role)
-
 
 def find_checkpoint(path: Path, *, role: RoleName | None = None, step: int | None = None) -> FoundCheckpoint:
     """Finds the checkpoint of a path; raises UsageError where there is none, or role or step have no meaning.
@@ -101,14 +96,15 @@ def find_checkpoint(path: Path, *, role: RoleName | None = None, step: int | Non
 
 
 def _step_directory(run: Path, step: int | None) -> Path:
-    steps = Checkpoints(run / CHECKPOINTS).steps()
+    checkpoints = Checkpoints(run / CHECKPOINTS)
+    steps = checkpoints.steps()
     if not steps:
         raise UsageError(f"{run} has no checkpoint yet; choose another one")
     if step is None:
         step = steps[-1]
     if step not in steps:
         raise UsageError(f"{run} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
-    return run / CHECKPOINTS / f"step-{step}"
+    return checkpoints.path(step)
 
 
 def _in_run(directory: Path, role: str | None) -> FoundCheckpoint:
@@ -150,77 +146,62 @@ def _refuse(path: Path, *, role: str | None = None, step: int | None = None) -> 
         raise UsageError(f"--step {step} has no meaning for {path}, which is one checkpoint; leave it out")
 
 
-@dataclass(frozen=True, kw_only=True)
-class MegatronCheckpoint:
-    """The weights of a checkpoint.
+def open_checkpoint(
+    found: FoundCheckpoint, spec: ModelSpec, head: HeadName
+) -> tuple[Mapping[str, TensorInfo], Sources]:
+    """Finds a model's weights in a checkpoint; a CheckpointError lists every tensor that does not fit.
 
-    Args:
-        tensors: the model's canonical tensors, with their dtypes in the checkpoint.
-        stored: stored chunks by name.
-        shards: what the chunks hold of the tensors.
+    Returns:
+        The canonical tensors, with their dtypes in the checkpoint, and what they are read from.
     """
-
-    tensors: Mapping[str, TensorInfo]
-    stored: Mapping[str, Stored]
-    shards: Sequence[Shard]
-
-    @classmethod
-    def open(cls, found: FoundCheckpoint, spec: ModelSpec, head: HeadName) -> MegatronCheckpoint:
-        """Finds the weights of a model in a checkpoint; a CheckpointError lists every tensor that does not fit."""
+    canonical = spec.canonical(head)
+    if found.role is None:
+        index = _stacked(DCPIndex.read(found.directory))
+        embedding = index.tensors.get(f"{spec.table.embedding.names.megatron}.weight")
+        rows = None if embedding is None else max(spec.dims.vocab, embedding.shape[0])
+        maps = [spec.checkpoint_map(head, vocab_rows=rows, transformer_engine=te) for te in (True, False)]
+    else:  # whole canonical tensors, whose files have digests
+        checkpoint = found.directory.parent
+        CheckpointManifest.read(checkpoint).verify(checkpoint, role=found.role)
         index = DCPIndex.read(found.directory)
-        canonical = spec.canonical(head)
-        if found.role is None:
-            index = _stacked(index)
-            embedding = index.tensors.get(f"{spec.table.embedding.names.megatron}.weight")
-            rows = None if embedding is None else max(spec.dims.vocab, embedding.shape[0])
-            maps = [spec.checkpoint_map(head, vocab_rows=rows, transformer_engine=te) for te in (True, False)]
-        else:  # whole canonical tensors
-            named = ShardMap.identity(canonical)
-            shards = tuple(shard._replace(param=_WEIGHT + shard.param) for shard in named.shards)
-            maps = [ShardMap(params={_WEIGHT + name: info for name, info in canonical.items()}, shards=shards)]
-        whole = min(maps, key=lambda known: len(known.params.keys() - index.tensors.keys()))
-        ignored = [*_TRAINING]
-        for known in maps:
-            ignored += known.params
-        problems = misfits(index.tensors, Manifest(tensors=whole.params, ignored=tuple(ignored)))
-        if problems:
-            model = f"the {spec.family.model_type} model"
-            raise CheckpointError(f"{found.directory} does not fit {model}", problems)
-        stored: dict[str, Stored] = {}
-        boxes: dict[str, tuple[str, Box]] = {}
-        for chunk in index.chunks:
-            if chunk.key in whole.params:
-                name = f"{chunk.key}{chunk.box}"
-                stored[name] = index.stored(found.directory, chunk)
-                boxes[name] = (chunk.key, chunk.box)
-        tensors: dict[str, TensorInfo] = {}
-        for shard in whole.shards:
-            dtype = index.tensors[shard.param].dtype
-            tensors[shard.name] = replace(canonical[shard.name], dtype=dtype)
-        shards = list(shards_within(whole, boxes))
-        _check_coverage(found.directory, tensors, shards)
-        return cls(tensors={name: tensors[name] for name in canonical}, stored=stored, shards=shards)
-
-    def assemble(self, groups: Iterable[Mapping[str, TensorInfo]]) -> list[Assembly]:
-        """Returns an assembly for each group of canonical tensors, which may have other dtypes."""
-        copies: list[Copy] = []
-        for param, box, name, region, transposed in self.shards:
-            copies.append(Copy(param, box, name, region, self.tensors[name].dtype, transposed))
-        return assemble(groups, copies, self.stored)
-
-
-def _check_coverage(directory: Path, tensors: Mapping[str, TensorInfo], shards: Sequence[Shard]) -> None:
-    """Raises CheckpointError for tensors of which elements are in no chunk."""
-    found: Counter[str] = Counter()
-    for shard in shards:
-        found[shard.name] += shard.region.size
-    problems: list[str] = []
+        named = ShardMap.identity(canonical)
+        shards = tuple(shard._replace(param=_WEIGHT + shard.param) for shard in named.shards)
+        maps = [ShardMap(params={_WEIGHT + name: info for name, info in canonical.items()}, shards=shards)]
+    whole = min(maps, key=lambda known: len(known.params.keys() - index.tensors.keys()))
+    ignored = [*_TRAINING]
+    for known in maps:
+        ignored += known.params
+    problems = misfits(index.tensors, Manifest(tensors=whole.params, ignored=tuple(ignored)))
+    if problems:
+        model = f"the {spec.family.model_type} model"
+        raise CheckpointError(f"{found.directory} does not fit {model}", problems)
+    stored: dict[str, Stored] = {}
+    boxes: dict[str, tuple[str, Box]] = {}
+    for chunk in index.chunks:
+        if chunk.key in whole.params:
+            name = f"{chunk.key}{chunk.box}"
+            boxes[name] = (chunk.key, chunk.box)
+            stored[name] = ArchivedTensor(
+                path=found.directory / chunk.place.relative_path,
+                offset=chunk.place.offset,
+                nbytes=chunk.place.length,
+                info=TensorInfo(chunk.box.shape, index.tensors[chunk.key].dtype),
+            )
+    tensors = dict(canonical)
+    for shard in whole.shards:
+        dtype = index.tensors[shard.param].dtype
+        tensors[shard.name] = replace(canonical[shard.name], dtype=dtype)
+    copies: dict[str, list[Copy]] = defaultdict(list)
+    for param, box, name, region, transposed in shards_within(whole, boxes):
+        copies[name].append(Copy(param, box, name, region, tensors[name].dtype, transposed))
     for name, info in tensors.items():
         size = math.prod(info.shape)
-        if found[name] != size:
-            problems.append(f"{found[name]} of {size} elements of {name} are there")
+        present = sum(copy.target_box.size for copy in copies[name])
+        if present != size:
+            problems.append(f"{present} of {size} elements of {name} are there")
     if problems:
-        raise CheckpointError(f"{directory} is broken", problems)
+        raise CheckpointError(f"{found.directory} is broken", problems)
+    return tensors, Sources(stored=stored, copies=copies)
 
 
 def _stacked(index: DCPIndex) -> DCPIndex:
@@ -229,56 +210,43 @@ def _stacked(index: DCPIndex) -> DCPIndex:
     Some models write them so; others write a tensor for each (``non_homogeneous_layers`` and
     ``singleton_local_shards`` of TransformerBlock, SequentialMLP and MLP, megatron-core 0.19.2).
     """
-    places = {key: _StackPlace.of(key) for key in index.tensors}
-    counts: Counter[tuple[str, int]] = Counter()
-    for place in places.values():
-        for axis, at in enumerate(place.at):
-            counts[place.key, axis] = max(counts[place.key, axis], at + 1)
+    places = {key: _stack_place(key) for key in index.tensors}
+    last: dict[str, Shape] = {}
+    for stack, at, _, _ in places.values():
+        last[stack] = max(last.get(stack, at), at)
     tensors: dict[str, TensorInfo] = {}
-    for key, place in places.items():
+    for key, (stack, at, _, halves) in places.items():
         info = index.tensors[key]
-        leading = tuple(counts[place.key, axis] for axis in range(len(place.at)))
         rows, *inner = info.shape or (1,)
-        stacked = TensorInfo((*leading, rows * place.halves, *inner), info.dtype)
-        if tensors.setdefault(place.key, stacked) != stacked:
-            raise CheckpointError(f"{key} is {list(info.shape)} of {info.dtype}, unlike others of {place.key}")
-    chunks = list(_stacked_chunks(index, places))
-    return DCPIndex(tensors=tensors, chunks=chunks, objects=index.objects)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _StackPlace:
-    """The place of a tensor in the tensor ``key``: indices of its leading axes, and one of the halves of its rows."""
-
-    key: str
-    at: tuple[int, ...]
-    halves: int
-    half: int
-
-    @classmethod
-    def of(cls, key: str) -> _StackPlace:
-        at: tuple[int, ...] = ()
-        layer = _LAYER.fullmatch(key)
-        if layer:
-            key = f"decoder.layers.{layer[2]}"
-            at = (int(layer[1]),)
-        expert = _EXPERT.fullmatch(key)
-        if layer and expert:
-            key = f"{expert[1]}.{expert[3]}"
-            at = (*at, int(expert[2]))
-        half = _HALF.fullmatch(key)
-        if half:
-            return cls(key=half[1], at=at, halves=2, half="wv".index(half[2]))
-        return cls(key=key, at=at, halves=1, half=0)
-
-
-def _stacked_chunks(index: DCPIndex, places: Mapping[str, _StackPlace]) -> Iterator[TensorChunk]:
+        leading = [extent + 1 for extent in last[stack][: len(at)]]
+        stacked = TensorInfo((*leading, rows * halves, *inner), info.dtype)
+        if tensors.setdefault(stack, stacked) != stacked:
+            found = f"{list(info.shape)} of {info.dtype}"
+            raise CheckpointError(f"{key} is {found}, unlike others of {stack}")
+    chunks: list[TensorChunk] = []
     for chunk in index.chunks:
-        place = places[chunk.key]
+        stack, at, half, _ = places[chunk.key]
         rows, *_ = index.tensors[chunk.key].shape or (1,)
         first, *start = chunk.box.start or (0,)
-        last, *stop = chunk.box.stop or (1,)
-        offset = rows * place.half
-        after = tuple(at + 1 for at in place.at)
-        box = Box((*place.at, first + offset, *start), (*after, last + offset, *stop))
-        yield replace(chunk, key=place.key, box=box)
+        end, *stop = chunk.box.stop or (1,)
+        after = [i + 1 for i in at]
+        box = Box((*at, first + rows * half, *start), (*after, end + rows * half, *stop))
+        chunks.append(TensorChunk(stack, box, chunk.place))
+    return DCPIndex(tensors=tensors, chunks=chunks)
+
+
+def _stack_place(key: str) -> tuple[str, Shape, int, int]:
+    """Returns the stacked tensor of a key, the indices in it, and which half of how many."""
+    at: Shape = ()
+    layer = _LAYER.fullmatch(key)
+    if layer:
+        key = f"decoder.layers.{layer[2]}"
+        at = (int(layer[1]),)
+        expert = _EXPERT.fullmatch(key)
+        if expert:
+            key = f"{expert[1]}.{expert[3]}"
+            at = (*at, int(expert[2]))
+    half = _HALF.fullmatch(key)
+    if half:
+        return half[1], at, "wv".index(half[2]), 2
+    return key, at, 0, 1

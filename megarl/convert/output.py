@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -18,12 +17,12 @@ from typing import Any, Self
 import torch
 
 from megarl.convert.resources import Resources, run_tasks
-from megarl.convert.stored import Assembly, as_bytes
+from megarl.convert.stored import Assembly
 from megarl.errors import UsageError
 from megarl.files import format_bytes, read_json, sync, write_durably, write_errors
+from megarl.run.paths import acquire_lock
 from megarl.weights.hf_files import CheckpointError
 
-_MANIFEST = "manifest.json"
 _UNFINISHED = ".partial"
 
 
@@ -56,7 +55,7 @@ class OutputFile:
                 if self.header is None:
                     torch.save(values, file)
                 else:
-                    file.write(as_bytes(values))
+                    file.write(values.reshape(-1).view(torch.uint8).numpy().data)
                 ends.append(file.tell())
             file.flush()
             os.fsync(file.fileno())
@@ -82,10 +81,11 @@ class PartialOutput:
         self.target = target
         self.root = target.with_name(f".{target.name}{_UNFINISHED}")
         self.directory = self.root / "output"
+        self.manifest = self.root / "manifest.json"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.root / "lock", "w")  # noqa: SIM115 (held until close)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            acquire_lock(self._lock)
             if os.fstat(self._lock.fileno()).st_nlink == 0:  # of one that has just ended, and removed it
                 raise BlockingIOError
         except BlockingIOError:
@@ -97,7 +97,7 @@ class PartialOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not (self.root / _MANIFEST).is_file():
+        if not self.manifest.is_file():
             shutil.rmtree(self.root, ignore_errors=True)
         self._lock.close()
 
@@ -125,23 +125,22 @@ class PartialOutput:
             if path.is_file() and str(path.relative_to(self.directory)) not in finished:
                 path.unlink()
         needed = sum(file.assembly.nbytes for file in remaining)
-        free = shutil.disk_usage(self.root).free
-        if needed > free:
-            sizes = f"{format_bytes(needed)} needed, {format_bytes(free)} free"
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({sizes})", str(self.root))
+        with write_errors(self.root, needed):
+            if needed > shutil.disk_usage(self.root).free:
+                raise OSError(errno.ENOSPC, "too little")
         for file in files:
             (self.directory / file.path).parent.mkdir(parents=True, exist_ok=True)
-        self._save(manifest)
+        write_durably(self.manifest, json.dumps(manifest))
         done = f"{len(finished)} of {len(files)} files"
         print(f"{title}: {done} are finished; working processes: {workers}", file=sys.stderr, flush=True)
         work = partial(OutputFile.write, directory=self.directory)
         for file, ends in run_tasks(remaining, work, workers):
             finished[file.path] = ends
-            self._save(manifest)
+            write_durably(self.manifest, json.dumps(manifest))
             done = f"{len(finished)} of {len(files)} files"
             print(f"{title}: {done}; wrote {file.path}, {format_bytes(ends[-1])}", file=sys.stderr, flush=True)
         if _fingerprint(inputs) != manifest["inputs"]:
-            (self.root / _MANIFEST).unlink()
+            self.manifest.unlink()
             raise CheckpointError(f"{title}: files that it reads have changed meanwhile; run it again")
         return finished
 
@@ -155,15 +154,14 @@ class PartialOutput:
 
     def _finished(self, manifest: Mapping[str, Any]) -> dict[str, list[int]]:
         """Returns the files that are finished; raises UsageError where they are of another conversion."""
-        path = self.root / _MANIFEST
-        if not path.is_file():
+        if not self.manifest.is_file():
             return {}
         try:
-            found: Mapping[str, Any] = read_json(path)
+            found: Mapping[str, Any] = read_json(self.manifest)
             files: dict[str, list[int]] = found["files"]
             other = [key for key in manifest if found[key] != manifest[key]]
         except (ValueError, TypeError, KeyError):
-            raise UsageError(f"{path} is damaged; remove {self.root} to begin anew") from None
+            raise UsageError(f"{self.manifest} is damaged; remove {self.root} to begin anew") from None
         if other:
             raise UsageError(
                 f"{self.root} holds an unfinished conversion with other {' and '.join(other)}; "
@@ -176,14 +174,11 @@ class PartialOutput:
                 finished[name] = ends
         return finished
 
-    def _save(self, manifest: Mapping[str, Any]) -> None:
-        write_durably(self.root / _MANIFEST, json.dumps(manifest))
-
 
 def _fingerprint(inputs: Iterable[Path]) -> dict[str, list[int]]:
     """Returns size and time of change (nanoseconds) of each file, by its resolved path."""
     files: dict[str, list[int]] = {}
-    for path in sorted(set(inputs)):
+    for path in sorted(inputs):
         stat = path.stat()
         files[str(path.resolve())] = [stat.st_size, stat.st_mtime_ns]
     return files

@@ -10,8 +10,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
-import torch
-
 from megarl.errors import RunError, UsageError
 from megarl.files import format_bytes
 
@@ -28,8 +26,8 @@ class Resources:
         processes: largest number of worker processes; with one, the work is done in this process.
     """
 
-    memory: int
-    processes: int
+    memory: int = 16 << 30
+    processes: int = 1
 
     def workers(self, tasks: Sequence[int]) -> int:
         """Returns the number of processes for tasks of these bytes; raises UsageError without memory for one."""
@@ -43,6 +41,9 @@ class Resources:
             )
         fitting = (self.memory - base) // (base + largest)
         return max(1, min(self.processes, len(tasks), fitting))
+
+
+DEFAULT = Resources()
 
 
 def run_tasks[Task, Result](
@@ -77,6 +78,8 @@ def resident_bytes() -> int:
 
 def _start_worker() -> None:
     """Gives a worker one thread, and ends it with its parent."""
+    import torch
+
     torch.set_num_threads(1)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -87,12 +87,6 @@ def read_spec(directory: Path) -> ModelSpec:
         raise UsageError(f"{directory}: {error}") from None
 
 
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor."""
-    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
-
-
 @contextmanager
 def _named_errors(path: Path, where: str = "") -> Iterator[None]:
     """Raises CheckpointError, with the file's name, for whatever the reading of a damaged file raises."""
@@ -145,21 +139,23 @@ class Assembly:
         return tensors
 
 
-def assemble(
-    groups: Iterable[Mapping[str, TensorInfo]], copies: Iterable[Copy], stored: Mapping[str, Stored]
-) -> list[Assembly]:
-    """Returns an assembly for each group of tensors, from the copies into all of them."""
-    copies_into: dict[str, list[Copy]] = defaultdict(list)
-    for copy in copies:
-        copies_into[copy.target].append(copy)
-    assemblies: list[Assembly] = []
-    for tensors in groups:
-        filling: list[Copy] = []
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Stored tensors by name, and the copies of them into each tensor."""
+
+    stored: Mapping[str, Stored]
+    copies: Mapping[str, Sequence[Copy]]
+
+    @property
+    def files(self) -> set[Path]:
+        return {tensor.path for tensor in self.stored.values()}
+
+    def assembly(self, tensors: Mapping[str, TensorInfo]) -> Assembly:
+        copies: list[Copy] = []
         for name in tensors:
-            filling += copies_into[name]
-        sources = {copy.source: stored[copy.source] for copy in filling}
-        assemblies.append(Assembly(tensors=tensors, copies=filling, sources=sources))
-    return assemblies
+            copies += self.copies.get(name, ())
+        sources = {copy.source: self.stored[copy.source] for copy in copies}
+        return Assembly(tensors=tensors, copies=copies, sources=sources)
 
 
 def copy_values(values: torch.Tensor, target: torch.Tensor, path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -11,8 +10,9 @@ from tempfile import TemporaryFile
 
 from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig, parse_devices
 from megarl.config.schema import TrainingRun
+from megarl.files import read_json
 from megarl.launch.profile import SSH, Bare, Profile
-from megarl.launch.request import LaunchMode, LaunchRequest, unwritable
+from megarl.launch.request import LaunchRequest, unwritable
 from megarl.preflight.check import check
 from megarl.preflight.models import without_weights
 from megarl.run.paths import RunPaths, read_config
@@ -27,15 +27,19 @@ class Checker:
         self.remote = False
         self.workdir = Path.cwd()
         tunnel = profile.nemo_run.tunnel
-        if request.mode is LaunchMode.TUNNEL and isinstance(tunnel, SSH):
+        if request.mode == "tunnel" and isinstance(tunnel, SSH):
             self.remote = True
             self.workdir = Path(tunnel.directory)
 
     def __call__(self, config: RunConfig) -> None:
         """Checks a configuration; raises a ConfigError with every problem."""
-        problems = list(self._misfits(config))
+        run_dir = Path(config.run.dir)
+        problems = [*_devices_fit(config, self.request)]
+        problems += _paths_are_plain(run_dir, self.profile, self.workdir)
         unchecked = ""
         if not self.remote:
+            problems += is_not_finished(config, chain=len(self.request.configs) > 1)
+            problems += _is_writable(run_dir)
             try:
                 check(config, bare=self.request.dry_run)
             except ConfigError as error:
@@ -51,33 +55,22 @@ class Checker:
         remark = "has a config.json and no weights yet; a dry run does not need them, the job does"
         return [f"{field}: {path} {remark}" for field, path in without_weights(config).items()]
 
-    def _misfits(self, config: RunConfig) -> Iterator[Problem]:
-        run_dir = Path(config.run.dir)
-        if not self.remote:
-            yield from is_not_finished(config, chain=len(self.request.configs) > 1)
-        yield from _devices_fit(config, self.request)
-        error = None if self.remote else write_error(run_dir)
-        if error is not None:
-            yield unwritable(run_dir, error)
-        yield from _paths_are_plain(run_dir, self.profile, self.workdir)
-
 
 def is_not_finished(config: RunConfig, *, chain: bool = False) -> Iterator[Problem]:
     """Checks that the run in run.dir is not finished."""
-    summary = Path(config.run.dir) / "summary.json"
     try:
-        taken = json.loads(summary.read_text(encoding="utf-8"))["steps"]
+        taken = read_json(RunPaths(config.run.dir).summary)["steps"]
     except (OSError, ValueError, KeyError):
         return
     if not isinstance(config, TrainingConfig):
         fix = "choose another run.dir, or remove the directory"
         rule = "no finished evaluation is there"
-        yield Problem(field="run.dir", value=config.run.dir, rule=rule, fix=fix)
+        yield Problem("run.dir", config.run.dir, rule, fix)
     elif _has_ended(config.run, taken):
         others = "leave it out, or choose another run.dir" if chain else "or choose another run.dir"
         fix = f"raise {config.run.length_field} to continue it, {others}"
         rule = f"a run that is not finished; this one has taken its {taken} steps"
-        yield Problem(field="run.dir", value=config.run.dir, rule=rule, fix=fix)
+        yield Problem("run.dir", config.run.dir, rule, fix)
 
 
 def _has_ended(run: TrainingRun, taken: int) -> bool:
@@ -94,11 +87,9 @@ def _devices_fit(config: RunConfig, request: LaunchRequest) -> Iterator[Problem]
     if gpus is not None and config.cluster.device == "cpu":
         rule = "the configuration's devices are virtual ones of the CPU (cluster.device = cpu)"
         fix = "remove it, and set cluster.devices_per_node"
-        yield Problem(field="--gpus-per-node", value=str(gpus), rule=rule, fix=fix)
+        yield Problem("--gpus-per-node", str(gpus), rule, fix)
     devices: list[int] = []
-    for name in config.groups:
-        devices += config.device_list(name)
-    for section in (config.engine_settings, config.judge_model):
+    for section in (*config.groups.values(), config.engine_settings, config.judge_model):
         if section is not None:
             devices += parse_devices(section.devices)
     nodes = config.cluster.nodes
@@ -108,19 +99,18 @@ def _devices_fit(config: RunConfig, request: LaunchRequest) -> Iterator[Problem]
         names = ", ".join(map(str, idle))
         rule = f"every node has a device that the run uses; {names} (from 0) has none"
         fix = f"place groups or rollout there, or set --nodes {len(used)}"
-        yield Problem(field="cluster.nodes", value=str(nodes), rule=rule, fix=fix)
+        yield Problem("cluster.nodes", str(nodes), rule, fix)
 
 
-def write_error(directory: Path) -> OSError | None:
-    """Returns why a directory, or its nearest existing parent, is not writable; None if it is."""
-    present = directory.absolute()
+def _is_writable(run_dir: Path) -> Iterator[Problem]:
+    """Checks the directory or its nearest existing parent."""
+    present = run_dir.absolute()
     while not os.path.exists(present):
         present = present.parent
     try:
         TemporaryFile(dir=present).close()
     except OSError as error:
-        return error
-    return None
+        yield unwritable(run_dir, error)
 
 
 def _paths_are_plain(run_dir: Path, profile: Profile, workdir: Path) -> Iterator[Problem]:
@@ -131,7 +121,7 @@ def _paths_are_plain(run_dir: Path, profile: Profile, workdir: Path) -> Iterator
         text = str(path)
         if "\\" in text or not text.isprintable():
             rule = "without backslashes and line breaks, which Slurm reads in its own way"
-            yield Problem(field=field, value=repr(text), rule=rule, fix=fix)
+            yield Problem(field, repr(text), rule, fix)
         elif not isinstance(runtime, Bare) and re.search(r"[:,]", text):
             rule = f"a path that {runtime.name} can mount: without colons and commas"
-            yield Problem(field=field, value=text, rule=rule, fix=fix)
+            yield Problem(field, text, rule, fix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -59,13 +59,14 @@ def slurm(
     edit and submit again. All mistakes are reported at once, and then nothing is
     written or submitted.
     """
+    from megarl.launch.profile import merge
     from megarl.launch.request import LaunchRequest, split_arguments
     from megarl.launch.submit import launch
 
     configs, overrides = split_arguments(arguments)
     settings = profile_settings(time=time, partition=partition, account=account, python=python)
     for text in further or ():
-        _set(settings, text)
+        settings = merge(settings, _setting(text))
     request = LaunchRequest(
         configs=configs,
         overrides=overrides,
@@ -80,30 +81,24 @@ def slurm(
     raise typer.Exit(launch(request))
 
 
-def profile_settings(*, time: Text, partition: Text, account: Text, python: Text) -> dict[str, object]:
+def profile_settings(*, time: Text, partition: Text, account: Text, python: Text) -> dict[str, Any]:
     """Returns the fields of the profile that options of the command line set."""
-    settings: dict[str, object] = {}
-    for name, value in (("time", time), ("partition", partition), ("account", account)):
-        if value is not None:
-            settings[name] = value
+    given = {"time": time, "partition": partition, "account": account}
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if python is not None:
         settings["runtime"] = {"python": python}
     return settings
 
 
-def _set(settings: dict[str, object], text: str) -> None:
-    """Sets a field of the profile as FIELD=VALUE says."""
+def _setting(text: str) -> dict[str, Any]:
+    """Returns the fields that FIELD=VALUE sets."""
     path, equals, value = text.partition("=")
-    *sections, name = path.split(".")
-    section = settings
-    for key in sections:
-        inner = section.setdefault(key, {})
-        if not isinstance(inner, dict):
-            raise typer.BadParameter(f"{text!r} is below a field that is set to a value", param_hint="--set")
-        section = inner
     try:
-        section[name] = yaml.safe_load(value)
+        tree = yaml.safe_load(value)
     except yaml.YAMLError:
         equals = ""
-    if not equals or not name:
+    if not path or not equals:
         raise typer.BadParameter(f"{text!r} is not FIELD=VALUE with a value in YAML", param_hint="--set")
+    for key in reversed(path.split(".")):
+        tree = {key: tree}
+    return tree

@@ -4,48 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
-_INTERFACE = re.compile(r"[^\s,/]{1,15}")
 _MOUNT = re.compile(r"/[^\s,:]*(:/[^\s,:]*(:[^\s,:/]+)?)?")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 _FILE = Path(__file__).parent / "templates" / "own_options.yaml"
 OWN_OPTIONS: Mapping[str, Mapping[str, str]] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
 """Options that MegaRL itself gives to sbatch and srun, and what to do instead."""
 
 
-def _check_line(text: str) -> str:
-    if not text or re.search(r"[\r\n\x00]", text):
-        raise ValueError("should be a line of text")
-    return text
+def _matching(pattern: str, rule: str) -> AfterValidator:
+    """Requires a text that matches the pattern from its beginning to its end."""
 
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"should {rule}")
+        return text
 
-def _check_path(text: str) -> str:
-    if text.startswith("~"):
-        raise ValueError("should be a path in full: ~ is not read as a home directory there")
-    return text
-
-
-def _check_interface(text: str) -> str:
-    if not _INTERFACE.fullmatch(text):
-        raise ValueError("should be the name of one interface, as ib0")
-    return text
-
-
-def _check_variable(name: str) -> str:
-    if not _VARIABLE.fullmatch(name):
-        raise ValueError("should be a name of letters, digits and underscores")
-    if name == "RAY_AUTH_TOKEN":
-        raise ValueError("should not be there: each job makes its own, and keeps it out of files")
-    if name.startswith("SLURM_"):
-        why = "Slurm sets it for each task, and srun takes options"
-        raise ValueError(f"should not be there: {why}")
-    return name
+    return AfterValidator(check)
 
 
 def _check_mounts(mounts: Sequence[str]) -> Sequence[str]:
@@ -56,22 +37,18 @@ def _check_mounts(mounts: Sequence[str]) -> Sequence[str]:
     return mounts
 
 
-def _without(own_options: Mapping[str, str]) -> AfterValidator:
+def _check_options(own_options: Mapping[str, str], options: Sequence[str]) -> Sequence[str]:
     """Refuses short options, and those that MegaRL itself gives."""
-
-    def check(options: Sequence[str]) -> Sequence[str]:
-        refused: list[str] = []
-        for option in options:
-            name = option.partition("=")[0]
-            if not name.startswith("--"):
-                refused.append(f"{option} (write it as --name=value)")
-            elif name in own_options:
-                refused.append(f"{option} ({own_options[name]})")
-        if refused:
-            raise ValueError(f"should be without {', '.join(refused)}")
-        return options
-
-    return AfterValidator(check)
+    refused: list[str] = []
+    for option in options:
+        name = option.partition("=")[0]
+        if not name.startswith("--"):
+            refused.append(f"{option} (write it as --name=value)")
+        elif name in own_options:
+            refused.append(f"{option} ({own_options[name]})")
+    if refused:
+        raise ValueError(f"should be without {', '.join(refused)}")
+    return options
 
 
 def _number_as_text(value: object) -> object:
@@ -80,13 +57,18 @@ def _number_as_text(value: object) -> object:
     return value
 
 
-Line = Annotated[str, AfterValidator(_check_line)]
-InFull = Annotated[Line, AfterValidator(_check_path)]
-VariableName = Annotated[str, AfterValidator(_check_variable)]
+Line = Annotated[str, _matching(r"[^\r\n\x00]+", "be a line of text")]
+InFull = Annotated[Line, _matching("[^~].*", "be a path in full: ~ is not read as a home directory there")]
+VariableName = Annotated[
+    str,
+    _matching("[A-Za-z_][A-Za-z0-9_]*", "be a name of letters, digits and underscores"),
+    _matching("(?!RAY_AUTH_TOKEN$).*", "not be there: each job makes its own, out of files"),
+    _matching("(?!SLURM_).*", "not be there: Slurm sets it for each task, and srun takes options"),
+]
 Memory = Annotated[Line, BeforeValidator(_number_as_text)]
-Interface = Annotated[Line, AfterValidator(_check_interface)]
+Interface = Annotated[Line, _matching(r"[^\s,/]{1,15}", "be the name of one interface, as ib0")]
 Value = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$"), BeforeValidator(_number_as_text)]
 Lines = Annotated[tuple[Line, ...], Field(strict=False)]
 Mounts = Annotated[Lines, AfterValidator(_check_mounts)]
-SbatchOptions = Annotated[Lines, _without(OWN_OPTIONS["sbatch"])]
-SrunOptions = Annotated[Lines, _without(OWN_OPTIONS["srun"])]
+SbatchOptions = Annotated[Lines, AfterValidator(partial(_check_options, OWN_OPTIONS["sbatch"]))]
+SrunOptions = Annotated[Lines, AfterValidator(partial(_check_options, OWN_OPTIONS["srun"]))]

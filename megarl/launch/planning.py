@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig, load
+from megarl.config import ConfigError, Problem, RunConfig, TrainingConfig, as_yaml, load
 from megarl.config.inheritance import merged
 from megarl.config.problems import is_pending, without_pending
 from megarl.config.schema import Model
 from megarl.launch.checker import Checker
 from megarl.launch.profile import Profile, load_profile
 from megarl.launch.render import BatchJob
-from megarl.launch.request import JOB_RAY, LaunchMode, LaunchRequest, other_ray, submitted_as
+from megarl.launch.request import JOB_RAY, LaunchRequest, other_ray
+from megarl.run.paths import JOBS
 
 
 class RefusedError(ValueError):
     """A request cannot be submitted; the message has every problem."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedJob:
-    """A job, the configuration of its run, and the model with which the run was checked.
-
-    That is the configuration's, or the initial model of the earlier run that exports it.
-    """
-
-    job: BatchJob
-    config: RunConfig
-    checked_model: Model
+Planned = Sequence[tuple[BatchJob, RunConfig]]
+"""Jobs, each of which waits for the previous one, with the configurations of their runs."""
 
 
-def plan(request: LaunchRequest) -> tuple[list[PlannedJob], list[str]]:
-    """Returns a request's jobs, each of which waits for the previous one, and remarks for the user.
+def plan(request: LaunchRequest, wrong: Iterable[Problem] = ()) -> tuple[Planned, list[str]]:
+    """Returns a request's jobs, and remarks for the user.
 
     Raises:
-        RefusedError: with all problems.
+        RefusedError: with all problems, those that are known already among them.
     """
     errors: list[ConfigError] = []
     profile = Profile()
@@ -48,58 +41,51 @@ def plan(request: LaunchRequest) -> tuple[list[PlannedJob], list[str]]:
     except ConfigError as error:
         errors.append(error)
     checker = Checker(request, profile)
-    wrong = [*request.malformed(), *_sbatch_missing(request, checker)]
+    wrong = [*wrong, *request.malformed()]
+    submits = not (request.dry_run or request.mode == "local" or checker.remote)
+    if submits and shutil.which("sbatch") is None:
+        rule = "Slurm's commands are on the PATH"
+        fix = "submit from a login node of the cluster, or write and show the script with --dry-run"
+        wrong.append(Problem("sbatch", "not found", rule, fix))
     if wrong:
         errors.append(ConfigError(wrong, "command line"))
     planned, refused = _chain(request, checker)
     errors += refused
     if errors:
         raise RefusedError("\n".join(map(str, errors)))
-    return planned, [remark for run in planned for remark in checker.unchecked(run.config)]
+    return planned, [remark for _, config in planned for remark in checker.unchecked(config)]
 
 
-def _sbatch_missing(request: LaunchRequest, checker: Checker) -> Iterator[Problem]:
-    submits = not (request.dry_run or request.mode is LaunchMode.LOCAL or checker.remote)
-    if submits and shutil.which("sbatch") is None:
-        rule = "Slurm's commands are on the PATH"
-        fix = "submit from a login node of the cluster, or write and show the script with --dry-run"
-        yield Problem(field="sbatch", value="not found", rule=rule, fix=fix)
-
-
-def _chain(request: LaunchRequest, checker: Checker) -> tuple[list[PlannedJob], list[ConfigError]]:
+def _chain(request: LaunchRequest, checker: Checker) -> tuple[Planned, list[ConfigError]]:
     """Returns a job per configuration that can run, and the errors of the others."""
-    planned: list[PlannedJob] = []
+    planned: list[tuple[BatchJob, RunConfig]] = []
+    bases: dict[Path, Model] = {}
     errors: list[ConfigError] = []
-    refused: list[Path] = []
     owners: dict[Path, Path] = {}
     for path in request.configs:
-        run_dir = None
+        overrides = _overrides(request)
+        pending = list(owners)
         try:
-            overrides = _overrides(request)
             raw, _ = merged(path, overrides)
             run_dir = _run_directory(raw)
             if run_dir in owners:
                 rule = f"a directory of its own; {owners[run_dir]} has this one too"
                 fix = "set it in the files, not for all"
-                problem = Problem(field="run.dir", value=str(run_dir), rule=rule, fix=fix)
+                problem = Problem("run.dir", str(run_dir), rule, fix)
                 errors.append(ConfigError([problem], str(path)))
             if run_dir is not None:
                 owners[run_dir] = path
-            if request.mode is not LaunchMode.LOCAL:
+            if request.mode != "local":
                 problems = other_ray(raw)
                 if problems:
                     raise ConfigError(problems, str(path))
                 overrides.append(JOB_RAY)
-            model = raw.get("model")
-            config, checked_model = _load(path, overrides, model, checker, planned, refused)
+            config = _load(path, overrides, raw.get("model"), checker, bases, pending)
         except ConfigError as error:
             errors.append(error)
-            if run_dir is not None:
-                refused.append(run_dir)
             continue
-        earlier = tuple(before.job.run_dir for before in planned)
-        job = _job(config, request, checker, earlier)
-        planned.append(PlannedJob(job=job, config=config, checked_model=checked_model))
+        earlier = tuple(job.run_dir for job, _ in planned)
+        planned.append((_job(config, request, checker, earlier), config))
     return planned, errors
 
 
@@ -125,19 +111,18 @@ def _load(
     overrides: Sequence[str],
     model: Any,
     check: Checker,
-    earlier: Sequence[PlannedJob],
-    refused: Collection[Path],
-) -> tuple[RunConfig, Model]:
-    """Reads and checks a configuration as far as possible before the earlier runs, some of them refused.
+    bases: dict[Path, Model],
+    pending: Collection[Path],
+) -> RunConfig:
+    """Reads and checks a configuration as far as possible before the earlier runs.
 
     Args:
         model: the section `model` of the file, unchecked.
-
-    Returns:
-        The configuration, and the model with which it was checked.
+        bases: models with the architectures that earlier runs will export, by their directories;
+            that of this run is added.
+        pending: directories of all earlier runs, also of those with mistakes.
     """
-    pending = [*(Path(run.config.run.dir) for run in earlier), *refused]
-    stand_in = _stand_in(model, earlier)
+    stand_in = _stand_in(model, bases)
     config = load(path, [*overrides, *stand_in], check, pending_paths=pending)
     try:
         check(config)
@@ -145,20 +130,20 @@ def _load(
         problems = without_pending(error.problems, config.model_dump(by_alias=True), pending)
         if problems:
             raise ConfigError(problems, str(path), error.unchecked) from None
-    checked_model = config.model
+    if config.exports_initial_architecture:
+        bases[Path(config.run.dir)] = config.model
     if stand_in:
         exported = {"path": model["path"], "random": None, "tokenizer": model.get("tokenizer")}
-        config = config.model_copy(update={"model": checked_model.model_copy(update=exported)})
-    return config, checked_model
+        config = config.model_copy(update={"model": config.model.model_copy(update=exported)})
+    return config
 
 
-def _stand_in(model: Any, earlier: Sequence[PlannedJob]) -> list[str]:
-    """Returns overrides that replace the model that an earlier run exports by that run's initial model."""
+def _stand_in(model: Any, bases: Mapping[Path, Model]) -> list[str]:
+    """Returns overrides that replace the model that an earlier run will export."""
     path = model.get("path") if isinstance(model, dict) else None
-    for run in earlier:
-        config = run.config
-        if config.exports_initial_architecture and is_pending(path, [Path(config.run.dir)]):
-            start = run.checked_model.model_dump(mode="json")
+    for run_dir, base in bases.items():
+        if is_pending(path, [run_dir]):
+            start = base.model_dump(mode="json")
             names = ["path", "random"]
             if model.get("tokenizer") is None:
                 names.append("tokenizer")
@@ -168,6 +153,7 @@ def _stand_in(model: Any, earlier: Sequence[PlannedJob]) -> list[str]:
 
 def _job(config: RunConfig, request: LaunchRequest, checker: Checker, earlier: tuple[Path, ...]) -> BatchJob:
     run_dir = checker.workdir / config.run.dir
+    digest = hashlib.sha256(as_yaml(config).encode()).hexdigest()
     cluster = config.cluster
     return BatchJob(
         title=" ".join(f"{config.stage} in {config.run.dir}".split()),
@@ -175,7 +161,7 @@ def _job(config: RunConfig, request: LaunchRequest, checker: Checker, earlier: t
         command="train" if isinstance(config, TrainingConfig) else "eval",
         workdir=checker.workdir,
         run_dir=run_dir,
-        config=checker.workdir / submitted_as(config),
+        config=run_dir / JOBS / f"config-{digest[:8]}.yaml",
         nodes=cluster.nodes,
         gpus=cluster.devices_per_node if cluster.device == "cuda" else 0,
         dependent=bool(earlier) or request.dependency is not None,

@@ -130,26 +130,22 @@ class Profile(Section):
     """Settings of NeMo-Run alone."""
 
 
-def found_profile(path: Path | None) -> Path | None:
-    """Returns the given file, else the user's default if it exists."""
-    if path is not None:
-        return path
-    default = Path.home() / ".config" / "megarl" / "cluster.yaml"
-    return default if default.exists() else None
-
-
 def load_profile(path: Path | None = None, settings: Mapping[str, object] | None = None) -> Profile:
-    """Reads and checks a profile with `settings` in place of its fields; raises a ConfigError with every problem."""
-    file = found_profile(path)
+    """Reads and checks a profile, the user's by default; raises a ConfigError with every problem.
+
+    Args:
+        settings: fields that replace those of the file.
+    """
+    file = path or Path.home() / ".config" / "megarl" / "cluster.yaml"
     raw: dict[str, Any] = {}
     sources: list[str] = []
-    if file is not None:
+    if path is not None or file.exists():
         raw = _read(file)
         sources.append(str(file))
     if settings:
         sources.append("command line")
     try:
-        return Profile.model_validate(_merge(raw, settings or {}))
+        return Profile.model_validate(merge(raw, settings or {}))
     except ValidationError as error:
         raise ConfigError(schema_problems(error, Profile), " and ".join(sources)) from None
 
@@ -169,7 +165,7 @@ def _read(file: Path) -> dict[str, Any]:
     raise ConfigError([Problem("profile", str(file), rule, fix)], str(file))
 
 
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Merges mappings and replaces other values; a runtime of another name does not keep the former one's options."""
     merged = dict(below)
     for key, value in above.items():
@@ -177,8 +173,7 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
         if key == "runtime" and isinstance(former, str):
             former = {"name": former}
         if isinstance(former, dict) and isinstance(value, Mapping):
-            name = value.get("name")
-            if name is None or name == former.get("name"):
-                value = _merge(former, value)
+            if key == "env" or value.get("name") in (None, former.get("name")):
+                value = merge(former, value)
         merged[key] = value
     return merged

@@ -6,13 +6,12 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
 
-from megarl.launch.profile import Bare, Profile, Runtime
+from megarl.launch.profile import Bare, Profile
 from megarl.run.paths import JOBS
 
 _PLAIN = re.compile(r"[\w@%+=:,./^*~\[\]-]+", re.ASCII)
@@ -55,6 +54,17 @@ class BatchJob:
         return (*options, *self.profile.srun)
 
     @property
+    def gpu_options(self) -> list[str]:
+        """Options of sbatch that request the GPUs."""
+        request = self.profile.gpu_request
+        if request == "none" or not self.gpus:
+            return []
+        gpus = f"{self.profile.gpu_type or ''}:{self.gpus}".removeprefix(":")
+        if request == "gres":
+            gpus = f"gpu:{gpus}"
+        return [f"--{request}={gpus}"]
+
+    @property
     def directory(self) -> Path:
         return self.run_dir / JOBS
 
@@ -72,18 +82,15 @@ class BatchJob:
 
     @property
     def mounts(self) -> tuple[str, ...]:
-        return mounts(self.profile.runtime, self.workdir, (self.run_dir, *self.earlier))
-
-
-def mounts(runtime: Runtime, workdir: Path, directories: Sequence[Path]) -> tuple[str, ...]:
-    """Returns a container's mounts as SOURCE:TARGET: the job's directories, and the profile's mounts."""
-    paths = [str(workdir)]
-    for directory in directories:
-        if not directory.is_relative_to(workdir):
-            paths.append(str(directory))
-    if not isinstance(runtime, Bare):
-        paths += runtime.mounts
-    return tuple(path if ":" in path else f"{path}:{path}" for path in paths)
+        """Mounts of a container as SOURCE:TARGET: the job's directories and the profile's."""
+        paths = [str(self.workdir)]
+        for directory in (self.run_dir, *self.earlier):
+            if not directory.is_relative_to(self.workdir):
+                paths.append(str(directory))
+        runtime = self.profile.runtime
+        if not isinstance(runtime, Bare):
+            paths += runtime.mounts
+        return tuple(path if ":" in path else f"{path}:{path}" for path in paths)
 
 
 def render(job: BatchJob) -> str:
@@ -101,10 +108,6 @@ def directive(value: object) -> str:
     return f'"{quoted}"'
 
 
-def _shell_quoted(value: object) -> str:
-    return shlex.quote(str(value))
-
-
 def templates(*loaders: jinja2.BaseLoader) -> jinja2.Environment:
     """Returns the environment of the templates of `loaders`, and then of slurm/."""
     environment = jinja2.Environment(
@@ -114,6 +117,6 @@ def templates(*loaders: jinja2.BaseLoader) -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["sh"] = _shell_quoted
+    environment.filters["sh"] = lambda value: shlex.quote(str(value))
     environment.filters["directive"] = directive
     return environment

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from megarl.config import RunConfig, as_yaml
 from megarl.config.problems import Problem
-from megarl.run.paths import JOBS
 
 _AUTO = "auto"
 JOB_RAY = f"cluster.address={_AUTO}"
 """The driver reads Ray's address from the environment, so a run that resumes in another job has the same config."""
-
-
-class LaunchMode(Enum):
-    """How runs are started."""
-
-    SBATCH = auto()  # by sbatch on this machine
-    TUNNEL = auto()  # by the profile's tunnel for NeMo-Run
-    LOCAL = auto()  # on this machine, without Slurm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +23,7 @@ class LaunchRequest:
         configs: files of one run, or of a chain's runs in their order.
         settings: fields of the profile that the command line sets.
         dependency: dependency of the first job, as sbatch takes it.
+        mode: sbatch on this machine, the profile's tunnel for NeMo-Run, or no Slurm.
     """
 
     configs: tuple[Path, ...]
@@ -46,7 +35,7 @@ class LaunchRequest:
     job_name: str | None = None
     dependency: str | None = None
     dry_run: bool = False
-    mode: LaunchMode = LaunchMode.SBATCH
+    mode: Literal["sbatch", "tunnel", "local"] = "sbatch"
 
     def malformed(self) -> Iterator[Problem]:
         """Finds missing configurations and options that are no line of text."""
@@ -70,15 +59,9 @@ def split_arguments(arguments: Sequence[str]) -> tuple[tuple[Path, ...], tuple[s
     return tuple(configs), tuple(overrides)
 
 
-def submitted_as(config: RunConfig) -> Path:
-    """Returns the path of the resolved configuration in run.dir; its name has the content's hash."""
-    digest = hashlib.sha256(as_yaml(config).encode()).hexdigest()
-    return Path(config.run.dir, JOBS, f"config-{digest[:8]}.yaml")
-
-
 def unwritable(run_dir: object, error: OSError, what: str = "") -> Problem:
     rule = f"can be written ({what}{error.strerror})"
-    return Problem(field="run.dir", value=str(run_dir), rule=rule, fix="choose another run.dir")
+    return Problem("run.dir", str(run_dir), rule, "choose another run.dir")
 
 
 def other_ray(raw: Mapping[str, Any]) -> list[Problem]:
@@ -89,4 +72,4 @@ def other_ray(raw: Mapping[str, Any]) -> list[Problem]:
         return []
     rule = "null: the job starts a Ray of its own"
     fix = "remove it, or submit the run to that cluster (docs/ray.md)"
-    return [Problem(field="cluster.address", value=str(address), rule=rule, fix=fix)]
+    return [Problem("cluster.address", str(address), rule, fix)]

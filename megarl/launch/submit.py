@@ -10,11 +10,12 @@ from shlex import join, quote
 
 import typer
 
-from megarl.config import ConfigError, save
+from megarl.config import ConfigError, RunConfig, save
 from megarl.files import write_durably
-from megarl.launch.planning import PlannedJob, RefusedError, plan
+from megarl.launch.planning import RefusedError, plan
 from megarl.launch.render import BatchJob, render
 from megarl.launch.request import LaunchRequest, unwritable
+from megarl.texts import counted
 
 _CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")  # the others belong to a job
 _SBATCH_VARIABLES = {
@@ -31,28 +32,28 @@ def launch(request: LaunchRequest) -> int:
     """Submits or shows a request's jobs; returns 2 for a mistake, before anything is written, and 1 if sbatch fails."""
     try:
         planned, remarks = plan(request)
-        for run in planned:
-            _write(run)
+        for job, config in planned:
+            _write(job, config)
     except (RefusedError, ConfigError) as error:
         typer.echo(str(error), err=True)
         return 2
     for remark in remarks:
         typer.echo(remark, err=True)
-    jobs = [run.job for run in planned]
+    jobs = [job for job, _ in planned]
     if request.dry_run:
         _show(request, jobs)
         return 0
     return _submit(request, jobs)
 
 
-def _write(planned: PlannedJob) -> None:
+def _write(job: BatchJob, config: RunConfig) -> None:
     """Writes the script and the resolved configuration, so that later edits do not change the job."""
     try:
-        planned.job.directory.mkdir(parents=True, exist_ok=True)
-        save(planned.config, planned.job.config)
-        write_durably(planned.job.script, render(planned.job), mode=0o700)  # a profile may hold secrets
+        job.directory.mkdir(parents=True, exist_ok=True)
+        save(config, job.config)
+        write_durably(job.script, render(job), mode=0o700)  # a profile may hold secrets
     except OSError as error:
-        problem = unwritable(planned.job.run_dir, error, f"{error.filename}: ")
+        problem = unwritable(job.run_dir, error, f"{error.filename}: ")
         raise ConfigError([problem], "command line") from None
 
 
@@ -74,8 +75,7 @@ def _submit(request: LaunchRequest, jobs: Sequence[BatchJob]) -> int:
     dependency = request.dependency
     for job in jobs:
         command = _command(job, dependency)
-        script = job.script.read_text(encoding="utf-8")
-        options = re.findall(r'^#SBATCH "?--([a-z-]+)', script, re.MULTILINE)
+        options = re.findall(r'^#SBATCH "?--([a-z-]+)', render(job), re.MULTILINE)
         env = sbatch_environment(options)
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         if done.stderr.strip():
@@ -120,14 +120,16 @@ def sbatch_environment(options: Sequence[str]) -> dict[str, str]:
 
 def _report(job: BatchJob, number: str, before: Sequence[str]) -> None:
     """Prints what a submitted job is, and where to look; `before` are the numbers of earlier jobs."""
-    heading = f"job {number}: {job.title}, {job.nodes} node{'s' * (job.nodes > 1)}"
+    heading = f"job {number}: {job.title}, {counted(job.nodes, 'node')}"
     if before:
         heading += f", after {before[-1]}"
     output = job.directory / f"{number}.out"
     status = f"megarl status {quote(str(job.run_dir))}"
-    typer.echo(heading)
-    typer.echo(f"  script  {job.script}")
-    typer.echo(f"  output  {output}")
-    typer.echo(f"  logs    {job.directory}/{number}-0")
-    typer.echo(f"  follow  squeue --job {number}; tail -F {quote(str(output))}; {status}")
-    typer.echo(f"  cancel  scancel {number}")
+    typer.echo(
+        f"{heading}\n"
+        f"  script  {job.script}\n"
+        f"  output  {output}\n"
+        f"  logs    {job.directory}/{number}-0\n"
+        f"  follow  squeue --job {number}; tail -F {quote(str(output))}; {status}\n"
+        f"  cancel  scancel {number}"
+    )

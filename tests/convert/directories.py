@@ -15,11 +15,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def random_tensors(spec: ModelSpec, seed: int = 0, **dtypes: str) -> Tensors:
-    """The model's tensors, all different.
-
-    Args:
-        dtypes: of tensors that differ from the model's, by the end of the name, with _ for its dots.
-    """
+    """The model's tensors, all different, with dtypes by the ends of names (_ for dots)."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, info in spec.canonical(spec.head).items():
@@ -29,15 +25,7 @@ def random_tensors(spec: ModelSpec, seed: int = 0, **dtypes: str) -> Tensors:
 
 
 def make_directory(path: Path, config: dict[str, Any], *, files: int = 1, tensors: Tensors | None = None) -> Tensors:
-    """Writes a directory, as other programs do.
-
-    Args:
-        files: number of safetensors files.
-        tensors: to store; random ones of the model by default.
-
-    Returns:
-        The tensors.
-    """
+    """Writes a directory with some files of tensors, as other programs do; returns the tensors."""
     tensors = random_tensors(model_spec(config)) if tensors is None else tensors
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))

@@ -15,11 +15,7 @@ from tests.weights.models import placed
 
 
 def load(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: str) -> int:
-    """Loads a checkpoint into Megatron's model, by Megatron's sharded state, and compares it with the tensors of HF.
-
-    Returns:
-        The number of parameters that were compared.
-    """
+    """Loads a checkpoint into Megatron's model; returns the number of parameters, all equal to HF's."""
     from megatron.core import dist_checkpointing
 
     spec, model, sharded = _model(rank, config, layout)
@@ -34,11 +30,7 @@ def load(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: 
 
 
 def save(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: str, metadata: dict[str, Any]) -> None:
-    """Saves Megatron's model with the tensors of HF, by Megatron's sharded state.
-
-    Args:
-        metadata: what Megatron's modules are asked for in their sharded state.
-    """
+    """Saves Megatron's model with the tensors of HF, by its sharded state with this metadata."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 

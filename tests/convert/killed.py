@@ -10,9 +10,7 @@ from pathlib import Path
 from megarl.convert.exporting import export_checkpoint
 from megarl.convert.importing import import_checkpoint
 from megarl.convert.output import OutputFile
-from megarl.convert.resources import Resources
 
-RESOURCES = Resources(memory=4 << 30, processes=1)
 FILE_BYTES = 4 << 10
 
 
@@ -29,7 +27,7 @@ def main(kind: str, source: str, out: str, files: int) -> None:
 
     OutputFile.write = write_or_die  # type: ignore[method-assign]
     convert = import_checkpoint if kind == "import" else export_checkpoint
-    convert(Path(source), Path(out), resources=RESOURCES, max_file_bytes=FILE_BYTES)
+    convert(Path(source), Path(out), max_file_bytes=FILE_BYTES)
 
 
 def _cut_and_die(descriptor: int) -> None:

@@ -16,11 +16,7 @@ from tests.convert.directories import Tensors
 
 
 def save(rank: int, config: dict[str, Any], directory: str, sharding: str) -> Tensors:
-    """Saves a model and its distributed optimizer after a step; returns its weights by the names of HF.
-
-    Args:
-        sharding: of the optimizer's state.
-    """
+    """Saves a model and its sharded optimizer after a step; returns its weights by the names of HF."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.dist_checkpointing.strategies import filesystem_async

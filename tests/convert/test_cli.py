@@ -66,38 +66,29 @@ def test_inspect_describes_a_checkpoint(ckpt: Path) -> None:
     assert "\n  decoder.layers.mlp.linear_fc1.weight  float32  [4, 80, 24]  chunks: 4\n" in said
 
 
-USER_ERRORS: dict[str, tuple[list[str], str]] = {
-    "no weights": (["import", "--hf", "{tmp}", "--out", "{tmp}/x"], "config.json does not exist; name a"),
-    "no model": (["import", "--hf", "{tmp}/odd", "--out", "{tmp}/x"], "architecture OddForCausalLM is not supported"),
-    "a size": (
-        ["import", "--hf", "{tmp}/hf", "--out", "{tmp}/x", "--memory-budget", "4 gigs"],
-        "'4 gigs' is not a size; write one like",
-    ),
-    "too little memory": (
-        ["import", "--hf", "{tmp}/hf", "--out", "{tmp}/x", "--memory-budget", "20MiB"],
-        "--memory-budget 20.0 MiB is too small: Python and torch take",
-    ),
-    "a dtype": (
-        ["import", "--hf", "{tmp}/hf", "--out", "{tmp}/x", "--dtype", "int8"],
-        "'int8' is not one of",
-    ),
-    "no checkpoint": (["export", "--checkpoint", "{tmp}", "--out", "{tmp}/x"], "has no checkpoint: neither"),
-    "a role": (["export", "--checkpoint", "{tmp}/ckpt", "--out", "{tmp}/x", "--role", "actor"], "roles are of a run"),
-    "no index": (["inspect", "{tmp}/other"], "release is not a checkpoint of Megatron's torch_dist format"),
-    "a step": (["inspect", "{tmp}/ckpt", "--step", "3"], "iter_0000003 is not a checkpoint"),
-    "no name": (["import", "--hf", "{tmp}/hf", "--out", "."], ". exists; choose another --out"),
-    "an output": (["export", "--checkpoint", "{tmp}/ckpt", "--out", "{tmp}/hf"], "exists; choose another --out"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "message"), USER_ERRORS.values(), ids=USER_ERRORS)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("import --hf {tmp} --out {tmp}/x", "config.json does not exist; name a"),
+        ("import --hf {tmp}/odd --out {tmp}/x", "architecture OddForCausalLM is not supported"),
+        ("import --hf {tmp}/hf --out {tmp}/x --memory-budget 4gigs", "'4gigs' is not a size"),
+        ("import --hf {tmp}/hf --out {tmp}/x --memory-budget 20MiB", "20.0 MiB is too small"),
+        ("import --hf {tmp}/hf --out {tmp}/x --dtype int8", "'int8' is not one of"),
+        ("import --hf {tmp}/hf --out .", ". exists; choose another --out"),
+        ("export --checkpoint {tmp} --out {tmp}/x", "has no checkpoint: neither"),
+        ("export --checkpoint {tmp}/ckpt --out {tmp}/x --role actor", "roles are of a run"),
+        ("export --checkpoint {tmp}/ckpt --out {tmp}/hf", "exists; choose another --out"),
+        ("inspect {tmp}/other", "release is not a checkpoint of Megatron's torch_dist format"),
+        ("inspect {tmp}/ckpt --step 3", "iter_0000003 is not a checkpoint"),
+    ],
+)
 @pytest.mark.usefixtures("ckpt")
-def test_user_mistakes_are_reported(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_user_mistakes_are_reported(tmp_path: Path, arguments: str, message: str) -> None:
     (tmp_path / "odd").mkdir()
     shutil.copytree(tmp_path / "ckpt", tmp_path / "other")
     (tmp_path / "other/release/.metadata").unlink()
     (tmp_path / "odd/config.json").write_text('{"architectures": ["OddForCausalLM"]}')
-    code, said = convert(*(argument.format(tmp=tmp_path) for argument in arguments))
+    code, said = convert(*arguments.format(tmp=tmp_path).split())
     assert (code, message in said) == (2, True), said
     assert not (tmp_path / "x").exists()
 
@@ -115,49 +106,48 @@ class Evil:
         return Path.touch, (Path("/tmp/evil"),)  # type: ignore[return-value]
 
 
-def _cut(path: Path, nbytes: int = 100) -> None:
-    path.write_bytes(path.read_bytes()[:-nbytes])
+def _zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (lambda at: (at / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "truncated": (lambda at: _cut(at / "__0_0.distcp"), "__0_0.distcp is truncated: it has "),
-    "overwritten": (
-        lambda at: (at / "__0_0.distcp").write_bytes(bytes((at / "__0_0.distcp").stat().st_size)),
-        "__0_0.distcp is corrupted",
-    ),
-    "half an index": (lambda at: _cut(at / ".metadata"), ".metadata is corrupted"),
-    "an index that runs code": (
-        lambda at: (at / ".metadata").write_bytes(pickle.dumps(Evil())),
-        ".metadata is refused",
-    ),
-}
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("__0_0.distcp", Path.unlink, "__0_0.distcp is missing"),
+        ("__0_0.distcp", _cut, "__0_0.distcp is truncated: it has "),
+        ("__0_0.distcp", _zero, "__0_0.distcp is corrupted"),
+        ("__objects_0.distcp", Path.unlink, "__objects_0.distcp is missing"),
+        (".metadata", _cut, ".metadata is corrupted"),
+        (".metadata", lambda path: path.write_bytes(pickle.dumps(Evil())), ".metadata is refused"),
+    ],
+)
 def test_damaged_checkpoints_are_reported(
-    ckpt: Path, tmp_path: Path, damage: Callable[[Path], object], message: str
+    ckpt: Path, tmp_path: Path, name: str, damage: Callable[[Path], object], message: str
 ) -> None:
-    damage(ckpt / "release")
+    damage(ckpt / "release" / name)
     code, said = convert("export", "--checkpoint", ckpt, "--out", tmp_path / "out")
     assert (code, message in said) == (1, True), said
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("damage", "code", "message"),
+    ("damage", "message"),
     [
-        (lambda path: _cut(path), 1, "model.safetensors is corrupted"),
-        (lambda path: path.write_bytes(b"\xff" * 8 + path.read_bytes()), 1, "model.safetensors is corrupted"),
-        (lambda path: path.unlink(), 1, "has neither model.safetensors nor"),
+        (_cut, "model.safetensors is corrupted"),
+        (lambda path: path.write_bytes(b"\xff" * 8 + path.read_bytes()), "safetensors is corrupted"),
+        (Path.unlink, "has neither model.safetensors nor"),
     ],
 )
 def test_damaged_directories_are_reported(
-    hf: Path, tmp_path: Path, damage: Callable[[Path], object], code: int, message: str
+    hf: Path, tmp_path: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     damage(hf / "model.safetensors")
-    found, said = convert("import", "--hf", hf, "--out", tmp_path / "out")
-    assert (found, message in said) == (code, True), said
+    code, said = convert("import", "--hf", hf, "--out", tmp_path / "out")
+    assert (code, message in said) == (1, True), said
     assert not (tmp_path / "out").exists()
 
 

@@ -18,7 +18,7 @@ from megarl.convert.resources import Resources
 from megarl.errors import RunError, UsageError
 from megarl.weights.hf_files import CheckpointError
 from tests.convert.directories import assert_equal, make_directory, read_directory
-from tests.convert.killed import FILE_BYTES, RESOURCES
+from tests.convert.killed import FILE_BYTES
 from tests.weights import models
 
 CONFIG = models.qwen2_config()
@@ -52,7 +52,7 @@ def _contents(directory: Path) -> dict[str, bytes]:
 @pytest.mark.process
 def test_killed_conversions_continue_to_the_same_bytes(tmp_path: Path, written: list[str]) -> None:
     tensors = make_directory(tmp_path / "hf", CONFIG)
-    import_checkpoint(tmp_path / "hf", tmp_path / "whole", resources=RESOURCES, max_file_bytes=FILE_BYTES)
+    import_checkpoint(tmp_path / "hf", tmp_path / "whole", max_file_bytes=FILE_BYTES)
     files = written.copy()
     assert len(files) > 8
     written.clear()
@@ -63,17 +63,17 @@ def test_killed_conversions_continue_to_the_same_bytes(tmp_path: Path, written: 
     assert left == [".__5_0.distcp.partial", *(f"__{i}_0.distcp" for i in range(5))]
     damaged = release / "__2_0.distcp"
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, max_file_bytes=FILE_BYTES)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", max_file_bytes=FILE_BYTES)
     assert written == [files[2], *files[5:]]
     assert not (tmp_path / ".ckpt.partial").exists()
     assert _contents(tmp_path / "ckpt") == _contents(tmp_path / "whole")
 
     written.clear()
-    export_checkpoint(tmp_path / "ckpt", tmp_path / "exported", resources=RESOURCES, max_file_bytes=FILE_BYTES)
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "exported", max_file_bytes=FILE_BYTES)
     files = written.copy()
     written.clear()
     _kill("export", tmp_path / "ckpt", tmp_path / "out", 7)
-    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES, max_file_bytes=FILE_BYTES)
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", max_file_bytes=FILE_BYTES)
     assert written == files[7:]
     assert _contents(tmp_path / "out") == _contents(tmp_path / "exported")
     assert_equal(read_directory(tmp_path / "out"), tensors)
@@ -87,13 +87,13 @@ def _die() -> None:
 @pytest.mark.process
 def test_a_killed_worker_is_reported(tmp_path: Path) -> None:
     tensors = make_directory(tmp_path / "hf", CONFIG)
-    two = Resources(memory=8 << 30, processes=2)
+    two = Resources(processes=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megarl.convert.resources._start_worker", _die)
         with pytest.raises(RunError, match="a worker process was killed; finished files are kept"):
             import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=two, max_file_bytes=FILE_BYTES)
     import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=two, max_file_bytes=FILE_BYTES)
-    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES)
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out")
     assert_equal(read_directory(tmp_path / "out"), tensors)
 
 
@@ -111,7 +111,7 @@ def _interrupt(tmp_path: Path, files: int = 3) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OutputFile, "write", write_or_stop)
         with pytest.raises(KeyboardInterrupt):
-            import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, max_file_bytes=FILE_BYTES)
+            import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", max_file_bytes=FILE_BYTES)
     assert not (tmp_path / "ckpt").exists()
 
 
@@ -123,15 +123,15 @@ def test_another_input_is_refused(tmp_path: Path) -> None:
         r"ckpt\.partial holds an unfinished conversion with other inputs; repeat that one, choose another --out, or"
     )
     with pytest.raises(UsageError, match=message):
-        import_checkpoint(tmp_path / "hf2", tmp_path / "ckpt", resources=RESOURCES, max_file_bytes=FILE_BYTES)
+        import_checkpoint(tmp_path / "hf2", tmp_path / "ckpt", max_file_bytes=FILE_BYTES)
     (tmp_path / "hf2/model.safetensors").replace(tmp_path / "hf/model.safetensors")  # another time of change
     with pytest.raises(UsageError, match=message):
-        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, max_file_bytes=FILE_BYTES)
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", max_file_bytes=FILE_BYTES)
     for path in (tmp_path / ".ckpt.partial").rglob("*"):
         if path.is_file():
             path.unlink()
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, max_file_bytes=FILE_BYTES)
-    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", max_file_bytes=FILE_BYTES)
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out")
     assert_equal(read_directory(tmp_path / "out"), other)
 
 
@@ -142,11 +142,11 @@ def test_other_settings_are_refused(tmp_path: Path, written: list[str]) -> None:
     before = manifest.read_text()
     for settings in ({"dtype": "bfloat16", "max_file_bytes": FILE_BYTES}, {"max_file_bytes": 2 * FILE_BYTES}):
         with pytest.raises(UsageError, match="unfinished conversion with other settings"):
-            import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, **settings)
+            import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", **settings)
     assert manifest.read_text() == before
     manifest.write_text(json.dumps({"inputs": 1}))
     with pytest.raises(UsageError, match=r"manifest\.json is damaged; remove .*\.ckpt\.partial to begin anew"):
-        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, max_file_bytes=FILE_BYTES)
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", max_file_bytes=FILE_BYTES)
     assert len(written) == 3
 
 
@@ -163,27 +163,27 @@ def test_a_conversion_whose_source_changes_is_discarded(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(OutputFile, "write", write_and_replace)
     with pytest.raises(CheckpointError, match="files that it reads have changed meanwhile; run it again"):
-        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, max_file_bytes=FILE_BYTES)
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", max_file_bytes=FILE_BYTES)
     assert [path.name for path in tmp_path.glob("*ckpt*")] == []
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, max_file_bytes=FILE_BYTES)
-    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", max_file_bytes=FILE_BYTES)
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out")
     assert_equal(read_directory(tmp_path / "out"), later)
 
 
 def test_a_refused_conversion_leaves_no_files(tmp_path: Path) -> None:
     make_directory(tmp_path / "hf", CONFIG, tensors={})
     with pytest.raises(CheckpointError, match=r"missing: model.norm.weight"):
-        import_checkpoint(tmp_path / "hf", tmp_path / "missing/parent/ckpt", resources=RESOURCES)
+        import_checkpoint(tmp_path / "hf", tmp_path / "missing/parent/ckpt")
     assert not list((tmp_path / "missing/parent").iterdir())
 
 
 def test_one_process_at_a_time_and_no_file_is_overwritten(tmp_path: Path) -> None:
     make_directory(tmp_path / "hf", CONFIG)
     with PartialOutput(tmp_path / "ckpt"), pytest.raises(UsageError, match="is being written by another process"):
-        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
     (tmp_path / "ckpt").mkdir()
     with pytest.raises(UsageError, match="ckpt exists; choose another --out, or remove it"):
-        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     with pytest.raises(UsageError, match="link exists; choose another --out, or remove it"):
-        import_checkpoint(tmp_path / "hf", tmp_path / "link", resources=RESOURCES)
+        import_checkpoint(tmp_path / "hf", tmp_path / "link")

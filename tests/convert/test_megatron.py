@@ -9,7 +9,6 @@ import pytest
 
 from megarl.convert.exporting import export_checkpoint
 from megarl.convert.importing import import_checkpoint
-from megarl.convert.resources import Resources
 from megarl.types import Layout
 from tests.convert import jobs, megatron_lm
 from tests.convert.directories import Tensors, assert_equal, make_directory, read_directory
@@ -18,7 +17,6 @@ from tests.weights import models
 
 pytestmark = pytest.mark.dist
 
-RESOURCES = Resources(memory=4 << 30, processes=1)
 ALONE = Layout()
 
 # Vocabularies are prime, KV heads 1, 2, 3 and 4, layers uneven over the stages.
@@ -46,7 +44,7 @@ EACH = [
 def test_megatron_loads_an_import(family: str, layout: Layout, tmp_path: Path, pool: RankPool) -> None:
     config: dict[str, Any] = CASES[family][0]
     make_directory(tmp_path / "hf", config)
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
     loaded = pool.run(
         jobs.load, config, layout, str(tmp_path / "ckpt/release"), str(tmp_path / "hf"), world_size=layout.world_size
     )
@@ -76,7 +74,7 @@ def test_export_reads_what_megatron_lm_saves(sharding: str, tmp_path: Path, pool
 
 def test_megatron_lm_loads_an_import(tmp_path: Path, pool: RankPool) -> None:
     tensors = make_directory(tmp_path / "hf", LM)
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
     for loaded in pool.run(megatron_lm.load, LM, str(tmp_path / "ckpt/release"), world_size=2):
         assert_equal(loaded, tensors)
 
@@ -99,5 +97,5 @@ def _save(pool: RankPool, config: dict[str, Any], layout: Layout, tmp_path: Path
 
 
 def _export(tmp_path: Path, tensors: Tensors) -> None:
-    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES, template=tmp_path / "hf")
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", template=tmp_path / "hf")
     assert_equal(read_directory(tmp_path / "out"), tensors)

@@ -20,7 +20,6 @@ from megarl.weights.shard_map import TensorInfo
 from tests.convert.directories import assert_equal, make_directory, read_directory
 from tests.weights import models
 
-RESOURCES = Resources(memory=4 << 30, processes=1)
 INDEX = "model.safetensors.index.json"
 
 
@@ -29,8 +28,8 @@ def test_gpt2_names_without_the_prefix_are_read(tmp_path: Path) -> None:
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     others = {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "lm_head.weight": bare["wte.weight"].clone()}  # it is tied
     save_file({**bare, **others}, tmp_path / "hf/model.safetensors")
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
-    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out")
     assert_equal(read_directory(tmp_path / "out"), tensors)
 
 
@@ -53,10 +52,10 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_damage_found_by_a_worker_process_is_named(tmp_path: Path) -> None:
     make_directory(tmp_path / "hf", models.llama_config())
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
     data = tmp_path / "ckpt/release/__0_0.distcp"
     data.write_bytes(bytes(data.stat().st_size))
-    two = Resources(memory=8 << 30, processes=2)
+    two = Resources(processes=2)
     with pytest.raises(CheckpointError, match=r"__\d_0\.distcp is corrupted:\n  it is damaged at byte \d+"):
         export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=two, max_file_bytes=4096)
 
@@ -64,22 +63,27 @@ def test_damage_found_by_a_worker_process_is_named(tmp_path: Path) -> None:
 def test_paths_are_resolved_before_they_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Name and parents tell what a directory is, from any working directory."""
     tensors = make_directory(tmp_path / "hf", models.llama_config())
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
     monkeypatch.chdir(tmp_path / "ckpt/release")
-    export_checkpoint(Path("."), Path("../../out"), resources=RESOURCES)
+    export_checkpoint(Path("."), Path("../../out"))
     assert_equal(read_directory(tmp_path / "out"), tensors)
     (tmp_path / "ckpt/release").rename(tmp_path / "elsewhere")
     (tmp_path / "ckpt/release").symlink_to(tmp_path / "elsewhere")
-    assert compare(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES) == (len(tensors), [])
-    export_checkpoint(tmp_path / "ckpt/release", tmp_path / "linked", resources=RESOURCES)
+    assert compare(tmp_path / "hf", tmp_path / "ckpt") == (len(tensors), [])
+    export_checkpoint(tmp_path / "ckpt/release", tmp_path / "linked")
 
 
-@pytest.mark.parametrize("other", [TensorInfo((8, 4), "float32"), TensorInfo((6, 4), "bfloat16")], ids=str)
-def test_layers_that_differ_in_shape_or_dtype_are_named(other: TensorInfo) -> None:
-    names = [f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(2)]
-    tensors = dict(zip(names, (TensorInfo((6, 4), "float32"), other), strict=True))
-    with pytest.raises(CheckpointError, match=rf"{names[1]} is \[\d, 4\] of \w+, unlike others of decoder.layers.mlp"):
-        _stacked(DCPIndex(tensors=tensors, chunks=(), objects={}))
+@pytest.mark.parametrize(
+    ("layer", "shape", "dtype"),
+    [("1.", (8, 4), "float32"), ("1.", (6, 4), "bfloat16"), ("", (6, 4), "float32")],
+)
+def test_layers_that_differ_in_shape_or_dtype_are_named(layer: str, shape: tuple[int, int], dtype: str) -> None:
+    other = f"decoder.layers.{layer}mlp.linear_fc2.weight"
+    first = "decoder.layers.0.mlp.linear_fc2.weight"
+    tensors = {first: TensorInfo((6, 4), "float32"), other: TensorInfo(shape, dtype)}
+    message = rf"{other} is \[\d, 4\] of \w+, unlike others of decoder.layers.mlp"
+    with pytest.raises(CheckpointError, match=message):
+        _stacked(DCPIndex(tensors=tensors, chunks=()))
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
@@ -94,12 +98,12 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 def test_elements_that_are_in_no_chunk_are_listed(tmp_path: Path) -> None:
     make_directory(tmp_path / "hf", models.llama_config())
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
     index = DCPIndex.read(tmp_path / "ckpt/release")
     chunks = [chunk for chunk in index.chunks if chunk.key != "decoder.final_layernorm.weight"]
-    DCPIndex(tensors=index.tensors, chunks=chunks, objects=index.objects).write(tmp_path / "ckpt/release/.metadata")
+    DCPIndex(tensors=index.tensors, chunks=chunks).write(tmp_path / "ckpt/release/.metadata", {})
     with pytest.raises(
         CheckpointError, match=r"release is broken:\n  0 of 20 elements of model.norm.weight are there$"
     ):
-        export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES)
+        export_checkpoint(tmp_path / "ckpt", tmp_path / "out")
     assert not (tmp_path / "out").exists()

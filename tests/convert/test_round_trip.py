@@ -16,7 +16,6 @@ from megarl.models import model_spec
 from tests.convert.directories import assert_equal, make_directory, random_tensors, read_directory
 from tests.weights import models
 
-RESOURCES = Resources(memory=4 << 30, processes=1)
 CONFIGS = {
     "llama": models.llama_config(tie_word_embeddings=True),
     "qwen2": models.qwen2_config(dtype="bfloat16"),
@@ -34,9 +33,9 @@ CONFIGS = {
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_family_round_trips(family: str, files: int, tmp_path: Path) -> None:
     tensors = make_directory(tmp_path / "hf", CONFIGS[family], files=files)
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
-    assert compare(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES) == (len(tensors), [])
-    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES, max_file_bytes=10_000 * files)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
+    assert compare(tmp_path / "hf", tmp_path / "ckpt") == (len(tensors), [])
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", max_file_bytes=10_000 * files)
     assert_equal(read_directory(tmp_path / "out"), tensors)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == tensors.keys()
@@ -52,7 +51,7 @@ def test_several_files_and_processes_round_trip(tmp_path: Path, monkeypatch: pyt
     """Tensors are cut by rows, and read back from those cuts into others; two processes share the work."""
     monkeypatch.setattr("megarl.convert.importing._CHUNK_BYTES", 1 << 20)
     tensors = make_directory(tmp_path / "hf", models.gpt2_config(vocab_size=70_001, n_embd=64, n_layer=2))
-    two = Resources(memory=8 << 30, processes=2)
+    two = Resources(processes=2)
     import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=two, max_file_bytes=1 << 20)
     assert len(list((tmp_path / "ckpt/release").glob("*.distcp"))) > 10
     export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=two, max_file_bytes=3 << 20)
@@ -62,21 +61,21 @@ def test_several_files_and_processes_round_trip(tmp_path: Path, monkeypatch: pyt
 
 def test_casts(tmp_path: Path) -> None:
     tensors = make_directory(tmp_path / "hf", models.qwen3_config())
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, dtype="bfloat16")
-    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES, dtype="float32")
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", dtype="bfloat16")
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", dtype="float32")
     assert_equal(read_directory(tmp_path / "out"), {name: t.bfloat16().float() for name, t in tensors.items()})
-    count, different = compare(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+    count, different = compare(tmp_path / "hf", tmp_path / "ckpt")
     assert different[0] == "model.embed_tokens.weight: bfloat16, not float32"
     assert len(different) > count
-    assert compare(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, dtype="bfloat16") == (count, [])
+    assert compare(tmp_path / "hf", tmp_path / "ckpt", dtype="bfloat16") == (count, [])
 
 
 def test_mixed_dtypes_within_a_model_are_kept(tmp_path: Path) -> None:
     config = models.qwen3_moe_config(dtype="bfloat16")
     tensors = random_tensors(model_spec(config), mlp_gate_weight="float32", norm_weight="float32")
     make_directory(tmp_path / "hf", config, tensors=tensors)
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
-    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out")
     assert_equal(read_directory(tmp_path / "out"), tensors)
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
 
@@ -87,7 +86,7 @@ def test_mixed_dtypes_within_a_parameter_need_an_explicit_dtype(tmp_path: Path) 
     with pytest.raises(
         UsageError, match=r"bfloat16 and float32 together in decoder.layers.mlp.linear_fc1.weight; choose one"
     ):
-        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
 
 
 def test_a_value_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
@@ -96,7 +95,7 @@ def test_a_value_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
     tensors["model.norm.weight"][3] = 70_000.0
     make_directory(tmp_path / "hf", config, tensors=tensors)
     with pytest.raises(UsageError, match="values that float16 cannot hold; choose --dtype bfloat16"):
-        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, dtype="float16")
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", dtype="float16")
 
 
 def test_special_values_keep_their_bits(tmp_path: Path) -> None:
@@ -105,5 +104,5 @@ def test_special_values_keep_their_bits(tmp_path: Path) -> None:
     odd = torch.tensor([0x7FC00001, -0x80000000, 0x7F800000, 1], dtype=torch.int32).view(torch.float32)
     tensors["model.norm.weight"][:4] = odd
     make_directory(tmp_path / "hf", config, tensors=tensors)
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
-    assert compare(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)[1] == []
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
+    assert compare(tmp_path / "hf", tmp_path / "ckpt")[1] == []

@@ -13,7 +13,6 @@ import torch
 from megarl.config import load
 from megarl.config import save as save_config
 from megarl.convert.exporting import compare, export_checkpoint
-from megarl.convert.resources import Resources
 from megarl.errors import UsageError
 from megarl.run.checkpoints import BrokenCheckpointError, Checkpoints
 from megarl.types import Layout, RoleName
@@ -26,7 +25,6 @@ from tests.pool import RankPool
 
 pytestmark = pytest.mark.dist
 
-RESOURCES = Resources(memory=4 << 30, processes=1)
 LAYOUTS: Mapping[RoleName, Layout] = {"actor": Layout(tp=2, pp=2), "critic": Layout(dp=2, pp=2)}
 
 
@@ -49,23 +47,23 @@ def run(tmp_path_factory: pytest.TempPathFactory, pool: RankPool) -> Path:
 
 
 def test_an_exported_actor_equals_the_model_it_was_loaded_from(run: Path, tmp_path: Path) -> None:
-    export_checkpoint(run, tmp_path / "out", resources=RESOURCES)
+    export_checkpoint(run, tmp_path / "out")
     expected = {name: tensor.bfloat16() for name, tensor in read_directory(run.parent / "model").items()}
     assert_equal(read_directory(tmp_path / "out"), expected)
     assert (tmp_path / "out/tokenizer.json").is_file()
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
-    assert compare(tmp_path / "out", run, resources=RESOURCES) == (len(expected), [])
+    assert compare(tmp_path / "out", run) == (len(expected), [])
 
 
 def test_an_exported_critic_has_its_head(run: Path, tmp_path: Path) -> None:
-    export_checkpoint(run, tmp_path / "out", resources=RESOURCES, role="critic", step=4)
+    export_checkpoint(run, tmp_path / "out", role="critic", step=4)
     found = read_directory(tmp_path / "out")
     expected = {name: tensor.bfloat16() for name, tensor in read_directory(run.parent / "model").items()}
     expected["score.weight"] = torch.linspace(-1, 1, 32).view(1, 32).bfloat16()
     assert_equal(found, expected)
     assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == ["Qwen2ForSequenceClassification"]
     with pytest.raises(UsageError, match="has the head 'score', the actor 'lm'; choose another --role"):
-        compare(tmp_path / "out", run, resources=RESOURCES)
+        compare(tmp_path / "out", run)
 
 
 def test_inspect_describes_a_run(run: Path) -> None:
@@ -81,8 +79,8 @@ def test_damaged_files_of_a_role_are_named(run: Path, tmp_path: Path) -> None:
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     try:
         with pytest.raises(BrokenCheckpointError, match=r"actor/__3_0.distcp of actor rank 3 has other content"):
-            export_checkpoint(run, tmp_path / "out", resources=RESOURCES)
-        export_checkpoint(run, tmp_path / "critic", resources=RESOURCES, role="critic")
+            export_checkpoint(run, tmp_path / "out")
+        export_checkpoint(run, tmp_path / "critic", role="critic")
     finally:
         path.write_bytes(data)
 
@@ -101,7 +99,7 @@ def test_missing_checkpoints_and_roles_are_reported(
     run: Path, tmp_path: Path, path: str, options: Any, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        export_checkpoint(run / path, tmp_path / "out", resources=RESOURCES, **options)
+        export_checkpoint(run / path, tmp_path / "out", **options)
 
 
 def test_a_run_that_has_lost_its_model_needs_a_template(run: Path, tmp_path: Path) -> None:
@@ -110,7 +108,7 @@ def test_a_run_that_has_lost_its_model_needs_a_template(run: Path, tmp_path: Pat
     config.write_text(text.replace(str(run.parent / "model"), str(tmp_path / "gone")))
     try:
         with pytest.raises(UsageError, match="name a directory that has it with --hf"):
-            export_checkpoint(run, tmp_path / "out", resources=RESOURCES)
-        export_checkpoint(run, tmp_path / "out", resources=RESOURCES, template=run.parent / "model")
+            export_checkpoint(run, tmp_path / "out")
+        export_checkpoint(run, tmp_path / "out", template=run.parent / "model")
     finally:
         config.write_text(text)

@@ -8,13 +8,12 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from tests.leftovers import Trace
+from tests.leftovers import Trace, comes_true
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
@@ -23,20 +22,20 @@ ONE_EACH = (
     *("groups.train.devices=0-1", "groups.train.roles.actor={tp: 2, pp: 1, tokens_per_micro_batch: 128}"),
 )
 """Overrides of a run that has one process on each node."""
+STAGES = (
+    *("agent started", "configuration checked", "all connected", "Ray ready"),
+    *("driver started", "driver ended", "stopped"),
+)
+"""Of a job that ends well."""
+NOTHING: tuple[list[str], set[str], list[str]] = ([], set(), [])
+"""Of `left`, where nothing is."""
 NUMBER = os.getpid()
 """Of a job; others that test on this machine have jobs with other numbers, and so other ports."""
 _TOKEN = secrets.token_hex(32)
 
 
 class NodeJob:
-    """A context: a job with a scripted driver; nothing of it runs afterwards.
-
-    Args:
-        directory: for the run and the agents' output.
-        driver: what it does; None has it train.
-        overrides: of the run's configuration.
-        limit_s: of the start.
-    """
+    """A context: a job with a scripted driver, or one that trains (None); nothing is left of it."""
 
     number = NUMBER
 
@@ -90,7 +89,8 @@ class NodeJob:
 
     def until(self, text: str, log: str = "driver.log") -> None:
         """Waits until a log contains a text."""
-        wait_for(lambda: text in self.log(log), f"{text!r} in {log}", lambda: self.output(0) + self.output(1))
+        found = comes_true(lambda: text in self.log(log), PATIENCE_S)
+        assert found, self.output(0) + self.output(1)
 
     def log(self, name: str) -> str:
         """The content of a file in the job's directory; empty if it is missing."""
@@ -111,38 +111,21 @@ class NodeJob:
 
     def left(self) -> tuple[list[str], set[str], list[str]]:
         """Leftovers: processes, shared memory, temporary files. Guards may still work after agents were killed."""
-        deadline = time.monotonic() + 30
-        while self.trace.processes() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        comes_true(lambda: not self.trace.processes(), 30)
         temporary = [path.name for path in self._directory.iterdir() if path.name.startswith("megarl-")]
         return self.trace.processes(), self.trace.shared_memory(), temporary
 
     def kill(self, text: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Sends a signal to the job's processes of this command line; there is at least one."""
-        found = [pid for pid, line in self._processes() if text in line]
-        assert found, f"no {text} among {[line[:80] for _, line in self._processes()]}"
+        found: list[int] = []
+        for pid in self.trace.pids():
+            with suppress(OSError):  # it has ended
+                if text in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "):
+                    found.append(pid)
+        assert found, f"no {text} among {self.trace.processes()}"
         for pid in found:
             with suppress(ProcessLookupError):  # the first ones that end may end others
                 os.kill(pid, number)
 
-    def _processes(self) -> list[tuple[int, str]]:
-        found: list[tuple[int, str]] = []
-        value = self.trace.environment()["MEGARL_TEST_TRACE"].encode()
-        for directory in Path("/proc").iterdir():
-            try:
-                if directory.name.isdigit() and value in (directory / "environ").read_bytes():
-                    found.append((int(directory.name), (directory / "cmdline").read_text().replace("\0", " ")))
-            except OSError:
-                continue
-        return found
-
     def _output(self, index: int) -> Path:
         return self._directory / f"agent-{index}.out"
-
-
-def wait_for(condition: Callable[[], bool], what: str, told: Callable[[], str]) -> None:
-    """Waits until a condition holds."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}:\n{told()}"
-        time.sleep(0.05)

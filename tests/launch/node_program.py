@@ -1,22 +1,14 @@
-"""The node agent, with the same command line, and a scripted driver in place of ``megarl``."""
+"""The node agent, with a scripted driver in place of ``megarl``."""
 
 from __future__ import annotations
 
-import logging
 import sys
+from functools import partial
+from unittest.mock import patch
 
-from megarl.launch.node.__main__ import run_agent
-from megarl.launch.node.agent import AgentOptions
+from megarl.launch.node import __main__ as agent
 
 if __name__ == "__main__":
-    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
-    _, limit, command, config, *overrides = sys.argv[1:]
-    options = AgentOptions(
-        program=(sys.executable, "-m", "tests.launch.node_driver"),
-        command=command,
-        config=config,
-        overrides=tuple(overrides),
-        interface=None,
-        start_limit_s=float(limit),
-    )
-    sys.exit(run_agent(options))
+    driver = partial(agent.AgentOptions, program=(sys.executable, "-m", "tests.launch.node_driver"))
+    with patch.object(agent, "AgentOptions", driver):
+        agent.app()

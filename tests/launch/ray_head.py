@@ -34,11 +34,7 @@ _PORTS = (
 
 
 class RayHead:
-    """A context: inside, the head is ready for jobs; afterwards nothing of it is left.
-
-    Args:
-        directory: for Ray's files; its path is short.
-    """
+    """A context: inside, the head is ready for jobs; afterwards nothing of it is left."""
 
     def __init__(self, directory: Path) -> None:
         self._mark = secrets.token_hex(8)

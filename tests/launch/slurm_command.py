@@ -29,12 +29,7 @@ print(f"{{{{100 + len(calls)}}}};cluster")
 
 @dataclass(frozen=True, kw_only=True)
 class Login:
-    """A login node.
-
-    Args:
-        home: of the user; runs go below it.
-        tools: directory of sbatch.
-    """
+    """A login node: runs go below `home`, and sbatch into `tools`."""
 
     home: Path
     tools: Path

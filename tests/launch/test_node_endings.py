@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.launch.node_job import ONE_EACH, NodeJob
+from tests.launch.node_job import NOTHING, ONE_EACH, STAGES, NodeJob
 from tests.leftovers import comes_true
 
 pytestmark = [pytest.mark.process, pytest.mark.e2e]
 
-NOTHING: tuple[list[str], set[str], list[str]] = ([], set(), [])
 PROMPT_S = 90.0
 """From what ends a job to the end of its agents, cleaning up included; on a busy machine."""
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    """A temporary directory whose path leaves room for the names of sockets."""
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="nodes-") as path:
-        yield Path(path)
 
 
 @pytest.fixture
@@ -52,10 +43,7 @@ def test_the_driver_runs_on_all_nodes_in_their_order(directory: Path) -> None:
         assert job.log("driver.log").endswith("done\n")
         assert job.end() == {"exit_code": 0, "reason": "finished", "node": None}
         stages = [line.split('"')[3] for line in job.log("times.jsonl").splitlines()]
-        assert stages == [
-            *("agent started", "configuration checked", "all connected", "Ray ready"),
-            *("driver started", "driver ended", "stopped"),
-        ]
+        assert stages == list(STAGES)
         assert sorted(path.name for path in job.logs.iterdir()) == [
             *("driver.log", "end.json", "head.log", "ray.json", "times.jsonl", "worker-1.log")
         ]
@@ -82,11 +70,8 @@ def test_a_run_saves_before_its_job_ends(directory: Path) -> None:
             agent.send_signal(signal.SIGTERM)
         assert ended(job, start) == (75, 0), job.output(0) + job.output(1)
         said = "preempted after step 1: it got SIGTERM. Run the same command to continue"
-        assert job.end() == {
-            "exit_code": 75,
-            "reason": f"megarl train ended with exit code 75: {said}",
-            "node": None,
-        }
+        reason = f"megarl train ended with exit code 75: {said}"
+        assert job.end() == {"exit_code": 75, "reason": reason, "node": None}
         assert not (job.logs / "ray-head").exists()
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from megarl.launch.node.agent import AgentOptions, token_of
 from megarl.launch.node.head import Head
-from megarl.launch.node.job_directory import ExitReason, JobDirectory
+from megarl.launch.node.job_directory import JobDirectory, JobEnded
 from megarl.launch.node.logged_process import LoggedProcess
 from megarl.launch.node.network import PortBlock, address_of, head_address, interface_of, port_blocks
 from megarl.launch.node.slurm_job import SlurmJob, clean_env, expand_nodelist, missing_gpus
@@ -182,13 +182,10 @@ def test_the_job_directory_records_the_job(tmp_path: Path) -> None:
     stages = [json.loads(line) for line in (directory.path / "times.jsonl").read_text().splitlines()]
     assert [stage["stage"] for stage in stages] == ["agent started", "Ray ready"]
     assert stages[0]["time"] == 12.5 < stages[1]["time"]
-    outcome = ExitReason(exit_code=1, reason="node big was lost: gone", node="big")
+    outcome = JobEnded(1, "node big was lost: gone", "big")
     directory.write_end(outcome)
-    assert json.loads((directory.path / "end.json").read_text()) == {
-        "exit_code": 1,
-        "reason": "node big was lost: gone",
-        "node": "big",
-    }
+    written = json.loads((directory.path / "end.json").read_text())
+    assert written == {"exit_code": 1, "reason": "node big was lost: gone", "node": "big"}
 
 
 def test_nodes_communicate_through_the_job_directory(tmp_path: Path) -> None:
@@ -200,7 +197,7 @@ def test_nodes_communicate_through_the_job_directory(tmp_path: Path) -> None:
     assert directory.missing() == [0, 1]
     directory.publish_ray("10.0.0.3:14702")
     assert directory.ray_address() == "10.0.0.3:14702"
-    lost = ExitReason(exit_code=1, reason="node big was lost: gone", node="big")
+    lost = JobEnded(1, "node big was lost: gone", "big")
     directory.write_end(lost)
     assert directory.end() == lost
 
@@ -218,20 +215,20 @@ def test_a_signal_to_the_whole_job_is_not_that_of_the_node_that_got_it_first(
     head = Head(job, options, "x" * 16)
     head.directory = JobDirectory(str(tmp_path), job)
     head._guard = cast(Any, SimpleNamespace(finish=lambda failed: signal.raise_signal(signal.SIGTERM) is None))
-    reason = ExitReason(exit_code=1 if kept is None else 143, reason=told, node="gpu01")
+    reason = JobEnded(1 if kept is None else 143, told, "gpu01")
     try:
         assert head._end(reason) == reason.exit_code
     finally:
         for number, handler in own.items():
             signal.signal(number, handler)
-    assert head.directory.end() == (reason if kept is None else ExitReason(exit_code=143, reason=kept))
+    assert head.directory.end() == (reason if kept is None else JobEnded(143, kept))
 
 
 def test_an_earlier_step_of_a_job_has_not_ended_this_one(tmp_path: Path) -> None:
     directory = JobDirectory(str(tmp_path), SlurmJob.of(STEP))
     directory.begin()
     directory.publish_ray("10.0.0.3:14702")
-    directory.write_end(ExitReason(exit_code=1, reason="node big was lost: gone", node="big"))
+    directory.write_end(JobEnded(1, "node big was lost: gone", "big"))
     later = JobDirectory(str(tmp_path), SlurmJob.of({**STEP, "SLURM_STEP_ID": "1"}))
     assert later.ray_address() is None
     later.begin()
@@ -278,7 +275,7 @@ def test_failed_writes_to_the_job_directory_do_not_end_the_job(
     directory = JobDirectory(str(tmp_path), SlurmJob.of(STEP))
     directory.path.rmdir()
     directory.reached("Ray ready")
-    directory.write_end(ExitReason(exit_code=0, reason="finished"))
+    directory.write_end(JobEnded(0, "finished"))
     assert [record.getMessage().partition(": ")[0] for record in caplog.records] == ["not written"] * 2
 
 

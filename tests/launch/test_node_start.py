@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import signal
 import socket
-import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from megarl.launch.node.network import port_blocks
-from tests.launch.node_job import NodeJob, wait_for
+from tests.launch.node_job import NOTHING, PATIENCE_S, NodeJob
+from tests.leftovers import comes_true
 
 pytestmark = pytest.mark.process
-
-NOTHING: tuple[list[str], set[str], list[str]] = ([], set(), [])
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    """A temporary directory whose path leaves room for the names of sockets."""
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="nodes-") as path:
-        yield Path(path)
 
 
 def test_a_mistake_in_a_field_ends_every_node(directory: Path) -> None:
@@ -68,7 +58,8 @@ def test_an_absent_node_is_named(directory: Path) -> None:
 def test_a_node_that_cannot_join_ends_the_job_with_the_reason(directory: Path) -> None:
     job = NodeJob(directory, "works")
     job.start(0)
-    wait_for(lambda: "configuration checked" in job.output(0), "the head's claim of its ports", lambda: job.output(0))
+    # Then the head has claimed its ports.
+    assert comes_true(lambda: "configuration checked" in job.output(0), PATIENCE_S)
     with ExitStack() as taken:
         for block in port_blocks(job.number):
             with suppress(OSError):  # the head has one of them

@@ -45,10 +45,11 @@ def test_the_users_profile_is_the_default(tmp_path: Path, monkeypatch: pytest.Mo
 def test_settings_replace_fields_and_extend_mappings(
     tmp_path: Path, text: str, given: object, expected: object
 ) -> None:
-    text += "\nenv: {A: 1, B: b}\nsbatch: [--comment=x]\n"
-    profile = loaded(tmp_path, text, runtime=given, env={"B": "c"}, sbatch=["--mail-type=END"])
+    text += "\nenv: {A: 1, B: b, name: me}\nsbatch: [--comment=x]\n"
+    env = {"B": "c", "name": "you"}
+    profile = loaded(tmp_path, text, runtime=given, env=env, sbatch=["--mail-type=END"])
     assert profile.runtime == expected
-    assert dict(profile.env) == {"A": "1", "B": "c"}
+    assert dict(profile.env) == {"A": "1", "B": "c", "name": "you"}
     assert profile.sbatch == ("--mail-type=END",)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.files import read_lines
 from megarl.run.attempts import read_attempts
 from tests.launch.ray_head import RayHead
 from tests.leftovers import comes_true
@@ -31,10 +32,7 @@ def submit(head: RayHead, run_dir: Path, last_step: int, *options: str) -> tuple
 
 
 def steps(run_dir: Path) -> list[int]:
-    metrics = run_dir / "metrics.jsonl"
-    if not metrics.exists():
-        return []
-    return [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    return [line["step"] for line in read_lines(run_dir / "metrics.jsonl")]
 
 
 def test_a_stopped_job_saves_and_another_one_finishes_its_run(head: RayHead, tmp_path: Path) -> None:

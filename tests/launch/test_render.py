@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,15 +82,7 @@ def test_the_plain_script_uses_the_same_srun_options() -> None:
 
 
 def executed(script: str, directory: Path, *arguments: str, said: str = "", **env: str) -> tuple[int, list[list[Any]]]:
-    """Runs a script with an srun and programs that record their name, arguments and variables.
-
-    Args:
-        script: its text.
-        directory: for its files.
-        arguments: its own.
-        said: what it writes to its standard error.
-        env: further variables.
-    """
+    """Runs a script, which writes `said` to stderr, with programs that record how they are called."""
     tools, record = directory / "tools", directory / "record"
     tools.mkdir(exist_ok=True)
     for name in ("srun", "apptainer", "python", "squeue"):
@@ -107,11 +98,6 @@ def executed(script: str, directory: Path, *arguments: str, said: str = "", **en
     assert done.stderr == said
     lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
     return done.returncode, [json.loads(line) for line in lines]
-
-
-def after(arguments: Sequence[str], what: str) -> list[str]:
-    """The arguments from one on."""
-    return list(arguments[arguments.index(what) :])
 
 
 NAMES = st.text(
@@ -187,7 +173,8 @@ def contained(tmp_path: Path, runtime: dict[str, Any], **changes: Any) -> tuple[
 def test_pyxis_gets_directories_and_variables(tmp_path: Path) -> None:
     changes = {"workdir": Path("/w 'd"), "run_dir": Path("/w 'd/runs")}
     srun, last = contained(tmp_path, {"name": "pyxis", "image": "a b#c:1"}, **changes)
-    assert after(srun, "--container-image=a b#c:1")[:5] == [
+    first = srun.index("--container-image=a b#c:1")
+    assert srun[first : first + 5] == [
         "--container-image=a b#c:1",
         "--container-mounts=/w 'd:/w 'd,/data:/data,/models:/m",
         "--container-workdir=/w 'd",
@@ -284,8 +271,7 @@ def test_a_wheel_contains_the_templates() -> None:
     }
 
 
-def test_jobs_without_gpus_request_none() -> None:
-    assert "gpu" not in render(JOBS["cpu"])
+def test_containers_of_jobs_without_gpus_request_none() -> None:
     assert "--nv" not in render(job({"runtime": {"name": "apptainer", "image": "i"}}, gpus=0))
 
 

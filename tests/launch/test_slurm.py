@@ -189,13 +189,6 @@ def test_a_queued_job_has_a_status(login: Login) -> None:
     assert (found.state.name, found.job_logs) == ("waiting", str(login.home / "first" / "slurm"))
 
 
-def test_an_unwritable_directory_is_reported_like_every_mistake(login: Login) -> None:
-    result = login.launch(str(DEBUG), "run.dir=/proc/x", "--dry-run")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "  run.dir = /proc/x\n    rule: can be written (" in result.stderr
-    assert result.stderr.endswith("    fix:  choose another run.dir\n")
-
-
 def test_a_job_submitted_from_within_a_job_is_independent_of_it(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CPU_BIND", "cores")
     monkeypatch.setenv("SLURM_CONF", "/etc/other.conf")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.files import read_lines
 from tests.needs import lacking
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,13 +58,7 @@ def torch_free() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class User:
-    """Someone who launches experiments.
-
-    Args:
-        directory: for everything that comes of it.
-        python: whose NeMo-Run it is.
-        environment: of the scripts.
-    """
+    """Someone who launches experiments with the NeMo-Run of an interpreter."""
 
     directory: Path
     python: Path
@@ -82,9 +76,7 @@ class User:
     @property
     def calls(self) -> list[dict[str, Any]]:
         """The recorded calls, without a line that is still being written."""
-        file = self.directory / "calls.jsonl"
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return read_lines(self.directory / "calls.jsonl")
 
     def let(self, stage: str, *, stay: bool = False, fail: bool = False, leave: bool = False) -> None:
         """Sets how the fake interpreter behaves as a stage."""

@@ -46,12 +46,7 @@ nemo_run: {tunnel: {host: login.cluster, user: me, job_dir: /shared/me/experimen
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """A call whose output is kept.
-
-    Args:
-        profile: text of the cluster's profile.
-        call: the script and its arguments.
-    """
+    """A call of a script, with the text of a profile, whose output is kept."""
 
     profile: str
     call: tuple[str, ...]

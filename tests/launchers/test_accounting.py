@@ -11,6 +11,7 @@ import pytest
 
 from tests.launchers.scripts import User, user
 from tests.launchers.shown import PIPELINE, SFT
+from tests.leftovers import comes_true
 
 pytestmark = pytest.mark.process
 
@@ -79,10 +80,8 @@ def test_an_interrupt_leaves_the_jobs(tools: Path) -> None:
     caller, options = account(tools)
     states(tools, "RUNNING", "PENDING")
     process = caller.start(*PIPELINE, *options)
-    deadline = time.monotonic() + 120
     calls = tools / "sbatch.calls"
-    while not (calls.exists() and len(calls.read_text()) == 2) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    assert comes_true(lambda: calls.exists() and len(calls.read_text()) == 2, 120)
     time.sleep(2)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)

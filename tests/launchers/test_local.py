@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import yaml
 
 from megarl.config import load
 from tests.launchers.scripts import ROOT, UMASK, User, user
-from tests.leftovers import Trace
+from tests.leftovers import Trace, comes_true
 
 pytestmark = pytest.mark.process
 
@@ -70,9 +69,7 @@ def test_an_interrupt_ends_the_run_cleanly(here: User, number: signal.Signals) -
     here = user(here.directory, here.python, **trace.environment())
     here.let("sft", stay=True)
     process = here.start("pipeline", *STAGES, "--python", str(here.stand_in))
-    deadline = time.monotonic() + 120
-    while not here.calls and time.monotonic() < deadline:
-        time.sleep(0.1)
+    assert comes_true(lambda: bool(here.calls), 120)
     process.send_signal(number)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + number, output + errors

@@ -5,11 +5,11 @@ tests/slurm/test_nemo_run.py passes trained models from stage to stage; the orde
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
+from megarl.files import read_lines
 from tests.launchers.scripts import ROOT, user
 from tests.leftovers import Trace
 from tests.random_models import place_random_model
@@ -31,7 +31,6 @@ def test_a_run_trains_and_leaves_nothing(tmp_path: Path) -> None:
     place_random_model(ROOT / settings[0], *settings[1:])
     done = caller.call("ppo", *settings, limit_s=800)
     assert done.returncode == 0, done.stdout + done.stderr
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == [1, 2]
+    assert [step["step"] for step in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
     assert (tmp_path / "run" / "export" / "config.json").exists()
     assert trace.processes() == []

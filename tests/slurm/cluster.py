@@ -55,11 +55,7 @@ class Slurm:
         return {**kept, "SLURM_CONF": str(self.directory / "slurm.conf"), **more}
 
     def run(self, *command: str | Path, environment: Mapping[str, str] | None = None, stdin: str = "") -> str:
-        """Output of a command of Slurm.
-
-        Raises:
-            SlurmError: It failed; with what it said.
-        """
+        """The output of a command of Slurm; raises SlurmError with what it said, if it fails."""
         words = [str(word) for word in command]
         environment = environment or self.environment()
         done = subprocess.run(words, input=stdin, capture_output=True, text=True, env=environment, timeout=_COMMAND_S)
@@ -73,11 +69,7 @@ class Slurm:
         return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
 
     def wait(self, job: int, *states: str, limit_s: float = 60.0) -> list[dict[str, str]]:
-        """`jobs` when all of them are in one of the states (any end, if none is named).
-
-        Raises:
-            SlurmError: One ended in another state, or the time is over.
-        """
+        """`jobs` when all of them are in one of the states (by default any end), or SlurmError."""
         wanted = states or ENDED
         deadline = time.monotonic() + limit_s
         while True:
@@ -118,7 +110,7 @@ class Slurm:
         finally:
             for daemon in reversed(self._daemons.values()):
                 daemon.stop()
-            self._kill("")
+            self._kill()
             shutil.rmtree(self.directory)
 
     def _start(self) -> None:
@@ -137,16 +129,7 @@ class Slurm:
         slurmdbd.wait(lambda: self._fails("sacctmgr", "-n", "show", "cluster"), "answering sacctmgr")
         slurmctld = self._daemon("slurmctld", "slurmctld", "-D")
         slurmctld.wait(lambda: self._fails("scontrol", "ping"), "answering scontrol")
-        slurmds = [
-            self._daemon(
-                f"slurmd-{node}",
-                "slurmd",
-                "-D",
-                "-N",
-                node,
-            )
-            for node in NODES
-        ]
+        slurmds = [self._daemon(f"slurmd-{node}", "slurmd", "-D", "-N", node) for node in NODES]
         for daemon, node in zip(slurmds, NODES, strict=True):
             daemon.wait(lambda node=node: self._not_idle(node), "idle")
 
@@ -168,10 +151,10 @@ class Slurm:
         idle = "\n".join(f"{node}=idle none" for node in nodes or NODES)
         return "" if told == idle else told
 
-    def _kill(self, *marks: str) -> None:
-        """Kills the processes of this cluster that have one of the marks, until there are none."""
+    def _kill(self) -> None:
+        """Kills the processes of this cluster, until there are none."""
         deadline = time.monotonic() + _COMMAND_S
-        while found := self._processes(*marks):
+        while found := self._processes():
             if time.monotonic() > deadline:
                 raise SlurmError(f"processes cannot be killed: {found}")
             for pid in found:
@@ -179,13 +162,12 @@ class Slurm:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
 
-    def _processes(self, *marks: str) -> list[int]:
-        """Processes that have the cluster's directory and one of the marks in their environment or command line."""
+    def _processes(self) -> list[int]:
+        """Processes that have the cluster's directory in their environment or command line."""
         found: list[int] = []
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
                 told = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
-                own = str(self.directory).encode() in told and any(mark.encode() in told for mark in marks)
-                if own and entry.name != str(os.getpid()):
+                if str(self.directory).encode() in told and entry.name != str(os.getpid()):
                     found.append(int(entry.name))
         return found

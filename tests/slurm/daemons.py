@@ -18,13 +18,7 @@ class DaemonError(RuntimeError):
 
 
 class Daemon:
-    """One daemon.
-
-    Args:
-        command: Name of the program, and its arguments; it must stay in the foreground.
-        log: Takes its output.
-        environment: Of the process.
-    """
+    """One daemon, whose command must stay in the foreground."""
 
     def __init__(self, command: Sequence[str | Path], *, log: Path, environment: Mapping[str, str]) -> None:
         self.name = log.stem
@@ -52,11 +46,7 @@ class Daemon:
         return self._process is not None and self._process.poll() is None
 
     def wait(self, condition: Callable[[], str], what: str, *, limit_s: float = 60.0) -> None:
-        """Returns when a condition of the daemon, which says what is missing, has nothing to say.
-
-        Raises:
-            DaemonError: It ended, or the time is over.
-        """
+        """Returns when a condition, which says what is missing, is silent; else raises DaemonError."""
         deadline = time.monotonic() + limit_s
         while lacking := condition():
             if not self.runs():

@@ -14,11 +14,7 @@ _SYSTEM_TABLES = Path("/usr/share/mysql/mysql_system_tables.sql")
 
 
 def database(directory: Path) -> tuple[str, ...]:
-    """Makes the database; returns the options of its server, which is quick and keeps nothing safe.
-
-    Raises:
-        DaemonError: mariadbd could not make it.
-    """
+    """Makes the database; returns the options of its server, which keeps nothing safe."""
     (directory / "mysql").mkdir(parents=True)
     directory.chmod(0o700)
     options = (

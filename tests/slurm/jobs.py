@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.files import read_lines
 from tests.leftovers import Trace
 from tests.random_models import place_random_model
 from tests.slurm.cluster import Slurm, SlurmError
@@ -41,13 +42,7 @@ SFT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that was submitted.
-
-    Args:
-        slurm: that has its job.
-        job: id of it.
-        directory: of the run.
-    """
+    """A run that was submitted, and the id of its job."""
 
     slurm: Slurm
     job: int
@@ -67,7 +62,7 @@ class Run:
     @property
     def stages(self) -> dict[str, float]:
         """When the job reached which of its stages, in their order, seconds since 1970."""
-        return {line["stage"]: line["time"] for line in lines(self.logs / "times.jsonl")}
+        return {line["stage"]: line["time"] for line in read_lines(self.logs / "times.jsonl")}
 
     @property
     def end(self) -> dict[str, Any]:
@@ -77,7 +72,7 @@ class Run:
     @property
     def steps(self) -> list[dict[str, Any]]:
         """The metrics of all steps so far."""
-        return lines(self.directory / "metrics.jsonl")
+        return read_lines(self.directory / "metrics.jsonl")
 
     def wait(self, state: str, limit_s: float = LIMIT_S) -> str:
         """Waits for the end of the job in a state; its exit code, as Slurm has it."""
@@ -98,15 +93,7 @@ class Run:
 
 
 class Launcher:
-    """Submits runs; their jobs inherit a variable and a temporary directory, by which their leftovers are found.
-
-    Args:
-        slurm: that takes the jobs.
-        directory: for the cluster's profile.
-
-    Attributes:
-        environment: of the programs that submit.
-    """
+    """Submits runs, whose leftovers are found by a variable and a temporary directory."""
 
     def __init__(self, slurm: Slurm, directory: Path) -> None:
         self.slurm = slurm
@@ -115,7 +102,6 @@ class Launcher:
         self._profile = directory / "profile.yaml"
         self._profile.write_text(_PROFILE)
         self.environment = slurm.environment(**self._trace.environment(), TMPDIR=str(self._temporary))
-        self._mark = f"MEGARL_TEST_TRACE={self.environment['MEGARL_TEST_TRACE']}\0".encode()
 
     def launch(self, *arguments: str) -> list[int]:
         """Submits with ``megarl launch slurm``; the ids of the jobs."""
@@ -142,12 +128,12 @@ class Launcher:
     def processes(self, node: str, word: str) -> list[int]:
         """The living processes of the jobs on a node that have a word in their command lines."""
         found: list[int] = []
-        for entry in Path("/proc").iterdir():
+        for pid in self._trace.pids():
             with suppress(OSError):
-                environment = (entry / "environ").read_bytes()
-                here = self._mark in environment and f"SLURMD_NODENAME={node}\0".encode() in environment
-                if here and word.encode() in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
+                environment = Path(f"/proc/{pid}/environ").read_bytes()
+                here = f"SLURMD_NODENAME={node}\0".encode() in environment
+                if here and word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
         return found
 
     def left(self) -> Iterator[str]:
@@ -159,9 +145,3 @@ class Launcher:
     def close(self) -> None:
         """Removes the temporary directory."""
         shutil.rmtree(self._temporary, ignore_errors=True)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines that are complete; none while it is not there."""
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.leftovers import comes_true
 from tests.slurm.jobs import SFT, Launcher, Run
 
 pytestmark = [pytest.mark.process, pytest.mark.e2e]
@@ -26,21 +26,15 @@ def test_a_node_whose_slurmd_is_killed_is_named(launcher: Launcher, tmp_path: Pa
     assert run.end["exit_code"] == 128 + signal.SIGTERM
     assert str(run.logs) in launcher.megarl("status", str(run.directory)).stdout
     # Slurm cannot end what runs there: the agent of the node does, as it has lost the head.
-    deadline = time.monotonic() + 120
-    while list(launcher.left()) and time.monotonic() < deadline:
-        time.sleep(0.5)
+    assert comes_true(lambda: not list(launcher.left()), 120)
 
 
 def test_a_node_whose_ray_is_killed_is_named(launcher: Launcher, tmp_path: Path) -> None:
     run = launcher.run(
         tmp_path / "run",
         *PPO,
-        *("groups.train.devices=0", "rollout.devices=1"),
-        *(
-            "groups.train.roles.actor={tp: 1, pp: 1}",
-            "groups.train.roles.critic.pp=1",
-            "groups.train.roles.reference.tp=1",
-        ),
+        *("groups.train.devices=0", "groups.train.roles.actor={tp: 1, pp: 1}"),
+        *("groups.train.roles.critic.pp=1", "groups.train.roles.reference.tp=1", "rollout.devices=1"),
     )
     run.until(lambda: run.steps, "a step was taken")
     (raylet,) = launcher.processes("n2", "raylet/raylet")

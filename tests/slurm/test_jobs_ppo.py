@@ -7,21 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.node_job import STAGES
 from tests.slurm.jobs import Launcher
 
 pytestmark = [pytest.mark.process, pytest.mark.e2e]
 
 # Steps for as long as the test looks at the job while it runs.
 PPO = ("configs/debug/ppo.yaml", "run.steps=5", "--nodes=2", "cluster.devices_per_node=2")
-STAGES = [
-    "agent started",
-    "configuration checked",
-    "all connected",
-    "Ray ready",
-    "driver started",
-    "driver ended",
-    "stopped",
-]
 
 
 def test_ppo_on_two_nodes(launcher: Launcher, tmp_path: Path) -> None:
@@ -43,7 +35,7 @@ def test_ppo_on_two_nodes(launcher: Launcher, tmp_path: Path) -> None:
     assert (run.directory / "export" / "config.json").exists()
     assert "finished" in launcher.megarl("status", str(run.directory)).stdout
 
-    assert list(run.stages) == STAGES
+    assert list(run.stages) == list(STAGES)
     assert sorted(run.stages.values()) == list(run.stages.values())
     assert run.end == {"exit_code": 0, "reason": "finished", "node": None}
     driver = (run.logs / "driver.log").read_text()

@@ -58,11 +58,8 @@ def test_a_chained_job_starts_from_the_model_of_a_run_that_had_to_leave(launcher
     assert (left.end.reason, left.restart, resumed.restart) == ("preempted", 0, 1)
     assert 0 < left.end.step == resumed.step < 40
     said = f"preempted after step {left.end.step}: it got SIGUSR1. Run the same command to continue"
-    assert first.end == {
-        "exit_code": 75,
-        "reason": f"megarl train ended with exit code 75: {said}",
-        "node": None,
-    }
+    reason = f"megarl train ended with exit code 75: {said}"
+    assert first.end == {"exit_code": 75, "reason": reason, "node": None}
     assert not (first.logs / "ray-head").exists()
     assert "2 processes on 2 nodes with their models" in (first.logs / "driver.log").read_text()
     driver = first.directory / "slurm" / f"{first.job}-1" / "driver.log"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.launchers.scripts import ROOT, UMASK, User, user
+from tests.leftovers import comes_true
 from tests.random_models import place_random_model
 from tests.slurm.cluster import Slurm
 from tests.slurm.jobs import Launcher
@@ -50,14 +49,6 @@ def two_stages(directory: Path) -> list[str]:
     cluster = "cluster: {nodes: 2, devices_per_node: 1}\ngroups: {train: {devices: 0-1, roles: {ROLE: {tp: 2, pp: 1}}}}"
     roles = {"sft": "actor", "reward_model": "reward"}
     return [stage(directory, name, cluster.replace("ROLE", role)) for name, role in roles.items()]
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    """Waits for a condition."""
-    deadline = time.monotonic() + 90
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.5)
 
 
 @pytest.fixture
@@ -129,13 +120,13 @@ def test_jobs_left_running_are_reported_and_cancelled(login: User, slurm: Slurm)
     files = two_stages(login.directory)
     done = login.call("pipeline", *files, "--detach", *options(login.directory, login.stand_in))
     assert done.returncode == 0, done.stderr
-    until(lambda: len(login.calls) == 2, "the first job starts")
+    assert comes_true(lambda: len(login.calls) == 2, 90), "the first job starts"
     job = int(login.calls[0]["environment"]["SLURM_JOB_ID"])
-    until(lambda: "Status: RUNNING" in login.nemo("status", "demo"), "the accounting knows of the job")
+    assert comes_true(lambda: "Status: RUNNING" in login.nemo("status", "demo"), 90)
     login.nemo("cancel", "demo", "--all")
     slurm.wait(job, "CANCELLED")
     slurm.wait(job + 1, "CANCELLED")
-    until(lambda: login.nemo("status", "demo").count("Status: CANCELLED") == 2, "the accounting knows of the end")
+    assert comes_true(lambda: login.nemo("status", "demo").count("Status: CANCELLED") == 2, 90)
     assert "the stand-in runs sft" in login.nemo("logs", "demo", "0")
 
 

@@ -29,11 +29,7 @@ sys.exit(int(code))
 
 
 class Records:
-    """A program in place of the interpreter that records the arguments of each task.
-
-    Args:
-        directory: for all files.
-    """
+    """A program in place of the interpreter that records the arguments of each task."""
 
     def __init__(self, directory: Path) -> None:
         self.at = directory / "records"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -32,47 +31,46 @@ INTRODUCTION = Path(__file__).with_name("algorithms.md")
 _RECORDS = (Samples, Groups, LossTerms)
 
 
-PARTS: Final[dict[str, list[tuple[str, Callable[..., Any]]]]] = {
-    "Scores": [
-        ("algo.scores.clip", reward_shaping.clip_scores),
-        ("algo.scores.truncate_at", reward_shaping.first_end),
-        ("algo.scores.missing_end: mask", reward_shaping.keep_finished),
-        ("reward.functions: soft_overlong", soft_overlong),
-    ],
-    "Rewards of tokens": [
-        ("algo.kl.coef", reward_shaping.kl_penalties),
-        ("algo.kl.target", kl.KLController),
-        ("algo.scores.placement", reward_shaping.token_rewards),
-        ("reward.dense", reward_shaping.dense_rewards),
-        ("algo.normalise.rewards", normalization.whiten_rewards),
-        ("algo.kl.cumulative", advantages.broadcast_advantages),
-    ],
-    "Rollouts of another policy": [
-        ("algo.correction.old_logprobs", rollout_correction.proximal_logprobs),
-        ("algo.correction.reject", rollout_correction.rejection),
-        ("algo.correction.sequence_mask", rollout_correction.off_policy_sequences),
-        ("algo.correction.m2po", rollout_correction.m2po),
-    ],
-    "Optimizer steps": [
-        ("algo.mini_batches", optimization.divided),
-        ("algo.early_stop", optimization.exceeds_target),
-        ("ptx.mode", optimization.ptx_shares),
-        ("actor.ema", optimization.ema),
-        ("algo.kl.reference_sync", optimization.ema),
-        ("actor.optimizer.adam: tensorflow", optimization.tensorflow_eps),
-        ("actor.optimizer.schedule: anneal", optimization.linear_anneal),
-    ],
-    "Values": [("critic.value_norm", value_loss.ValueMoments.update)],
-    "Scale of reward models": [
-        ("reward.head_std", reward_shaping.head_std),
-        ("normalisation", reward_shaping.score_scale),
-    ],
-    "Evaluations": [
-        ("evaluation.pass_at", metrics.pass_rate),
-        ("evaluation.samples_per_prompt", metrics.clustered_mean),
-    ],
+PARTS: Final[dict[str, dict[Callable[..., Any], str]]] = {
+    "Scores": {
+        reward_shaping.clip_scores: "algo.scores.clip",
+        reward_shaping.first_end: "algo.scores.truncate_at",
+        reward_shaping.keep_finished: "algo.scores.missing_end: mask",
+        soft_overlong: "reward.functions: soft_overlong",
+    },
+    "Rewards of tokens": {
+        reward_shaping.kl_penalties: "algo.kl.coef",
+        kl.KLController: "algo.kl.target",
+        reward_shaping.token_rewards: "algo.scores.placement",
+        reward_shaping.dense_rewards: "reward.dense",
+        normalization.whiten_rewards: "algo.normalise.rewards",
+        advantages.broadcast_advantages: "algo.kl.cumulative",
+    },
+    "Rollouts of another policy": {
+        rollout_correction.proximal_logprobs: "algo.correction.old_logprobs",
+        rollout_correction.rejection: "algo.correction.reject",
+        rollout_correction.off_policy_sequences: "algo.correction.sequence_mask",
+        rollout_correction.m2po: "algo.correction.m2po",
+    },
+    "Optimizer steps": {
+        optimization.divided: "algo.mini_batches",
+        optimization.exceeds_target: "algo.early_stop",
+        optimization.ptx_shares: "ptx.mode",
+        optimization.ema: "actor.ema, algo.kl.reference_sync",
+        optimization.tensorflow_eps: "actor.optimizer.adam: tensorflow",
+        optimization.linear_anneal: "actor.optimizer.schedule: anneal",
+    },
+    "Values": {value_loss.ValueMoments.update: "critic.value_norm"},
+    "Scale of reward models": {
+        reward_shaping.head_std: "reward.head_std",
+        reward_shaping.score_scale: "normalisation",
+    },
+    "Evaluations": {
+        metrics.pass_rate: "evaluation.pass_at",
+        metrics.clustered_mean: "evaluation.samples_per_prompt",
+    },
 }
-"""Algorithms without names, by title of the section: the field, with a choice, that turns each on."""
+"""Algorithms without names, by title of the section, with the fields that turn them on."""
 
 
 def markdown() -> str:
@@ -92,13 +90,11 @@ def markdown() -> str:
     for kind in KINDS:
         begin(f"{kind.title}: `{kind.field}`", {f"megarl.algos.{kind.module}"})
         parts += _functions(kind)
-    for title, items in PARTS.items():
-        places: dict[Callable[..., Any], list[str]] = defaultdict(list)
-        for place, function in items:
-            places[function].append(f"`{place}`")
-        begin(title, {function.__module__ for function in places})
-        for function, fields in places.items():
-            parts.append(f"### {', '.join(fields)}\n\n{_text(function)}\n")
+    for title, fields in PARTS.items():
+        begin(title, {function.__module__ for function in fields})
+        for function, field in fields.items():
+            heading = f"`{field}`".replace(", ", "`, `")
+            parts.append(f"### {heading}\n\n{_text(function)}\n")
     return "\n".join(parts)
 
 

@@ -50,12 +50,12 @@ def _contents() -> str:
     """Returns links to the sections of each stage, by path."""
     rows = ["| stage | its sections |", "| --- | --- |"]
     for stage in STAGES:
-        links: list[tuple[str, str]] = []
+        links: dict[str, str] = {}
         for places in _places().values():
             for path, stages in places.items():
                 if stage in stages:
-                    links.append((path, _link(f"`{path}`", _heading(places))))
-        listed = ", ".join(link for _, link in sorted(links))
+                    links[path] = _link(f"`{path}`", _heading(places))
+        listed = ", ".join(links[path] for path in sorted(links))
         rows.append(f"| {_link(f'`{stage}`', f'Stage `{stage}`')} | {listed} |")
     both = f"{_link('all stages', 'All stages')}, and of {_link('those that train', 'Stages that train')}"
     return "\n".join(["## Contents", "", f"Fields of {both}.", "", *rows]) + "\n"
@@ -77,9 +77,8 @@ def _heading(places: Mapping[str, Sequence[str]]) -> str:
 
 def _own(schema: type[BaseModel], base: type[BaseModel]) -> dict[str, FieldInfo]:
     """Returns the fields that a schema adds to another, or changes."""
-    below = fields(base)
-    rows = {key: _row(key, info) for key, info in below.items()}
-    return {key: info for key, info in fields(schema).items() if rows.get(key) != _row(key, info)}
+    rows = {_row(key, info) for key, info in fields(base).items()}
+    return {key: info for key, info in fields(schema).items() if _row(key, info) not in rows}
 
 
 def _places() -> dict[Any, dict[str, list[str]]]:

@@ -25,7 +25,7 @@ from megarl.config import ConfigError, Problem, RunConfig, load
 from megarl.config.inheritance import merged
 from megarl.config.schema import TrainingRun
 from megarl.errors import PreemptedError
-from megarl.launch.node.job_directory import ExitReason, JobDirectory
+from megarl.launch.node.job_directory import JobDirectory, JobEnded
 from megarl.launch.node.logged_process import LoggedProcess
 from megarl.launch.node.network import (
     PortBlock,
@@ -77,14 +77,6 @@ class AgentOptions:
     start_limit_s: float
 
 
-class JobEnded(Exception):  # noqa: N818  (also raised when the job succeeds)
-    """Ends the job on this node; `node` is the name of the node at fault."""
-
-    def __init__(self, exit_code: int, reason: str, node: str | None = None) -> None:
-        super().__init__(reason)
-        self.reason = ExitReason(exit_code=exit_code, reason=reason, node=node)
-
-
 class Agent:
     """A node's ports, environment, guard and Ray: the base class of head and workers."""
 
@@ -119,7 +111,7 @@ class Agent:
         """Whether a run is there that may save after a signal; the head passes the signal on to it."""
         raise NotImplementedError
 
-    def _end(self, reason: ExitReason) -> int:
+    def _end(self, end: JobEnded) -> int:
         """Ends the job on this node; returns the exit code."""
         raise NotImplementedError
 
@@ -132,7 +124,7 @@ class Agent:
 
     def _is_patient(self) -> bool:
         """Whether the run may still save: after the first signal, nothing but SIGUSR1 may come."""
-        again = [number for number in self._signals[1:] if number != signal.SIGUSR1]
+        again = set(self._signals[1:]) - {signal.SIGUSR1}
         return not again and time.monotonic() < self._patience and self._lets_save()
 
     def _stopped(self) -> JobEnded:
@@ -150,11 +142,11 @@ class Agent:
         try:
             self._run_job()
         except JobEnded as end:
-            return self._end(end.reason)
+            return self._end(end)
         except Exception as error:
             log.exception("the node agent itself has failed")
             reason = f"the node agent itself has failed: {error!r}"
-            return self._end(ExitReason(exit_code=1, reason=reason))
+            return self._end(JobEnded(1, reason))
 
     def wait(
         self,
@@ -183,7 +175,7 @@ class Agent:
             self._next_look = time.monotonic() + DIRECTORY_POLL_S
             end = self.directory.end()
             if end is not None:
-                raise JobEnded(end.exit_code, end.reason, end.node)
+                raise end
         if self._ray is not None:
             code = self._ray.exit_code
             if code is not None:
@@ -194,15 +186,14 @@ class Agent:
         path = self.options.config
         overrides = self.options.overrides
         nodes = len(self.job.nodes)
-        problems: list[Problem] = []
         try:
+            raw, _ = merged(Path(path), overrides)
+            problems = other_ray(raw)
             config = load(path, [*overrides, JOB_RAY])
             if config.cluster.nodes != nodes:
                 rule = f"the job's nodes, {nodes}"
                 fix = f"set cluster.nodes={nodes}, or start the job on others"
                 problems.append(Problem("cluster.nodes", str(config.cluster.nodes), rule, fix))
-            raw, _ = merged(Path(path), overrides)
-            problems += other_ray(raw)
             if problems:
                 raise ConfigError(problems, path)
         except ConfigError as error:
@@ -340,22 +331,22 @@ class Worker(Agent):
     def _lets_save(self) -> bool:
         return self.joined
 
-    def _end(self, reason: ExitReason) -> int:
-        failed = reason.failed
+    def _end(self, end: JobEnded) -> int:
+        failed = end.failed
         if self.joined:
             # Then a signal to the whole job has arrived, and another node has written its reason.
             time.sleep(SIGNAL_S)
             written = self.directory.end()
             saved = written is not None and written.exit_code in (0, PreemptedError.exit_code)
             if self._signals and not saved:
-                reason = replace(self._stopped().reason, node=self.job.name)
+                end = replace(self._stopped(), node=self.job.name)
             if written is None:
-                self.directory.write_end(reason)
+                self.directory.write_end(end)
             elif saved or not self._signals:
-                reason = replace(reason, exit_code=0)
+                end = replace(end, exit_code=0)
                 failed = written.failed
-        if reason.exit_code:
-            log.error(reason.reason)
+        if end.exit_code:
+            log.error(end.reason)
         if not self._clean_up(failed=failed):
             return 1
-        return reason.exit_code
+        return end.exit_code

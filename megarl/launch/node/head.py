@@ -15,10 +15,9 @@ from megarl.launch.node.agent import (
     SIGNAL_S,
     Agent,
     AgentOptions,
-    JobEnded,
     log,
 )
-from megarl.launch.node.job_directory import ExitReason
+from megarl.launch.node.job_directory import JobEnded
 from megarl.launch.node.logged_process import LoggedProcess
 from megarl.launch.node.network import head_address
 from megarl.launch.node.slurm_job import SlurmJob
@@ -78,28 +77,28 @@ class Head(Agent):
                 raise JobEnded(1, f"node {name} was lost: Ray has lost the connection to it", name)
             log.warning("the watch over the nodes has ended: %s", name)
 
-    def _end(self, reason: ExitReason) -> int:
-        if reason.exit_code:
-            log.error(reason.reason)
+    def _end(self, end: JobEnded) -> int:
+        if end.exit_code:
+            log.error(end.reason)
         if self.joined:
-            self.directory.write_end(reason)  # now, as Slurm may leave no time later
+            self.directory.write_end(end)  # now, as Slurm may leave no time later
         for child in self._children:
             child.stop(DRIVER_GRACE_S)
-        clean = self._clean_up(failed=reason.failed)
-        if not clean and not reason.exit_code:
-            reason = ExitReason(exit_code=1, reason="processes of the job are left", node=self.job.name)
+        clean = self._clean_up(failed=end.failed)
+        if not clean and not end.exit_code:
+            end = JobEnded(1, "processes of the job are left", self.job.name)
         if self._signals:
-            stopped = self._stopped().reason
-            if stopped.exit_code == reason.exit_code:
-                reason = stopped  # a signal to the whole job, which another node got first
+            stopped = self._stopped()
+            if stopped.exit_code == end.exit_code:
+                end = stopped  # a signal to the whole job, which another node got first
         if self.joined:
-            self.directory.write_end(reason)
+            self.directory.write_end(end)
             self.directory.reached("stopped")
-            if reason.exit_code:
-                self.directory.add_to_driver_log(reason.reason)
+            if end.exit_code:
+                self.directory.add_to_driver_log(end.reason)
             path = self.directory.path
-            log.info("the job has ended with exit code %d; its logs are in %s", reason.exit_code, path)
-        return reason.exit_code
+            log.info("the job has ended with exit code %d; its logs are in %s", end.exit_code, path)
+        return end.exit_code
 
     def _check_config(self) -> None:
         """Checks models and data too, in a process whose memory is freed."""

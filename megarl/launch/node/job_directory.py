@@ -25,9 +25,9 @@ _RAY = "ray.json"
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExitReason:
-    """Why a job ends, and the name of the node at fault, if any."""
+@dataclass
+class JobEnded(Exception):  # noqa: N818  (also of a job that succeeds)
+    """Why a job ends, and the name of the node at fault, if any; raised to end the job here."""
 
     exit_code: int
     reason: str
@@ -76,10 +76,10 @@ class JobDirectory:
         names = self._names()
         return [index for index in range(len(self._job.nodes)) if self.log(index).name not in names]
 
-    def end(self) -> ExitReason | None:
+    def end(self) -> JobEnded | None:
         """Returns why the job ends; None while it runs."""
         end = self._read(JOB_END)
-        return ExitReason(**end) if end else None
+        return JobEnded(**end) if end else None
 
     def _names(self) -> list[str]:
         """Lists the directory: on NFS this shows new files before they can be opened by name."""
@@ -98,16 +98,14 @@ class JobDirectory:
 
     def reached(self, stage: str, when: float | None = None) -> None:
         """Appends a stage and its time, seconds since 1970 or now, to times.jsonl."""
-        if when is None:
-            when = time.time()
-        line = json.dumps({"stage": stage, "time": round(when, 3)})
+        line = json.dumps({"stage": stage, "time": round(when or time.time(), 3)})
         with _warning(), (self.path / "times.jsonl").open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
 
-    def write_end(self, reason: ExitReason) -> None:
+    def write_end(self, end: JobEnded) -> None:
         """Writes why the job ends, which ends it on every node."""
         with _warning():
-            write_durably(self.path / JOB_END, json.dumps(asdict(reason)) + "\n")
+            write_durably(self.path / JOB_END, json.dumps(asdict(end)) + "\n")
 
     def add_to_driver_log(self, text: str) -> None:
         if self.driver_log.exists():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -59,12 +60,7 @@ class LoggedProcess:
     @property
     def last_message(self) -> str:
         """The output from its last line that is not indented."""
-        lines = self.output.split("\n")
-        first = 0
-        for index, line in enumerate(lines):
-            if line[:1].strip():
-                first = index
-        return "\n".join(lines[first:])
+        return re.split(r"\n(?=\S)", self.output)[-1]
 
     @property
     def exit_code(self) -> int | None:

@@ -112,13 +112,13 @@ def head_address(job: SlurmJob) -> str:
     if len(job.nodes) == 1:
         return LOOPBACK
     launcher = job.launcher
-    if launcher is None or launcher not in interface_addresses().values():
-        return address_towards(job.nodes[1])
-    if launcher != LOOPBACK:
+    if launcher not in (None, LOOPBACK) and launcher in interface_addresses().values():
         return launcher
     try:
         return address_towards(job.nodes[1])
     except OSError:
+        if launcher != LOOPBACK:
+            raise
         return LOOPBACK
 
 
