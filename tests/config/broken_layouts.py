@@ -66,14 +66,11 @@ LAYOUTS: Cases = {
     rollout_rules.sleeping_frees_devices: [
         (["rollout.devices=4", "cluster.devices_per_node=5", "rollout.sleep=true"], "has devices of the engines")
     ],
-    rollout_rules.turns_have_ends: [
-        (["environment.name=tools", "rollout.ignore_eos=true"], "false with an environment")
-    ],
     rollout_rules.stops_can_be_met: [
         (["model.tokenizer=somewhere", "rollout.stop=[a, '']"], "empty text"),
         (["rollout.stop_token_ids=[3, 96]"], "below 96"),
+        (["algo.scores.truncate_at.token=96"], "below 96"),
     ],
-    model_rules.fused_layers_need_a_gpu: [(["model.layers=transformer_engine"], "needs device cuda")],
     rollout_rules.quantized_models: [
         (["rollout.quantization=fp8_per_channel"], "bfloat16 or float16; it is of float32"),
         ([*MIXTURE, "model.random.config.dtype=bfloat16", "rollout.quantization=fp8_per_channel"], "experts on a CPU"),
@@ -88,14 +85,7 @@ LAYOUTS: Cases = {
             "actor and engines are on nodes 0, 1",
         )
     ],
-    rollout_rules.record_or_replay: [
-        (["rollout.replay=/nowhere"], "a directory that exists"),
-        (["rollout.replay=.", "rollout.record=."], "not together"),
-    ],
-    model_rules.one_model_source: [
-        (["model.random=null"], "model", "exactly one"),
-        (["model.path=/nowhere"], "model", "exactly one"),
-    ],
+    rollout_rules.settings_are_for_training: [(["rollout.replay=/nowhere"], "a directory that exists")],
     model_rules.checkpoints_are_readable: [
         (["model={path: /nowhere, random: null}"], "model.path", "readable config.json"),
         (["reward.path=/nowhere"], "readable config.json"),
@@ -114,17 +104,6 @@ LAYOUTS: Cases = {
         (["data.random=null", "data.prompts=data.csv"], "ends in .jsonl or .parquet"),
         (["data.random=null", "data.prompts={path: p.parquet, split: train}"], "data.prompts.split", "this is a file"),
         (["evaluation={prompts: /nowhere.jsonl}"], "evaluation.prompts", "a file that exists"),
-    ],
-    data_rules.one_prompt_source: [
-        (["data.random=null"], "data", "exactly one"),
-        (["data.prompts=a/b"], "data", "exactly one"),
-        (["data.tasks=8"], "data", "exactly one"),
-    ],
-    data_rules.environments_read_text: [(["environment.name=tools"], "data.random", "null with an environment")],
-    data_rules.one_held_out_source: [
-        (["evaluation={every: 1}"], "exactly one of prompts and tasks"),
-        (["evaluation={prompts: a/b, tasks: 4}"], "exactly one of prompts and tasks"),
-        (["evaluation={tasks: 4}", "environment.name=openenv"], "evaluation.tasks", "data.tasks, which is null"),
     ],
     data_rules.random_prompts_are_ids: [
         (["data.chat_template=true"], "no effect with data.random"),

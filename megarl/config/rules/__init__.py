@@ -2,7 +2,7 @@
 
 A rule is a public function of these modules, or of a stage's ``config.py``, that yields what is
 broken. It takes sections by name, and ``stage``, and holds in the stages whose sections have the
-annotated types; an optional one is None elsewhere.
+annotated types, and where none is None; an optional one may be, and is None elsewhere.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ def broken_rules(stage: str, sections: Mapping[str, Any]) -> list[Problem]:
     values = dict(values_by_path(sections))
     broken: list[Broken] = []
     for rule, reads in rules_of(stage).items():
-        invalid = (known.keys() & set(reads)) - sections.keys()
-        if not invalid:
-            broken += rule(**{name: sections.get(name) for name in reads})
+        invalid = (known.keys() & reads.keys()) - sections.keys()
+        arguments = {name: sections.get(name) for name in reads}
+        missing = any(arguments[name] is None and not optional for name, optional in reads.items())
+        if not invalid and not missing:
+            broken += rule(**arguments)
     problems: list[Problem] = []
     unused = set[str]()
     for found in (*broken, *broken_tables(values)):
@@ -63,10 +65,10 @@ def broken_rules(stage: str, sections: Mapping[str, Any]) -> list[Problem]:
 
 
 @functools.cache
-def rules_of(stage: str) -> dict[Rule, tuple[str, ...]]:
-    """Returns the rules that hold in a stage, with the sections that each reads."""
+def rules_of(stage: str) -> dict[Rule, dict[str, bool]]:
+    """Returns the rules that hold in a stage, with the sections that each reads, and which may be None."""
     schema = stage_class(stage)
-    rules: dict[Rule, tuple[str, ...]] = {}
+    rules: dict[Rule, dict[str, bool]] = {}
     for module in (*_MODULES, import_module(schema.__module__)):
         for function in vars(module).values():
             if not inspect.isfunction(function) or function.__name__.startswith("_"):
@@ -77,14 +79,13 @@ def rules_of(stage: str) -> dict[Rule, tuple[str, ...]]:
             if types.pop("return", None) != Iterator[Broken]:
                 continue
             if all(_accepts(types[name], schema.model_fields.get(name)) for name in types):
-                rules[function] = tuple(types)
+                rules[function] = {name: NoneType in get_args(kind) for name, kind in types.items()}
     return rules
 
 
 def _accepts(annotation: Any, field: FieldInfo | None) -> bool:
-    """Whether a rule's parameter takes whatever a stage has for it; a stage without the field has None."""
+    """Whether a rule's parameter takes the sections that a stage has for it; a stage without the field has None."""
     kinds = get_args(annotation) or (annotation,)
-    optional = field is None or NoneType in get_args(field.annotation)
-    if optional and NoneType not in kinds:
-        return False
-    return field is None or issubclass(section(type_of(field)) or str, kinds)
+    if field is None:
+        return NoneType in kinds
+    return issubclass(section(type_of(field)) or str, kinds)

@@ -5,23 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megarl.config.problems import Broken, Problem, correct_model_path
+from megarl.config.problems import Broken, correct_model_path
 from megarl.config.schema import (
-    Cluster,
     Critic,
     Model,
     Reward,
     RewardTraining,
     read_hf_config,
 )
-
-
-def one_model_source(model: Model) -> Iterator[Broken]:
-    """The model is a checkpoint or random."""
-    if (model.path is None) == (model.random is None):
-        given = "neither" if model.path is None else "both"
-        fix = "give model.path, or model.random, and set the other to null"
-        yield Problem("model", given, "exactly one of path and random is given", fix)
 
 
 def checkpoints_are_readable(
@@ -37,13 +28,6 @@ def checkpoints_are_readable(
         except (OSError, ValueError) as error:
             rule = f"a directory with a readable config.json ({getattr(error, 'strerror', None) or error})"
             yield f"{name}.path", rule, correct_model_path(path)
-
-
-def fused_layers_need_a_gpu(model: Model, cluster: Cluster) -> Iterator[Broken]:
-    """Transformer Engine has no layers for a CPU."""
-    if model.layers == "transformer_engine" and cluster.device == "cpu":
-        rule = "Transformer Engine needs device cuda; on a CPU, layers are Megatron's own"
-        yield "model.layers", rule, "set it to auto or local"
 
 
 def checkpoints_share_the_tokens(model: Model, reward: Reward, critic: Critic | None) -> Iterator[Broken]:

@@ -62,13 +62,12 @@ def devices_exist(cluster: Cluster, groups: Groups) -> Iterator[Broken]:
         yield from _devices_exist(cluster, f"groups.{name}.devices", group.devices)
 
 
-def engine_devices_exist(cluster: Cluster, rollout: Rollout | None) -> Iterator[Broken]:
+def engine_devices_exist(cluster: Cluster, rollout: Rollout) -> Iterator[Broken]:
     """The cluster has all devices of the engines."""
-    if rollout is not None:
-        yield from _devices_exist(cluster, "rollout.devices", rollout.devices)
+    yield from _devices_exist(cluster, "rollout.devices", rollout.devices)
 
 
-def judges_have_devices(cluster: Cluster, groups: Groups, rollout: Rollout | None, reward: Reward) -> Iterator[Broken]:
+def judges_have_devices(cluster: Cluster, groups: Groups, rollout: Rollout, reward: Reward) -> Iterator[Broken]:
     """The judge's engines fill devices of the cluster that nothing else has, and none spans nodes."""
     if reward.judge_model is None:
         return
@@ -77,11 +76,9 @@ def judges_have_devices(cluster: Cluster, groups: Groups, rollout: Rollout | Non
     tp = reward.judge_model.tp
     yield from _devices_exist(cluster, field, given)
     devices = parse_devices(given)
-    taken: set[int] = set()
+    taken = set(parse_devices(rollout.devices))
     for group in groups.values():
         taken.update(parse_devices(group.devices))
-    if rollout is not None:
-        taken.update(parse_devices(rollout.devices))
     if shared := sorted(taken.intersection(devices)):
         rule = f"devices of their own; groups or engines have {', '.join(map(str, shared))}, too"
         yield field, rule, "choose others, and raise cluster.devices_per_node if needed"

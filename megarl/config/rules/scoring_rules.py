@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.problems import Broken, Problem, ineffective_settings
-from megarl.config.rules.model_rules import ids_in_use
 from megarl.config.rules.placement_rules import placed
 from megarl.config.schema import (
     Algo,
@@ -97,13 +96,6 @@ def calls_end_in_time(cluster: Cluster, reward: Reward, evaluation: Evaluation |
         yield "reward.time_limit", rule, "lower it, or raise cluster.time_limits.scoring"
 
 
-def conversations_are_scored_whole(algo: Algo, environment: EnvironmentSettings | None) -> Iterator[Broken]:
-    """Scores end at no token of a conversation."""
-    if environment is not None and algo.scores.truncate_at is not None:
-        rule = "null with an environment, whose reward is that of the whole conversation"
-        yield "algo.scores.truncate_at", rule, "remove it"
-
-
 def unfinished_responses_are_compared(algo: Algo) -> Iterator[Broken]:
     """gdpo compares scores of unfinished responses as they are, but may mask them; masked_rloo must."""
     missing = algo.scores.missing_end
@@ -116,61 +108,29 @@ def unfinished_responses_are_compared(algo: Algo) -> Iterator[Broken]:
         yield "algo.scores.missing_end", rule, "set it to mask, or choose rloo"
 
 
-def rewards_of_turns_stay(algo: Algo, reward: Reward, environment: EnvironmentSettings | None) -> Iterator[Broken]:
+def rewards_of_turns_stay(algo: Algo, reward: Reward, environment: EnvironmentSettings) -> Iterator[Broken]:
     """Rewards of turns fit no other conversation."""
-    if environment is not None and algo.from_token_rewards and reward.shuffle:
+    if algo.from_token_rewards and reward.shuffle:
         rule = f"false with an environment and advantage {algo.advantage.name}, which places the rewards of turns"
         yield "reward.shuffle", rule, "set it to false, or choose grpo"
 
 
-def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Broken]:
-    """Dense scores need an advantage of token rewards, and nothing that reads one score of a response."""
-    if reward.dense is None:
-        return
-    if not algo.from_token_rewards:
-        where = f"with advantage {algo.advantage.name}, which compares scores"
-        yield from ineffective_settings("reward", reward, ("dense",), where, "or choose gae")
-    if algo.filter is not None:
-        rule = "null with reward.dense: prompts are filtered by the scores of responses"
-        yield "algo.filter", rule, "set one of them to null"
-    if algo.select is not None:
-        rule = "null with reward.dense: samples are selected by the scores of responses"
-        yield "algo.select", rule, "set one of them to null"
-    if algo.scores.truncate_at is not None:
-        rule = "null with reward.dense, which scores every token"
-        yield "algo.scores.truncate_at", rule, "set one of them to null"
-    if reward.shuffle:
-        rule = "false with reward.dense, whose scores fit no other response"
-        yield "reward.shuffle", rule, "set it to false"
-
-
-def scores_end_at_tokens(model: Model, algo: Algo) -> Iterator[Broken]:
-    """The token at which scores end may be sampled."""
-    cut = algo.scores.truncate_at
-    used = ids_in_use(model)
-    if cut is not None and used is not None and cut.token >= used:
-        rule = f"below {used}, the number of ids in use: others are never sampled"
-        yield "algo.scores.truncate_at.token", rule, "correct it"
-
-
 def evaluations_report_something(
-    groups: Groups, reward: Reward, evaluation: Evaluation | None, environment: EnvironmentSettings | None
+    groups: Groups, reward: Reward, evaluation: Evaluation, environment: EnvironmentSettings | None
 ) -> Iterator[Broken]:
     """An evaluation has functions, a reward model, a judge or an environment."""
     if reward.judge_model is not None:
         return
     if environment is not None and environment.name not in _WITHOUT_REWARD:
         return
-    if evaluation is not None and not evaluation.functions and not placed(groups, "reward"):
+    if not evaluation.functions and not placed(groups, "reward"):
         otherwise = "place the role reward" if isinstance(evaluation, HeldOut) else "remove evaluation"
         rule = "needs something to measure: evaluation.functions or a reward model"
         yield "evaluation.functions", rule, f"give evaluation.functions, or {otherwise}"
 
 
-def evaluations_weigh_nothing(evaluation: Evaluation | None) -> Iterator[Broken]:
+def evaluations_weigh_nothing(evaluation: Evaluation) -> Iterator[Broken]:
     """An evaluation reports each function by itself, without a weight."""
-    if evaluation is None:
-        return
     where = "in an evaluation, which reports each function by itself"
     for index, function in enumerate(evaluation.functions):
         field = f"evaluation.functions.{index}"
@@ -202,15 +162,9 @@ def _function_has_its_call(field: str, function: RewardFunction) -> Iterator[Bro
         yield Problem(f"{field}.per", function.unit, rule, "choose one of them, or set adapter to null")
 
 
-def evaluations_sample(evaluation: Evaluation | None) -> Iterator[Broken]:
-    """Greedy answers are one a prompt; pass@k needs k answers."""
-    if evaluation is None:
-        return
-    if evaluation.greedy and evaluation.samples_per_prompt > 1:
-        rule = "1 with evaluation.greedy: the answers to a prompt would all be the same"
-        fix = "set it to 1, or set evaluation.greedy to false"
-        yield "evaluation.samples_per_prompt", rule, fix
-    if max(evaluation.pass_at, default=0) > evaluation.samples_per_prompt:
+def evaluations_have_samples(evaluation: Evaluation) -> Iterator[Broken]:
+    """pass@k needs k answers."""
+    needed = max(evaluation.pass_at, default=0)
+    if needed > evaluation.samples_per_prompt:
         rule = f"at most evaluation.samples_per_prompt = {evaluation.samples_per_prompt}"
-        fix = f"set samples_per_prompt to {max(evaluation.pass_at)} or more"
-        yield "evaluation.pass_at", rule, fix
+        yield "evaluation.pass_at", rule, f"set samples_per_prompt to {needed} or more"
