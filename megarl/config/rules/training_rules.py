@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megarl.config.problems import Broken, Problem, ineffective_settings, shown
 from megarl.config.schema import (
+    STAGES,
     Actor,
     Algo,
     CheckpointSettings,
@@ -21,9 +22,8 @@ from megarl.config.schema import (
     Rollout,
     RowSettings,
     TextData,
-    TrainingConfig,
     TrainingRun,
-    stage_class,
+    trains_on_rollouts,
 )
 from megarl.config.schema.base import parse_devices
 
@@ -99,12 +99,13 @@ def profiles_have_an_effect(
 
 
 def health_checks_have_metrics(stage: str, health: Health) -> Iterator[Broken]:
-    """The checked metrics are those of the stage."""
-    schema = stage_class(stage)
-    assert issubclass(schema, TrainingConfig)
-    for field, names in (("limits", health.limits), ("stop", health.stop)):
+    """The checked metrics are those of the stage: of rollouts, or with the stage's name."""
+    for field, names in {"limits": health.limits, "stop": health.stop}.items():
         for name in names:
-            if not schema.has_metric(name):
+            group = name.partition("/")[0]
+            is_common = group in ("skipped", "not finite")
+            of_rollouts = group not in STAGES and trains_on_rollouts(stage)
+            if group != stage and not is_common and not of_rollouts:
                 yield Problem(f"health.{field}", name, f"a metric of stage {stage}", "remove it")
 
 

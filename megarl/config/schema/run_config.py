@@ -103,7 +103,8 @@ class RunConfig(Section):
     @classmethod
     def default_roles(cls, raw: Mapping[str, Any]) -> list[RoleName]:
         """Returns the roles of a plain configuration without groups, which need not be valid."""
-        raise NotImplementedError
+        del raw
+        return list(cls.trained)
 
     def role_checkpoint(self, role: RoleName) -> str | None:
         """Returns the Hugging Face directory of a role; None for that of the run's model."""
@@ -169,8 +170,6 @@ class TrainingConfig(RunConfig):
 
     trainer: ClassVar[str]
     """The class of the stage's trainer, as module:class; see `loop.train.Trainer`."""
-    metric_groups: ClassVar[tuple[str, ...]]
-    """First parts of the names of the stage's own metrics."""
 
     run: TrainingRun  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
     """The run itself."""
@@ -201,11 +200,6 @@ class TrainingConfig(RunConfig):
     def shown_metrics(self) -> tuple[str, ...]:
         """The metrics that are shown of every step, in order; see `run.display.COLUMNS`."""
         raise NotImplementedError
-
-    @classmethod
-    def has_metric(cls, name: str) -> bool:
-        """Whether a health check of that name has a metric in this stage."""
-        return name.partition("/")[0] in (*cls.metric_groups, "skipped", "not finite")
 
     def loss_spec(self, role: RoleName) -> LossSpec:
         """Returns the loss of a trained role."""

@@ -21,16 +21,6 @@ class PPOConfig(RolloutTrainingConfig):
     roles: ClassVar[tuple[RoleName, ...]] = ("actor", "critic", "reference", "reward")
     trained: ClassVar[tuple[RoleName, ...]] = ("actor", "critic")
     trainer: ClassVar[str] = "megarl.stages.ppo.trainer:PPOTrainer"
-    metric_groups: ClassVar[tuple[str, ...]] = (
-        "policy",
-        "value",
-        "objective",
-        "rewards",
-        "rollout",
-        "response_length",
-        "truncated_fraction",
-        "group",
-    )
     exports_initial_architecture: ClassVar[bool] = True
 
     stage: Literal["ppo"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)

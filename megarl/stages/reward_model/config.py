@@ -20,7 +20,6 @@ class RewardModelConfig(TrainingConfig):
     roles: ClassVar[tuple[RoleName, ...]] = ("reward",)
     trained: ClassVar[tuple[RoleName, ...]] = ("reward",)
     trainer: ClassVar[str] = "megarl.stages.reward_model.trainer:RewardModelTrainer"
-    metric_groups: ClassVar[tuple[str, ...]] = ("reward_model",)
 
     stage: Literal["reward_model"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
     """Training of a reward model."""
@@ -54,11 +53,6 @@ class RewardModelConfig(TrainingConfig):
     def shown_metrics(self) -> tuple[str, ...]:
         metrics = ("reward_model/loss", "reward_model/accuracy", "reward_model/lr", "reward_model/grad_norm")
         return (*metrics, "perf/tokens_per_second", "time/step")
-
-    @classmethod
-    def default_roles(cls, raw: Mapping[str, Any]) -> list[RoleName]:
-        del raw
-        return ["reward"]
 
     def new_head(self, role: RoleName) -> NewHead:
         del role

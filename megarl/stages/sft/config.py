@@ -20,7 +20,6 @@ class SFTConfig(TrainingConfig):
     roles: ClassVar[tuple[RoleName, ...]] = ("actor",)
     trained: ClassVar[tuple[RoleName, ...]] = ("actor",)
     trainer: ClassVar[str] = "megarl.stages.sft.trainer:SFTTrainer"
-    metric_groups: ClassVar[tuple[str, ...]] = ("sft",)
     exports_initial_architecture: ClassVar[bool] = True
 
     stage: Literal["sft"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
@@ -46,11 +45,6 @@ class SFTConfig(TrainingConfig):
     @property
     def shown_metrics(self) -> tuple[str, ...]:
         return ("sft/loss", "sft/lr", "sft/grad_norm", "perf/tokens_per_second", "time/step")
-
-    @classmethod
-    def default_roles(cls, raw: Mapping[str, Any]) -> list[RoleName]:
-        del raw
-        return ["actor"]
 
     def loss_spec(self, role: RoleName) -> LossSpec:
         del role
