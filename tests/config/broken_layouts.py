@@ -14,7 +14,10 @@ LAYOUTS: Cases = {
         )
     ],
     placement_rules.groups_have_roles: [([*SPARE, "groups.spare.roles={}"], "at least one role")],
-    placement_rules.devices_exist: [(["groups.train.devices=4-7"], "below nodes * devices_per_node = 4")],
+    placement_rules.devices_exist: [
+        (["groups.train.devices=4-7"], "below nodes * devices_per_node = 4"),
+        (["cluster.nodes=2", "rollout.devices=8"], "= 8"),
+    ],
     placement_rules.groups_are_disjoint: [
         (
             [*SPARE, *without("train", ["reward"]), "groups.spare.roles.reward.tp=1"],
@@ -58,7 +61,6 @@ LAYOUTS: Cases = {
             "another role or an engine",
         )
     ],
-    placement_rules.engine_devices_exist: [(["cluster.nodes=2", "rollout.devices=8"], "= 8")],
     rollout_rules.engines_fill_devices: [
         (["rollout.devices=0-2", "rollout.tp=2"], "divides the 3 devices of rollout.devices"),
         (["rollout.tp=2", "cluster.nodes=2", "rollout.devices=3-4"], "within a node; one would have devices 3, 4"),
@@ -98,7 +100,7 @@ LAYOUTS: Cases = {
         (["run.dir=nowhere/../../runs"], "made; nowhere, before .., does not exist"),
         (["run.dir=~/runs/x"], "~ is not read as a home directory"),
     ],
-    data_rules.files_exist: [
+    data_rules.sources_exist: [
         (["data.random=null", "data.prompts=/nowhere.jsonl"], "a file that exists"),
         (["data.random=null", "data.prompts=nope"], "a file that exists"),
         (["data.random=null", "data.prompts=data.csv"], "ends in .jsonl or .parquet"),

@@ -11,7 +11,7 @@ SFT: Cases = {
         (["groups.train.roles.critic={}"], "stage sft has the roles actor alone")
     ],
     placement_rules.offloading_frees_devices: [([f"{ACTOR}.offload=true"], "another role")],
-    data_rules.files_exist: [
+    data_rules.sources_exist: [
         (["data.evaluation=/nowhere.parquet"], "a file that exists"),
         (["data.train={path: x.jsonl, subset: main}"], "data.train.subset", "this is a file"),
     ],
@@ -46,14 +46,14 @@ REWARD_MODEL: Cases = {
         (["groups.train.roles.actor={}"], "stage reward_model has the roles reward alone"),
         (["groups.train.roles={reward: null, actor: {}}"], "groups", "role reward"),
     ],
-    placement_rules.engine_devices_exist: [(["rollout.devices=7"], "= 4")],
+    placement_rules.devices_exist: [(["rollout.devices=7"], "= 4")],
     rollout_rules.settings_are_for_training: [
         (["rollout.record=x"], "does not train on rollouts"),
         (["rollout.sync_every=2"], "does not train on rollouts"),
         (["rollout.max_staleness=1"], "does not train on rollouts"),
     ],
     rollout_rules.nothing_to_show: [(["tracking.samples=0"], "no effect in a stage without rollouts")],
-    data_rules.files_exist: [(["normalisation.prompts=/nowhere.jsonl"], "a file that exists")],
+    data_rules.sources_exist: [(["normalisation.prompts=/nowhere.jsonl"], "a file that exists")],
     data_rules.lengths_fit: [(["rollout.max_model_len=32"], "covers the longest prompt and")],
     data_rules.micro_batches_hold_a_sample: [
         (["data.max_tokens=65"], f"{REWARD}.tokens_per_micro_batch", "twice data.max_tokens, for a pair, = 130")
@@ -98,7 +98,7 @@ EVAL: Cases = {
         (["rollout.max_replacements=1"], "does not train on rollouts"),
         (["rollout.inference_parts=2"], "does not train on rollouts"),
     ],
-    data_rules.files_exist: [(["evaluation.prompts=/nowhere.jsonl"], "a file that exists")],
+    data_rules.sources_exist: [(["evaluation.prompts=/nowhere.jsonl"], "a file that exists")],
     scoring_rules.reward_heads_have_a_source: [
         (
             ["model={path: /nowhere, random: null}", "groups.train={devices: 0, roles: {reward: {}}}"],

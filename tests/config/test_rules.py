@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.config import ConfigError, build
 from megarl.config.loading import load
-from megarl.config.rules import rules_of
+from megarl.config.rules import SECTION_RULES, rules_of
 from megarl.config.rules.tables import CONFLICTS, EXACTLY_ONE, ORDERED, READ_TEXT, UNUSED, Unused, condition
 from megarl.config.schema import STAGES, stage_classes
 from megarl.config.schema.schema_walk import has_path
@@ -48,8 +48,10 @@ ALL: list[tuple[str, Cases]] = [
 
 def test_every_rule_is_tested() -> None:
     for stage, cases in ALL:
-        assert set(rules_of("ppo" if stage == "raft" else stage)) >= set(cases)
-    assert {rule for _, cases in ALL for rule in cases} == {rule for stage in STAGES for rule in rules_of(stage)}
+        rules = rules_of("ppo" if stage == "raft" else stage)
+        assert {*rules, *SECTION_RULES.values()} >= set(cases)
+    rules = {rule for stage in STAGES for rule in rules_of(stage)}
+    assert {rule for _, cases in ALL for rule in cases} == rules.union(SECTION_RULES.values())
 
 
 RULE_CASES = [(stage, case) for stage, broken in ALL for cases in broken.values() for case in cases]

@@ -2,7 +2,8 @@
 
 A rule is a public function of these modules, or of a stage's ``config.py``, that yields what is
 broken. It takes sections by name, and ``stage``, and holds in the stages whose sections have the
-annotated types, and where none is None; an optional one may be, and is None elsewhere.
+annotated types, and where none is None; an optional one may be, and is None elsewhere. The rules
+of ``SECTION_RULES`` hold for every section of a type, and take its path.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, Final, get_args, get_type_hints
 
 from pydantic.fields import FieldInfo
 
@@ -27,12 +28,19 @@ from megarl.config.rules import (
     training_rules,
 )
 from megarl.config.rules.tables import broken_tables
-from megarl.config.schema import stage_class
+from megarl.config.schema import Group, Optimizer, Reject, RewardFunction, Section, SourceFields, stage_class
 from megarl.config.schema.schema_walk import section, type_of, values_by_path
 
 _MODULES = (placement_rules, model_rules, data_rules, rollout_rules, scoring_rules, algorithm_rules, training_rules)
 
 Rule = Callable[..., Iterator[Broken]]
+SECTION_RULES: Final[Mapping[type[Section], Rule]] = {
+    Group: placement_rules.groups_have_roles,
+    Optimizer: training_rules.rates_fall,
+    Reject: algorithm_rules.bounds_are_in_order,
+    RewardFunction: scoring_rules.functions_have_their_calls,
+    SourceFields: data_rules.sources_exist,
+}
 
 
 def broken_rules(stage: str, sections: Mapping[str, Any]) -> list[Problem]:
@@ -49,6 +57,10 @@ def broken_rules(stage: str, sections: Mapping[str, Any]) -> list[Problem]:
         missing = any(arguments[name] is None and not optional for name, optional in reads.items())
         if not invalid and not missing:
             broken += rule(**arguments)
+    for path, value in values.items():
+        section_rule = SECTION_RULES.get(type(value))
+        if section_rule is not None:
+            broken += section_rule(path, value)
     problems: list[Problem] = []
     unused = set[str]()
     for found in (*broken, *broken_tables(values)):

@@ -13,6 +13,7 @@ from megarl.config.schema import (
     CustomFunction,
     Groups,
     PromptData,
+    Reject,
     Reward,
     RoleConfig,
     TrainingRun,
@@ -173,17 +174,15 @@ def references_follow_in_time(algo: Algo, run: TrainingRun) -> Iterator[Broken]:
         yield "algo.kl.reference_sync.every", rule, fix
 
 
-def bounds_are_in_order(algo: Algo) -> Iterator[Broken]:
-    """Lower bounds are below upper ones, and only k1 has any."""
-    for index, reject in enumerate(algo.correction.reject):
-        field = f"algo.correction.reject.{index}"
-        is_k1 = reject.statistic.endswith("k1")
-        if reject.lower is not None and not is_k1:
-            rule = f"for k1 alone; {reject.statistic} is never negative"
-            yield f"{field}.lower", rule, "remove it"
-        elif reject.lower is not None and reject.lower >= reject.upper:
-            rule = f"below {field}.upper = {shown(reject.upper)}"
-            yield f"{field}.lower", rule, f"lower it, or raise {field}.upper"
-        elif is_k1 and reject.upper <= 1:
-            rule = "above 1, or with a lower bound: the usual one is 1 / upper"
-            yield f"{field}.upper", rule, "raise it, or give lower"
+def bounds_are_in_order(field: str, reject: Reject) -> Iterator[Broken]:
+    """A lower bound is below the upper one, and only k1 has one."""
+    is_k1 = reject.statistic.endswith("k1")
+    if reject.lower is not None and not is_k1:
+        rule = f"for k1 alone; {reject.statistic} is never negative"
+        yield f"{field}.lower", rule, "remove it"
+    elif reject.lower is not None and reject.lower >= reject.upper:
+        rule = f"below {field}.upper = {shown(reject.upper)}"
+        yield f"{field}.lower", rule, f"lower it, or raise {field}.upper"
+    elif is_k1 and reject.upper <= 1:
+        rule = "above 1, or with a lower bound: the usual one is 1 / upper"
+        yield f"{field}.upper", rule, "raise it, or give lower"

@@ -12,7 +12,6 @@ from megarl.config.schema import (
     PTX,
     Evaluation,
     Groups,
-    Normalisation,
     PairData,
     PromptData,
     Rollout,
@@ -27,28 +26,8 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _FORMS = f"ends in {' or '.join(_FILES)}, or the name of a Hugging Face data set"
 
 
-def files_exist(
-    data: RowSettings | None, evaluation: Evaluation | None, normalisation: Normalisation | None, ptx: PTX | None
-) -> Iterator[Broken]:
-    """Every source is a file that exists, or the name of a data set; subset and split are of data sets alone."""
-    sources: dict[str, SourceFields | None] = {}
-    if isinstance(data, PromptData):
-        sources["data.prompts"] = data.prompts
-    elif isinstance(data, TextData | PairData):
-        sources["data.train"] = data.train
-        sources["data.evaluation"] = data.evaluation
-    if evaluation is not None:
-        sources["evaluation.prompts"] = evaluation.prompts
-    if normalisation is not None:
-        sources["normalisation.prompts"] = normalisation.prompts
-    if ptx is not None:
-        sources["ptx.data"] = ptx.data
-    for field, source in sources.items():
-        if source is not None:
-            yield from _source_exists(field, source)
-
-
-def _source_exists(field: str, source: SourceFields) -> Iterator[Broken]:
+def sources_exist(field: str, source: SourceFields) -> Iterator[Broken]:
+    """A source is a file that exists, or the name of a data set; subset and split are of data sets alone."""
     path = Path(source.path)
     if not source.path.endswith(_FILES):
         if path.suffix in _OTHER_FILES:

@@ -176,7 +176,7 @@ def engines_that_need_devices_of_their_own(
 
 def parts_have_samples(rollout: Rollout, data: PromptData, reward: Reward) -> Iterator[Broken]:
     """Every part of a step has a sample, and no function scores the samples of several parts together."""
-    samples = data.prompts_per_step * data.samples_per_prompt
+    samples = data.samples_per_step
     units = [function.unit for function in reward.functions]
     if rollout.inference_parts > 1 and "group" in units:
         rule = "1 where a function scores all responses to a prompt together: they may be in several parts"

@@ -137,15 +137,8 @@ def evaluations_weigh_nothing(evaluation: Evaluation) -> Iterator[Broken]:
         yield from ineffective_settings(field, function, ("weight",), where, "or name it in reward")
 
 
-def functions_have_their_calls(reward: Reward, evaluation: Evaluation | None) -> Iterator[Broken]:
+def functions_have_their_calls(field: str, function: RewardFunction) -> Iterator[Broken]:
     """Built-in functions score one response, and judges several at once; cache and adapter fit the call."""
-    for section, settings in {"reward": reward, "evaluation": evaluation}.items():
-        if settings is not None:
-            for index, function in enumerate(settings.functions):
-                yield from _function_has_its_call(f"{section}.functions.{index}", function)
-
-
-def _function_has_its_call(field: str, function: RewardFunction) -> Iterator[Broken]:
     if ":" not in function.name:
         names = ["adapter", "per"]
         if function.name != "judge":

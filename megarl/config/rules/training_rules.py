@@ -7,18 +7,16 @@ from collections.abc import Iterator
 from megarl.config.problems import Broken, Problem, ineffective_settings, shown
 from megarl.config.schema import (
     STAGES,
-    Actor,
     Algo,
     CheckpointSettings,
     Critic,
     Groups,
     Health,
+    Optimizer,
     PairData,
     PeriodicEvaluation,
     Profiling,
     PromptData,
-    Reward,
-    RewardTraining,
     Rollout,
     RowSettings,
     TextData,
@@ -28,15 +26,11 @@ from megarl.config.schema import (
 from megarl.config.schema.base import parse_devices
 
 
-def rates_fall(actor: Actor | None, critic: Critic | None, reward: Reward | RewardTraining | None) -> Iterator[Broken]:
+def rates_fall(field: str, optimizer: Optimizer) -> Iterator[Broken]:
     """A schedule comes down to its final learning rate."""
-    for role, section in {"actor": actor, "critic": critic, "reward": reward}.items():
-        if section is None or isinstance(section, Reward):
-            continue
-        optimizer = section.optimizer
-        if optimizer.schedule in ("linear", "cosine") and optimizer.final_lr >= optimizer.lr:
-            rule = f"below lr = {optimizer.lr:g}, from which a {optimizer.schedule} schedule comes down"
-            yield f"{role}.optimizer.final_lr", rule, "lower it"
+    if optimizer.schedule in ("linear", "cosine") and optimizer.final_lr >= optimizer.lr:
+        rule = f"below lr = {optimizer.lr:g}, from which a {optimizer.schedule} schedule comes down"
+        yield f"{field}.final_lr", rule, "lower it"
 
 
 def kept_checkpoints_are_made(checkpoint: CheckpointSettings) -> Iterator[Broken]:
@@ -113,7 +107,7 @@ def mini_batches_are_equal(algo: Algo, data: PromptData) -> Iterator[Broken]:
     """mini_batches divides the samples of a step, unless some of them are selected."""
     if algo.select is not None:
         return
-    samples = data.prompts_per_step * data.samples_per_prompt
+    samples = data.samples_per_step
     if samples % algo.mini_batches:
         rule = f"divides data.prompts_per_step * data.samples_per_prompt = {samples}"
         yield "algo.mini_batches", rule, f"choose a divisor of {samples}"
@@ -125,7 +119,7 @@ def selections_fill_mini_batches(algo: Algo, data: PromptData) -> Iterator[Broke
         return
     selected = data.prompts_per_step
     if algo.select.by.name == "top":
-        samples = data.prompts_per_step * data.samples_per_prompt
+        samples = data.samples_per_step
         selected = int(algo.select.by.options["fraction"] * samples)
     if algo.mini_batches > selected:
         rule = f"at most {selected}, the samples that are selected in a step"

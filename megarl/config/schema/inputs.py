@@ -130,6 +130,10 @@ class PromptData(RowSettings):
     samples_per_prompt: Count = 1
     """Responses to each prompt."""
 
+    @property
+    def samples_per_step(self) -> int:
+        return self.prompts_per_step * self.samples_per_prompt
+
 
 class FixedRows(RowSettings):
     """The fields of data that is trained on as it is."""

@@ -301,10 +301,6 @@ class RolloutTrainingConfig(TrainingConfig, SamplingConfig):  # pyright: ignore[
             return None
         return self.actor.ema.decay
 
-    @property
-    def samples_per_step(self) -> int:
-        return self.data.prompts_per_step * self.data.samples_per_prompt
-
 
 STAGES: Final[Mapping[str, str]] = {
     "sft": "megarl.stages.sft.config:SFTConfig",
