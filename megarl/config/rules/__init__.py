@@ -28,13 +28,25 @@ from megarl.config.rules import (
     training_rules,
 )
 from megarl.config.rules.tables import broken_tables
-from megarl.config.schema import Group, Optimizer, Reject, RewardFunction, Section, SourceFields, stage_class
+from megarl.config.schema import (
+    Critic,
+    Group,
+    Model,
+    Optimizer,
+    Reject,
+    Reward,
+    RewardFunction,
+    Section,
+    SourceFields,
+    stage_class,
+)
 from megarl.config.schema.schema_walk import section, type_of, values_by_path
 
 _MODULES = (placement_rules, model_rules, data_rules, rollout_rules, scoring_rules, algorithm_rules, training_rules)
 
 Rule = Callable[..., Iterator[Broken]]
 SECTION_RULES: Final[Mapping[type[Section], Rule]] = {
+    **dict.fromkeys((Critic, Model, Reward), model_rules.checkpoints_are_readable),
     Group: placement_rules.groups_have_roles,
     Optimizer: training_rules.rates_fall,
     Reject: algorithm_rules.bounds_are_in_order,

@@ -75,13 +75,11 @@ class OneOf:
     """
 
     def __init__(self, *parts: type[Choice] | Kind[Any], default: str | None = None) -> None:
-        self.members: list[type[Choice]] = []
         self.table: dict[str, type[Choice]] = {}
         self._default = default
         for part in parts:
-            self.members += _members(part)
-        for member in self.members:
-            self.table |= dict.fromkeys(names_of(member), member)
+            for member in _members(part):
+                self.table |= dict.fromkeys(names_of(member), member)
 
     def __call__(self, name: str, **options: Any) -> Choice:
         """Returns a choice with options."""

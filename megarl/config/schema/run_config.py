@@ -61,6 +61,8 @@ class RunConfig(Section):
     """Roles that the stage may have; of a stage that trains, the first one is required."""
     trained: ClassVar[tuple[RoleName, ...]] = ()
     """Roles that the stage trains; their optimizers are in the sections of their names."""
+    rows_in: ClassVar[str] = "data"
+    """The section whose settings decide how all rows are read."""
     rows_field: ClassVar[str] = "data.train"
     """The field of the training data."""
     exports_initial_architecture: ClassVar[bool] = False
@@ -92,8 +94,8 @@ class RunConfig(Section):
 
     @property
     def rows_section(self) -> tuple[str, RowSettings]:
-        """The section whose settings decide how all rows are read, and its name."""
-        raise NotImplementedError
+        """The name of the section whose settings decide how all rows are read, and the section."""
+        return self.rows_in, getattr(self, self.rows_in)
 
     @property
     def largest_batches(self) -> LargestBatches:
@@ -103,17 +105,14 @@ class RunConfig(Section):
     @classmethod
     def default_roles(cls, raw: Mapping[str, Any]) -> list[RoleName]:
         """Returns the roles of a plain configuration without groups, which need not be valid."""
-        del raw
         return list(cls.trained)
 
     def role_checkpoint(self, role: RoleName) -> str | None:
         """Returns the Hugging Face directory of a role; None for that of the run's model."""
-        del role
         return None
 
     def new_head(self, role: RoleName) -> NewHead | None:
         """Returns the new head of a role; None if its checkpoint has the head."""
-        del role
         return None
 
     @property
@@ -207,7 +206,6 @@ class TrainingConfig(RunConfig):
 
     def ema_decay(self, role: RoleName) -> float | None:
         """Returns the decay of the average of a trained role's weights; None without one."""
-        del role
         return None
 
     @property
@@ -217,7 +215,6 @@ class TrainingConfig(RunConfig):
 
     def optimizer_steps(self, role: RoleName) -> int:
         """Returns the optimizer steps of a trained role in the run."""
-        del role
         return self.steps * self.updates_per_step
 
     def optimizer(self, role: RoleName) -> Optimizer:
@@ -283,10 +280,6 @@ class RolloutTrainingConfig(TrainingConfig, SamplingConfig):  # pyright: ignore[
     """The transfer of weights into the engines."""
 
     rows_field: ClassVar[str] = "data.prompts"
-
-    @property
-    def rows_section(self) -> tuple[str, PromptData]:
-        return "data", self.data
 
     @property
     def rows_per_step(self) -> int:

@@ -37,10 +37,6 @@ class RewardModelConfig(TrainingConfig):
         return self.rollout
 
     @property
-    def rows_section(self) -> tuple[str, PairData]:
-        return "data", self.data
-
-    @property
     def rows_per_step(self) -> int:
         return self.data.pairs_per_step
 
@@ -55,11 +51,9 @@ class RewardModelConfig(TrainingConfig):
         return (*metrics, "perf/tokens_per_second", "time/step")
 
     def new_head(self, role: RoleName) -> NewHead:
-        del role
         return NewHead(std=self.reward.head_std, seed=self.reward.head_seed)
 
     def loss_spec(self, role: RoleName) -> LossSpec:
-        del role
         return PreferenceSpec(stage=self.stage, loss=self.reward.loss)
 
     def read_sets(self, reader: Any) -> Any:

@@ -30,10 +30,6 @@ class SFTConfig(TrainingConfig):
     """The policy's training."""
 
     @property
-    def rows_section(self) -> tuple[str, TextData]:
-        return "data", self.data
-
-    @property
     def rows_per_step(self) -> int:
         return self.data.sequences_per_step
 
@@ -47,7 +43,6 @@ class SFTConfig(TrainingConfig):
         return ("sft/loss", "sft/lr", "sft/grad_norm", "perf/tokens_per_second", "time/step")
 
     def loss_spec(self, role: RoleName) -> LossSpec:
-        del role
         return TextSpec(stage=self.stage)
 
     def read_sets(self, reader: Any) -> Any:
