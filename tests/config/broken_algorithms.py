@@ -41,11 +41,6 @@ ALGORITHMS: Cases = {
         (["rollout={min_new_tokens: 4, max_new_tokens: 4}"], "rollout.min_new_tokens", "0 with policy loss ppo"),
     ],
     algorithm_rules.references_follow_in_time: [(["algo.kl.reference_sync.every=3"], "below run.steps = 3")],
-    algorithm_rules.token_rewards_are_read: [
-        ([*GRPO, "algo.normalise.rewards=true"], "which compares scores"),
-        ([*GRPO, "algo.scores.placement=every_valid"], "which compares scores"),
-        ([*GRPO, "algo.advantage=rloo", "reward.dense=scores"], "which compares scores"),
-    ],
     algorithm_rules.responses_weigh_alike: [
         (["algo.policy_loss=gspo"], "algo.aggregation", "sequence_mean with policy loss gspo"),
         (["algo.policy_loss=gmpo", "algo.aggregation=token_sum"], "weigh them by their length"),
@@ -60,7 +55,6 @@ ALGORITHMS: Cases = {
         ([*NO_REFERENCE, ANCHORED], "algo.policy_loss.name", "reads ref_logprobs: needs a reference"),
         (["algo.kl.coef=0"], "no effect otherwise"),
     ],
-    algorithm_rules.penalties_act: [(["algo.kl.cumulative=false"], "which adds up rewards by itself")],
     algorithm_rules.references_share_the_actors_ranks: [
         (["algo.kl.reference_sync.every=2"], REFERENCE, "the actor's layout (tp 2, pp 2, vpp 1, ep 1, sequence_par"),
         ([*IN_LOSS, "algo.kl.estimator=full"], REFERENCE, "with algo.kl.estimator = full"),
@@ -123,11 +117,6 @@ ALGORITHMS: Cases = {
         ([*NO_REWARD, "environment.name=tools"], "reward", "other than tools and user_turns"),
         (["reward={weight: 0.0, functions: [{name: length, weight: 0}]}"], "nothing could be learned"),
     ],
-    scoring_rules.reward_settings_have_their_model: [
-        ([*NO_REWARD, FUNCTIONS, "reward.path=x"], "no effect without the role"),
-        ([*NO_REWARD, FUNCTIONS, "reward.weight=2.0"], "no effect without"),
-        ([*NO_REWARD, FUNCTIONS, "reward.dense=scores"], "no effect without"),
-    ],
     scoring_rules.processes_have_functions: [
         (["reward.processes=2"], "no effect without functions"),
         (["reward.time_limit=2"], "no effect without functions"),
@@ -139,9 +128,6 @@ ALGORITHMS: Cases = {
         ([*GRPO, "algo.advantage=gdpo"], "algo.scores.missing_end", "the score of each source as it is"),
         ([*GRPO, "algo.advantage=masked_rloo", "algo.scores.missing_end=null"], "compares the responses that ended"),
         ([*GRPO, "algo.advantage=masked_rloo"], "algo.scores.missing_end", "compares the responses that ended"),
-    ],
-    scoring_rules.rewards_of_turns_stay: [
-        (["environment.name=a.b:C", "reward.shuffle=true"], "places the rewards of turns")
     ],
     scoring_rules.evaluations_report_something: [
         ([*NO_REWARD, FUNCTIONS, EVALUATION, "evaluation.functions=[]"], "something to measure")

@@ -87,7 +87,7 @@ LAYOUTS: Cases = {
             "actor and engines are on nodes 0, 1",
         )
     ],
-    rollout_rules.settings_are_for_training: [(["rollout.replay=/nowhere"], "a directory that exists")],
+    rollout_rules.replayed_rollouts_exist: [(["rollout.replay=/nowhere"], "a directory that exists")],
     model_rules.checkpoints_are_readable: [
         (["model={path: /nowhere, random: null}"], "model.path", "readable config.json"),
         (["reward.path=/nowhere"], "readable config.json"),

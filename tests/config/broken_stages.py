@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.rules import data_rules, placement_rules, rollout_rules, scoring_rules, training_rules
+from megarl.config.rules import algorithm_rules, data_rules, placement_rules, scoring_rules, training_rules
 from megarl.stages.reward_model import config as reward_model_config
 from tests.config.debug import ACTOR, Cases
 
@@ -17,11 +17,6 @@ SFT: Cases = {
     ],
     data_rules.micro_batches_hold_a_sample: [
         (["data.max_tokens=129"], f"{ACTOR}.tokens_per_micro_batch", "data.max_tokens = 129")
-    ],
-    rollout_rules.nothing_to_show: [
-        (["tracking.samples=8"], "no effect in a stage without rollouts"),
-        (["tracking.tokens=true"], "no effect in a stage without rollouts"),
-        (["tracking.samples_mib=8"], "no effect in a stage without rollouts"),
     ],
     training_rules.best_checkpoints_are_evaluated: [
         (
@@ -47,12 +42,6 @@ REWARD_MODEL: Cases = {
         (["groups.train.roles={reward: null, actor: {}}"], "groups", "role reward"),
     ],
     placement_rules.devices_exist: [(["rollout.devices=7"], "= 4")],
-    rollout_rules.settings_are_for_training: [
-        (["rollout.record=x"], "does not train on rollouts"),
-        (["rollout.sync_every=2"], "does not train on rollouts"),
-        (["rollout.max_staleness=1"], "does not train on rollouts"),
-    ],
-    rollout_rules.nothing_to_show: [(["tracking.samples=0"], "no effect in a stage without rollouts")],
     data_rules.sources_exist: [(["normalisation.prompts=/nowhere.jsonl"], "a file that exists")],
     data_rules.lengths_fit: [(["rollout.max_model_len=32"], "covers the longest prompt and")],
     data_rules.micro_batches_hold_a_sample: [
@@ -66,6 +55,7 @@ REWARD_MODEL: Cases = {
 }
 
 RAFT: Cases = {
+    algorithm_rules.penalties_act: [(["algo.kl.in=loss"], "no effect with algo.kl.coef = 0")],
     training_rules.selections_fill_mini_batches: [
         (["algo.mini_batches=7"], "at most 6, the samples that are selected"),
         (
@@ -92,31 +82,12 @@ EVAL: Cases = {
             "roles in training alone (none)",
         )
     ],
-    rollout_rules.settings_are_for_training: [
-        (["rollout.replay=x"], "does not train on rollouts"),
-        (["rollout={max_staleness: 1, mode: inflight}"], "rollout.mode", "does not train on rollouts"),
-        (["rollout.max_replacements=1"], "does not train on rollouts"),
-        (["rollout.inference_parts=2"], "does not train on rollouts"),
-    ],
     data_rules.sources_exist: [(["evaluation.prompts=/nowhere.jsonl"], "a file that exists")],
-    scoring_rules.reward_heads_have_a_source: [
-        (
-            ["model={path: /nowhere, random: null}", "groups.train={devices: 0, roles: {reward: {}}}"],
-            "reward.path",
-            "would score at random",
-        )
-    ],
     scoring_rules.evaluations_report_something: [
         (["evaluation.functions=[]"], "something to measure"),
         (["environment.name=tools", "evaluation.functions=[]"], "something to measure"),
     ],
     scoring_rules.evaluations_have_samples: [
         (["evaluation.pass_at=[1, 8]"], "at most evaluation.samples_per_prompt = 4")
-    ],
-    scoring_rules.reward_settings_have_their_model: [(["reward.path=x"], "no effect without the role")],
-    scoring_rules.evaluations_have_no_weights: [
-        (["reward.functions=[{name: regex}]"], "no effect in stage eval"),
-        (["reward.shuffle=true"], "no effect in stage eval"),
-        (["environment={name: tools, weight: 2}"], "environment.weight", "no effect in stage eval"),
     ],
 }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tests.config.debug import EVALUATION, GRPO, HELD_OUT_TASKS, JUDGE, OWN_DEVICE, PTX, Case
+from tests.config.debug import EVALUATION, FUNCTIONS, GRPO, HELD_OUT_TASKS, JUDGE, OWN_DEVICE, PTX, Case
 
 ADVANTAGES = "algo.normalise.advantages"
+NO_REWARD = ["groups.train.roles.reward=null", FUNCTIONS]
 OLD = "algo.correction.old_logprobs"
 REJECT = "algo.correction.reject=[{statistic: token_k2, upper: 1}]"
 
@@ -37,7 +38,31 @@ ORDER_CASES = [
 ]
 
 # stage, overrides of its debug run, the setting, and the condition
+TOKENS = "without an advantage of token rewards"
 UNUSED_CASES: list[tuple[str, list[str], str, str]] = [
+    ("ppo", GRPO, "algo.normalise.rewards=true", TOKENS),
+    ("ppo", GRPO, "algo.scores.placement=every_valid", TOKENS),
+    ("ppo", [*GRPO, "algo.advantage=rloo"], "reward.dense=scores", TOKENS),
+    ("ppo", [], "algo.kl.cumulative=false", "with an advantage of token rewards"),
+    ("ppo", NO_REWARD, "reward.path=x", "without the role reward"),
+    ("ppo", NO_REWARD, "reward.weight=2.0", "without the role reward"),
+    ("ppo", NO_REWARD, "reward.dense=scores", "without the role reward"),
+    ("eval", [], "reward.path=x", "without the role reward"),
+    ("eval", [], "reward.functions=[{name: regex}]", "without training"),
+    ("eval", [], "reward.shuffle=true", "without training"),
+    ("eval", ["environment.name=tools"], "environment.weight=2.0", "without training"),
+    ("eval", [JUDGE[0], "cluster.devices_per_node=7"], "reward.judge_model.weight=2.0", "without training"),
+    ("sft", [], "tracking.samples=8", "without rollouts"),
+    ("sft", [], "tracking.tokens=true", "without rollouts"),
+    ("sft", [], "tracking.samples_mib=8", "without rollouts"),
+    ("reward_model", [], "tracking.samples=0", "without rollouts"),
+    ("reward_model", [], "rollout.record=x", "without training on rollouts"),
+    ("reward_model", [], "rollout.sync_every=2", "without training on rollouts"),
+    ("reward_model", [], "rollout.max_staleness=1", "without training on rollouts"),
+    ("eval", [], "rollout.replay=x", "without training on rollouts"),
+    ("eval", ["rollout.max_staleness=1"], "rollout.mode=inflight", "without training on rollouts"),
+    ("eval", [], "rollout.max_replacements=1", "without training on rollouts"),
+    ("eval", [], "rollout.inference_parts=2", "without training on rollouts"),
     ("ppo", [], "algo.filter_rounds=3", "without algo.filter"),
     ("ppo", ["algo.ppo_epochs=1"], "algo.early_stop={kl: 0.1}", "with algo.ppo_epochs = 1"),
     ("ppo", GRPO, "algo.value_loss=huber", "without critic"),
@@ -90,10 +115,13 @@ UNUSED_CASES: list[tuple[str, list[str], str, str]] = [
 ]
 
 ONE_SOURCE = "exactly one of"
+PATH = ["model={path: /nowhere, random: null}"]
 ONE_SAMPLE = "data.samples_per_prompt=1"
 
 # stage of the debug run, the case
 CONFLICT_CASES: list[tuple[str, Case]] = [
+    ("ppo", (["environment.name=a.b:C", "reward.shuffle=true"], "places the rewards of turns")),
+    ("eval", ([*PATH, "groups.train={devices: 0, roles: {reward: {}}}"], "reward.path", "score at random")),
     ("ppo", (["model.random=null"], "model", ONE_SOURCE)),
     ("ppo", (["model.path=/nowhere"], "model", ONE_SOURCE)),
     ("ppo", (["data.random=null"], "data", ONE_SOURCE)),

@@ -113,7 +113,8 @@ def test_every_entry_of_the_tables_is_tested_and_names_fields() -> None:
             if any(key(case[2]) in settings and case[3] in words for case in UNUSED_CASES):
                 tested.add(row)
     assert tested == {row for rows in UNUSED.values() for row in rows}
-    assert [path for path in named if not any(has_path(schema, path) for schema in stage_classes().values())] == []
+    paths = [path for path in named if " " not in path]  # the others are facts in words
+    assert [path for path in paths if not any(has_path(schema, path) for schema in stage_classes().values())] == []
 
 
 @pytest.mark.parametrize(

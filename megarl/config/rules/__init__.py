@@ -25,9 +25,9 @@ from megarl.config.rules import (
     placement_rules,
     rollout_rules,
     scoring_rules,
+    tables,
     training_rules,
 )
-from megarl.config.rules.tables import broken_tables
 from megarl.config.schema import (
     Critic,
     Group,
@@ -36,11 +36,15 @@ from megarl.config.schema import (
     Reject,
     Reward,
     RewardFunction,
+    SamplingConfig,
     Section,
     SourceFields,
     stage_class,
+    trains,
+    trains_on_rollouts,
 )
 from megarl.config.schema.schema_walk import section, type_of, values_by_path
+from megarl.types import RoleName
 
 _MODULES = (placement_rules, model_rules, data_rules, rollout_rules, scoring_rules, algorithm_rules, training_rules)
 
@@ -61,7 +65,7 @@ def broken_rules(stage: str, sections: Mapping[str, Any]) -> list[Problem]:
     Of several reasons for which a setting has no effect, the first one is reported.
     """
     known = stage_class(stage).model_fields
-    values = dict(values_by_path(sections))
+    values = {**dict(values_by_path(sections)), **_facts(stage, sections)}
     broken: list[Broken] = []
     for rule, reads in rules_of(stage).items():
         invalid = (known.keys() & reads.keys()) - sections.keys()
@@ -75,7 +79,7 @@ def broken_rules(stage: str, sections: Mapping[str, Any]) -> list[Problem]:
             broken += section_rule(path, value)
     problems: list[Problem] = []
     unused = set[str]()
-    for found in (*broken, *broken_tables(values)):
+    for found in (*broken, *tables.broken_tables(values)):
         problem = found
         if not isinstance(problem, Problem):
             field, rule, fix = problem
@@ -86,6 +90,21 @@ def broken_rules(stage: str, sections: Mapping[str, Any]) -> list[Problem]:
             unused.add(problem.field)
         problems.append(problem)
     return problems
+
+
+def _facts(stage: str, sections: Mapping[str, Any]) -> dict[str, bool]:
+    """Returns what is so besides the values of fields, for the tables."""
+    facts = {
+        tables.TRAINING: trains(stage),
+        tables.ROLLOUT_TRAINING: trains_on_rollouts(stage),
+        tables.SCORED_ROLLOUTS: issubclass(stage_class(stage), SamplingConfig),
+    }
+    if "groups" in sections:
+        for role in get_args(RoleName):
+            facts[f"the role {role}"] = placement_rules.placed(sections["groups"], role)
+    if "algo" in sections:
+        facts[tables.TOKEN_REWARDS] = sections["algo"].from_token_rewards
+    return facts
 
 
 @functools.cache

@@ -14,7 +14,6 @@ from megarl.config.schema import (
     Groups,
     PromptData,
     Reject,
-    Reward,
     RoleConfig,
     TrainingRun,
 )
@@ -67,16 +66,6 @@ def groups_of_samples_are_compared(algo: Algo, data: PromptData) -> Iterator[Bro
         yield "data.samples_per_prompt", rule, f"set it to {needed} or more"
 
 
-def token_rewards_are_read(algo: Algo, reward: Reward) -> Iterator[Broken]:
-    """Advantages that compare samples read no token rewards."""
-    if not algo.from_token_rewards:
-        where = f"with advantage {algo.advantage.name}, which compares scores"
-        otherwise = "or choose gae"
-        yield from ineffective_settings("algo.normalise", algo.normalise, ("rewards",), where, otherwise)
-        yield from ineffective_settings("algo.scores", algo.scores, ("placement",), where, otherwise)
-        yield from ineffective_settings("reward", reward, ("dense",), where, otherwise)
-
-
 def responses_weigh_alike(algo: Algo) -> Iterator[Broken]:
     """gspo and gmpo put the loss of a whole response on each of its tokens: the mean is over responses."""
     loss = algo.policy_loss.name
@@ -124,14 +113,11 @@ def penalty_has_a_reference(algo: Algo, groups: Groups) -> Iterator[Broken]:
 
 
 def penalties_act(algo: Algo) -> Iterator[Broken]:
-    """A penalty's place and estimator need a coefficient, and its sum over tokens scores that do not add up."""
+    """A penalty's place and estimator need a coefficient."""
     kl = algo.kl
     if kl.coef == 0 and "coef" not in kl.model_fields_set:  # a coefficient of 0 turns the penalty of a recipe off
         names = ("placement", "estimator")
         yield from ineffective_settings("algo.kl", kl, names, "with algo.kl.coef = 0", "or raise algo.kl.coef")
-    if kl.coef > 0 and kl.placement == "reward" and algo.from_token_rewards:
-        where = f"with advantage {algo.advantage.name}, which adds up rewards by itself"
-        yield from ineffective_settings("algo.kl", kl, ("cumulative",), where, "or choose one of samples, such as rloo")
 
 
 def references_share_the_actors_ranks(algo: Algo, groups: Groups) -> Iterator[Broken]:

@@ -19,10 +19,6 @@ from megarl.config.schema import (
     Resharding,
     Reward,
     Rollout,
-    SamplingConfig,
-    Tracking,
-    stage_class,
-    trains_on_rollouts,
 )
 from megarl.config.schema.base import parse_devices
 from megarl.config.schema.cluster_sections import shared_devices
@@ -88,33 +84,11 @@ def quantized_models(cluster: Cluster, model: Model, rollout: Rollout) -> Iterat
         yield "rollout.quantization", "vLLM cannot quantize experts on a CPU", "set it to null"
 
 
-def settings_are_for_training(stage: str, rollout: Rollout) -> Iterator[Broken]:
-    """Only training on rollouts repeats, records or replays them; replayed ones exist."""
-    if not trains_on_rollouts(stage):
-        names = (
-            "record",
-            "replay",
-            "sync_every",
-            "max_staleness",
-            "mode",
-            "inflight_cache",
-            "rolling_update",
-            "max_replacements",
-            "inference_parts",
-        )
-        where = "in a stage that does not train on rollouts"
-        yield from ineffective_settings("rollout", rollout, names, where, "or use stage ppo")
-    elif rollout.replay is not None and not Path(rollout.replay).is_dir():
+def replayed_rollouts_exist(rollout: Rollout) -> Iterator[Broken]:
+    """Rollouts to replay are in a directory."""
+    if rollout.replay is not None and not Path(rollout.replay).is_dir():
         fix = f"{correct_path(rollout.replay)}, or make it with rollout.record"
         yield "rollout.replay", "a directory that exists", fix
-
-
-def nothing_to_show(stage: str, tracking: Tracking) -> Iterator[Broken]:
-    """Only rollouts and evaluations with the engines have samples to read."""
-    if not issubclass(stage_class(stage), SamplingConfig):
-        names = ("samples", "samples_mib", "tokens")
-        where = "in a stage without rollouts of the model in training"
-        yield from ineffective_settings("tracking", tracking, names, where, "or use stage ppo")
 
 
 def transports_are_for_the_cpu(cluster: Cluster, resharding: Resharding) -> Iterator[Broken]:

@@ -13,7 +13,6 @@ from megarl.config.schema import (
     Evaluation,
     Groups,
     HeldOut,
-    Model,
     Reward,
     RewardFunction,
     trains,
@@ -21,21 +20,6 @@ from megarl.config.schema import (
 
 _WITHOUT_REWARD = ("tools", "user_turns")
 """Built-in environments whose reward is always 0: something else scores their conversations."""
-
-
-def evaluations_have_no_weights(
-    stage: str, reward: Reward, environment: EnvironmentSettings | None
-) -> Iterator[Broken]:
-    """An evaluation reports each source of scores by itself."""
-    if not trains(stage):
-        names = ("weight", "functions", "dense", "shuffle")
-        where = f"in stage {stage}, which reports each source by itself"
-        otherwise = "or name functions in evaluation.functions"
-        yield from ineffective_settings("reward", reward, names, where, otherwise)
-        sections = {"environment": environment, "reward.judge_model": reward.judge_model}
-        for field, section in sections.items():
-            if section is not None:
-                yield from ineffective_settings(field, section, ("weight",), where, "or use ppo")
 
 
 def scores_have_a_source(
@@ -59,21 +43,6 @@ def scores_have_a_source(
     elif not any(weights):
         fix = "raise reward.weight, or that of a function"
         yield Problem("reward", "all weights 0", "one that is not 0: nothing could be learned", fix)
-
-
-def reward_settings_have_their_model(groups: Groups, reward: Reward) -> Iterator[Broken]:
-    """The settings of the reward model need the role."""
-    if not placed(groups, "reward"):
-        names = ("path", "head_std", "head_seed", "weight", "dense")
-        where = "without the role reward"
-        yield from ineffective_settings("reward", reward, names, where, "or add the role to a group")
-
-
-def reward_heads_have_a_source(groups: Groups, model: Model, reward: Reward) -> Iterator[Broken]:
-    """A language model's checkpoint has no score head; a random head is for trials with a random model."""
-    if placed(groups, "reward") and model.path is not None and reward.path is None:
-        rule = "a reward model with model.path: a random head on that model would score at random"
-        yield "reward.path", rule, "give it, or remove the role reward from its group"
 
 
 def processes_have_functions(reward: Reward, evaluation: Evaluation | None) -> Iterator[Broken]:
@@ -106,13 +75,6 @@ def unfinished_responses_are_compared(algo: Algo) -> Iterator[Broken]:
     if algo.advantage.name == "masked_rloo" and not masks:
         rule = "mask with advantage masked_rloo, which compares the responses that ended alone"
         yield "algo.scores.missing_end", rule, "set it to mask, or choose rloo"
-
-
-def rewards_of_turns_stay(algo: Algo, reward: Reward, environment: EnvironmentSettings) -> Iterator[Broken]:
-    """Rewards of turns fit no other conversation."""
-    if algo.from_token_rewards and reward.shuffle:
-        rule = f"false with an environment and advantage {algo.advantage.name}, which places the rewards of turns"
-        yield "reward.shuffle", rule, "set it to false, or choose grpo"
 
 
 def evaluations_report_something(

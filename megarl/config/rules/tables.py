@@ -33,7 +33,7 @@ class Unused(NamedTuple):
 
     Args:
         settings: names of fields of a section.
-        field: path of the other field; within the section if it begins with a dot.
+        field: path of the other field, within the section if it begins with a dot; or a fact in words.
         value: value of the other field.
         otherwise: what to do instead of removing the settings.
         reason: why they have no effect.
@@ -55,6 +55,12 @@ _ALL_THE_SAME = (
     "1 with rollout.top_k = 1: the answers to a prompt would all be the same",
     "set it to 1, or rollout.top_k to null",
 )
+TRAINING: Final = "training on scores"
+ROLLOUT_TRAINING: Final = "training on rollouts"
+SCORED_ROLLOUTS: Final = "rollouts that are scored"
+TOKEN_REWARDS: Final = "an advantage of token rewards"
+_REWARD_ROLE = "the role reward"
+_ALONE = "as an evaluation reports each source by itself"
 _RECOMPUTE = "recompute the old log-probabilities"
 _OPTIMIZER = [
     Unused("warmup final_lr", ".schedule", "anneal", "choose linear", "from lr to 0"),
@@ -78,15 +84,18 @@ UNUSED: Final[Mapping[str, list[Unused]]] = {
         Unused("target horizon unit cumulative importance reference_sync", ".coef", 0, "raise algo.kl.coef"),
         Unused("horizon unit", ".target", None, "set a target"),
         Unused("cumulative", ".in", "loss", "set algo.kl.in to reward"),
+        Unused("cumulative", TOKEN_REWARDS, True, "choose rloo", "which adds up rewards by itself"),
         Unused("importance", ".in", "reward", "set algo.kl.in to loss"),
         Unused("importance", ".estimator", "full", "set algo.kl.estimator to k3", "which is no estimate from samples"),
     ],
+    "algo.normalise": [Unused("rewards", TOKEN_REWARDS, False, "choose gae")],
     "algo.normalise.advantages": [
         Unused("ddof form eps", ".mean_only", True, "set mean_only to false", "which does not divide"),
         Unused("leave_one_out", ".mean", None, "set mean to batch or group"),
         Unused("unbiased eps", ".std", None, "set std to batch or group"),
     ],
     "algo.scores": [
+        Unused("placement", TOKEN_REWARDS, False, "choose gae"),
         Unused("placement", "reward.dense", given, "set reward.dense to null"),
         Unused("clip", "algo.advantage", "gdpo", "choose grpo", "which compares the score of each source as it is"),
     ],
@@ -107,10 +116,24 @@ UNUSED: Final[Mapping[str, list[Unused]]] = {
         Unused("temperature", ".greedy", True, "set evaluation.greedy to false"),
         Unused("success_at", ".pass_at", (), "give some"),
     ],
-    "reward": [Unused("head_std head_seed", ".path", given, "remove the path", "whose head is loaded")],
+    "environment": [Unused("weight", TRAINING, False, "use stage ppo", _ALONE)],
+    "reward": [
+        Unused("weight functions dense shuffle", TRAINING, False, "name evaluation.functions", _ALONE),
+        Unused("path head_std head_seed weight dense", _REWARD_ROLE, False, "add the role to a group"),
+        Unused("head_std head_seed", ".path", given, "remove the path", "whose head is loaded"),
+        Unused("dense", TOKEN_REWARDS, False, "choose gae"),
+    ],
+    "reward.judge_model": [Unused("weight", TRAINING, False, "use stage ppo", _ALONE)],
     "reward.loss": [Unused("margin", ".kind", "logexp", "set kind to logsigmoid")],
     "reward.optimizer": _OPTIMIZER,
     "rollout": [
+        Unused(
+            "record replay sync_every max_staleness mode inflight_cache rolling_update"
+            " max_replacements inference_parts",
+            ROLLOUT_TRAINING,
+            False,
+            "use stage ppo",
+        ),
         Unused("kv_cache_mib", ".gpu_memory_fraction", given, "set rollout.gpu_memory_fraction to null"),
         Unused("min_new_tokens", ".ignore_eos", True, "set rollout.ignore_eos to false"),
         Unused("enforce_eager", "cluster.device", "cpu", "use GPUs"),
@@ -119,7 +142,10 @@ UNUSED: Final[Mapping[str, list[Unused]]] = {
         Unused("inflight_cache", ".mode", "bounded", "set rollout.mode to inflight"),
         Unused("rolling_update", ".mode", "exact", "set rollout.mode to bounded or inflight"),
     ],
-    "tracking": [Unused("samples_mib tokens", ".samples", 0, "raise tracking.samples")],
+    "tracking": [
+        Unused("samples samples_mib tokens", SCORED_ROLLOUTS, False, "use stage ppo"),
+        Unused("samples_mib tokens", ".samples", 0, "raise tracking.samples"),
+    ],
 }
 """The settings of each section; of several entries that hold for a setting, the first one is reported."""
 READ_TEXT: Final = {
@@ -246,6 +272,16 @@ CONFLICTS: Final[tuple[tuple[Mapping[str, Any], str, str], ...]] = (
         "a loss with a clip where rollout.max_staleness is above 0; reinforce has none",
         "choose ppo or another with a clip, or bound the ratio with algo.correction.weights",
     ),
+    (
+        {"reward.shuffle": True, "environment": given, TOKEN_REWARDS: True},
+        f"false with an environment and {TOKEN_REWARDS}, which places the rewards of turns",
+        "set it to false, or choose grpo",
+    ),
+    (
+        {"reward.path": None, _REWARD_ROLE: True, "model.path": given},
+        "a reward model with model.path: a random head on that model would score at random",
+        "give it, or remove the role reward from its group",
+    ),
     # of samples
     (
         {"data.samples_per_prompt": 1, "algo.select.by": "local"},
@@ -347,7 +383,7 @@ def broken_tables(values: Mapping[str, Any]) -> Iterator[Broken]:
     """Yields what the tables forbid.
 
     Args:
-        values: values of all fields by path; those of invalid sections may be missing.
+        values: values of all fields by path, and facts by their words; those of invalid sections may be missing.
     """
     if "model" in values and values["model.tokenizer"] is None and values["model.path"] is None:
         for field, instead in READ_TEXT.items():
@@ -401,7 +437,7 @@ def _is_so(value: object, expected: Any) -> bool:
 
 def condition(field: str, value: object) -> str:
     """Returns the words for a value of a field, as in "has no effect without algo.filter"."""
-    if value is None or value == ():
+    if value is None or value is False or value == ():
         return f"without {field}"
     if value is given or value is True:
         return f"with {field}"
