@@ -65,7 +65,7 @@ def broken_rules(stage: str, sections: Mapping[str, Any]) -> list[Problem]:
     Of several reasons for which a setting has no effect, the first one is reported.
     """
     known = stage_class(stage).model_fields
-    values = {**dict(values_by_path(sections)), **_facts(stage, sections)}
+    values: dict[str, Any] = {**dict(values_by_path(sections)), **_facts(stage, sections)}
     broken: list[Broken] = []
     for rule, reads in rules_of(stage).items():
         invalid = (known.keys() & reads.keys()) - sections.keys()

@@ -20,6 +20,10 @@ def positive(value: Any) -> bool:
     return value is not None and value > 0
 
 
+def one_or_more(value: Any) -> bool:
+    return value is not None and value >= 1
+
+
 def several(value: Any) -> bool:
     return value is not None and value > 1
 
@@ -335,7 +339,7 @@ CONFLICTS: Final[tuple[tuple[Mapping[str, Any], str, str], ...]] = (
         "raise it, or remove the section: ptx=null",
     ),
     (
-        {"ptx.coef": lambda coef: coef >= 1, "ptx.mode": "convex"},
+        {"ptx.coef": one_or_more, "ptx.mode": "convex"},
         "below 1 with ptx.mode = convex, which weighs the rollouts with the rest",
         "lower it, or set ptx.mode to add",
     ),
@@ -429,7 +433,7 @@ def _unused(values: Mapping[str, Any]) -> Iterator[Broken]:
 
 def _is_so(value: object, expected: Any) -> bool:
     if callable(expected):
-        return expected(value)
+        return bool(expected(value))
     if isinstance(value, Choice):
         return value.name == expected
     return value == expected
