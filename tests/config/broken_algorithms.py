@@ -168,7 +168,6 @@ ALGORITHMS: Cases = {
     data_rules.micro_batches_hold_a_sample: [
         ([PTX, "ptx.max_tokens=129"], f"{ACTOR}.tokens_per_micro_batch", "at least ptx.max_tokens = 129")
     ],
-    data_rules.sources_exist: [([PTX, "ptx.data=/nowhere.jsonl"], "a file that exists")],
     training_rules.rates_fall: [
         (["actor.optimizer.schedule=linear", "actor.optimizer.final_lr=1e-4"], "below lr = 0.0001, from which a linear")
     ],

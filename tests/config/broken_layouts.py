@@ -105,7 +105,6 @@ LAYOUTS: Cases = {
         (["data.random=null", "data.prompts=nope"], "a file that exists"),
         (["data.random=null", "data.prompts=data.csv"], "ends in .jsonl or .parquet"),
         (["data.random=null", "data.prompts={path: p.parquet, split: train}"], "data.prompts.split", "this is a file"),
-        (["evaluation={prompts: /nowhere.jsonl}"], "evaluation.prompts", "a file that exists"),
     ],
     data_rules.random_prompts_are_ids: [
         (["data.chat_template=true"], "no effect with data.random"),

@@ -42,7 +42,6 @@ REWARD_MODEL: Cases = {
         (["groups.train.roles={reward: null, actor: {}}"], "groups", "role reward"),
     ],
     placement_rules.devices_exist: [(["rollout.devices=7"], "= 4")],
-    data_rules.sources_exist: [(["normalisation.prompts=/nowhere.jsonl"], "a file that exists")],
     data_rules.lengths_fit: [(["rollout.max_model_len=32"], "covers the longest prompt and")],
     data_rules.micro_batches_hold_a_sample: [
         (["data.max_tokens=65"], f"{REWARD}.tokens_per_micro_batch", "twice data.max_tokens, for a pair, = 130")
@@ -51,7 +50,6 @@ REWARD_MODEL: Cases = {
         (["rollout=null"], "normalisation", "needs the section rollout"),
         (["normalisation=null"], "rollout", "normalisation alone"),
     ],
-    training_rules.rates_fall: [(["reward.optimizer.lr=1e-4"], "reward.optimizer.final_lr", "below lr = 0.0001")],
 }
 
 RAFT: Cases = {
@@ -82,7 +80,6 @@ EVAL: Cases = {
             "roles in training alone (none)",
         )
     ],
-    data_rules.sources_exist: [(["evaluation.prompts=/nowhere.jsonl"], "a file that exists")],
     scoring_rules.evaluations_report_something: [
         (["evaluation.functions=[]"], "something to measure"),
         (["environment.name=tools", "evaluation.functions=[]"], "something to measure"),
