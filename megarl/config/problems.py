@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -119,8 +120,8 @@ def shown(value: object) -> str:
     if isinstance(value, Mapping | list):
         hidden = without_secrets(value, inside=True)
         text = yaml.safe_dump(hidden, default_flow_style=True, width=math.inf).strip()
-    elif value is None:
-        text = "null"
+    elif value is None or isinstance(value, bool):
+        text = json.dumps(value)
     else:
         text = str(value)
     if len(text) > 80:

@@ -56,8 +56,8 @@ ALGORITHMS: Cases = {
         (["algo.kl.coef=0"], "no effect otherwise"),
     ],
     algorithm_rules.references_share_the_actors_ranks: [
-        (["algo.kl.reference_sync.every=2"], REFERENCE, "the actor's layout (tp 2, pp 2, vpp 1, ep 1, sequence_par"),
-        ([*IN_LOSS, "algo.kl.estimator=full"], REFERENCE, "with algo.kl.estimator = full"),
+        (["algo.kl.reference_sync.every=2"], f"{REFERENCE}.pp", "2 as of the actor with algo.kl.reference_sync"),
+        ([*IN_LOSS, "algo.kl.estimator=full"], f"{REFERENCE}.pp", "with algo.kl.estimator = full"),
         (
             [*NO_REFERENCE, *SPARE, "algo.kl.reference_sync.every=2", "groups.spare.roles.reference={}"],
             "in the group of the actor",

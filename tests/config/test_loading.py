@@ -222,11 +222,12 @@ def test_suggestions_for_values_are_values_and_for_keys_are_keys() -> None:
     assert found["data.prompts"].fix.startswith("remove it")
 
 
-def test_fixes_are_one_line_and_lists_are_yaml() -> None:
+def test_fixes_are_one_line_and_values_are_yaml() -> None:
     bad = problems("algo.correction.reject=[{statistic: k7, upper: 2}]")["algo.correction.reject.0.statistic"]
     assert bad.value == "k7"
     assert "over a response. k1 is log p(engines)" in bad.fix  # two lines in the schema
     assert "\n" not in bad.fix
+    assert problems("cluster.nodes=true")["cluster.nodes"].value == "true"
     assert problems(*GRPO, "algo={advantage: gdpo, scores: {clip: 3}}")["algo.scores.clip"].value == "[-3.0, 3.0]"
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.problems import Broken, Problem, ineffective_settings, shown
-from megarl.config.rules.placement_rules import placed
+from megarl.config.problems import Broken, ineffective_settings, shown
+from megarl.config.rules.placement_rules import placed, roles_of
 from megarl.config.schema import (
     Algo,
     Critic,
@@ -14,7 +14,6 @@ from megarl.config.schema import (
     Groups,
     PromptData,
     Reject,
-    RoleConfig,
     TrainingRun,
 )
 
@@ -34,9 +33,8 @@ def advantages_have_their_critic(algo: Algo, groups: Groups, critic: Critic | No
     may_read_values = isinstance(algo.advantage, CustomAdvantage) and algo.advantage.level == "token"
     if may_read_values and given == (critic is not None):
         return
-    for group_name, group in groups.items():
-        if "critic" in group.roles:
-            field = f"groups.{group_name}.roles.critic"
+    for field, _, role, _ in roles_of(groups):
+        if role == "critic":
             fix = f"remove it: {field}=null, or choose gae"
             yield field, f"advantage {name} has no critic", fix
     if critic is not None:
@@ -131,24 +129,18 @@ def references_share_the_actors_ranks(algo: Algo, groups: Groups) -> Iterator[Br
         fix = "set algo.kl.estimator to k3"
     else:
         return
-    for name, group in groups.items():
-        if "reference" not in group.roles:
+    for field, group, name, role in roles_of(groups):
+        if name != "reference":
             continue
-        field = f"groups.{name}.roles.reference"
         if "actor" not in group.roles:
             fix = f"place it in the actor's group, or {fix}"
-            yield Problem(field, f"in {name}", f"in the group of the actor {where}", fix)
+            yield field, f"in the group of the actor {where}", fix
             continue
-        actor = _layout_text(group.roles["actor"])
-        reference = _layout_text(group.roles["reference"])
-        if actor != reference:
-            rule = f"the actor's layout ({actor}) {where}"
-            yield Problem(field, reference, rule, f"give both the same layout, or {fix}")
-
-
-def _layout_text(role: RoleConfig) -> str:
-    sizes = ("tp", "pp", "vpp", "ep", "sequence_parallel")
-    return ", ".join(f"{size} {getattr(role, size)}" for size in sizes)
+        for size in ("tp", "pp", "vpp", "ep", "sequence_parallel"):
+            needed = getattr(group.roles["actor"], size)
+            if getattr(role, size) != needed:
+                rule = f"{shown(needed)} as of the actor {where}"
+                yield f"{field}.{size}", rule, f"give both the same layout, or {fix}"
 
 
 def references_follow_in_time(algo: Algo, run: TrainingRun) -> Iterator[Broken]:
