@@ -132,10 +132,8 @@ ALGORITHMS: Cases = {
     scoring_rules.evaluations_report_something: [
         ([*NO_REWARD, FUNCTIONS, EVALUATION, "evaluation.functions=[]"], "something to measure")
     ],
-    scoring_rules.evaluations_weigh_nothing: [
-        (["evaluation.functions=[{name: a}, {name: b, weight: 2}]"], "evaluation.functions.1.weight", "each function")
-    ],
     scoring_rules.functions_have_their_calls: [
+        (["evaluation.functions=[{name: a}, {name: b, weight: 2}]"], "evaluation.functions.1.weight", "each function"),
         (["reward.functions=[{name: regex, per: batch}]"], "reward.functions.0.per", "with a built-in function"),
         (
             ["reward.functions=[{name: judge, concurrency: 4}, {name: regex, concurrency: 4}]"],

@@ -117,7 +117,7 @@ LAYOUTS: Cases = {
         ),
         ([PTX, "data.chat_template=true"], "no effect with data.random"),
     ],
-    training_rules.mini_batches_are_equal: [(["algo.mini_batches=3"], "= 16")],
+    training_rules.samples_fill_mini_batches: [(["algo.mini_batches=3"], "= 16")],
     data_rules.lengths_fit: [(["rollout.max_new_tokens=49"], "rollout.max_model_len", "max_new_tokens = 49")],
     data_rules.micro_batches_hold_a_sample: [([f"{ACTOR}.tokens_per_micro_batch=63"], "max_model_len = 64")],
 }

@@ -54,7 +54,7 @@ REWARD_MODEL: Cases = {
 
 RAFT: Cases = {
     algorithm_rules.penalties_act: [(["algo.kl.in=loss"], "no effect with algo.kl.coef = 0")],
-    training_rules.selections_fill_mini_batches: [
+    training_rules.samples_fill_mini_batches: [
         (["algo.mini_batches=7"], "at most 6, the samples that are selected"),
         (
             ["algo={select: {by: top}, mini_batches: 5}"],
@@ -70,6 +70,7 @@ RAFT: Cases = {
 }
 
 EVAL: Cases = {
+    rollout_rules.sleeping_frees_devices: [(["rollout.sleep=true"], "has devices of the engines")],
     placement_rules.roles_belong_to_the_stage: [
         (["groups.train={devices: 0, roles: {actor: {}}}"], "groups.train.roles.actor", "has the roles reward alone")
     ],

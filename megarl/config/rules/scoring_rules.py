@@ -91,16 +91,11 @@ def evaluations_report_something(
         yield "evaluation.functions", rule, f"give evaluation.functions, or {otherwise}"
 
 
-def evaluations_weigh_nothing(evaluation: Evaluation) -> Iterator[Broken]:
-    """An evaluation reports each function by itself, without a weight."""
-    where = "in an evaluation, which reports each function by itself"
-    for index, function in enumerate(evaluation.functions):
-        field = f"evaluation.functions.{index}"
-        yield from ineffective_settings(field, function, ("weight",), where, "or name it in reward")
-
-
 def functions_have_their_calls(field: str, function: RewardFunction) -> Iterator[Broken]:
     """Built-in functions score one response, and judges several at once; cache and adapter fit the call."""
+    if field.startswith("evaluation"):
+        where = "in an evaluation, which reports each function by itself"
+        yield from ineffective_settings(field, function, ("weight",), where, "or name it in reward")
     if ":" not in function.name:
         names = ["adapter", "per"]
         if function.name != "judge":

@@ -103,23 +103,16 @@ def health_checks_have_metrics(stage: str, health: Health) -> Iterator[Broken]:
                 yield Problem(f"health.{field}", name, f"a metric of stage {stage}", "remove it")
 
 
-def mini_batches_are_equal(algo: Algo, data: PromptData) -> Iterator[Broken]:
-    """mini_batches divides the samples of a step, unless some of them are selected."""
-    if algo.select is not None:
-        return
+def samples_fill_mini_batches(algo: Algo, data: PromptData) -> Iterator[Broken]:
+    """mini_batches divides the samples of a step; a selection of them has one for every optimizer step."""
     samples = data.samples_per_step
-    if samples % algo.mini_batches:
-        rule = f"divides data.prompts_per_step * data.samples_per_prompt = {samples}"
-        yield "algo.mini_batches", rule, f"choose a divisor of {samples}"
-
-
-def selections_fill_mini_batches(algo: Algo, data: PromptData) -> Iterator[Broken]:
-    """A selection has a sample for every optimizer step."""
     if algo.select is None:
+        if samples % algo.mini_batches:
+            rule = f"divides data.prompts_per_step * data.samples_per_prompt = {samples}"
+            yield "algo.mini_batches", rule, f"choose a divisor of {samples}"
         return
     selected = data.prompts_per_step
     if algo.select.by.name == "top":
-        samples = data.samples_per_step
         selected = int(algo.select.by.options["fraction"] * samples)
     if algo.mini_batches > selected:
         rule = f"at most {selected}, the samples that are selected in a step"
