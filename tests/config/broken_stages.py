@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from megarl.config.rules import algorithm_rules, data_rules, placement_rules, scoring_rules, training_rules
+from megarl.config.rules import (
+    algorithm_rules,
+    data_rules,
+    placement_rules,
+    rollout_rules,
+    scoring_rules,
+    training_rules,
+)
 from megarl.stages.reward_model import config as reward_model_config
 from tests.config.debug import ACTOR, Cases
 
