@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from megarl.config import RunConfig, TrainingConfig
 from megarl.config.schema import LayerChoice, Optimizer
+from megarl.config.schema.cluster_sections import Recompute
 from megarl.config.schema.loss_specs import LossSpec, NewHead
 from megarl.types import Layout, RoleName
-
-Recompute = Literal["none", "selective", "full"]
-"""Activations that the backward pass recomputes: none, core attention's, or all of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from megarl.config.schema.base import parse_devices, raw_section
-from megarl.config.schema.run_config import TrainingConfig, raw_stage_class
+from megarl.config.schema import RunConfig, raw_stage_class, trains
+from megarl.config.schema.base import raw_section
+from megarl.config.schema.cluster_sections import shared_devices
 
 _DEVICES: Final = Path("/dev")
 _DEVICE_FIELDS: Final = ("nodes", "devices_per_node", "device", "address")
@@ -34,26 +35,18 @@ def on_one_device(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**raw, **placed}
 
 
-def asleep_where_shared(raw: Mapping[str, Any]) -> dict[str, Any]:
+def asleep_where_shared[C: RunConfig](config: C) -> C:
     """Returns a configuration in which engines sleep on GPUs of groups, unless it has `rollout.sleep`.
 
     On a CPU, sleep frees nothing; engines of evaluations, and those without a sync at every step,
     keep their weights.
     """
-    rollout = raw_section(raw, "rollout")
-    groups = raw_section(raw, "groups")
-    on_cpu = raw_section(raw, "cluster").get("device") == "cpu"
-    schema = raw_stage_class(raw)
-    trains = schema is not None and issubclass(schema, TrainingConfig)
-    if not rollout or "sleep" in rollout or on_cpu or not trains or rollout.get("sync_every", 1) != 1:
-        return dict(raw)
-    devices = [raw_section(groups, name).get("devices") for name in groups if groups[name] is not None]
-    try:
-        trained_on = {device for listed in devices for device in parse_devices(str(listed))}
-        shared = trained_on.intersection(parse_devices(str(rollout.get("devices"))))
-    except ValueError:  # the schema says what is wrong
-        return dict(raw)
-    return {**raw, "rollout": {**rollout, "sleep": True}} if shared else dict(raw)
+    rollout = config.engine_settings
+    if rollout is None or "sleep" in rollout.model_fields_set or not shared_devices(config.groups, rollout):
+        return config
+    if config.cluster.device == "cpu" or not trains(config.stage) or rollout.sync_every > 1:
+        return config
+    return config.model_copy(update={"rollout": rollout.model_copy(update={"sleep": True})})
 
 
 def _has_gpu() -> bool:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 
 import yaml
 from pydantic import BaseModel
 
-from megarl.config.schema.schema_walk import has_path
+from megarl.config.schema.schema_walk import has_path, values_by_path
 
 SYSTEMS: Final = {"trl": "TRL", "verl": "verl", "nemo_rl": "NeMo-RL"}
 _PAGE = "docs/from-trl-verl.md"
@@ -65,7 +65,9 @@ def foreign_fix(schema: type[BaseModel], path: str, value: object, *, sure: bool
     found = _find(path, sure=sure)
     if found:
         return "; or ".join(dict.fromkeys(row.fix(schema) for row in found))
-    inner = {key: rows for key in _leaves(path, value) if (rows := _find(key, sure=True))}
+    values = dict(values_by_path(value, f"{path}."))
+    leaves = [key for key, entry in values.items() if not isinstance(entry, Mapping)]
+    inner = {key: rows for key in leaves if (rows := _find(key, sure=True))}
     if not inner:
         return None
     named = [f"{key}: {rows[0].fix(schema)}" for key, rows in list(inner.items())[:_SHOWN]]
@@ -96,14 +98,3 @@ def _common_end(path: list[str], key: list[str]) -> tuple[int, bool]:
             break
         count += 1
     return count, count == len(key)
-
-
-def _leaves(path: str, value: object) -> Iterator[str]:
-    """Yields the paths of the values in a section."""
-    if not isinstance(value, Mapping):
-        return
-    for key, entry in cast(Mapping[str, object], value).items():
-        if isinstance(entry, Mapping):
-            yield from _leaves(f"{path}.{key}", cast(object, entry))
-        else:
-            yield f"{path}.{key}"

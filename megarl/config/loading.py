@@ -41,8 +41,10 @@ def load(
         ConfigError: with every problem.
     """
     raw, unread = merged(Path(path), overrides)
-    raw = asleep_where_shared(on_one_device(raw))
+    raw = on_one_device(raw)
     config, problems = _checked(raw)
+    if config is not None:
+        config = asleep_where_shared(config)
     problems = without_pending([*unread, *problems], raw, pending_paths)
     unchecked = ""
     if config is None:

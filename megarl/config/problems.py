@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
+from megarl.config.schema.schema_walk import values_by_path
 from megarl.texts import counted
 
 MASK = "(secret)"
@@ -23,6 +25,7 @@ _SECRET = re.compile(
 )
 _SPECIAL_TOKEN = re.compile(r"(^|[_-])(bos|cls|end|eos|mask|pad|sep|start|stop|think|unk)[_-]tokens?$", re.I)
 _HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_ANY = TypeAdapter[Any](Any)
 KEY = "(key)"
 """The value of a problem with the name of a key, which is the last part of the field."""
 WITHOUT_EFFECT = "has no effect"
@@ -113,26 +116,17 @@ def shown(value: object) -> str:
         value = getattr(value, "name", None) or getattr(value, "path", None) or value
     if isinstance(value, str) and "/" in value and len(value.split()) == 1:
         return value
-    value = _plain(value)
+    value = _ANY.dump_python(value, mode="json", by_alias=True, exclude_unset=True)
     if isinstance(value, Mapping | list):
         hidden = without_secrets(value, inside=True)
         text = yaml.safe_dump(hidden, default_flow_style=True, width=math.inf).strip()
-    elif value is None:
-        text = "null"
+    elif value is None or isinstance(value, bool):
+        text = json.dumps(value)
     else:
         text = str(value)
     if len(text) > 80:
         return f"{text[:77]}..."
     return text
-
-
-def _plain(value: object) -> object:
-    """Returns a section as the keys that are given, and a tuple as a list."""
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    if isinstance(value, tuple):
-        return [_plain(entry) for entry in cast(tuple[object, ...], value)]
-    return value
 
 
 def without_secrets(value: Any, *, inside: bool = False) -> Any:
@@ -162,16 +156,11 @@ def _is_secret(name: str, value: Any) -> bool:
     return not is_count
 
 
-def masked(value: Any, path: str = "") -> Iterator[str]:
+def masked(value: Any) -> Iterator[str]:
     """Yields the paths of masked values in plain ones."""
-    if value == MASK:
-        yield path
-    elif isinstance(value, Mapping):
-        for name, entry in cast(Mapping[Any, Any], value).items():
-            yield from masked(entry, f"{path}.{name}" if path else str(name))
-    elif isinstance(value, list):
-        for index, entry in enumerate(cast(list[Any], value)):
-            yield from masked(entry, f"{path}.{index}")
+    for path, entry in values_by_path(value):
+        if entry == MASK:
+            yield path
 
 
 def is_pending(path: object, pending: Collection[Path]) -> bool:
@@ -183,16 +172,10 @@ def is_pending(path: object, pending: Collection[Path]) -> bool:
 
 def without_pending(problems: Iterable[Problem], raw: Mapping[str, Any], pending: Collection[Path]) -> list[Problem]:
     """Returns the problems that remain once the pending directories are written."""
-    return [problem for problem in problems if not is_pending(_path(raw, problem.field), pending)]
-
-
-def _path(raw: Mapping[str, Any], field: str) -> object:
-    """Returns the value of a field, or the path in its section."""
-    value: object = raw
-    for key in field.split("."):
-        if not isinstance(value, Mapping):
-            return None
-        value = cast(Mapping[str, object], value).get(key)
-    if isinstance(value, Mapping):
-        return cast(Mapping[str, object], value).get("path")
-    return value
+    values = dict(values_by_path(raw))
+    remaining: list[Problem] = []
+    for problem in problems:
+        path = values.get(f"{problem.field}.path", values.get(problem.field))
+        if not is_pending(path, pending):
+            remaining.append(problem)
+    return remaining

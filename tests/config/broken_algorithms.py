@@ -40,20 +40,7 @@ ALGORITHMS: Cases = {
         ([*GRPO, "rollout.top_k=50"], "null with policy loss ppo"),
         (["rollout={min_new_tokens: 4, max_new_tokens: 4}"], "rollout.min_new_tokens", "0 with policy loss ppo"),
     ],
-    rollout_rules.samples_differ: [
-        (["rollout.top_k=1"], SAMPLES, "would all be the same"),
-        (["rollout.top_k=1", EVALUATION, "evaluation.samples_per_prompt=2"], "would all be the same"),
-    ],
     algorithm_rules.references_follow_in_time: [(["algo.kl.reference_sync.every=3"], "below run.steps = 3")],
-    algorithm_rules.normalisers_are_whole: [
-        (["algo.normalise.advantages={name: levels, mean: null, std: null}"], "shifts or"),
-        (["algo.normalise.advantages=grouped_tokens", f"{SAMPLES}=1"], "over the samples of a prompt"),
-        (["algo.normalise.advantages={name: levels, std: group}", f"{SAMPLES}=1"], "at least 2"),
-    ],
-    algorithm_rules.token_rewards_are_read: [
-        ([*GRPO, "algo.normalise.rewards=true"], "which compares scores"),
-        ([*GRPO, "algo.scores.placement=every_valid"], "which compares scores"),
-    ],
     algorithm_rules.responses_weigh_alike: [
         (["algo.policy_loss=gspo"], "algo.aggregation", "sequence_mean with policy loss gspo"),
         (["algo.policy_loss=gmpo", "algo.aggregation=token_sum"], "weigh them by their length"),
@@ -62,26 +49,15 @@ ALGORITHMS: Cases = {
         (["algo.policy_loss.delta=1.2"], "above 1 + clip_high = 1.2"),
         (["algo.policy_loss={clip_high: 0.5, ratio_clamp: [0, 1.4]}"], "algo.policy_loss.ratio_clamp", "[0.8, 1.5]"),
     ],
-    algorithm_rules.filters_compare: [
-        (["algo.filter=nonzero_std", f"{SAMPLES}=1"], "a sample alone has no deviation"),
-    ],
-    training_rules.runs_have_a_length: [(["run.steps=null"], "run.steps or run.epochs is given")],
     training_rules.warm_ups_end: [(["critic.warmup_steps=3"], "below run.steps = 3")],
-    training_rules.value_heads_have_a_source: [(["critic.head=loaded"], "needs critic.path")],
     algorithm_rules.penalty_has_a_reference: [
         (NO_REFERENCE, "algo.kl.coef", "needs the role reference"),
         ([*NO_REFERENCE, ANCHORED], "algo.policy_loss.name", "reads ref_logprobs: needs a reference"),
         (["algo.kl.coef=0"], "no effect otherwise"),
     ],
-    algorithm_rules.penalties_act: [(["algo.kl.cumulative=false"], "which adds up rewards by itself")],
-    algorithm_rules.estimators_fit_their_place: [
-        (["algo.kl.in=loss"], "algo.kl.estimator", "where the gradient of k1 is 0 on average"),
-        (["algo.kl.estimator=full"], "full needs the whole distribution"),
-        (["algo.kl.estimator=k3+"], "differs from k3 in its gradient alone"),
-    ],
     algorithm_rules.references_share_the_actors_ranks: [
-        (["algo.kl.reference_sync.every=2"], REFERENCE, "the actor's layout (tp 2, pp 2, vpp 1, ep 1, sequence_par"),
-        ([*IN_LOSS, "algo.kl.estimator=full"], REFERENCE, "with algo.kl.estimator = full"),
+        (["algo.kl.reference_sync.every=2"], f"{REFERENCE}.pp", "2 as of the actor with algo.kl.reference_sync"),
+        ([*IN_LOSS, "algo.kl.estimator=full"], f"{REFERENCE}.pp", "with algo.kl.estimator = full"),
         (
             [*NO_REFERENCE, *SPARE, "algo.kl.reference_sync.every=2", "groups.spare.roles.reference={}"],
             "in the group of the actor",
@@ -100,23 +76,7 @@ ALGORITHMS: Cases = {
         ),
         ([f"{REJECT}=[{{statistic: token_k1, upper: 0.5}}]"], f"{REJECT}.0.upper", "the usual one is 1 / upper"),
     ],
-    algorithm_rules.interpolation_has_an_age: [
-        (["algo.correction.old_logprobs=linear"], "no rollout is older than the actor")
-    ],
-    algorithm_rules.normalised_weights_are_known: [
-        (
-            [
-                f"{CORRECTION}={{old_logprobs: linear, weights: token_mask}}",
-                f"{CORRECTION}.weights.batch_normalise=true",
-            ],
-            "changes in each micro-batch",
-        )
-    ],
-    rollout_rules.old_weights_are_kept: [
-        (["rollout={sleep: true, sync_every: 2}"], "rollout.sync_every", "1 with rollout.sleep")
-    ],
-    rollout_rules.weights_stay_young: [
-        (["rollout={max_staleness: 2, sync_every: 2}"], "rollout.sync_every", "1 with rollout.max_staleness = 2"),
+    rollout_rules.updates_roll_over_engines: [
         (
             [*OWN_DEVICE, "rollout={max_staleness: 1, mode: inflight}", "rollout.rolling_update=true"],
             "no effect with one engine",
@@ -127,6 +87,7 @@ ALGORITHMS: Cases = {
         ([*OWN_DEVICE, "rollout={max_staleness: 1, mode: inflight}", "rollout.devices=2-4"], "a group has 2, 3 too"),
         (["rollout.max_replacements=1"], "0 where a group has devices of the engines"),
         (["rollout.inference_parts=2"], "1 where a group has devices of the engines"),
+        ([EVALUATION, "rollout.max_staleness=1", "evaluation.blocking=false"], "true where a group has devices"),
     ],
     rollout_rules.parts_have_samples: [
         ([*OWN_DEVICE, "rollout.inference_parts=17"], "at most 16, the samples of a step"),
@@ -134,13 +95,6 @@ ALGORITHMS: Cases = {
             [*OWN_DEVICE, "reward.functions=[{name: 'own:ranks', per: group}]", "rollout.inference_parts=2"],
             "1 where a function scores all responses to a prompt",
         ),
-    ],
-    rollout_rules.evaluations_in_the_background: [
-        ([EVALUATION, "evaluation.blocking=false"], "true with rollout.max_staleness = 0"),
-        ([EVALUATION, "rollout.max_staleness=1", "evaluation.blocking=false"], "true where a group has devices"),
-    ],
-    algorithm_rules.stale_samples_are_clipped: [
-        (["rollout.max_staleness=1", "algo.policy_loss=reinforce"], "a loss with a clip")
     ],
     rollout_rules.syncs_meet: [
         (["rollout.sync_every=2", "checkpoint.every=3"], "a multiple of rollout.sync_every = 2"),
@@ -163,11 +117,6 @@ ALGORITHMS: Cases = {
         ([*NO_REWARD, "environment.name=tools"], "reward", "other than tools and user_turns"),
         (["reward={weight: 0.0, functions: [{name: length, weight: 0}]}"], "nothing could be learned"),
     ],
-    scoring_rules.reward_settings_have_their_model: [
-        ([*NO_REWARD, FUNCTIONS, "reward.path=x"], "no effect without the role"),
-        ([*NO_REWARD, FUNCTIONS, "reward.weight=2.0"], "no effect without"),
-        ([*NO_REWARD, FUNCTIONS, "reward.dense=scores"], "no effect without"),
-    ],
     scoring_rules.processes_have_functions: [
         (["reward.processes=2"], "no effect without functions"),
         (["reward.time_limit=2"], "no effect without functions"),
@@ -180,25 +129,11 @@ ALGORITHMS: Cases = {
         ([*GRPO, "algo.advantage=masked_rloo", "algo.scores.missing_end=null"], "compares the responses that ended"),
         ([*GRPO, "algo.advantage=masked_rloo"], "algo.scores.missing_end", "compares the responses that ended"),
     ],
-    scoring_rules.dense_scores_are_read: [
-        ([*GRPO, "algo.advantage=rloo", "reward.dense=scores"], "which compares scores"),
-        (["reward.dense=scores", "algo.scores.truncate_at.token=1"], "algo.scores.truncate_at", "scores every token"),
-        (["reward.dense=differences", "reward.shuffle=true"], "fit no other response"),
-    ],
-    scoring_rules.rewards_of_turns_stay: [
-        (["environment.name=a.b:C", "reward.shuffle=true"], "places the rewards of turns")
-    ],
-    scoring_rules.conversations_are_scored_whole: [
-        (["environment.name=tools", "algo.scores.truncate_at.token=1"], "algo.scores.truncate_at", "whole conversation")
-    ],
-    scoring_rules.scores_end_at_tokens: [(["algo.scores.truncate_at.token=96"], "below 96")],
     scoring_rules.evaluations_report_something: [
         ([*NO_REWARD, FUNCTIONS, EVALUATION, "evaluation.functions=[]"], "something to measure")
     ],
-    scoring_rules.evaluations_weigh_nothing: [
-        (["evaluation.functions=[{name: a}, {name: b, weight: 2}]"], "evaluation.functions.1.weight", "each function")
-    ],
     scoring_rules.functions_have_their_calls: [
+        (["evaluation.functions=[{name: a}, {name: b, weight: 2}]"], "evaluation.functions.1.weight", "each function"),
         (["reward.functions=[{name: regex, per: batch}]"], "reward.functions.0.per", "with a built-in function"),
         (
             ["reward.functions=[{name: judge, concurrency: 4}, {name: regex, concurrency: 4}]"],
@@ -213,8 +148,7 @@ ALGORITHMS: Cases = {
             "response or batch",
         ),
     ],
-    scoring_rules.evaluations_sample: [
-        ([EVALUATION, "evaluation.greedy=true", "evaluation.samples_per_prompt=2"], "would all be the same"),
+    scoring_rules.evaluations_have_samples: [
         ([EVALUATION, "evaluation.pass_at=[2]"], "at most evaluation.samples_per_prompt = 1"),
     ],
     training_rules.profiles_have_an_effect: [
@@ -229,14 +163,9 @@ ALGORITHMS: Cases = {
         (["health.stop=[sft/grad_norm]"], "a metric of stage ppo"),
         (["health.stop=[skipped, objective/kl, sft/grad_norm]"], "a metric of stage ppo"),
     ],
-    training_rules.texts_are_mixed_in: [
-        ([PTX, "ptx.coef=0"], "above 0"),
-        ([PTX, "ptx={mode: convex, coef: 1.0}"], "ptx.coef", "below 1 with ptx.mode = convex"),
-    ],
     data_rules.micro_batches_hold_a_sample: [
         ([PTX, "ptx.max_tokens=129"], f"{ACTOR}.tokens_per_micro_batch", "at least ptx.max_tokens = 129")
     ],
-    data_rules.files_exist: [([PTX, "ptx.data=/nowhere.jsonl"], "a file that exists")],
     training_rules.rates_fall: [
         (["actor.optimizer.schedule=linear", "actor.optimizer.final_lr=1e-4"], "below lr = 0.0001, from which a linear")
     ],

@@ -14,7 +14,10 @@ LAYOUTS: Cases = {
         )
     ],
     placement_rules.groups_have_roles: [([*SPARE, "groups.spare.roles={}"], "at least one role")],
-    placement_rules.devices_exist: [(["groups.train.devices=4-7"], "below nodes * devices_per_node = 4")],
+    placement_rules.devices_exist: [
+        (["groups.train.devices=4-7"], "below nodes * devices_per_node = 4"),
+        (["cluster.nodes=2", "rollout.devices=8"], "= 8"),
+    ],
     placement_rules.groups_are_disjoint: [
         (
             [*SPARE, *without("train", ["reward"]), "groups.spare.roles.reward.tp=1"],
@@ -58,7 +61,6 @@ LAYOUTS: Cases = {
             "another role or an engine",
         )
     ],
-    placement_rules.engine_devices_exist: [(["cluster.nodes=2", "rollout.devices=8"], "= 8")],
     rollout_rules.engines_fill_devices: [
         (["rollout.devices=0-2", "rollout.tp=2"], "divides the 3 devices of rollout.devices"),
         (["rollout.tp=2", "cluster.nodes=2", "rollout.devices=3-4"], "within a node; one would have devices 3, 4"),
@@ -66,14 +68,11 @@ LAYOUTS: Cases = {
     rollout_rules.sleeping_frees_devices: [
         (["rollout.devices=4", "cluster.devices_per_node=5", "rollout.sleep=true"], "has devices of the engines")
     ],
-    rollout_rules.turns_have_ends: [
-        (["environment.name=tools", "rollout.ignore_eos=true"], "false with an environment")
-    ],
     rollout_rules.stops_can_be_met: [
         (["model.tokenizer=somewhere", "rollout.stop=[a, '']"], "empty text"),
         (["rollout.stop_token_ids=[3, 96]"], "below 96"),
+        (["algo.scores.truncate_at.token=96"], "below 96"),
     ],
-    model_rules.fused_layers_need_a_gpu: [(["model.layers=transformer_engine"], "needs device cuda")],
     rollout_rules.quantized_models: [
         (["rollout.quantization=fp8_per_channel"], "bfloat16 or float16; it is of float32"),
         ([*MIXTURE, "model.random.config.dtype=bfloat16", "rollout.quantization=fp8_per_channel"], "experts on a CPU"),
@@ -88,14 +87,7 @@ LAYOUTS: Cases = {
             "actor and engines are on nodes 0, 1",
         )
     ],
-    rollout_rules.record_or_replay: [
-        (["rollout.replay=/nowhere"], "a directory that exists"),
-        (["rollout.replay=.", "rollout.record=."], "not together"),
-    ],
-    model_rules.one_model_source: [
-        (["model.random=null"], "model", "exactly one"),
-        (["model.path=/nowhere"], "model", "exactly one"),
-    ],
+    rollout_rules.replayed_rollouts_exist: [(["rollout.replay=/nowhere"], "a directory that exists")],
     model_rules.checkpoints_are_readable: [
         (["model={path: /nowhere, random: null}"], "model.path", "readable config.json"),
         (["reward.path=/nowhere"], "readable config.json"),
@@ -108,23 +100,11 @@ LAYOUTS: Cases = {
         (["run.dir=nowhere/../../runs"], "made; nowhere, before .., does not exist"),
         (["run.dir=~/runs/x"], "~ is not read as a home directory"),
     ],
-    data_rules.files_exist: [
+    data_rules.sources_exist: [
         (["data.random=null", "data.prompts=/nowhere.jsonl"], "a file that exists"),
         (["data.random=null", "data.prompts=nope"], "a file that exists"),
         (["data.random=null", "data.prompts=data.csv"], "ends in .jsonl or .parquet"),
         (["data.random=null", "data.prompts={path: p.parquet, split: train}"], "data.prompts.split", "this is a file"),
-        (["evaluation={prompts: /nowhere.jsonl}"], "evaluation.prompts", "a file that exists"),
-    ],
-    data_rules.one_prompt_source: [
-        (["data.random=null"], "data", "exactly one"),
-        (["data.prompts=a/b"], "data", "exactly one"),
-        (["data.tasks=8"], "data", "exactly one"),
-    ],
-    data_rules.environments_read_text: [(["environment.name=tools"], "data.random", "null with an environment")],
-    data_rules.one_held_out_source: [
-        (["evaluation={every: 1}"], "exactly one of prompts and tasks"),
-        (["evaluation={prompts: a/b, tasks: 4}"], "exactly one of prompts and tasks"),
-        (["evaluation={tasks: 4}", "environment.name=openenv"], "evaluation.tasks", "data.tasks, which is null"),
     ],
     data_rules.random_prompts_are_ids: [
         (["data.chat_template=true"], "no effect with data.random"),
@@ -137,7 +117,7 @@ LAYOUTS: Cases = {
         ),
         ([PTX, "data.chat_template=true"], "no effect with data.random"),
     ],
-    training_rules.mini_batches_are_equal: [(["algo.mini_batches=3"], "= 16")],
+    training_rules.samples_fill_mini_batches: [(["algo.mini_batches=3"], "= 16")],
     data_rules.lengths_fit: [(["rollout.max_new_tokens=49"], "rollout.max_model_len", "max_new_tokens = 49")],
     data_rules.micro_batches_hold_a_sample: [([f"{ACTOR}.tokens_per_micro_batch=63"], "max_model_len = 64")],
 }

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from megarl.config.rules import data_rules, placement_rules, rollout_rules, scoring_rules, training_rules
+from megarl.config.rules import (
+    algorithm_rules,
+    data_rules,
+    placement_rules,
+    rollout_rules,
+    scoring_rules,
+    training_rules,
+)
 from megarl.stages.reward_model import config as reward_model_config
-from tests.config.debug import ACTOR, HELD_OUT_TASKS, PTX, Cases
+from tests.config.debug import ACTOR, Cases
 
 SFT: Cases = {
     placement_rules.roles_belong_to_the_stage: [
         (["groups.train.roles.critic={}"], "stage sft has the roles actor alone")
     ],
     placement_rules.offloading_frees_devices: [([f"{ACTOR}.offload=true"], "another role")],
-    data_rules.files_exist: [
+    data_rules.sources_exist: [
         (["data.evaluation=/nowhere.parquet"], "a file that exists"),
         (["data.train={path: x.jsonl, subset: main}"], "data.train.subset", "this is a file"),
     ],
     data_rules.micro_batches_hold_a_sample: [
         (["data.max_tokens=129"], f"{ACTOR}.tokens_per_micro_batch", "data.max_tokens = 129")
-    ],
-    rollout_rules.nothing_to_show: [
-        (["tracking.samples=8"], "no effect in a stage without rollouts"),
-        (["tracking.tokens=true"], "no effect in a stage without rollouts"),
-        (["tracking.samples_mib=8"], "no effect in a stage without rollouts"),
     ],
     training_rules.best_checkpoints_are_evaluated: [
         (
@@ -46,14 +48,7 @@ REWARD_MODEL: Cases = {
         (["groups.train.roles.actor={}"], "stage reward_model has the roles reward alone"),
         (["groups.train.roles={reward: null, actor: {}}"], "groups", "role reward"),
     ],
-    placement_rules.engine_devices_exist: [(["rollout.devices=7"], "= 4")],
-    rollout_rules.record_or_replay: [
-        (["rollout.record=x"], "does not train on rollouts"),
-        (["rollout.sync_every=2"], "does not train on rollouts"),
-        (["rollout.max_staleness=1"], "does not train on rollouts"),
-    ],
-    rollout_rules.nothing_to_show: [(["tracking.samples=0"], "no effect in a stage without rollouts")],
-    data_rules.files_exist: [(["normalisation.prompts=/nowhere.jsonl"], "a file that exists")],
+    placement_rules.devices_exist: [(["rollout.devices=7"], "= 4")],
     data_rules.lengths_fit: [(["rollout.max_model_len=32"], "covers the longest prompt and")],
     data_rules.micro_batches_hold_a_sample: [
         (["data.max_tokens=65"], f"{REWARD}.tokens_per_micro_batch", "twice data.max_tokens, for a pair, = 130")
@@ -62,12 +57,11 @@ REWARD_MODEL: Cases = {
         (["rollout=null"], "normalisation", "needs the section rollout"),
         (["normalisation=null"], "rollout", "normalisation alone"),
     ],
-    training_rules.rates_fall: [(["reward.optimizer.lr=1e-4"], "reward.optimizer.final_lr", "below lr = 0.0001")],
 }
 
 RAFT: Cases = {
-    training_rules.selections_fill_mini_batches: [
-        (["data.samples_per_prompt=1"], "at least 2 with algo.select.by = local"),
+    algorithm_rules.penalties_act: [(["algo.kl.in=loss"], "no effect with algo.kl.coef = 0")],
+    training_rules.samples_fill_mini_batches: [
         (["algo.mini_batches=7"], "at most 6, the samples that are selected"),
         (
             ["algo={select: {by: top}, mini_batches: 5}"],
@@ -75,19 +69,15 @@ RAFT: Cases = {
             "at most 4, the samples that are selected",
         ),
         (["algo.scores.missing_end=replace"], "no effect with algo.select.discard"),
-        ([PTX], "algo.select", "null with ptx"),
     ],
-    training_rules.likelihoods_read_nothing_else: [
+    training_rules.losses_have_their_advantages: [
         (["algo.advantage=grpo"], "none with policy loss sft"),
         (["algo.policy_loss=ppo"], "algo.advantage", "an advantage, which policy loss ppo reads"),
-        (["groups.train.roles.reference={}", "algo.kl.coef=0.1"], "0 with policy loss sft"),
-    ],
-    scoring_rules.dense_scores_are_read: [
-        (["reward.dense=scores", "groups.train.roles.reward={}"], "algo.select", "null with reward.dense")
     ],
 }
 
 EVAL: Cases = {
+    rollout_rules.sleeping_frees_devices: [(["rollout.sleep=true"], "has devices of the engines")],
     placement_rules.roles_belong_to_the_stage: [
         (["groups.train={devices: 0, roles: {actor: {}}}"], "groups.train.roles.actor", "has the roles reward alone")
     ],
@@ -98,30 +88,11 @@ EVAL: Cases = {
             "roles in training alone (none)",
         )
     ],
-    rollout_rules.record_or_replay: [
-        (["rollout.replay=x"], "does not train on rollouts"),
-        (["rollout={max_staleness: 1, mode: inflight}"], "rollout.mode", "does not train on rollouts"),
-        (["rollout.max_replacements=1"], "does not train on rollouts"),
-        (["rollout.inference_parts=2"], "does not train on rollouts"),
-    ],
-    data_rules.files_exist: [(["evaluation.prompts=/nowhere.jsonl"], "a file that exists")],
-    data_rules.one_held_out_source: [([*HELD_OUT_TASKS, "evaluation.first_task=null"], "given with evaluation.tasks")],
-    scoring_rules.reward_heads_have_a_source: [
-        (
-            ["model={path: /nowhere, random: null}", "groups.train={devices: 0, roles: {reward: {}}}"],
-            "reward.path",
-            "would score at random",
-        )
-    ],
     scoring_rules.evaluations_report_something: [
         (["evaluation.functions=[]"], "something to measure"),
         (["environment.name=tools", "evaluation.functions=[]"], "something to measure"),
     ],
-    scoring_rules.evaluations_sample: [(["evaluation.pass_at=[1, 8]"], "at most evaluation.samples_per_prompt = 4")],
-    scoring_rules.reward_settings_have_their_model: [(["reward.path=x"], "no effect without the role")],
-    scoring_rules.evaluations_have_no_weights: [
-        (["reward.functions=[{name: regex}]"], "no effect in stage eval"),
-        (["reward.shuffle=true"], "no effect in stage eval"),
-        (["environment={name: tools, weight: 2}"], "environment.weight", "no effect in stage eval"),
+    scoring_rules.evaluations_have_samples: [
+        (["evaluation.pass_at=[1, 8]"], "at most evaluation.samples_per_prompt = 4")
     ],
 }

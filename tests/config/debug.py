@@ -14,11 +14,13 @@ from megarl.stages.ppo.config import PPOConfig
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEBUG = REPOSITORY / "configs" / "debug" / "ppo.yaml"
 
-Cases = dict[Any, list[tuple[list[str], str] | tuple[list[str], str, str]]]
-"""Rule -> (overrides of a debug run, the field that is named, a part of the rule's text).
+Case = tuple[list[str], str] | tuple[list[str], str, str]
+"""Overrides of a debug run, the field that is named, and a part of the rule's text.
 
 Without a field, it is that of the last override.
 """
+Cases = dict[Any, list[Case]]
+"""By rule."""
 
 
 def debug(*overrides: str) -> PPOConfig:

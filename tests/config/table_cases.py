@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tests.config.debug import EVALUATION, GRPO, HELD_OUT_TASKS, JUDGE, OWN_DEVICE, PTX
+from tests.config.debug import EVALUATION, FUNCTIONS, GRPO, HELD_OUT_TASKS, JUDGE, OWN_DEVICE, PTX, Case
 
 ADVANTAGES = "algo.normalise.advantages"
+NO_REWARD = ["groups.train.roles.reward=null", FUNCTIONS]
 OLD = "algo.correction.old_logprobs"
 REJECT = "algo.correction.reject=[{statistic: token_k2, upper: 1}]"
 
@@ -37,7 +38,31 @@ ORDER_CASES = [
 ]
 
 # stage, overrides of its debug run, the setting, and the condition
+TOKENS = "without an advantage of token rewards"
 UNUSED_CASES: list[tuple[str, list[str], str, str]] = [
+    ("ppo", GRPO, "algo.normalise.rewards=true", TOKENS),
+    ("ppo", GRPO, "algo.scores.placement=every_valid", TOKENS),
+    ("ppo", [*GRPO, "algo.advantage=rloo"], "reward.dense=scores", TOKENS),
+    ("ppo", [], "algo.kl.cumulative=false", "with an advantage of token rewards"),
+    ("ppo", NO_REWARD, "reward.path=x", "without the role reward"),
+    ("ppo", NO_REWARD, "reward.weight=2.0", "without the role reward"),
+    ("ppo", NO_REWARD, "reward.dense=scores", "without the role reward"),
+    ("eval", [], "reward.path=x", "without the role reward"),
+    ("eval", [], "reward.functions=[{name: regex}]", "without training"),
+    ("eval", [], "reward.shuffle=true", "without training"),
+    ("eval", ["environment.name=tools"], "environment.weight=2.0", "without training"),
+    ("eval", [JUDGE[0], "cluster.devices_per_node=7"], "reward.judge_model.weight=2.0", "without training"),
+    ("sft", [], "tracking.samples=8", "without rollouts"),
+    ("sft", [], "tracking.tokens=true", "without rollouts"),
+    ("sft", [], "tracking.samples_mib=8", "without rollouts"),
+    ("reward_model", [], "tracking.samples=0", "without rollouts"),
+    ("reward_model", [], "rollout.record=x", "without training on rollouts"),
+    ("reward_model", [], "rollout.sync_every=2", "without training on rollouts"),
+    ("reward_model", [], "rollout.max_staleness=1", "without training on rollouts"),
+    ("eval", [], "rollout.replay=x", "without training on rollouts"),
+    ("eval", ["rollout.max_staleness=1"], "rollout.mode=inflight", "without training on rollouts"),
+    ("eval", [], "rollout.max_replacements=1", "without training on rollouts"),
+    ("eval", [], "rollout.inference_parts=2", "without training on rollouts"),
     ("ppo", [], "algo.filter_rounds=3", "without algo.filter"),
     ("ppo", ["algo.ppo_epochs=1"], "algo.early_stop={kl: 0.1}", "with algo.ppo_epochs = 1"),
     ("ppo", GRPO, "algo.value_loss=huber", "without critic"),
@@ -87,4 +112,64 @@ UNUSED_CASES: list[tuple[str, list[str], str, str]] = [
     ("ppo", [*OWN_DEVICE, "rollout={max_staleness: 1, mode: bounded}"], "rollout.inflight_cache=keep", "= bounded"),
     ("ppo", [], "rollout.rolling_update=true", "with rollout.mode = exact"),
     ("ppo", ["tracking.samples=0"], "tracking.tokens=true", "with tracking.samples = 0"),
+]
+
+ONE_SOURCE = "exactly one of"
+PATH = ["model={path: /nowhere, random: null}"]
+ONE_SAMPLE = "data.samples_per_prompt=1"
+
+# stage of the debug run, the case
+CONFLICT_CASES: list[tuple[str, Case]] = [
+    ("ppo", (["environment.name=a.b:C", "reward.shuffle=true"], "places the rewards of turns")),
+    ("eval", ([*PATH, "groups.train={devices: 0, roles: {reward: {}}}"], "reward.path", "score at random")),
+    ("ppo", (["model.random=null"], "model", ONE_SOURCE)),
+    ("ppo", (["model.path=/nowhere"], "model", ONE_SOURCE)),
+    ("ppo", (["data.random=null"], "data", ONE_SOURCE)),
+    ("ppo", (["data.prompts=a/b"], "data", ONE_SOURCE)),
+    ("ppo", (["data.tasks=8"], "data", ONE_SOURCE)),
+    ("ppo", (["evaluation={every: 1}"], "evaluation", ONE_SOURCE)),
+    ("ppo", (["evaluation={prompts: a/b, tasks: 4}"], "evaluation", ONE_SOURCE)),
+    ("raft", ([PTX], "algo.select", "null with ptx")),
+    ("raft", (["reward.dense=scores"], "algo.select", "null with reward.dense")),
+    ("ppo", (["reward.dense=scores", "algo.filter=nonzero_std"], "null with reward.dense")),
+    ("ppo", (["reward.dense=scores", "algo.scores.truncate_at={token: 1}"], "scores every token")),
+    ("ppo", (["environment.name=a.b:C", "algo.scores.truncate_at={token: 1}"], "whole conversation")),
+    ("ppo", (["reward.dense=differences", "reward.shuffle=true"], "fit no other response")),
+    ("raft", (["groups.train.roles.reference={}", "algo.kl.coef=0.1"], "0 with policy loss sft")),
+    ("ppo", (["algo.kl.in=loss"], "algo.kl.estimator", "the gradient of k1 is 0 on average")),
+    ("ppo", (["algo.kl.estimator=full"], "full needs the whole distribution")),
+    ("ppo", (["algo.kl.estimator=k1+"], "differs from k1 in its gradient alone")),
+    ("ppo", (["algo.kl.estimator=k3+"], "differs from k3 in its gradient alone")),
+    ("ppo", ([f"{ADVANTAGES}={{name: levels, mean: null, std: null}}"], "shifts or")),
+    ("ppo", ([f"{OLD}=linear"], "no rollout is older than the actor")),
+    (
+        "ppo",
+        (
+            [f"{OLD}=loglinear", "algo.correction.weights={name: token_mask, batch_normalise: true}"],
+            "algo.correction.weights.batch_normalise",
+            "change in each micro-batch",
+        ),
+    ),
+    ("ppo", (["rollout.max_staleness=1", "algo.policy_loss=reinforce"], "a loss with a clip")),
+    ("raft", ([ONE_SAMPLE], "at least 2 with algo.select.by = local")),
+    ("ppo", (["algo.filter=nonzero_std", ONE_SAMPLE], "a sample alone has no deviation")),
+    ("ppo", ([f"{ADVANTAGES}=grouped_tokens", ONE_SAMPLE], "over the samples of a prompt")),
+    ("ppo", ([f"{ADVANTAGES}={{name: levels, mean: group}}", ONE_SAMPLE], "over the samples")),
+    ("ppo", ([f"{ADVANTAGES}={{name: levels, std: group}}", ONE_SAMPLE], "over the samples")),
+    ("ppo", (["rollout.top_k=1"], "data.samples_per_prompt", "would all be the same")),
+    ("eval", (["rollout.top_k=1"], "evaluation.samples_per_prompt", "rollout.top_k = 1: ")),
+    ("eval", (["evaluation.greedy=true"], "evaluation.samples_per_prompt", "1 with evaluation.greedy")),
+    ("ppo", (["evaluation={tasks: 4}", "environment.name=a.b:C"], "evaluation.tasks", "follows data.tasks")),
+    ("eval", ([*HELD_OUT_TASKS, "evaluation.first_task=null"], "given with evaluation.tasks")),
+    ("ppo", (["environment.name=tools"], "data.random", "null with an environment")),
+    ("ppo", (["run.steps=null"], "run.steps or run.epochs is given")),
+    ("ppo", (["critic.head=loaded"], "needs critic.path")),
+    ("ppo", ([PTX, "ptx.coef=0"], "above 0")),
+    ("ppo", ([PTX, "ptx={mode: convex, coef: 1.0}"], "ptx.coef", "below 1 with ptx.mode = convex")),
+    ("ppo", (["model.layers=transformer_engine"], "needs device cuda")),
+    ("ppo", (["environment.name=tools", "rollout.ignore_eos=true"], "false with an environment")),
+    ("ppo", (["rollout.replay=.", "rollout.record=."], "not together")),
+    ("ppo", (["rollout.sleep=true", "rollout.sync_every=2"], "1 with rollout.sleep")),
+    ("ppo", (["rollout.max_staleness=2", "rollout.sync_every=2"], "1 with rollout.max_staleness")),
+    ("ppo", ([EVALUATION, "evaluation.blocking=false"], "true with rollout.max_staleness = 0")),
 ]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config import ConfigError, Problem, load
+from megarl.config import ConfigError, Problem, load, parse_devices
 from megarl.config.inheritance import merged
 from megarl.config.schema import STAGES
 from megarl.stages.ppo.config import PPOConfig
@@ -84,44 +84,28 @@ def test_every_unusable_file_is_reported_at_once(tmp_path: Path) -> None:
     assert [Path(problem.value).name for problem in caught.value.problems] == ["nowhere.yaml", "broken.yaml"]
 
 
-def test_a_missing_file_is_one_problem_and_suggests_a_similar_one(tmp_path: Path) -> None:
-    for name, fix in (("nowhere", "correct the path"), ("ppo.yml", "mine/ppo.yaml?")):
-        with pytest.raises(ConfigError, match="No such file") as caught:
-            load(tmp_path / "mine" / name)
-        (problem,) = caught.value.problems
-        assert fix in problem.fix
-        (tmp_path / "mine").mkdir(exist_ok=True)
-        for file in ("ppo.yaml", "sft.yaml"):
-            write(tmp_path / "mine" / file, "a: 1")
-
-
 @pytest.mark.parametrize(
     ("word", "said"),
     [
         ("cluster.nodes=2", "name the YAML file of the run first"),
         ("steps", "correct the path (it is looked up in {here})"),
         ("lr=1/steps.yaml", "correct the path (it is looked up in {here})"),
+        ("nowhere/base.yaml", "correct the path"),
         ("bass.yaml", "did you mean base.yaml?"),
+        ("mine/ppo.yml", "did you mean mine/ppo.yaml?"),
     ],
 )
 def test_an_argument_that_is_neither_file_nor_setting_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, said: str
 ) -> None:
-    write(tmp_path / "base.yaml", "a: 1")
+    (tmp_path / "mine").mkdir()
+    for file in ("base.yaml", "mine/ppo.yaml", "mine/sft.yaml"):
+        write(tmp_path / file, "a: 1")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="No such file") as caught:
         load(word)
     (problem,) = caught.value.problems
     assert said.format(here=tmp_path) in problem.fix
-
-
-def test_a_relative_path_error_names_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    overrides = ["data.random=null", "data.prompts=rows.jsonl", "model.random=null", "model.path=model"]
-    found = problems(*overrides, "rollout.replay=/nowhere")
-    assert found["data.prompts"].fix == f"correct the path (it is looked up in {tmp_path})"
-    assert f"(it is looked up in {tmp_path})" in found["model.path"].fix
-    assert found["rollout.replay"].fix.startswith("correct the path, or")
 
 
 def test_a_path_that_does_not_exist_suggests_the_nearest_one_or_the_download(
@@ -130,13 +114,15 @@ def test_a_path_that_does_not_exist_suggests_the_nearest_one_or_the_download(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / "rows.jsonl", "{}")
-    for path, fix in (
-        ("data/row.jsonl", "did you mean data/rows.jsonl?"),
-        ("Qwen/Qwen2.5-0.5B", "hf download Qwen/Qwen2.5-0.5B --local-dir Qwen/Qwen2.5-0.5B"),
-        ("data/rows", "hf download OWNER/NAME --local-dir data/rows"),
+    for field, path, fix in (
+        ("data.prompts", "rows.jsonl", f"correct the path (it is looked up in {tmp_path})"),
+        ("data.prompts", "data/row.jsonl", "did you mean data/rows.jsonl?"),
+        ("rollout.replay", "/nowhere", "correct the path, or"),
+        ("model.path", "model", f"(it is looked up in {tmp_path})"),
+        ("model.path", "Qwen/Qwen2.5-0.5B", "hf download Qwen/Qwen2.5-0.5B --local-dir Qwen/Qwen2.5-0.5B"),
+        ("model.path", "data/rows", "hf download OWNER/NAME --local-dir data/rows"),
     ):
-        field = "data.prompts" if path.endswith("jsonl") else "model.path"
-        found = problems("model.random=null", f"model.path={path}", "data.random=null", f"data.prompts={path}")
+        found = problems("model.random=null", "data.random=null", f"{field}={path}")
         assert fix in found[field].fix
 
 
@@ -186,27 +172,23 @@ def test_interpolation_refers_to_other_fields() -> None:
     assert "not found" in refused("run.dir=${nowhere}")["run.dir"]
 
 
-def test_keys_do_not_replace_a_reference(tmp_path: Path) -> None:
-    own = tmp_path / "own.yaml"
-    own.write_text("a: {x: 1}\nb: ${a}")
-    raw, (problem,) = merged(own, ["b.x=2"])
-    assert raw == {"a": {"x": 1}, "b": {"x": 1}}
-    assert "b is the reference ${a} in one of them, and has keys in another" in problem.rule
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("r.x=2", "r is the reference ${a} in one of them, and has keys in another"),
+        ("a=[1]", "a is a list in one of them, and has keys in another"),
+        ("a.b.0=2", "b is a list in one of them, and has keys in another"),
+    ],
+)
+def test_keys_lists_and_references_do_not_replace_each_other(tmp_path: Path, override: str, rule: str) -> None:
+    raw, (problem,) = merged(write(tmp_path / "own.yaml", "a: {b: [1]}\nr: ${a}"), [override])
+    assert raw == {"a": {"b": [1]}, "r": {"b": [1]}}
+    assert rule in problem.rule
 
 
 def test_an_override_finds_a_key_that_is_a_number(tmp_path: Path) -> None:
-    own = tmp_path / "own.yaml"
-    own.write_text("args: {bias: {5: 1.0, 7: 2.0}}")
+    own = write(tmp_path / "own.yaml", "args: {bias: {5: 1.0, 7: 2.0}}")
     assert merged(own, ["args.bias.5=3.0"]) == ({"args": {"bias": {5: 3.0, 7: 2.0}}}, [])
-
-
-def test_a_list_does_not_replace_keys(tmp_path: Path) -> None:
-    own = tmp_path / "own.yaml"
-    own.write_text("a: {b: [1]}")
-    for override, name in {"a=[1]": "a", "a.b.0=2": "b"}.items():
-        raw, (problem,) = merged(own, [override])
-        assert raw == {"a": {"b": [1]}}
-        assert f"{name} is a list in one of them, and has keys in another" in problem.rule
 
 
 def test_malformed_overrides_are_reported_with_other_problems() -> None:
@@ -240,11 +222,12 @@ def test_suggestions_for_values_are_values_and_for_keys_are_keys() -> None:
     assert found["data.prompts"].fix.startswith("remove it")
 
 
-def test_fixes_are_one_line_and_lists_are_yaml() -> None:
+def test_fixes_are_one_line_and_values_are_yaml() -> None:
     bad = problems("algo.correction.reject=[{statistic: k7, upper: 2}]")["algo.correction.reject.0.statistic"]
     assert bad.value == "k7"
     assert "over a response. k1 is log p(engines)" in bad.fix  # two lines in the schema
     assert "\n" not in bad.fix
+    assert problems("cluster.nodes=true")["cluster.nodes"].value == "true"
     assert problems(*GRPO, "algo={advantage: gdpo, scores: {clip: 3}}")["algo.scores.clip"].value == "[-3.0, 3.0]"
 
 
@@ -312,6 +295,20 @@ def test_numbers_are_checked_against_their_bounds() -> None:
     rules = refused(*(f"{field}={value}" for field, value in beyond.items()))
     assert rules.keys() == beyond.keys()
     assert all(rule.startswith("should be ") for rule in rules.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [("0", (0,)), ("0-3", (0, 1, 2, 3)), ("0,1,4-5", (0, 1, 4, 5)), ("7, 2-3", (7, 2, 3)), ("10-10", (10,))],
+)
+def test_device_lists_are_expanded_in_order(text: str, devices: tuple[int, ...]) -> None:
+    assert parse_devices(text) == devices
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "0-", "-1", "0,,1", "0-3,2", "1,1", "0:3", "1.5"])
+def test_invalid_device_lists_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"range|twice"):
+        parse_devices(text)
 
 
 def test_null_removes_a_role_and_a_group() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megarl.config import ConfigError, build
 from megarl.config.loading import load
-from megarl.config.rules import rules_of
-from megarl.config.rules.tables import ORDERED, READ_TEXT, UNUSED, Unused, condition
+from megarl.config.rules import SECTION_RULES, rules_of
+from megarl.config.rules.tables import CONFLICTS, EXACTLY_ONE, ORDERED, READ_TEXT, UNUSED, Unused, condition
 from megarl.config.schema import STAGES, stage_classes
 from megarl.config.schema.schema_walk import has_path
 from tests.config.broken_algorithms import ALGORITHMS
@@ -28,12 +28,13 @@ from tests.config.debug import (
     MIXTURE,
     OWN_DEVICE,
     PTX,
+    Case,
     Cases,
     debug,
     refused,
     without,
 )
-from tests.config.table_cases import ORDER_CASES, TEXT_CASES, UNUSED_CASES
+from tests.config.table_cases import CONFLICT_CASES, ORDER_CASES, TEXT_CASES, UNUSED_CASES
 
 ALL: list[tuple[str, Cases]] = [
     ("ppo", LAYOUTS),
@@ -47,19 +48,26 @@ ALL: list[tuple[str, Cases]] = [
 
 def test_every_rule_is_tested() -> None:
     for stage, cases in ALL:
-        assert set(rules_of("ppo" if stage == "raft" else stage)) >= set(cases)
-    assert {rule for _, cases in ALL for rule in cases} == {rule for stage in STAGES for rule in rules_of(stage)}
+        rules = rules_of("ppo" if stage == "raft" else stage)
+        assert {*rules, *SECTION_RULES.values()} >= set(cases)
+    rules = {rule for stage in STAGES for rule in rules_of(stage)}
+    assert {rule for _, cases in ALL for rule in cases} == rules.union(SECTION_RULES.values())
 
 
-@pytest.mark.parametrize(
-    ("stage", "case"),
-    [(stage, case) for stage, broken in ALL for cases in broken.values() for case in cases],
-    ids=str,
-)
-def test_a_broken_rule_is_reported(stage: str, case: tuple[list[str], ...]) -> None:
+RULE_CASES = [(stage, case) for stage, broken in ALL for cases in broken.values() for case in cases]
+
+
+@pytest.mark.parametrize(("stage", "case"), [*RULE_CASES, *CONFLICT_CASES], ids=str)
+def test_a_broken_rule_is_reported(stage: str, case: Case) -> None:
+    field, rule = expected(case)
+    assert rule in refused(*case[0], stage=stage)[field]
+
+
+def expected(case: Case) -> tuple[str, str]:
+    """The field that a case names, and a part of the rule's text."""
     overrides, *named, rule = case
-    (field,) = named or [overrides[-1].partition("=")[0]]
-    assert rule in refused(*overrides, stage=stage)[field]
+    (field,) = named or [key(overrides[-1])]
+    return field, rule
 
 
 def key(setting: str) -> str:
@@ -90,17 +98,23 @@ def test_every_entry_of_the_tables_is_tested_and_names_fields() -> None:
     assert {key(setting) for *_, setting in TEXT_CASES} == set(READ_TEXT)
     assert [key(setting) for _, setting, _ in ORDER_CASES] == [field for field, *_ in ORDERED]
     named = {*READ_TEXT, *(field for row in ORDERED for field in (row[0], row[2]))}
+    named |= {f"{section}.{name}" for section, names, _ in EXACTLY_ONE for name in names}
+    cases = [expected(case) for _, case in CONFLICT_CASES]
+    for conflict, rule, _ in CONFLICTS:
+        assert any(field in conflict and text in rule for field, text in cases), rule
+        named |= set(conflict)
     tested: set[Unused] = set()
     for path, rows in UNUSED.items():
         for row in rows:
             other = path + row.field if row.field.startswith(".") else row.field
             settings = [f"{path}.{name}" for name in row.settings.split()]
             named |= {*settings, other}
-            expected = condition(other, row.value)
-            if any(key(case[2]) in settings and case[3] in expected for case in UNUSED_CASES):
+            words = condition(other, row.value)
+            if any(key(case[2]) in settings and case[3] in words for case in UNUSED_CASES):
                 tested.add(row)
     assert tested == {row for rows in UNUSED.values() for row in rows}
-    assert [path for path in named if not any(has_path(schema, path) for schema in stage_classes().values())] == []
+    paths = [path for path in named if " " not in path]  # the others are facts in words
+    assert [path for path in paths if not any(has_path(schema, path) for schema in stage_classes().values())] == []
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from megarl.config.problems import Broken, Problem, ineffective_settings, shown
-from megarl.config.rules.placement_rules import placed
+from megarl.config.problems import Broken, ineffective_settings, shown
+from megarl.config.rules.placement_rules import placed, roles_of
 from megarl.config.schema import (
     Algo,
     Critic,
@@ -14,8 +13,7 @@ from megarl.config.schema import (
     CustomFunction,
     Groups,
     PromptData,
-    RoleConfig,
-    Rollout,
+    Reject,
     TrainingRun,
 )
 
@@ -35,9 +33,8 @@ def advantages_have_their_critic(algo: Algo, groups: Groups, critic: Critic | No
     may_read_values = isinstance(algo.advantage, CustomAdvantage) and algo.advantage.level == "token"
     if may_read_values and given == (critic is not None):
         return
-    for group_name, group in groups.items():
-        if "critic" in group.roles:
-            field = f"groups.{group_name}.roles.critic"
+    for field, _, role, _ in roles_of(groups):
+        if role == "critic":
             fix = f"remove it: {field}=null, or choose gae"
             yield field, f"advantage {name} has no critic", fix
     if critic is not None:
@@ -65,28 +62,6 @@ def groups_of_samples_are_compared(algo: Algo, data: PromptData) -> Iterator[Bro
     if data.samples_per_prompt < needed:
         rule = f"at least {needed} with advantage {name}, {reason}"
         yield "data.samples_per_prompt", rule, f"set it to {needed} or more"
-
-
-def normalisers_are_whole(algo: Algo, data: PromptData) -> Iterator[Broken]:
-    """A normaliser shifts or scales, and groups have several samples."""
-    field = "algo.normalise.advantages"
-    chosen = algo.normalise.advantages
-    options = chosen.options
-    if chosen.name == "levels" and options["mean"] is options["std"] is None:
-        rule = "shifts or scales: mean or std is not null"
-        yield field, rule, "choose none, which leaves the advantages"
-    by_group = chosen.name == "levels" and "group" in (options["mean"], options["std"])
-    if (chosen.name == "grouped_tokens" or by_group) and data.samples_per_prompt < 2:
-        rule = f"at least 2 with {field} = {chosen.name} over the samples of a prompt"
-        yield "data.samples_per_prompt", rule, "set it to 2 or more, or normalise over the batch"
-
-
-def token_rewards_are_read(algo: Algo) -> Iterator[Broken]:
-    """Advantages that compare samples read no token rewards."""
-    if not algo.from_token_rewards:
-        where = f"with advantage {algo.advantage.name}, which compares scores"
-        yield from ineffective_settings("algo.normalise", algo.normalise, ("rewards",), where, "or choose gae")
-        yield from ineffective_settings("algo.scores", algo.scores, ("placement",), where, "or choose gae")
 
 
 def responses_weigh_alike(algo: Algo) -> Iterator[Broken]:
@@ -118,13 +93,6 @@ def ratios_have_room(algo: Algo) -> Iterator[Broken]:
         yield "algo.policy_loss.ratio_clamp", rule, "widen it, or set it to null"
 
 
-def filters_compare(algo: Algo, data: PromptData) -> Iterator[Broken]:
-    """The filter of deviations can keep prompts."""
-    if algo.filter is not None and algo.filter.name == "nonzero_std" and data.samples_per_prompt < 2:
-        rule = "at least 2 with algo.filter = nonzero_std: a sample alone has no deviation, and no prompt would be kept"
-        yield "data.samples_per_prompt", rule, "set it to 2 or more"
-
-
 def penalty_has_a_reference(algo: Algo, groups: Groups) -> Iterator[Broken]:
     """A KL penalty needs a reference, and a reference needs a penalty, or a loss that reads it."""
     reference = placed(groups, "reference")
@@ -143,33 +111,11 @@ def penalty_has_a_reference(algo: Algo, groups: Groups) -> Iterator[Broken]:
 
 
 def penalties_act(algo: Algo) -> Iterator[Broken]:
-    """A penalty's place and estimator need a coefficient, and its sum over tokens scores that do not add up."""
+    """A penalty's place and estimator need a coefficient."""
     kl = algo.kl
     if kl.coef == 0 and "coef" not in kl.model_fields_set:  # a coefficient of 0 turns the penalty of a recipe off
         names = ("placement", "estimator")
         yield from ineffective_settings("algo.kl", kl, names, "with algo.kl.coef = 0", "or raise algo.kl.coef")
-    if kl.coef > 0 and kl.placement == "reward" and algo.from_token_rewards:
-        where = f"with advantage {algo.advantage.name}, which adds up rewards by itself"
-        yield from ineffective_settings("algo.kl", kl, ("cumulative",), where, "or choose one of samples, such as rloo")
-
-
-def estimators_fit_their_place(algo: Algo) -> Iterator[Broken]:
-    """In the loss the estimator's gradient counts, in the reward its value."""
-    kl = algo.kl
-    field = "algo.kl.estimator"
-    if kl.coef == 0:
-        return
-    name = kl.estimator.name
-    if kl.placement == "loss" and name == "k1":
-        # The gradient of k1 has mean 0 over the policy's own tokens: as a loss it adds noise and no penalty.
-        rule = "k2, k3, k1+, k3+, abs or full with algo.kl.in = loss, where the gradient of k1 is 0 on average"
-        yield field, rule, "set it to k3 or k1+, or set algo.kl.in to reward"
-    if kl.placement == "reward" and name == "full":
-        rule = "of the sampled token with algo.kl.in = reward; full needs the whole distribution"
-        yield field, rule, "set it to k1, or set algo.kl.in to loss"
-    if kl.placement == "reward" and name.endswith("+"):
-        rule = f"without + with algo.kl.in = reward: {name} differs from {name[:-1]} in its gradient alone"
-        yield field, rule, f"set it to {name[:-1]}, or set algo.kl.in to loss"
 
 
 def references_share_the_actors_ranks(algo: Algo, groups: Groups) -> Iterator[Broken]:
@@ -183,24 +129,18 @@ def references_share_the_actors_ranks(algo: Algo, groups: Groups) -> Iterator[Br
         fix = "set algo.kl.estimator to k3"
     else:
         return
-    for name, group in groups.items():
-        if "reference" not in group.roles:
+    for field, group, name, role in roles_of(groups):
+        if name != "reference":
             continue
-        field = f"groups.{name}.roles.reference"
         if "actor" not in group.roles:
             fix = f"place it in the actor's group, or {fix}"
-            yield Problem(field, f"in {name}", f"in the group of the actor {where}", fix)
+            yield field, f"in the group of the actor {where}", fix
             continue
-        actor = _layout_text(group.roles["actor"])
-        reference = _layout_text(group.roles["reference"])
-        if actor != reference:
-            rule = f"the actor's layout ({actor}) {where}"
-            yield Problem(field, reference, rule, f"give both the same layout, or {fix}")
-
-
-def _layout_text(role: RoleConfig) -> str:
-    sizes = ("tp", "pp", "vpp", "ep", "sequence_parallel")
-    return ", ".join(f"{size} {getattr(role, size)}" for size in sizes)
+        for size in ("tp", "pp", "vpp", "ep", "sequence_parallel"):
+            needed = getattr(group.roles["actor"], size)
+            if getattr(role, size) != needed:
+                rule = f"{shown(needed)} as of the actor {where}"
+                yield f"{field}.{size}", rule, f"give both the same layout, or {fix}"
 
 
 def references_follow_in_time(algo: Algo, run: TrainingRun) -> Iterator[Broken]:
@@ -212,52 +152,15 @@ def references_follow_in_time(algo: Algo, run: TrainingRun) -> Iterator[Broken]:
         yield "algo.kl.reference_sync.every", rule, fix
 
 
-def bounds_are_in_order(algo: Algo) -> Iterator[Broken]:
-    """Lower bounds are below upper ones, and only k1 has any."""
-    for index, reject in enumerate(algo.correction.reject):
-        field = f"algo.correction.reject.{index}"
-        is_k1 = reject.statistic.endswith("k1")
-        if reject.lower is not None and not is_k1:
-            rule = f"for k1 alone; {reject.statistic} is never negative"
-            yield f"{field}.lower", rule, "remove it"
-        elif reject.lower is not None and reject.lower >= reject.upper:
-            rule = f"below {field}.upper = {shown(reject.upper)}"
-            yield f"{field}.lower", rule, f"lower it, or raise {field}.upper"
-        elif is_k1 and reject.upper <= 1:
-            rule = "above 1, or with a lower bound: the usual one is 1 / upper"
-            yield f"{field}.upper", rule, "raise it, or give lower"
-
-
-def interpolation_has_an_age(algo: Algo, rollout: Rollout) -> Iterator[Broken]:
-    """Interpolated old log-probabilities need rollouts of older weights."""
-    chosen = algo.correction.old_logprobs
-    if chosen in ("loglinear", "linear") and rollout.sync_every == 1 and rollout.max_staleness == 0:
-        rule = "recompute or rollout where no rollout is older than the actor"
-        fix = "set it to recompute, or raise rollout.max_staleness or rollout.sync_every"
-        yield "algo.correction.old_logprobs", rule, fix
-
-
-def normalised_weights_are_known(algo: Algo) -> Iterator[Broken]:
-    """Weights are normalised over a step only if the old log-probabilities are known before the update."""
-    weights = _named_weights(algo)
-    chosen = algo.correction.old_logprobs
-    if weights and weights["batch_normalise"] and chosen in ("loglinear", "linear"):
-        rule = f"false with algo.correction.old_logprobs = {chosen}, which changes in each micro-batch"
-        fix = "set it to false, or recompute the old log-probabilities"
-        yield "algo.correction.weights.batch_normalise", rule, fix
-
-
-def _named_weights(algo: Algo) -> Mapping[str, Any]:
-    """The options of the rollout weights; empty for a custom function."""
-    weights = algo.correction.weights
-    if weights is None or isinstance(weights, CustomFunction):
-        return {}
-    return weights.options
-
-
-def stale_samples_are_clipped(algo: Algo, rollout: Rollout) -> Iterator[Broken]:
-    """A loss without a clip is not for samples of older weights, unless corrections bound their weights."""
-    if rollout.max_staleness and algo.policy_loss.name == "reinforce" and algo.correction.weights is None:
-        rule = f"a loss with a clip where rollout.max_staleness is {rollout.max_staleness}; reinforce has none"
-        fix = "choose ppo or another with a clip, or bound the ratio with algo.correction.weights"
-        yield "algo.policy_loss", rule, fix
+def bounds_are_in_order(field: str, reject: Reject) -> Iterator[Broken]:
+    """A lower bound is below the upper one, and only k1 has one."""
+    is_k1 = reject.statistic.endswith("k1")
+    if reject.lower is not None and not is_k1:
+        rule = f"for k1 alone; {reject.statistic} is never negative"
+        yield f"{field}.lower", rule, "remove it"
+    elif reject.lower is not None and reject.lower >= reject.upper:
+        rule = f"below {field}.upper = {shown(reject.upper)}"
+        yield f"{field}.lower", rule, f"lower it, or raise {field}.upper"
+    elif is_k1 and reject.upper <= 1:
+        rule = "above 1, or with a lower bound: the usual one is 1 / upper"
+        yield f"{field}.upper", rule, "raise it, or give lower"

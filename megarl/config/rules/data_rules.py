@@ -6,15 +6,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.problems import Broken, Problem, correct_path, ineffective_settings
+from megarl.config.problems import Broken, correct_path, ineffective_settings
 from megarl.config.rules.placement_rules import roles_of
 from megarl.config.schema import (
     PTX,
-    EnvironmentSettings,
     Evaluation,
     Groups,
-    HeldOut,
-    Normalisation,
     PairData,
     PromptData,
     Rollout,
@@ -29,28 +26,8 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _FORMS = f"ends in {' or '.join(_FILES)}, or the name of a Hugging Face data set"
 
 
-def files_exist(
-    data: RowSettings | None, evaluation: Evaluation | None, normalisation: Normalisation | None, ptx: PTX | None
-) -> Iterator[Broken]:
-    """Every source is a file that exists, or the name of a data set; subset and split are of data sets alone."""
-    sources: dict[str, SourceFields | None] = {}
-    if isinstance(data, PromptData):
-        sources["data.prompts"] = data.prompts
-    elif isinstance(data, TextData | PairData):
-        sources["data.train"] = data.train
-        sources["data.evaluation"] = data.evaluation
-    if evaluation is not None:
-        sources["evaluation.prompts"] = evaluation.prompts
-    if normalisation is not None:
-        sources["normalisation.prompts"] = normalisation.prompts
-    if ptx is not None:
-        sources["ptx.data"] = ptx.data
-    for field, source in sources.items():
-        if source is not None:
-            yield from _source_exists(field, source)
-
-
-def _source_exists(field: str, source: SourceFields) -> Iterator[Broken]:
+def sources_exist(field: str, source: SourceFields) -> Iterator[Broken]:
+    """A source is a file that exists, or the name of a data set; subset and split are of data sets alone."""
     path = Path(source.path)
     if not source.path.endswith(_FILES):
         if path.suffix in _OTHER_FILES:
@@ -68,42 +45,6 @@ def _source_exists(field: str, source: SourceFields) -> Iterator[Broken]:
             yield f"{field}.{name}", rule, "remove it"
 
 
-def one_prompt_source(data: PromptData) -> Iterator[Broken]:
-    """Prompts are rows, random, or tasks."""
-    sources = {"prompts": data.prompts, "random": data.random, "tasks": data.tasks}
-    given = [name for name, source in sources.items() if source is not None]
-    if len(given) != 1:
-        rule = "exactly one of prompts, random and tasks is given"
-        fix = "give data.prompts, data.random or data.tasks, and set the others to null"
-        yield Problem("data", " and ".join(given) or "none", rule, fix)
-
-
-def environments_read_text(data: PromptData, environment: EnvironmentSettings | None) -> Iterator[Broken]:
-    """An environment cannot read random prompts."""
-    if environment is not None and data.random is not None:
-        fix = "give data.prompts, or data.tasks of which the environment makes prompts"
-        yield "data.random", "null with an environment, which reads text", fix
-
-
-def one_held_out_source(
-    data: PromptData | None, evaluation: Evaluation | None, environment: EnvironmentSettings | None
-) -> Iterator[Broken]:
-    """Held-out prompts are rows, or tasks of the environment that are not trained on."""
-    if evaluation is None:
-        return
-    if (evaluation.prompts is None) == (evaluation.tasks is None):
-        value = "none" if evaluation.prompts is None else "prompts and tasks"
-        fix = "give evaluation.prompts, or evaluation.tasks of an environment"
-        yield Problem("evaluation", value, "exactly one of prompts and tasks is given", fix)
-    if environment is not None and evaluation.tasks is not None and data is not None and data.tasks is None:
-        fix = "give data.tasks, or evaluation.prompts: a file of rows with an index"
-        yield "evaluation.tasks", "follows data.tasks, which is null", fix
-    if isinstance(evaluation, HeldOut) and evaluation.tasks is not None and evaluation.first_task is None:
-        rule = "given with evaluation.tasks: the training had the indices below its data.tasks"
-        fix = "set it to data.tasks of the training, or to 0 if there was none"
-        yield "evaluation.first_task", rule, fix
-
-
 def random_prompts_are_ids(data: PromptData, evaluation: Evaluation | None, ptx: PTX | None) -> Iterator[Broken]:
     """Random prompts and tasks are neither text nor too long; the settings may still be for other rows."""
     if data.prompts is None and (evaluation is None or evaluation.prompts is None):
@@ -115,10 +56,8 @@ def random_prompts_are_ids(data: PromptData, evaluation: Evaluation | None, ptx:
         yield from ineffective_settings("data", data, names, where, "or give data.prompts")
 
 
-def lengths_fit(data: PromptData | PairData | None, rollout: Rollout | None) -> Iterator[Broken]:
+def lengths_fit(data: PromptData | PairData | None, rollout: Rollout) -> Iterator[Broken]:
     """max_model_len covers the longest prompt with the longest response."""
-    if rollout is None:
-        return
     response = rollout.max_new_tokens
     prompt = 1
     longest = "the longest prompt"

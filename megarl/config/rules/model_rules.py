@@ -5,52 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megarl.config.problems import Broken, Problem, correct_model_path
+from megarl.config.problems import Broken, correct_model_path
 from megarl.config.schema import (
-    Cluster,
     Critic,
     Model,
     Reward,
-    RewardTraining,
     read_hf_config,
 )
 
 
-def one_model_source(model: Model) -> Iterator[Broken]:
-    """The model is a checkpoint or random."""
-    if (model.path is None) == (model.random is None):
-        given = "neither" if model.path is None else "both"
-        fix = "give model.path, or model.random, and set the other to null"
-        yield Problem("model", given, "exactly one of path and random is given", fix)
-
-
-def checkpoints_are_readable(
-    model: Model, reward: Reward | RewardTraining | None, critic: Critic | None
-) -> Iterator[Broken]:
+def checkpoints_are_readable(field: str, start: Model | Reward | Critic) -> Iterator[Broken]:
     """Every checkpoint directory has a readable config.json."""
-    paths = _checkpoints(reward, critic)
-    if model.path is not None:
-        paths["model"] = model.path
-    for name, path in paths.items():
+    if start.path is not None:
         try:
-            read_hf_config(path)
+            read_hf_config(start.path)
         except (OSError, ValueError) as error:
-            rule = f"a directory with a readable config.json ({getattr(error, 'strerror', None) or error})"
-            yield f"{name}.path", rule, correct_model_path(path)
-
-
-def fused_layers_need_a_gpu(model: Model, cluster: Cluster) -> Iterator[Broken]:
-    """Transformer Engine has no layers for a CPU."""
-    if model.layers == "transformer_engine" and cluster.device == "cpu":
-        rule = "Transformer Engine needs device cuda; on a CPU, layers are Megatron's own"
-        yield "model.layers", rule, "set it to auto or local"
+            reason = getattr(error, "strerror", None) or error
+            rule = f"a directory with a readable config.json ({reason})"
+            yield f"{field}.path", rule, correct_model_path(start.path)
 
 
 def checkpoints_share_the_tokens(model: Model, reward: Reward, critic: Critic | None) -> Iterator[Broken]:
     """The reward model and the critic have every token id that the actor uses."""
     used = ids_in_use(model)
-    for role, path in _checkpoints(reward, critic).items():
-        size = (_read(path) or {}).get("vocab_size")
+    for role, section in {"reward": reward, "critic": critic}.items():
+        if section is None or section.path is None:
+            continue
+        size = (_read(section.path) or {}).get("vocab_size")
         if used is None or not isinstance(size, int) or size >= used:
             continue
         rule = f"knows the {used} token ids in use; it has {size}"
@@ -59,16 +40,6 @@ def checkpoints_share_the_tokens(model: Model, reward: Reward, critic: Critic | 
             " if ids from there on stand for nothing"
         )
         yield f"{role}.path", rule, fix
-
-
-def _checkpoints(reward: Reward | RewardTraining | None, critic: Critic | None) -> dict[str, str]:
-    """Returns the directories of the roles that do not start from the run's model."""
-    paths: dict[str, str] = {}
-    if isinstance(reward, Reward) and reward.path is not None:
-        paths["reward"] = reward.path
-    if critic is not None and critic.path is not None:
-        paths["critic"] = critic.path
-    return paths
 
 
 def ids_in_use(model: Model) -> int | None:

@@ -48,27 +48,22 @@ def threads_are_used(cluster: Cluster) -> Iterator[Broken]:
             yield f"cluster.threads_per_device.{name}", "has no effect with device cuda", fix
 
 
-def groups_have_roles(groups: Groups) -> Iterator[Broken]:
+def groups_have_roles(field: str, group: Group) -> Iterator[Broken]:
     """Every group has a role."""
-    for name, group in groups.items():
-        if not group.roles:
-            fix = f"give it a role, or remove it with groups.{name}=null"
-            yield f"groups.{name}.roles", "a group has at least one role", fix
+    if not group.roles:
+        fix = f"give it a role, or remove it with {field}=null"
+        yield f"{field}.roles", "a group has at least one role", fix
 
 
-def devices_exist(cluster: Cluster, groups: Groups) -> Iterator[Broken]:
-    """The cluster has all devices of the groups."""
+def devices_exist(cluster: Cluster, groups: Groups, rollout: Rollout | None) -> Iterator[Broken]:
+    """The cluster has all devices of the groups and of the engines."""
+    if rollout is not None:
+        yield from _devices_exist(cluster, "rollout.devices", rollout.devices)
     for name, group in groups.items():
         yield from _devices_exist(cluster, f"groups.{name}.devices", group.devices)
 
 
-def engine_devices_exist(cluster: Cluster, rollout: Rollout | None) -> Iterator[Broken]:
-    """The cluster has all devices of the engines."""
-    if rollout is not None:
-        yield from _devices_exist(cluster, "rollout.devices", rollout.devices)
-
-
-def judges_have_devices(cluster: Cluster, groups: Groups, rollout: Rollout | None, reward: Reward) -> Iterator[Broken]:
+def judges_have_devices(cluster: Cluster, groups: Groups, rollout: Rollout, reward: Reward) -> Iterator[Broken]:
     """The judge's engines fill devices of the cluster that nothing else has, and none spans nodes."""
     if reward.judge_model is None:
         return
@@ -77,11 +72,9 @@ def judges_have_devices(cluster: Cluster, groups: Groups, rollout: Rollout | Non
     tp = reward.judge_model.tp
     yield from _devices_exist(cluster, field, given)
     devices = parse_devices(given)
-    taken: set[int] = set()
+    taken = set(parse_devices(rollout.devices))
     for group in groups.values():
         taken.update(parse_devices(group.devices))
-    if rollout is not None:
-        taken.update(parse_devices(rollout.devices))
     if shared := sorted(taken.intersection(devices)):
         rule = f"devices of their own; groups or engines have {', '.join(map(str, shared))}, too"
         yield field, rule, "choose others, and raise cluster.devices_per_node if needed"

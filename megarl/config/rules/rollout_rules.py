@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.problems import Broken, Problem, correct_path, ineffective_settings, shown
+from megarl.config.problems import Broken, correct_path, ineffective_settings, shown
 from megarl.config.rules.model_rules import ids_in_use, readable_config
 from megarl.config.rules.placement_rules import tp_fills_devices
 from megarl.config.schema import (
     Algo,
     CheckpointSettings,
     Cluster,
-    EnvironmentSettings,
-    Evaluation,
     Groups,
     Model,
     PeriodicEvaluation,
@@ -21,25 +19,19 @@ from megarl.config.schema import (
     Resharding,
     Reward,
     Rollout,
-    SamplingConfig,
-    Tracking,
-    stage_class,
-    trains,
-    trains_on_rollouts,
 )
 from megarl.config.schema.base import parse_devices
 from megarl.config.schema.cluster_sections import shared_devices
 
 
-def engines_fill_devices(cluster: Cluster, rollout: Rollout | None) -> Iterator[Broken]:
+def engines_fill_devices(cluster: Cluster, rollout: Rollout) -> Iterator[Broken]:
     """The engines' tp divides the number of their devices, and no engine spans nodes."""
-    if rollout is not None:
-        yield from tp_fills_devices("rollout", rollout.devices, rollout.tp, cluster.devices_per_node)
+    yield from tp_fills_devices("rollout", rollout.devices, rollout.tp, cluster.devices_per_node)
 
 
-def sleeping_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[Broken]:
+def sleeping_frees_devices(groups: Groups, rollout: Rollout) -> Iterator[Broken]:
     """Engines sleep only where a group uses their devices."""
-    if rollout is not None and rollout.sleep and not shared_devices(groups, rollout):
+    if rollout.sleep and not shared_devices(groups, rollout):
         rule = "has an effect where a group has devices of the engines"
         yield "rollout.sleep", rule, "set it to false"
 
@@ -64,30 +56,24 @@ def all_tokens_are_sampled(algo: Algo, rollout: Rollout) -> Iterator[Broken]:
             yield f"rollout.{name}", rule, f"remove it; {other}"
 
 
-def turns_have_ends(rollout: Rollout | None, environment: EnvironmentSettings | None) -> Iterator[Broken]:
-    """Turns of a conversation end with an end token."""
-    if rollout is not None and rollout.ignore_eos and environment is not None:
-        rule = "false with an environment: the end token shows that a turn is whole"
-        yield "rollout.ignore_eos", rule, "set it to false"
-
-
-def stops_can_be_met(model: Model, rollout: Rollout | None) -> Iterator[Broken]:
-    """Stop texts are not empty; stop ids may be sampled."""
-    if rollout is None:
-        return
+def stops_can_be_met(model: Model, rollout: Rollout, algo: Algo | None) -> Iterator[Broken]:
+    """Stop texts are not empty; token ids that end something may be sampled."""
     if "" in rollout.stop:
         yield "rollout.stop", "an empty text is everywhere", "remove it"
+    ids = {"rollout.stop_token_ids": rollout.stop_token_ids}
+    if algo is not None and algo.scores.truncate_at is not None:
+        ids["algo.scores.truncate_at.token"] = (algo.scores.truncate_at.token,)
     used = ids_in_use(model)
-    beyond = [token for token in rollout.stop_token_ids if used is not None and token >= used]
-    if beyond:
-        rule = f"below {used}, the number of ids in use: others are never sampled"
-        yield Problem("rollout.stop_token_ids", shown(beyond), rule, "remove them")
+    for field, tokens in ids.items():
+        if used is not None and max(tokens, default=0) >= used:
+            rule = f"below {used}, the number of ids in use: others are never sampled"
+            yield field, rule, "correct it"
 
 
-def quantized_models(cluster: Cluster, model: Model, rollout: Rollout | None) -> Iterator[Broken]:
+def quantized_models(cluster: Cluster, model: Model, rollout: Rollout) -> Iterator[Broken]:
     """vLLM (0.28 to 0.32) quantizes 16-bit weights, and no experts on a CPU."""
     hf = readable_config(model)
-    if rollout is None or rollout.quantization is None or hf is None:
+    if rollout.quantization is None or hf is None:
         return
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32")
     if dtype not in ("bfloat16", "float16"):
@@ -98,46 +84,11 @@ def quantized_models(cluster: Cluster, model: Model, rollout: Rollout | None) ->
         yield "rollout.quantization", "vLLM cannot quantize experts on a CPU", "set it to null"
 
 
-def record_or_replay(stage: str, rollout: Rollout | None) -> Iterator[Broken]:
-    """Rollouts are recorded or replayed in training alone, and not both; replayed ones exist."""
-    if rollout is None:
-        return
-    if not trains_on_rollouts(stage):
-        names = (
-            "record",
-            "replay",
-            "sync_every",
-            "max_staleness",
-            "mode",
-            "inflight_cache",
-            "rolling_update",
-            "max_replacements",
-            "inference_parts",
-        )
-        where = "in a stage that does not train on rollouts"
-        yield from ineffective_settings("rollout", rollout, names, where, "or use stage ppo")
-    elif rollout.replay is not None:
-        if rollout.record is not None:
-            yield "rollout.record", "not together with rollout.replay", "set one of them to null"
-        if not Path(rollout.replay).is_dir():
-            fix = f"{correct_path(rollout.replay)}, or make it with rollout.record"
-            yield "rollout.replay", "a directory that exists", fix
-
-
-def samples_differ(rollout: Rollout, data: PromptData | None, evaluation: Evaluation | None) -> Iterator[Broken]:
-    """Several samples of a prompt need more than its likeliest response."""
-    for name, section in {"data": data, "evaluation": evaluation}.items():
-        if rollout.top_k == 1 and section is not None and section.samples_per_prompt > 1:
-            rule = "1 with rollout.top_k = 1: the answers to a prompt would all be the same"
-            yield f"{name}.samples_per_prompt", rule, "set it to 1, or rollout.top_k to null"
-
-
-def nothing_to_show(stage: str, tracking: Tracking) -> Iterator[Broken]:
-    """Only rollouts and evaluations with the engines have samples to read."""
-    if not issubclass(stage_class(stage), SamplingConfig):
-        names = ("samples", "samples_mib", "tokens")
-        where = "in a stage without rollouts of the model in training"
-        yield from ineffective_settings("tracking", tracking, names, where, "or use stage ppo")
+def replayed_rollouts_exist(rollout: Rollout) -> Iterator[Broken]:
+    """Rollouts to replay are in a directory."""
+    if rollout.replay is not None and not Path(rollout.replay).is_dir():
+        fix = f"{correct_path(rollout.replay)}, or make it with rollout.record"
+        yield "rollout.replay", "a directory that exists", fix
 
 
 def transports_are_for_the_cpu(cluster: Cluster, resharding: Resharding) -> Iterator[Broken]:
@@ -167,30 +118,23 @@ def shared_memory_stays_within_a_node(
         yield "resharding.transport", rule, fix
 
 
-def old_weights_are_kept(stage: str, rollout: Rollout) -> Iterator[Broken]:
-    """Engines that sleep drop their weights and sync at every step."""
-    if trains(stage) and rollout.sleep and rollout.sync_every > 1:
-        fix = "set it to 1, or give the engines devices of their own and set rollout.sleep to false"
-        yield "rollout.sync_every", "1 with rollout.sleep", fix
-
-
-def weights_stay_young(stage: str, rollout: Rollout) -> Iterator[Broken]:
-    """Engines that sample ahead sync at every step, and several of them are needed to update some at a time."""
-    if not trains_on_rollouts(stage):
-        return
-    if rollout.max_staleness > 0 and rollout.sync_every > 1:
-        rule = f"1 with rollout.max_staleness = {rollout.max_staleness}, which bounds the age of the weights"
-        yield "rollout.sync_every", rule, "set it to 1"
+def updates_roll_over_engines(rollout: Rollout) -> Iterator[Broken]:
+    """Several engines are needed to update some at a time."""
     if rollout.mode != "exact" and rollout.engines == 1:
         otherwise = "or give rollout.devices more of them"
         yield from ineffective_settings("rollout", rollout, ("rolling_update",), "with one engine", otherwise)
 
 
-def engines_that_need_devices_of_their_own(stage: str, groups: Groups, rollout: Rollout) -> Iterator[Broken]:
+def engines_that_need_devices_of_their_own(
+    groups: Groups, rollout: Rollout, evaluation: PeriodicEvaluation | None
+) -> Iterator[Broken]:
     """Engines that work or are replaced during the training share no devices with it."""
     shared = shared_devices(groups, rollout)
-    if not trains_on_rollouts(stage) or not shared:
+    if not shared:
         return
+    if evaluation is not None and not evaluation.blocking:
+        fix = "set it to true, or give the engines devices of their own"
+        yield "evaluation.blocking", "true where a group has devices of the engines", fix
     others = f"devices of no group; a group has {', '.join(map(str, shared))} too"
     if rollout.mode != "exact":
         fix = "give the engines devices of their own, or set rollout.mode to exact, which takes turns"
@@ -206,7 +150,7 @@ def engines_that_need_devices_of_their_own(stage: str, groups: Groups, rollout: 
 
 def parts_have_samples(rollout: Rollout, data: PromptData, reward: Reward) -> Iterator[Broken]:
     """Every part of a step has a sample, and no function scores the samples of several parts together."""
-    samples = data.prompts_per_step * data.samples_per_prompt
+    samples = data.samples_per_step
     units = [function.unit for function in reward.functions]
     if rollout.inference_parts > 1 and "group" in units:
         rule = "1 where a function scores all responses to a prompt together: they may be in several parts"
@@ -214,20 +158,6 @@ def parts_have_samples(rollout: Rollout, data: PromptData, reward: Reward) -> It
     if rollout.inference_parts > samples:
         fix = f"set it to {samples} or less"
         yield "rollout.inference_parts", f"at most {samples}, the samples of a step", fix
-
-
-def evaluations_in_the_background(
-    groups: Groups, rollout: Rollout, evaluation: PeriodicEvaluation | None
-) -> Iterator[Broken]:
-    """An evaluation during the training needs engines that work meanwhile."""
-    if evaluation is None or evaluation.blocking:
-        return
-    if shared_devices(groups, rollout):
-        fix = "set it to true, or give the engines devices of their own"
-        yield "evaluation.blocking", "true where a group has devices of the engines", fix
-    if rollout.max_staleness == 0:
-        fix = "set it to true, or raise rollout.max_staleness"
-        yield "evaluation.blocking", "true with rollout.max_staleness = 0", fix
 
 
 def syncs_meet(

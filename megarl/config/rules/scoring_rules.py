@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.problems import Broken, Problem, ineffective_settings
-from megarl.config.rules.model_rules import ids_in_use
 from megarl.config.rules.placement_rules import placed
 from megarl.config.schema import (
     Algo,
@@ -14,7 +13,6 @@ from megarl.config.schema import (
     Evaluation,
     Groups,
     HeldOut,
-    Model,
     Reward,
     RewardFunction,
     trains,
@@ -22,21 +20,6 @@ from megarl.config.schema import (
 
 _WITHOUT_REWARD = ("tools", "user_turns")
 """Built-in environments whose reward is always 0: something else scores their conversations."""
-
-
-def evaluations_have_no_weights(
-    stage: str, reward: Reward, environment: EnvironmentSettings | None
-) -> Iterator[Broken]:
-    """An evaluation reports each source of scores by itself."""
-    if not trains(stage):
-        names = ("weight", "functions", "dense", "shuffle")
-        where = f"in stage {stage}, which reports each source by itself"
-        otherwise = "or name functions in evaluation.functions"
-        yield from ineffective_settings("reward", reward, names, where, otherwise)
-        sections = {"environment": environment, "reward.judge_model": reward.judge_model}
-        for field, section in sections.items():
-            if section is not None:
-                yield from ineffective_settings(field, section, ("weight",), where, "or use ppo")
 
 
 def scores_have_a_source(
@@ -62,21 +45,6 @@ def scores_have_a_source(
         yield Problem("reward", "all weights 0", "one that is not 0: nothing could be learned", fix)
 
 
-def reward_settings_have_their_model(groups: Groups, reward: Reward) -> Iterator[Broken]:
-    """The settings of the reward model need the role."""
-    if not placed(groups, "reward"):
-        names = ("path", "head_std", "head_seed", "weight", "dense")
-        where = "without the role reward"
-        yield from ineffective_settings("reward", reward, names, where, "or add the role to a group")
-
-
-def reward_heads_have_a_source(groups: Groups, model: Model, reward: Reward) -> Iterator[Broken]:
-    """A language model's checkpoint has no score head; a random head is for trials with a random model."""
-    if placed(groups, "reward") and model.path is not None and reward.path is None:
-        rule = "a reward model with model.path: a random head on that model would score at random"
-        yield "reward.path", rule, "give it, or remove the role reward from its group"
-
-
 def processes_have_functions(reward: Reward, evaluation: Evaluation | None) -> Iterator[Broken]:
     """The settings of reward processes need a function."""
     if not reward.functions and (evaluation is None or not evaluation.functions):
@@ -97,13 +65,6 @@ def calls_end_in_time(cluster: Cluster, reward: Reward, evaluation: Evaluation |
         yield "reward.time_limit", rule, "lower it, or raise cluster.time_limits.scoring"
 
 
-def conversations_are_scored_whole(algo: Algo, environment: EnvironmentSettings | None) -> Iterator[Broken]:
-    """Scores end at no token of a conversation."""
-    if environment is not None and algo.scores.truncate_at is not None:
-        rule = "null with an environment, whose reward is that of the whole conversation"
-        yield "algo.scores.truncate_at", rule, "remove it"
-
-
 def unfinished_responses_are_compared(algo: Algo) -> Iterator[Broken]:
     """gdpo compares scores of unfinished responses as they are, but may mask them; masked_rloo must."""
     missing = algo.scores.missing_end
@@ -116,76 +77,25 @@ def unfinished_responses_are_compared(algo: Algo) -> Iterator[Broken]:
         yield "algo.scores.missing_end", rule, "set it to mask, or choose rloo"
 
 
-def rewards_of_turns_stay(algo: Algo, reward: Reward, environment: EnvironmentSettings | None) -> Iterator[Broken]:
-    """Rewards of turns fit no other conversation."""
-    if environment is not None and algo.from_token_rewards and reward.shuffle:
-        rule = f"false with an environment and advantage {algo.advantage.name}, which places the rewards of turns"
-        yield "reward.shuffle", rule, "set it to false, or choose grpo"
-
-
-def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Broken]:
-    """Dense scores need an advantage of token rewards, and nothing that reads one score of a response."""
-    if reward.dense is None:
-        return
-    if not algo.from_token_rewards:
-        where = f"with advantage {algo.advantage.name}, which compares scores"
-        yield from ineffective_settings("reward", reward, ("dense",), where, "or choose gae")
-    if algo.filter is not None:
-        rule = "null with reward.dense: prompts are filtered by the scores of responses"
-        yield "algo.filter", rule, "set one of them to null"
-    if algo.select is not None:
-        rule = "null with reward.dense: samples are selected by the scores of responses"
-        yield "algo.select", rule, "set one of them to null"
-    if algo.scores.truncate_at is not None:
-        rule = "null with reward.dense, which scores every token"
-        yield "algo.scores.truncate_at", rule, "set one of them to null"
-    if reward.shuffle:
-        rule = "false with reward.dense, whose scores fit no other response"
-        yield "reward.shuffle", rule, "set it to false"
-
-
-def scores_end_at_tokens(model: Model, algo: Algo) -> Iterator[Broken]:
-    """The token at which scores end may be sampled."""
-    cut = algo.scores.truncate_at
-    used = ids_in_use(model)
-    if cut is not None and used is not None and cut.token >= used:
-        rule = f"below {used}, the number of ids in use: others are never sampled"
-        yield "algo.scores.truncate_at.token", rule, "correct it"
-
-
 def evaluations_report_something(
-    groups: Groups, reward: Reward, evaluation: Evaluation | None, environment: EnvironmentSettings | None
+    groups: Groups, reward: Reward, evaluation: Evaluation, environment: EnvironmentSettings | None
 ) -> Iterator[Broken]:
     """An evaluation has functions, a reward model, a judge or an environment."""
     if reward.judge_model is not None:
         return
     if environment is not None and environment.name not in _WITHOUT_REWARD:
         return
-    if evaluation is not None and not evaluation.functions and not placed(groups, "reward"):
+    if not evaluation.functions and not placed(groups, "reward"):
         otherwise = "place the role reward" if isinstance(evaluation, HeldOut) else "remove evaluation"
         rule = "needs something to measure: evaluation.functions or a reward model"
         yield "evaluation.functions", rule, f"give evaluation.functions, or {otherwise}"
 
 
-def evaluations_weigh_nothing(evaluation: Evaluation | None) -> Iterator[Broken]:
-    """An evaluation reports each function by itself, without a weight."""
-    if evaluation is None:
-        return
-    where = "in an evaluation, which reports each function by itself"
-    for index, function in enumerate(evaluation.functions):
-        field = f"evaluation.functions.{index}"
-        yield from ineffective_settings(field, function, ("weight",), where, "or name it in reward")
-
-
-def functions_have_their_calls(reward: Reward, evaluation: Evaluation | None) -> Iterator[Broken]:
+def functions_have_their_calls(field: str, function: RewardFunction) -> Iterator[Broken]:
     """Built-in functions score one response, and judges several at once; cache and adapter fit the call."""
-    for section, settings in {"reward": reward, "evaluation": evaluation}.items():
-        if settings is not None:
-            for index, function in enumerate(settings.functions):
-                yield from _function_has_its_call(f"{section}.functions.{index}", function)
-
-
-def _function_has_its_call(field: str, function: RewardFunction) -> Iterator[Broken]:
+    if field.startswith("evaluation"):
+        where = "in an evaluation, which reports each function by itself"
+        yield from ineffective_settings(field, function, ("weight",), where, "or name it in reward")
     if ":" not in function.name:
         names = ["adapter", "per"]
         if function.name != "judge":
@@ -202,15 +112,9 @@ def _function_has_its_call(field: str, function: RewardFunction) -> Iterator[Bro
         yield Problem(f"{field}.per", function.unit, rule, "choose one of them, or set adapter to null")
 
 
-def evaluations_sample(evaluation: Evaluation | None) -> Iterator[Broken]:
-    """Greedy answers are one a prompt; pass@k needs k answers."""
-    if evaluation is None:
-        return
-    if evaluation.greedy and evaluation.samples_per_prompt > 1:
-        rule = "1 with evaluation.greedy: the answers to a prompt would all be the same"
-        fix = "set it to 1, or set evaluation.greedy to false"
-        yield "evaluation.samples_per_prompt", rule, fix
-    if max(evaluation.pass_at, default=0) > evaluation.samples_per_prompt:
+def evaluations_have_samples(evaluation: Evaluation) -> Iterator[Broken]:
+    """pass@k needs k answers."""
+    needed = max(evaluation.pass_at, default=0)
+    if needed > evaluation.samples_per_prompt:
         rule = f"at most evaluation.samples_per_prompt = {evaluation.samples_per_prompt}"
-        fix = f"set samples_per_prompt to {max(evaluation.pass_at)} or more"
-        yield "evaluation.pass_at", rule, fix
+        yield "evaluation.pass_at", rule, f"set samples_per_prompt to {needed} or more"

@@ -1,4 +1,4 @@
-"""Rules that compare the values of two fields, as tables."""
+"""Rules that compare the values of a few fields, as tables."""
 
 from __future__ import annotations
 
@@ -8,11 +8,28 @@ from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel
 
-from megarl.config.problems import Broken, ineffective_settings, shown
+from megarl.config.problems import Broken, Problem, ineffective_settings, shown
 from megarl.config.schema import Choice
 
-GIVEN: Final = object()
-"""Stands for any value but null."""
+
+def given(value: Any) -> bool:
+    return value is not None
+
+
+def positive(value: Any) -> bool:
+    return value is not None and value > 0
+
+
+def one_or_more(value: Any) -> bool:
+    return value is not None and value >= 1
+
+
+def several(value: Any) -> bool:
+    return value is not None and value > 1
+
+
+def interpolated(value: Any) -> bool:
+    return value in ("loglinear", "linear")
 
 
 class Unused(NamedTuple):
@@ -20,7 +37,7 @@ class Unused(NamedTuple):
 
     Args:
         settings: names of fields of a section.
-        field: path of the other field; within the section if it begins with a dot.
+        field: path of the other field, within the section if it begins with a dot; or a fact in words.
         value: value of the other field.
         otherwise: what to do instead of removing the settings.
         reason: why they have no effect.
@@ -33,6 +50,21 @@ class Unused(NamedTuple):
     reason: str = ""
 
 
+_NORMALISER = "algo.normalise.advantages"
+_BY_GROUP = (
+    f"at least 2 with {_NORMALISER} over the samples of a prompt",
+    "set it to 2 or more, or normalise over the batch",
+)
+_ALL_THE_SAME = (
+    "1 with rollout.top_k = 1: the answers to a prompt would all be the same",
+    "set it to 1, or rollout.top_k to null",
+)
+TRAINING: Final = "training on scores"
+ROLLOUT_TRAINING: Final = "training on rollouts"
+SCORED_ROLLOUTS: Final = "rollouts that are scored"
+TOKEN_REWARDS: Final = "an advantage of token rewards"
+_REWARD_ROLE = "the role reward"
+_ALONE = "as an evaluation reports each source by itself"
 _RECOMPUTE = "recompute the old log-probabilities"
 _OPTIMIZER = [
     Unused("warmup final_lr", ".schedule", "anneal", "choose linear", "from lr to 0"),
@@ -46,7 +78,7 @@ UNUSED: Final[Mapping[str, list[Unused]]] = {
         Unused("value_loss", "critic", None, "choose gae"),
         Unused("correction early_stop normalise", ".policy_loss", "sft", "choose another policy loss"),
     ],
-    "algo.advantage": [Unused("length_alpha", ".lam_policy", GIVEN, "set lam_policy to null")],
+    "algo.advantage": [Unused("length_alpha", ".lam_policy", given, "set lam_policy to null")],
     "algo.correction": [
         Unused("reject m2po weights", ".old_logprobs", "rollout", _RECOMPUTE, "where the ratio to the engines is 1"),
         Unused("reject m2po", ".old_logprobs", "loglinear", _RECOMPUTE, "which are known in the update alone"),
@@ -56,16 +88,19 @@ UNUSED: Final[Mapping[str, list[Unused]]] = {
         Unused("target horizon unit cumulative importance reference_sync", ".coef", 0, "raise algo.kl.coef"),
         Unused("horizon unit", ".target", None, "set a target"),
         Unused("cumulative", ".in", "loss", "set algo.kl.in to reward"),
+        Unused("cumulative", TOKEN_REWARDS, True, "choose rloo", "which adds up rewards by itself"),
         Unused("importance", ".in", "reward", "set algo.kl.in to loss"),
         Unused("importance", ".estimator", "full", "set algo.kl.estimator to k3", "which is no estimate from samples"),
     ],
+    "algo.normalise": [Unused("rewards", TOKEN_REWARDS, False, "choose gae")],
     "algo.normalise.advantages": [
         Unused("ddof form eps", ".mean_only", True, "set mean_only to false", "which does not divide"),
         Unused("leave_one_out", ".mean", None, "set mean to batch or group"),
         Unused("unbiased eps", ".std", None, "set std to batch or group"),
     ],
     "algo.scores": [
-        Unused("placement", "reward.dense", GIVEN, "set reward.dense to null"),
+        Unused("placement", TOKEN_REWARDS, False, "choose gae"),
+        Unused("placement", "reward.dense", given, "set reward.dense to null"),
         Unused("clip", "algo.advantage", "gdpo", "choose grpo", "which compares the score of each source as it is"),
     ],
     "cluster": [Unused("min_nodes", ".address", None, "set cluster.address", "where all nodes are this machine")],
@@ -81,15 +116,29 @@ UNUSED: Final[Mapping[str, list[Unused]]] = {
     "evaluation": [
         Unused("tasks", "environment", None, "give environment", "which would make them"),
         Unused("first_task", ".tasks", None, "give evaluation.tasks"),
-        Unused("chat_template too_long", ".tasks", GIVEN, "give evaluation.prompts", "and no rows that are read"),
+        Unused("chat_template too_long", ".tasks", given, "give evaluation.prompts", "and no rows that are read"),
         Unused("temperature", ".greedy", True, "set evaluation.greedy to false"),
         Unused("success_at", ".pass_at", (), "give some"),
     ],
-    "reward": [Unused("head_std head_seed", ".path", GIVEN, "remove the path", "whose head is loaded")],
+    "environment": [Unused("weight", TRAINING, False, "use stage ppo", _ALONE)],
+    "reward": [
+        Unused("weight functions dense shuffle", TRAINING, False, "name evaluation.functions", _ALONE),
+        Unused("path head_std head_seed weight dense", _REWARD_ROLE, False, "add the role to a group"),
+        Unused("head_std head_seed", ".path", given, "remove the path", "whose head is loaded"),
+        Unused("dense", TOKEN_REWARDS, False, "choose gae"),
+    ],
+    "reward.judge_model": [Unused("weight", TRAINING, False, "use stage ppo", _ALONE)],
     "reward.loss": [Unused("margin", ".kind", "logexp", "set kind to logsigmoid")],
     "reward.optimizer": _OPTIMIZER,
     "rollout": [
-        Unused("kv_cache_mib", ".gpu_memory_fraction", GIVEN, "set rollout.gpu_memory_fraction to null"),
+        Unused(
+            "record replay sync_every max_staleness mode inflight_cache rolling_update"
+            " max_replacements inference_parts",
+            ROLLOUT_TRAINING,
+            False,
+            "use stage ppo",
+        ),
+        Unused("kv_cache_mib", ".gpu_memory_fraction", given, "set rollout.gpu_memory_fraction to null"),
         Unused("min_new_tokens", ".ignore_eos", True, "set rollout.ignore_eos to false"),
         Unused("enforce_eager", "cluster.device", "cpu", "use GPUs"),
         Unused("mode", ".max_staleness", 0, "raise rollout.max_staleness"),
@@ -97,7 +146,10 @@ UNUSED: Final[Mapping[str, list[Unused]]] = {
         Unused("inflight_cache", ".mode", "bounded", "set rollout.mode to inflight"),
         Unused("rolling_update", ".mode", "exact", "set rollout.mode to bounded or inflight"),
     ],
-    "tracking": [Unused("samples_mib tokens", ".samples", 0, "raise tracking.samples")],
+    "tracking": [
+        Unused("samples samples_mib tokens", SCORED_ROLLOUTS, False, "use stage ppo"),
+        Unused("samples_mib tokens", ".samples", 0, "raise tracking.samples"),
+    ],
 }
 """The settings of each section; of several entries that hold for a setting, the first one is reported."""
 READ_TEXT: Final = {
@@ -122,6 +174,212 @@ ORDERED: Final = (
     ("rollout.min_new_tokens", "at most", "rollout.max_new_tokens"),
 )
 """Fields that are below, at most or at least another one; null is in order."""
+EXACTLY_ONE: Final = (
+    ("model", ("path", "random"), "give model.path, or model.random, and set the other to null"),
+    (
+        "data",
+        ("prompts", "random", "tasks"),
+        "give data.prompts, data.random or data.tasks, and set the others to null",
+    ),
+    (
+        "evaluation",
+        ("prompts", "tasks"),
+        "give evaluation.prompts, or evaluation.tasks of an environment",
+    ),
+)
+"""Sections, the fields of which exactly one is given, and the fix."""
+CONFLICTS: Final[tuple[tuple[Mapping[str, Any], str, str], ...]] = (
+    # of algorithms
+    (
+        {"algo.select": given, "ptx": given},
+        "null with ptx, whose texts are in every optimizer step, also of a step that selects nothing",
+        "set one of them to null",
+    ),
+    (
+        {"algo.select": given, "reward.dense": given},
+        "null with reward.dense: samples are selected by the scores of responses",
+        "set one of them to null",
+    ),
+    (
+        {"algo.filter": given, "reward.dense": given},
+        "null with reward.dense: prompts are filtered by the scores of responses",
+        "set one of them to null",
+    ),
+    (
+        {"algo.scores.truncate_at": given, "reward.dense": given},
+        "null with reward.dense, which scores every token",
+        "set one of them to null",
+    ),
+    (
+        {"algo.scores.truncate_at": given, "environment": given},
+        "null with an environment, whose reward is that of the whole conversation",
+        "remove it",
+    ),
+    (
+        {"reward.shuffle": True, "reward.dense": given},
+        "false with reward.dense, whose scores fit no other response",
+        "set it to false",
+    ),
+    (
+        {"algo.kl.coef": positive, "algo.policy_loss": "sft"},
+        "0 with policy loss sft, the likelihood of samples",
+        "set it to 0, and remove the role reference",
+    ),
+    (
+        {"algo.kl.estimator": "k1", "algo.kl.in": "loss", "algo.kl.coef": positive},
+        "k2, k3, k1+, k3+, abs or full with algo.kl.in = loss, where the gradient of k1 is 0 on average",
+        "set it to k3 or k1+, or set algo.kl.in to reward",
+    ),
+    (
+        {"algo.kl.estimator": "full", "algo.kl.in": "reward", "algo.kl.coef": positive},
+        "of the sampled token with algo.kl.in = reward; full needs the whole distribution",
+        "set it to k1, or set algo.kl.in to loss",
+    ),
+    (
+        {"algo.kl.estimator": "k1+", "algo.kl.in": "reward", "algo.kl.coef": positive},
+        "without + with algo.kl.in = reward: k1+ differs from k1 in its gradient alone",
+        "set it to k1, or set algo.kl.in to loss",
+    ),
+    (
+        {"algo.kl.estimator": "k3+", "algo.kl.in": "reward", "algo.kl.coef": positive},
+        "without + with algo.kl.in = reward: k3+ differs from k3 in its gradient alone",
+        "set it to k3, or set algo.kl.in to loss",
+    ),
+    (
+        {_NORMALISER: "levels", f"{_NORMALISER}.mean": None, f"{_NORMALISER}.std": None},
+        "shifts or scales: mean or std is not null",
+        "choose none, which leaves the advantages",
+    ),
+    (
+        {
+            "algo.correction.old_logprobs": interpolated,
+            "rollout.max_staleness": 0,
+            "rollout.sync_every": 1,
+        },
+        "recompute or rollout where no rollout is older than the actor",
+        "set it to recompute, or raise rollout.max_staleness or rollout.sync_every",
+    ),
+    (
+        {
+            "algo.correction.weights.batch_normalise": True,
+            "algo.correction.old_logprobs": interpolated,
+        },
+        "false with interpolated algo.correction.old_logprobs, which change in each micro-batch",
+        "set it to false, or recompute the old log-probabilities",
+    ),
+    (
+        {
+            "algo.policy_loss": "reinforce",
+            "rollout.max_staleness": positive,
+            "algo.correction.weights": None,
+        },
+        "a loss with a clip where rollout.max_staleness is above 0; reinforce has none",
+        "choose ppo or another with a clip, or bound the ratio with algo.correction.weights",
+    ),
+    (
+        {"reward.shuffle": True, "environment": given, TOKEN_REWARDS: True},
+        f"false with an environment and {TOKEN_REWARDS}, which places the rewards of turns",
+        "set it to false, or choose grpo",
+    ),
+    (
+        {"reward.path": None, _REWARD_ROLE: True, "model.path": given},
+        "a reward model with model.path: a random head on that model would score at random",
+        "give it, or remove the role reward from its group",
+    ),
+    # of samples
+    (
+        {"data.samples_per_prompt": 1, "algo.select.by": "local"},
+        "at least 2 with algo.select.by = local, which selects the best sample of each prompt",
+        "set it to 2 or more",
+    ),
+    (
+        {"data.samples_per_prompt": 1, "algo.filter": "nonzero_std"},
+        "at least 2 with algo.filter = nonzero_std: a sample alone has no deviation",
+        "set it to 2 or more",
+    ),
+    ({"data.samples_per_prompt": 1, _NORMALISER: "grouped_tokens"}, *_BY_GROUP),
+    ({"data.samples_per_prompt": 1, f"{_NORMALISER}.mean": "group"}, *_BY_GROUP),
+    ({"data.samples_per_prompt": 1, f"{_NORMALISER}.std": "group"}, *_BY_GROUP),
+    ({"data.samples_per_prompt": several, "rollout.top_k": 1}, *_ALL_THE_SAME),
+    ({"evaluation.samples_per_prompt": several, "rollout.top_k": 1}, *_ALL_THE_SAME),
+    (
+        {"evaluation.samples_per_prompt": several, "evaluation.greedy": True},
+        "1 with evaluation.greedy: the answers to a prompt would all be the same",
+        "set it to 1, or set evaluation.greedy to false",
+    ),
+    (
+        {"evaluation.tasks": given, "environment": given, "data.tasks": None},
+        "follows data.tasks, which is null",
+        "give data.tasks, or evaluation.prompts: a file of rows with an index",
+    ),
+    (
+        {"evaluation.first_task": None, "evaluation.tasks": given},
+        "given with evaluation.tasks: the training had the indices below its data.tasks",
+        "set it to data.tasks of the training, or to 0 if there was none",
+    ),
+    (
+        {"data.random": given, "environment": given},
+        "null with an environment, which reads text",
+        "give data.prompts, or data.tasks of which the environment makes prompts",
+    ),
+    # of training
+    (
+        {"run.steps": None, "run.epochs": None},
+        "run.steps or run.epochs is given",
+        "set the number of steps, or of passes over the rows",
+    ),
+    (
+        {"critic.head": "loaded", "critic.path": None},
+        "needs critic.path",
+        "set critic.path to a reward model, or critic.head to new",
+    ),
+    (
+        {"ptx.coef": 0},
+        "above 0; it has no effect otherwise",
+        "raise it, or remove the section: ptx=null",
+    ),
+    (
+        {"ptx.coef": one_or_more, "ptx.mode": "convex"},
+        "below 1 with ptx.mode = convex, which weighs the rollouts with the rest",
+        "lower it, or set ptx.mode to add",
+    ),
+    (
+        {"model.layers": "transformer_engine", "cluster.device": "cpu"},
+        "Transformer Engine needs device cuda; on a CPU, layers are Megatron's own",
+        "set it to auto or local",
+    ),
+    # of engines
+    (
+        {"rollout.ignore_eos": True, "environment": given},
+        "false with an environment: the end token shows that a turn is whole",
+        "set it to false",
+    ),
+    (
+        {"rollout.record": given, "rollout.replay": given},
+        "not together with rollout.replay",
+        "set one of them to null",
+    ),
+    (
+        {"rollout.sync_every": several, "rollout.sleep": True, "checkpoint": given},
+        "1 with rollout.sleep",
+        "set it to 1, or give the engines devices of their own and set rollout.sleep to false",
+    ),
+    (
+        {"rollout.sync_every": several, "rollout.max_staleness": positive, "resharding": given},
+        "1 with rollout.max_staleness, which bounds the age of the weights",
+        "set it to 1",
+    ),
+    (
+        {"evaluation.blocking": False, "rollout.max_staleness": 0},
+        "true with rollout.max_staleness = 0",
+        "set it to true, or raise rollout.max_staleness",
+    ),
+)
+"""Values that may not be together, the rule for the first field, and the fix.
+
+A function stands for the values for which it is true. A stage without one of the fields has no
+conflict.
+"""
 _IN_ORDER: Final = {"below": operator.lt, "at most": operator.le, "at least": operator.ge}
 
 
@@ -129,19 +387,23 @@ def broken_tables(values: Mapping[str, Any]) -> Iterator[Broken]:
     """Yields what the tables forbid.
 
     Args:
-        values: values of all fields by path; those of invalid sections may be missing.
+        values: values of all fields by path, and facts by their words; those of invalid sections may be missing.
     """
-    yield from _without_tokenizer(values)
+    if "model" in values and values["model.tokenizer"] is None and values["model.path"] is None:
+        for field, instead in READ_TEXT.items():
+            if values.get(field):
+                yield field, "needs a tokenizer", f"set model.tokenizer, or {instead}"
+    for section, names, fix in EXACTLY_ONE:
+        fields = {name: values.get(f"{section}.{name}") for name in names}
+        chosen = [name for name, value in fields.items() if value is not None]
+        if f"{section}.{names[0]}" in values and len(chosen) != 1:
+            rule = f"exactly one of {', '.join(names[:-1])} and {names[-1]} is given"
+            yield Problem(section, " and ".join(chosen) or "none", rule, fix)
+    for conflict, rule, fix in CONFLICTS:
+        if all(path in values and _is_so(values[path], value) for path, value in conflict.items()):
+            yield next(iter(conflict)), rule, fix
     yield from _unordered(values)
     yield from _unused(values)
-
-
-def _without_tokenizer(values: Mapping[str, Any]) -> Iterator[Broken]:
-    if "model" not in values or values["model.tokenizer"] is not None or values["model.path"] is not None:
-        return
-    for field, instead in READ_TEXT.items():
-        if values.get(field):
-            yield field, "needs a tokenizer", f"set model.tokenizer, or {instead}"
 
 
 def _unordered(values: Mapping[str, Any]) -> Iterator[Broken]:
@@ -169,9 +431,9 @@ def _unused(values: Mapping[str, Any]) -> Iterator[Broken]:
                 yield from ineffective_settings(path, section, names, where, f"or {row.otherwise}")
 
 
-def _is_so(value: object, expected: object) -> bool:
-    if expected is GIVEN:
-        return value is not None
+def _is_so(value: object, expected: Any) -> bool:
+    if callable(expected):
+        return bool(expected(value))
     if isinstance(value, Choice):
         return value.name == expected
     return value == expected
@@ -179,8 +441,8 @@ def _is_so(value: object, expected: object) -> bool:
 
 def condition(field: str, value: object) -> str:
     """Returns the words for a value of a field, as in "has no effect without algo.filter"."""
-    if value is None or value == ():
+    if value is None or value is False or value == ():
         return f"without {field}"
-    if value is GIVEN or value is True:
+    if value is given or value is True:
         return f"with {field}"
     return f"with {field} = {shown(value)}"

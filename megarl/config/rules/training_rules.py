@@ -6,38 +6,31 @@ from collections.abc import Iterator
 
 from megarl.config.problems import Broken, Problem, ineffective_settings, shown
 from megarl.config.schema import (
-    PTX,
-    Actor,
+    STAGES,
     Algo,
     CheckpointSettings,
     Critic,
     Groups,
     Health,
+    Optimizer,
     PairData,
     PeriodicEvaluation,
     Profiling,
     PromptData,
-    Reward,
-    RewardTraining,
     Rollout,
     RowSettings,
     TextData,
-    TrainingConfig,
     TrainingRun,
-    stage_class,
+    trains_on_rollouts,
 )
 from megarl.config.schema.base import parse_devices
 
 
-def rates_fall(actor: Actor | None, critic: Critic | None, reward: Reward | RewardTraining | None) -> Iterator[Broken]:
+def rates_fall(field: str, optimizer: Optimizer) -> Iterator[Broken]:
     """A schedule comes down to its final learning rate."""
-    for role, section in {"actor": actor, "critic": critic, "reward": reward}.items():
-        if section is None or isinstance(section, Reward):
-            continue
-        optimizer = section.optimizer
-        if optimizer.schedule in ("linear", "cosine") and optimizer.final_lr >= optimizer.lr:
-            rule = f"below lr = {optimizer.lr:g}, from which a {optimizer.schedule} schedule comes down"
-            yield f"{role}.optimizer.final_lr", rule, "lower it"
+    if optimizer.schedule in ("linear", "cosine") and optimizer.final_lr >= optimizer.lr:
+        rule = f"below lr = {optimizer.lr:g}, from which a {optimizer.schedule} schedule comes down"
+        yield f"{field}.final_lr", rule, "lower it"
 
 
 def kept_checkpoints_are_made(checkpoint: CheckpointSettings) -> Iterator[Broken]:
@@ -71,26 +64,17 @@ def best_checkpoints_are_evaluated(
         yield "checkpoint.best", rule, fix
 
 
-def runs_have_a_length(run: TrainingRun) -> Iterator[Broken]:
-    """Steps or epochs are given."""
-    if run.steps is None and run.epochs is None:
-        fix = "set the number of steps, or of passes over the rows"
-        yield "run.steps", "run.steps or run.epochs is given", fix
-
-
-def warm_ups_end(critic: Critic | None, run: TrainingRun) -> Iterator[Broken]:
+def warm_ups_end(critic: Critic, run: TrainingRun) -> Iterator[Broken]:
     """The critic's warm-up ends before the run does."""
-    if critic is not None and run.steps is not None and critic.warmup_steps >= run.steps:
+    if run.steps is not None and critic.warmup_steps >= run.steps:
         rule = f"below run.steps = {run.steps}: the actor would not be trained"
         yield "critic.warmup_steps", rule, f"lower it, or raise {run.length_field}"
 
 
 def profiles_have_an_effect(
-    profile: Profiling | None, run: TrainingRun, groups: Groups, rollout: Rollout | None
+    profile: Profiling, run: TrainingRun, groups: Groups, rollout: Rollout | None
 ) -> Iterator[Broken]:
     """The profiled steps, ranks and engines are those of the run."""
-    if profile is None:
-        return
     engines = profile.profiled_engines(rollout)
     sizes = [len(parse_devices(group.devices)) for group in groups.values()]
     limits = {"ranks": (profile.ranks, max(sizes))}
@@ -109,76 +93,43 @@ def profiles_have_an_effect(
 
 
 def health_checks_have_metrics(stage: str, health: Health) -> Iterator[Broken]:
-    """The checked metrics are those of the stage."""
-    schema = stage_class(stage)
-    assert issubclass(schema, TrainingConfig)
-    for field, names in (("limits", health.limits), ("stop", health.stop)):
+    """The checked metrics are those of the stage: of rollouts, or with the stage's name."""
+    for field, names in {"limits": health.limits, "stop": health.stop}.items():
         for name in names:
-            if not schema.has_metric(name):
+            group = name.partition("/")[0]
+            is_common = group in ("skipped", "not finite")
+            of_rollouts = group not in STAGES and trains_on_rollouts(stage)
+            if group != stage and not is_common and not of_rollouts:
                 yield Problem(f"health.{field}", name, f"a metric of stage {stage}", "remove it")
 
 
-def value_heads_have_a_source(critic: Critic | None) -> Iterator[Broken]:
-    """A loaded head has a checkpoint."""
-    if critic is not None and critic.head == "loaded" and critic.path is None:
-        fix = "set critic.path to a reward model, or critic.head to new"
-        yield "critic.head", "needs critic.path", fix
-
-
-def mini_batches_are_equal(algo: Algo, data: PromptData) -> Iterator[Broken]:
-    """mini_batches divides the samples of a step, unless some of them are selected."""
-    if algo.select is not None:
-        return
-    samples = data.prompts_per_step * data.samples_per_prompt
-    if samples % algo.mini_batches:
-        rule = f"divides data.prompts_per_step * data.samples_per_prompt = {samples}"
-        yield "algo.mini_batches", rule, f"choose a divisor of {samples}"
-
-
-def selections_fill_mini_batches(algo: Algo, data: PromptData, ptx: PTX | None) -> Iterator[Broken]:
-    """A selection has samples to choose from, and selects one for every optimizer step."""
+def samples_fill_mini_batches(algo: Algo, data: PromptData) -> Iterator[Broken]:
+    """mini_batches divides the samples of a step; a selection of them has one for every optimizer step."""
+    samples = data.samples_per_step
     if algo.select is None:
+        if samples % algo.mini_batches:
+            rule = f"divides data.prompts_per_step * data.samples_per_prompt = {samples}"
+            yield "algo.mini_batches", rule, f"choose a divisor of {samples}"
         return
     selected = data.prompts_per_step
     if algo.select.by.name == "top":
-        samples = data.prompts_per_step * data.samples_per_prompt
         selected = int(algo.select.by.options["fraction"] * samples)
-    elif data.samples_per_prompt < 2:
-        rule = "at least 2 with algo.select.by = local, which selects the best sample of each prompt"
-        yield "data.samples_per_prompt", rule, "set it to 2 or more"
     if algo.mini_batches > selected:
         rule = f"at most {selected}, the samples that are selected in a step"
         yield "algo.mini_batches", rule, "lower it, or raise data.prompts_per_step"
-    if ptx is not None:
-        rule = "null with ptx, whose texts are in every optimizer step, also of a step that selects nothing"
-        yield "algo.select", rule, "set one of them to null"
     if algo.select.discard_unfinished and algo.scores.truncate_at is None:
         where = "with algo.select.discard_unfinished"
         otherwise = "or set algo.select.discard_unfinished to false"
         yield from ineffective_settings("algo.scores", algo.scores, ("missing_end",), where, otherwise)
 
 
-def likelihoods_read_nothing_else(algo: Algo) -> Iterator[Broken]:
-    """The likelihood of samples has no advantages, ratio or penalty."""
+def losses_have_their_advantages(algo: Algo) -> Iterator[Broken]:
+    """The likelihood of samples has no advantages; other losses have some that they read."""
     if not algo.is_likelihood:
         if algo.advantage.name == "none" and "advantages" in algo.loss_reads:
             rule = f"an advantage, which policy loss {algo.policy_loss.name} reads"
             yield "algo.advantage", rule, "choose one, such as grpo, or policy loss sft"
         return
-    where = "with policy loss sft, the likelihood of samples"
     if algo.advantage.name != "none":
-        yield "algo.advantage", f"none {where}", "set it to none, or choose another policy loss"
-    if algo.kl.coef > 0:
-        yield "algo.kl.coef", f"0 {where}", "set it to 0, and remove the role reference"
-
-
-def texts_are_mixed_in(ptx: PTX | None) -> Iterator[Broken]:
-    """The texts of ptx have a weight, and with mode convex so have the rollouts."""
-    if ptx is None:
-        return
-    if ptx.coef == 0:
-        fix = "raise it, or remove the section: ptx=null"
-        yield "ptx.coef", "above 0; it has no effect otherwise", fix
-    if ptx.mode == "convex" and ptx.coef >= 1:
-        rule = "below 1 with ptx.mode = convex, which weighs the rollouts with the rest"
-        yield "ptx.coef", rule, "lower it, or set ptx.mode to add"
+        rule = "none with policy loss sft, the likelihood of samples"
+        yield "algo.advantage", rule, "set it to none, or choose another policy loss"

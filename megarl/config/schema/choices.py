@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any, Final, Literal, cast, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
@@ -74,13 +75,11 @@ class OneOf:
     """
 
     def __init__(self, *parts: type[Choice] | Kind[Any], default: str | None = None) -> None:
-        self.members: list[type[Choice]] = []
         self.table: dict[str, type[Choice]] = {}
         self._default = default
         for part in parts:
-            self.members += _members(part)
-        for member in self.members:
-            self.table |= dict.fromkeys(names_of(member), member)
+            for member in _members(part):
+                self.table |= dict.fromkeys(names_of(member), member)
 
     def __call__(self, name: str, **options: Any) -> Choice:
         """Returns a choice with options."""
@@ -89,18 +88,21 @@ class OneOf:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         schemas = {name: handler.generate_schema(member) for name, member in self.table.items()}
         union = core_schema.tagged_union_schema(schemas, discriminator=_tag)
-        return core_schema.no_info_before_validator_function(self._as_mapping, union)
+        given = partial(with_shorthand, key="name", default=self._default)
+        return core_schema.no_info_before_validator_function(given, union)
 
-    def _as_mapping(self, value: object) -> object:
-        if isinstance(value, str):
-            return {"name": value}
-        if not isinstance(value, Mapping):
-            return value
-        given = dict(cast(Mapping[object, object], value))
-        name = given.pop(SHORTHAND, self._default)
-        if name is None:
-            return given
-        return {"name": name, **given}
+
+def with_shorthand(value: object, key: str, default: str | None = None) -> object:
+    """Returns the fields of a section, with a text or the default as that of a key."""
+    if isinstance(value, str):
+        return {key: value}
+    if not isinstance(value, Mapping):
+        return value
+    given = dict(cast(Mapping[object, object], value))
+    text = given.pop(SHORTHAND, default)
+    if text is None:
+        return given
+    return {key: text, **given}
 
 
 def names_of(choice: type[BaseModel]) -> tuple[str, ...]:

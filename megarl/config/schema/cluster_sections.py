@@ -99,6 +99,9 @@ class Cluster(Section):
         return self.address is None and (self.nodes == 1 or self.device == "cpu")
 
 
+Recompute = Literal["none", "selective", "full"]
+
+
 class RoleConfig(Section):
     """How a role is split over its group; its data parallel size is devices / (tp * pp)."""
 
@@ -114,7 +117,7 @@ class RoleConfig(Section):
     """Split the activations outside of the tensor-parallel regions along the sequence."""
     tokens_per_micro_batch: Count = 8192
     """Largest number of tokens (prompts and responses) of a packed micro-batch."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     """Activations that the backward pass recomputes: none, those of attention, or those of whole layers."""
     offload: bool = False
     """Keep the role in host memory while others use its devices."""

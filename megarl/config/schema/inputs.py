@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -10,7 +11,7 @@ from pydantic import BeforeValidator
 
 from megarl.bounds import Count, Seed
 from megarl.config.schema.base import Section
-from megarl.config.schema.choices import SHORTHAND
+from megarl.config.schema.choices import with_shorthand
 from megarl.files import read_json
 
 
@@ -78,18 +79,7 @@ class SourceFields(Section):
     """Names of columns: {prompt: question} reads the column question as prompt."""
 
 
-def _as_fields(value: object) -> object:
-    if isinstance(value, str):
-        return {"path": value}
-    if not isinstance(value, Mapping):
-        return value
-    given = dict(cast(Mapping[object, object], value))
-    if SHORTHAND in given:
-        given.setdefault("path", given.pop(SHORTHAND))
-    return given
-
-
-Source = Annotated[SourceFields, BeforeValidator(_as_fields)]
+Source = Annotated[SourceFields, BeforeValidator(partial(with_shorthand, key="path"))]
 LossOn = Literal["response", "all"]
 
 Fault = Literal["too_long", "empty", "equal"]
@@ -139,6 +129,10 @@ class PromptData(RowSettings):
     """Prompts of a step."""
     samples_per_prompt: Count = 1
     """Responses to each prompt."""
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.prompts_per_step * self.samples_per_prompt
 
 
 class FixedRows(RowSettings):

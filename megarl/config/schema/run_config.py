@@ -61,6 +61,8 @@ class RunConfig(Section):
     """Roles that the stage may have; of a stage that trains, the first one is required."""
     trained: ClassVar[tuple[RoleName, ...]] = ()
     """Roles that the stage trains; their optimizers are in the sections of their names."""
+    rows_in: ClassVar[str] = "data"
+    """The section whose settings decide how all rows are read."""
     rows_field: ClassVar[str] = "data.train"
     """The field of the training data."""
     exports_initial_architecture: ClassVar[bool] = False
@@ -92,8 +94,8 @@ class RunConfig(Section):
 
     @property
     def rows_section(self) -> tuple[str, RowSettings]:
-        """The section whose settings decide how all rows are read, and its name."""
-        raise NotImplementedError
+        """The name of the section whose settings decide how all rows are read, and the section."""
+        return self.rows_in, getattr(self, self.rows_in)
 
     @property
     def largest_batches(self) -> LargestBatches:
@@ -103,16 +105,14 @@ class RunConfig(Section):
     @classmethod
     def default_roles(cls, raw: Mapping[str, Any]) -> list[RoleName]:
         """Returns the roles of a plain configuration without groups, which need not be valid."""
-        raise NotImplementedError
+        return list(cls.trained)
 
     def role_checkpoint(self, role: RoleName) -> str | None:
         """Returns the Hugging Face directory of a role; None for that of the run's model."""
-        del role
         return None
 
     def new_head(self, role: RoleName) -> NewHead | None:
         """Returns the new head of a role; None if its checkpoint has the head."""
-        del role
         return None
 
     @property
@@ -169,8 +169,6 @@ class TrainingConfig(RunConfig):
 
     trainer: ClassVar[str]
     """The class of the stage's trainer, as module:class; see `loop.train.Trainer`."""
-    metric_groups: ClassVar[tuple[str, ...]]
-    """First parts of the names of the stage's own metrics."""
 
     run: TrainingRun  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
     """The run itself."""
@@ -202,18 +200,12 @@ class TrainingConfig(RunConfig):
         """The metrics that are shown of every step, in order; see `run.display.COLUMNS`."""
         raise NotImplementedError
 
-    @classmethod
-    def has_metric(cls, name: str) -> bool:
-        """Whether a health check of that name has a metric in this stage."""
-        return name.partition("/")[0] in (*cls.metric_groups, "skipped", "not finite")
-
     def loss_spec(self, role: RoleName) -> LossSpec:
         """Returns the loss of a trained role."""
         raise NotImplementedError
 
     def ema_decay(self, role: RoleName) -> float | None:
         """Returns the decay of the average of a trained role's weights; None without one."""
-        del role
         return None
 
     @property
@@ -223,7 +215,6 @@ class TrainingConfig(RunConfig):
 
     def optimizer_steps(self, role: RoleName) -> int:
         """Returns the optimizer steps of a trained role in the run."""
-        del role
         return self.steps * self.updates_per_step
 
     def optimizer(self, role: RoleName) -> Optimizer:
@@ -291,10 +282,6 @@ class RolloutTrainingConfig(TrainingConfig, SamplingConfig):  # pyright: ignore[
     rows_field: ClassVar[str] = "data.prompts"
 
     @property
-    def rows_section(self) -> tuple[str, PromptData]:
-        return "data", self.data
-
-    @property
     def rows_per_step(self) -> int:
         return self.data.prompts_per_step
 
@@ -306,10 +293,6 @@ class RolloutTrainingConfig(TrainingConfig, SamplingConfig):  # pyright: ignore[
         if role != "actor" or self.actor.ema is None:
             return None
         return self.actor.ema.decay
-
-    @property
-    def samples_per_step(self) -> int:
-        return self.data.prompts_per_step * self.data.samples_per_prompt
 
 
 STAGES: Final[Mapping[str, str]] = {

@@ -92,8 +92,8 @@ def values_by_path(value: object, above: str = "") -> Iterator[tuple[str, object
         inner = dict(zip(fields(type(value)), dict(value).values(), strict=True))
     elif isinstance(value, Mapping):
         inner = cast(Mapping[Any, object], value)
-    elif isinstance(value, tuple):
-        inner = dict(enumerate(cast(tuple[object, ...], value)))
+    elif isinstance(value, tuple | list):
+        inner = dict(enumerate(cast(Sequence[object], value)))
     for key, entry in inner.items():
         yield f"{above}{key}", entry
         yield from values_by_path(entry, f"{above}{key}.")

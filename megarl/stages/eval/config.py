@@ -19,6 +19,7 @@ class EvalConfig(SamplingConfig):
     """Evaluation of a checkpoint: responses to held-out prompts, and their scores."""
 
     roles: ClassVar[tuple[RoleName, ...]] = ("reward",)
+    rows_in: ClassVar[str] = "evaluation"
 
     stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
     """Evaluation."""
@@ -34,10 +35,6 @@ class EvalConfig(SamplingConfig):
         return self.evaluation.functions
 
     @property
-    def rows_section(self) -> tuple[str, HeldOut]:
-        return "evaluation", self.evaluation
-
-    @property
     def largest_batches(self) -> LargestBatches:
         return LargestBatches(tokens=self.rollout.max_model_len, inference=1 << 20, update=1)
 
@@ -51,7 +48,6 @@ class EvalConfig(SamplingConfig):
         return prompt_sets(self, reader)
 
     def plan_lines(self, rows: Mapping[str, str], count: int) -> Iterator[tuple[str, str]]:
-        del count
         evaluation = self.evaluation
         how = "the likeliest" if evaluation.greedy else f"{evaluation.samples_per_prompt} sampled"
         yield "prompts", f"{evaluation.source}: {rows['evaluation.prompts']}; {how} for each"

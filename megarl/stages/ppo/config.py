@@ -21,16 +21,6 @@ class PPOConfig(RolloutTrainingConfig):
     roles: ClassVar[tuple[RoleName, ...]] = ("actor", "critic", "reference", "reward")
     trained: ClassVar[tuple[RoleName, ...]] = ("actor", "critic")
     trainer: ClassVar[str] = "megarl.stages.ppo.trainer:PPOTrainer"
-    metric_groups: ClassVar[tuple[str, ...]] = (
-        "policy",
-        "value",
-        "objective",
-        "rewards",
-        "rollout",
-        "response_length",
-        "truncated_fraction",
-        "group",
-    )
     exports_initial_architecture: ClassVar[bool] = True
 
     stage: Literal["ppo"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
@@ -66,8 +56,8 @@ class PPOConfig(RolloutTrainingConfig):
 
     @property
     def largest_batches(self) -> LargestBatches:
-        update = -(-self.samples_per_step // self.algo.mini_batches)
-        return LargestBatches(tokens=self.rollout.max_model_len, inference=self.samples_per_step, update=update)
+        update = -(-self.data.samples_per_step // self.algo.mini_batches)
+        return LargestBatches(tokens=self.rollout.max_model_len, inference=self.data.samples_per_step, update=update)
 
     @property
     def shown_metrics(self) -> tuple[str, ...]:
@@ -144,7 +134,7 @@ class PPOConfig(RolloutTrainingConfig):
 
     def plan_lines(self, rows: Mapping[str, str], count: int) -> Iterator[tuple[str, str]]:
         data = self.data
-        samples = counted(data.prompts_per_step * data.samples_per_prompt, "sample")
+        samples = counted(data.samples_per_step, "sample")
         epochs = epochs_text(self.steps, data.prompts_per_step, count)
         if self.algo.filter is not None:
             epochs = f"at least {epochs}"
@@ -192,7 +182,7 @@ def _sources(config: PPOConfig) -> Iterator[str]:
 def _update(config: PPOConfig) -> str:
     algo = config.algo
     mini_batches = counted(algo.mini_batches, "mini-batch")
-    samples = counted(config.samples_per_step // algo.mini_batches, "sample")
+    samples = counted(config.data.samples_per_step // algo.mini_batches, "sample")
     each = f"{mini_batches} of {samples}"
     if algo.select is not None:
         each = f"up to {mini_batches} of the selected samples"

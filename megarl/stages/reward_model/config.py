@@ -20,7 +20,6 @@ class RewardModelConfig(TrainingConfig):
     roles: ClassVar[tuple[RoleName, ...]] = ("reward",)
     trained: ClassVar[tuple[RoleName, ...]] = ("reward",)
     trainer: ClassVar[str] = "megarl.stages.reward_model.trainer:RewardModelTrainer"
-    metric_groups: ClassVar[tuple[str, ...]] = ("reward_model",)
 
     stage: Literal["reward_model"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
     """Training of a reward model."""
@@ -38,10 +37,6 @@ class RewardModelConfig(TrainingConfig):
         return self.rollout
 
     @property
-    def rows_section(self) -> tuple[str, PairData]:
-        return "data", self.data
-
-    @property
     def rows_per_step(self) -> int:
         return self.data.pairs_per_step
 
@@ -55,17 +50,10 @@ class RewardModelConfig(TrainingConfig):
         metrics = ("reward_model/loss", "reward_model/accuracy", "reward_model/lr", "reward_model/grad_norm")
         return (*metrics, "perf/tokens_per_second", "time/step")
 
-    @classmethod
-    def default_roles(cls, raw: Mapping[str, Any]) -> list[RoleName]:
-        del raw
-        return ["reward"]
-
     def new_head(self, role: RoleName) -> NewHead:
-        del role
         return NewHead(std=self.reward.head_std, seed=self.reward.head_seed)
 
     def loss_spec(self, role: RoleName) -> LossSpec:
-        del role
         return PreferenceSpec(stage=self.stage, loss=self.reward.loss)
 
     def read_sets(self, reader: Any) -> Any:

@@ -20,7 +20,6 @@ class SFTConfig(TrainingConfig):
     roles: ClassVar[tuple[RoleName, ...]] = ("actor",)
     trained: ClassVar[tuple[RoleName, ...]] = ("actor",)
     trainer: ClassVar[str] = "megarl.stages.sft.trainer:SFTTrainer"
-    metric_groups: ClassVar[tuple[str, ...]] = ("sft",)
     exports_initial_architecture: ClassVar[bool] = True
 
     stage: Literal["sft"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
@@ -29,10 +28,6 @@ class SFTConfig(TrainingConfig):
     """The demonstrations."""
     actor: Actor
     """The policy's training."""
-
-    @property
-    def rows_section(self) -> tuple[str, TextData]:
-        return "data", self.data
 
     @property
     def rows_per_step(self) -> int:
@@ -47,13 +42,7 @@ class SFTConfig(TrainingConfig):
     def shown_metrics(self) -> tuple[str, ...]:
         return ("sft/loss", "sft/lr", "sft/grad_norm", "perf/tokens_per_second", "time/step")
 
-    @classmethod
-    def default_roles(cls, raw: Mapping[str, Any]) -> list[RoleName]:
-        del raw
-        return ["actor"]
-
     def loss_spec(self, role: RoleName) -> LossSpec:
-        del role
         return TextSpec(stage=self.stage)
 
     def read_sets(self, reader: Any) -> Any:
