@@ -39,12 +39,6 @@ from megarl.run.trace import Trace
 from megarl.run.verdict import judge
 from megarl.texts import counted
 
-_TRACKERS: Final[Mapping[str, Callable[..., Sink]]] = {
-    "wandb_project": open_wandb,
-    "mlflow_experiment": open_mlflow,
-    "trackio_project": open_trackio,
-}
-"""The functions that open sinks, by the field of `tracking` that names the project."""
 _TABLE_WIDTH = 120
 """Columns of a table outside a terminal."""
 
@@ -82,12 +76,16 @@ class EvaluationReporter:
         if tracking.tensorboard:
             first = self._taken + 1 if self._taken else 0
             yield TensorBoardSink(self._paths.tensorboard, first_step=first)
-        for name, tracker in _TRACKERS.items():
-            project = getattr(tracking, name)
+        services = [
+            ("wandb_project", tracking.wandb_project, open_wandb),
+            ("mlflow_experiment", tracking.mlflow_experiment, open_mlflow),
+            ("trackio_project", tracking.trackio_project, open_trackio),
+        ]
+        for name, project, open_sink in services:
             if project is None:
                 continue
             try:
-                sink = tracker(project, self._paths.path, plain(self._config))
+                sink = open_sink(project, self._paths.path, plain(self._config))
             except Exception as error:  # whatever the package of a service raises
                 problem = f"tracking.{name} = {project}: {error}"
                 raise RunError(f"{problem}; correct that, or set it to null") from error

@@ -180,7 +180,7 @@ def test_a_tracker_that_does_not_start_ends_the_run_in_one_line(
     def refuse(*_: object, **__: object) -> None:
         raise ConnectionError("no route to the server")
 
-    monkeypatch.setattr("megarl.run.report._TRACKERS", {"mlflow_experiment": refuse})
+    monkeypatch.setattr("megarl.run.report.open_mlflow", refuse)
     config = load(DEBUG, [f"run.dir={tmp_path}", "tracking.mlflow_experiment=mine"])
     with (
         pytest.raises(RunError, match="no route to the server; correct that"),
