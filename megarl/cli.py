@@ -99,9 +99,12 @@ def profile_steps(config_path: ConfigPath, overrides: Overrides = None) -> None:
     given = overrides or []
     with _exit_codes(config_path):
         config = _training(load(config_path, given))
-        changes = [f"run.dir={Path(config.run.dir)}-profile"]
-        for tracker in ("wandb_project", "mlflow_experiment", "trackio_project"):
-            changes.append(f"tracking.{tracker}=null")
+        changes = [
+            f"run.dir={Path(config.run.dir)}-profile",
+            "tracking.wandb_project=null",
+            "tracking.mlflow_experiment=null",
+            "tracking.trackio_project=null",
+        ]
         if config.profile is None:
             changes.append("profile={}")
         if config.engine_settings is not None:

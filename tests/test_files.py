@@ -31,13 +31,10 @@ def test_the_last_lines_equal_those_of_the_whole_file(
 
 
 @pytest.mark.parametrize("text", ["", '{"step": 1', "\0\0\0\n", "[1]\n", "7\n", "\n\n", '{"step"\n'])
-def test_incomplete_objects_are_skipped(tmp_path: Path, text: str) -> None:
+def test_missing_and_incomplete_objects_are_skipped(tmp_path: Path, text: str) -> None:
     path = tmp_path / "lines.jsonl"
+    assert read_lines(path) == read_lines(path, last=1) == []
     path.write_text(text)
     assert read_lines(path) == read_lines(path, last=3) == []
     path.write_text(f'{{"step": 0}}\n{text}')
     assert read_lines(path) == read_lines(path, last=3) == [{"step": 0}]
-
-
-def test_a_missing_file_has_no_lines(tmp_path: Path) -> None:
-    assert read_lines(tmp_path / "none") == read_lines(tmp_path / "none", last=1) == []

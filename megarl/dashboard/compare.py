@@ -60,7 +60,11 @@ def compare(arguments: Sequence[str]) -> None:
         case _:
             raise UsageError("name a run, a run and two steps of it, or two runs")
     console = Console(highlight=False)
-    _print_metrics(first, second, console)
+    table = Table("metric", first.name, second.name, box=None)
+    for name in first.metrics:
+        if name in second.metrics and not name.endswith("_ci95"):
+            _add_row(table, name, _with_interval(first.metrics, name), _with_interval(second.metrics, name))
+    console.print(table)
     for reward in first.prompts:
         if reward in second.prompts:
             _print_prompts(reward, first, second, console)
@@ -85,15 +89,6 @@ def _read(directory: str, index: int = 0, *, step: int | None = None) -> Compare
             prompts.setdefault(reward, {})[row["prompt_id"]] = score
     metrics = {name.removeprefix("eval/"): value for name, value in line.items() if name.startswith("eval/")}
     return ComparedEvaluation(run=run, step=line["step"], metrics=metrics, prompts=prompts)
-
-
-def _print_metrics(first: ComparedEvaluation, second: ComparedEvaluation, console: Console) -> None:
-    """Prints the metrics that both evaluations have, with half the widths of their intervals."""
-    table = Table("metric", first.name, second.name, box=None)
-    for name in first.metrics:
-        if name in second.metrics and not name.endswith("_ci95"):
-            _add_row(table, name, _with_interval(first.metrics, name), _with_interval(second.metrics, name))
-    console.print(table)
 
 
 def _add_row(table: Table, *cells: object) -> None:

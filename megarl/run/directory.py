@@ -175,21 +175,17 @@ def attempt(
             log.end(last_step(paths, taken), reason, message)
 
     @contextmanager
-    def interrupts_are_recorded() -> Iterator[None]:
+    def recorded_if(*kinds: type[BaseException]) -> Iterator[None]:
         try:
             yield
-        except (KeyboardInterrupt, SystemExit, PreemptedError) as error:
+        except kinds as error:
             record_end(*_end_reason(error))
             raise
 
     with interrupts_raise():
         log.start(taken, clock())
-        try:
-            with _file_errors(paths):
-                yield interrupts_are_recorded
-        except BaseException as error:
-            record_end(*_end_reason(error))
-            raise
+        with recorded_if(BaseException), _file_errors(paths):
+            yield partial(recorded_if, KeyboardInterrupt, SystemExit, PreemptedError)
         record_end(reason)
 
 

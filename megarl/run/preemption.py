@@ -64,7 +64,11 @@ class Preemption:
             if isinstance(error, WorkerError) and not error.repeats and self._gets_sigterm():
                 raise SystemExit(128 + signal.SIGTERM) from error
         finally:
-            self._restore()
+            if self._signaled:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in self._before.items():
+                if signal.getsignal(number) == self._receive:
+                    signal.signal(number, handler)
 
     def _gets_sigterm(self) -> bool:
         """Returns whether SIGTERM has come; in a job of Slurm, waits for it."""
@@ -72,13 +76,6 @@ class Preemption:
         while not self._terminated and time.monotonic() < deadline:
             time.sleep(0.05)
         return self._terminated
-
-    def _restore(self) -> None:
-        if self._signaled:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in self._before.items():
-            if signal.getsignal(number) == self._receive:
-                signal.signal(number, handler)
 
     def leaves(self, save_s: float = 0.0) -> bool:
         """Notes the end of a step; returns whether the run saves, in `save_s` seconds, and ends."""

@@ -44,10 +44,6 @@ def resume_line(result: Result) -> str | None:
     return lines.get("resume")
 
 
-def test_a_run_resumes_after_its_checkpoint(run: Path) -> None:
-    assert resume_line(plan(run, "run.steps=10")) == "after step 6"
-
-
 def test_only_a_run_with_a_checkpoint_keeps_its_threads(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +62,8 @@ def test_a_run_without_a_checkpoint_starts_again(tmp_path: Path, monkeypatch: py
     assert resume_line(plan(tmp_path)) == "from the beginning: there is no checkpoint yet"
 
 
-def test_a_finished_run_is_reported(run: Path) -> None:
+def test_a_run_resumes_after_its_checkpoint_or_is_finished(run: Path) -> None:
+    assert resume_line(plan(run, "run.steps=10")) == "after step 6"
     with closing(RunDirectory(debug(f"run.dir={run}", "run.steps=10"))) as directory:
         save(directory, 10)
         directory.summary.write_text("{}")

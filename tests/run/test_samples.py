@@ -22,7 +22,7 @@ from megarl.groups.rollouts import Rollouts
 from megarl.run.paths import RunPaths
 from megarl.run.report import EvaluationReporter
 from megarl.run.results import ShownSample, prompt_scores, shown_samples
-from megarl.types import Prompt, Ragged, RolloutChunk, SampledTurn, SampleInfo, SampleRequest, VersionSpan
+from megarl.types import Prompt, Ragged, RolloutChunk, SampledTurn, SampleRequest, VersionSpan
 from tests.config.debug import DEBUG
 
 SAMPLE = ShownSample(
@@ -119,20 +119,8 @@ def rollouts(prompt_ids: list[str]) -> Rollouts:
         finished=np.ones(count, dtype=np.bool_),
         versions=tuple((VersionSpan(start=0, stop=1, version=4, engine_id=0),) for _ in range(count)),
     )
-    samples = [
-        SampleInfo(
-            sample_id=chunk.sample_ids[i],
-            prompt_id=prompt,
-            chunk=0,
-            row=i,
-            prompt_tokens=2,
-            response_tokens=1,
-            finished=True,
-        )
-        for i, prompt in enumerate(prompt_ids)
-    ]
     chunks: Any = [chunk]
-    return Rollouts(samples=tuple(samples), chunks=chunks)
+    return Rollouts(samples=tuple(sample_infos(0, chunk, prompt_ids)), chunks=chunks)
 
 
 class Letters:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megarl.run.sinks import open_mlflow, open_trackio
+from megarl.run.sinks import ServiceSink, open_mlflow, open_trackio
 
 CONFIG = {"run": {"steps": 2}, "algo": {"kl": {"coef": 0.5}}}
+
+
+def write_twice(open_tracker: Callable[..., ServiceSink], directory: Path) -> None:
+    """A step in each of two attempts, and an evaluation that ended late."""
+    for step in (1, 2):
+        sink = open_tracker("mine", directory, CONFIG)
+        sink.write(step, {"objective/kl": 0.5 * step})
+        sink.write(step - 1, {"eval/exact": 0.25})
+        sink.close()
 
 
 @pytest.mark.process
@@ -17,11 +27,7 @@ def test_a_run_of_mlflow_goes_on_after_a_resume(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     for name in ("MLFLOW_DISABLE_TELEMETRY", "MLFLOW_ALLOW_FILE_STORE"):  # mlflow-skinny has no other store of its own
         monkeypatch.setenv(name, "true")
-    for step in (1, 2):
-        sink = open_mlflow("mine", tmp_path / "ppo", CONFIG)
-        sink.write(step, {"objective/kl": 0.5 * step})
-        sink.write(step - 1, {"eval/exact": 0.25})  # of an evaluation that ended late
-        sink.close()
+    write_twice(open_mlflow, tmp_path / "ppo")
     client = mlflow.MlflowClient()
     experiment = client.get_experiment_by_name("mine")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -35,11 +41,7 @@ def test_a_run_of_mlflow_goes_on_after_a_resume(tmp_path: Path, monkeypatch: pyt
 def test_a_run_of_trackio_goes_on_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
     trackio = pytest.importorskip("trackio")
-    for step in (1, 2):
-        sink = open_trackio("mine", tmp_path / "ppo", CONFIG)
-        sink.write(step, {"objective/kl": 0.5 * step})
-        sink.write(step - 1, {"eval/exact": 0.25})  # of an evaluation that ended late
-        sink.close()
+    write_twice(open_trackio, tmp_path / "ppo")
     (run,) = trackio.Api().runs("mine")
     assert run.name.startswith("ppo-")
     assert run.config["algo"] == CONFIG["algo"]

@@ -52,7 +52,10 @@ class RunView:
                 case "overview":
                     return self._overview()
                 case "series":
-                    return self._series(query)
+                    self._metrics.update()
+                    names = query["names"].split(",") if query.get("names") else None
+                    points = self._metrics.after(int(query.get("after", "-1")), names)
+                    return {"generation": self._metrics.generation, "series": points}
                 case "prompts":
                     return self._samples.prompts()
                 case "steps":
@@ -65,7 +68,11 @@ class RunView:
                     step = int(query["step"]) if query.get("step") else None
                     return self._samples.search(query["kind"], query["text"], _MAX_HITS, step)
                 case "timeline":
-                    return self._window(query)
+                    self._timeline.update()
+                    start = float(query.get("start", "0"))
+                    end = float(query.get("end") or self._timeline.end)
+                    columns = min(_MAX_COLUMNS, int(query.get("columns", _COLUMNS)))
+                    return self._timeline.window(start, end, columns)
                 case "settings":
                     return dict(flat(read_config(self._run.config)))
                 case "left_out":
@@ -93,19 +100,6 @@ class RunView:
             "limits": shown_limits(health_limits(read_config(self._run.config))),
             "findings": findings,
         }
-
-    def _series(self, query: Query) -> JsonObject:
-        self._metrics.update()
-        names = query["names"].split(",") if query.get("names") else None
-        points = self._metrics.after(int(query.get("after", "-1")), names)
-        return {"generation": self._metrics.generation, "series": points}
-
-    def _window(self, query: Query) -> JsonObject:
-        self._timeline.update()
-        start = float(query.get("start", "0"))
-        end = float(query.get("end") or self._timeline.end)
-        columns = min(_MAX_COLUMNS, int(query.get("columns", _COLUMNS)))
-        return self._timeline.window(start, end, columns)
 
 
 def open_runs(paths: Sequence[Path]) -> list[RunView]:

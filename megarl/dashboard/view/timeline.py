@@ -64,7 +64,10 @@ class Timeline:
             raise ValueError(f"{start} to {end} in {columns} columns: a range of times, and one column at least")
         rows: list[JsonObject] = []
         for row in sorted(self._spans, key=self._place):
-            seen = _between(self._spans[row], start, end)
+            spans = self._spans[row]
+            spans.sort()
+            first = max(0, bisect_right(spans, (start,)) - 1)
+            seen = [span for span in spans[first : bisect_right(spans, (end,))] if span[1] > start]
             if not seen:
                 continue
             seconds: dict[str, float] = {}
@@ -85,12 +88,6 @@ class Timeline:
         parts: list[Any] = _NUMBER.split(self._names.get(row, "?"))
         parts[1::2] = map(int, parts[1::2])
         return row[0], min(row[1], 1), parts
-
-
-def _between(spans: list[TraceSpan], start: float, end: float) -> list[TraceSpan]:
-    spans.sort()
-    first = max(0, bisect_right(spans, (start,)) - 1)
-    return [span for span in spans[first : bisect_right(spans, (end,))] if span[1] > start]
 
 
 def _joined(spans: list[TraceSpan], min_s: float) -> list[TraceSpan]:

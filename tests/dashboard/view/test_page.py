@@ -97,12 +97,13 @@ def test_the_exported_page_contains_the_answers(view: RunView, tmp_path: Path) -
     assert key("group", {"step": "1", "kind": "train"}) == "group?kind=train&step=1"
 
 
-_BOTH = ["p1", "p2"]
-
-
 @pytest.mark.parametrize(
     ("nbytes", "expected"),
-    [(9000, {20: _BOTH, 19: _BOTH, 18: _BOTH, 17: ["p1"]}), (1100, {20: ["p1"]}), (10, {20: ["p1"]})],
+    [
+        (9000, {20: ["p1", "p2"], 19: ["p1", "p2"], 18: ["p1", "p2"], 17: ["p1"]}),
+        (1100, {20: ["p1"]}),
+        (10, {20: ["p1"]}),
+    ],
 )
 def test_of_too_many_samples_those_of_the_last_steps_are_exported(
     view: RunView, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, expected: dict[int, list[str]]
