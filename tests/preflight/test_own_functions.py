@@ -80,7 +80,9 @@ def test_every_choice_with_custom_functions_has_a_signature() -> None:
     """By field; a choice without CustomFunction has only built-in functions."""
     tables = {path: below for schema in stage_classes().values() for path, below in sections(schema) if choices(below)}
     own = {
-        path for path, below in tables.items() if any(issubclass(member, CustomFunction) for member in below.table.values())
+        path
+        for path, below in tables.items()
+        if any(issubclass(member, CustomFunction) for member in below.table.values())
     }
     assert own <= {kind.field for kind in KINDS}
     assert {kind.field for kind in KINDS} <= set(tables)
