@@ -63,9 +63,7 @@ def devices_exist(cluster: Cluster, groups: Groups, rollout: Rollout | None) -> 
         yield from _devices_exist(cluster, f"groups.{name}.devices", group.devices)
 
 
-def judges_have_devices(
-    cluster: Cluster, groups: Groups, rollout: Rollout, reward: Reward
-) -> Iterator[Broken]:
+def judges_have_devices(cluster: Cluster, groups: Groups, rollout: Rollout, reward: Reward) -> Iterator[Broken]:
     """The judge's engines fill devices of the cluster that nothing else has, and none spans nodes."""
     if reward.judge_model is None:
         return
