@@ -42,9 +42,11 @@ def asleep_where_shared[C: RunConfig](config: C) -> C:
     keep their weights.
     """
     rollout = config.engine_settings
-    if rollout is None or "sleep" in rollout.model_fields_set or not shared_devices(config.groups, rollout):
+    if rollout is None or "sleep" in rollout.model_fields_set or rollout.sync_every > 1:
         return config
-    if config.cluster.device == "cpu" or not trains(config.stage) or rollout.sync_every > 1:
+    if config.cluster.device == "cpu" or not trains(config.stage):
+        return config
+    if not shared_devices(config.groups, rollout):
         return config
     return config.model_copy(update={"rollout": rollout.model_copy(update={"sleep": True})})
 

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.problems import ConfigError, Problem, correct_path, did_you_mean, shown
 from megarl.config.schema.choices import SHORTHAND
+from megarl.config.schema.schema_walk import values_by_path
 
 INHERIT_KEY = "defaults"
 RECIPES: Final = Path(__file__).parents[1] / "recipes"
@@ -59,7 +60,7 @@ def merged(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[P
         tree = _overridden(tree, override, problems)
     try:
         tree = expanded(tree)
-        if _refers(tree):
+        if any(isinstance(value, str) and "${" in value for _, value in values_by_path(tree)):
             tree = _plain(OmegaConf.create(tree), resolve=True)
     except OmegaConfBaseException as error:
         field = str(getattr(error, "full_key", None) or "interpolation")
@@ -173,15 +174,6 @@ def recipe_fix(name: str) -> str:
 
 def _plain(tree: DictConfig, *, resolve: bool = False) -> _Section:
     return cast(_Section, OmegaConf.to_container(tree, resolve=resolve))
-
-
-def _refers(value: object) -> bool:
-    """Whether a value has references, such as `${run.seed}`."""
-    if isinstance(value, dict):
-        return any(map(_refers, cast(dict[object, object], value).values()))
-    if isinstance(value, list):
-        return any(map(_refers, cast(list[object], value)))
-    return isinstance(value, str) and "${" in value
 
 
 def _merge(below: _Section, above: _Section, *, choices: bool = True) -> _Section:

@@ -111,18 +111,17 @@ def _unknown(schema: type[BaseModel], loc: Sequence[int | str], field: str, valu
         rule = f"should be keys with values, and is both keys and the text {value}"
         return Problem(field.removesuffix("."), shown(value), rule, "remove one of them")
     known = list(fields(owner))
-    foreign = foreign_fix(schema, field, value, sure=False)
+    if issubclass(owner, Choice):
+        known.remove("name")
+    fix = foreign_fix(schema, field, value, sure=False) or _suggestion(key, known)
     if not issubclass(owner, Choice):
         elsewhere = [f"{field.removesuffix(key)}{path}" for path in _deeper(owner, key, value)][:3]
-        fix = foreign or _suggestion(key, known)
         if elsewhere:
             fix = f"did you mean {' or '.join(elsewhere)}?"
         if owner is schema or not elsewhere:
             fix = foreign_fix(schema, field, value, sure=True) or fix
         return Problem(field, shown(value), "unknown key", fix)
-    known.remove("name")
     others = [name for name, choice in choices(above).items() if key in fields(choice)]
-    fix = foreign or _suggestion(key, known)
     if others:
         having = "which has it" if len(others) == 1 else "which have it"
         fix = f"remove it, or choose {' or '.join(others)}, {having}"

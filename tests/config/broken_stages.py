@@ -92,7 +92,4 @@ EVAL: Cases = {
         (["evaluation.functions=[]"], "something to measure"),
         (["environment.name=tools", "evaluation.functions=[]"], "something to measure"),
     ],
-    scoring_rules.evaluations_have_samples: [
-        (["evaluation.pass_at=[1, 8]"], "at most evaluation.samples_per_prompt = 4")
-    ],
 }

@@ -115,13 +115,12 @@ UNUSED_CASES: list[tuple[str, list[str], str, str]] = [
 ]
 
 ONE_SOURCE = "exactly one of"
-PATH = ["model={path: /nowhere, random: null}"]
 ONE_SAMPLE = "data.samples_per_prompt=1"
 
 # stage of the debug run, the case
 CONFLICT_CASES: list[tuple[str, Case]] = [
     ("ppo", (["environment.name=a.b:C", "reward.shuffle=true"], "places the rewards of turns")),
-    ("eval", ([*PATH, "groups.train={devices: 0, roles: {reward: {}}}"], "reward.path", "score at random")),
+    ("ppo", (["model={path: /nowhere, random: null}"], "reward.path", "score at random")),
     ("ppo", (["model.random=null"], "model", ONE_SOURCE)),
     ("ppo", (["model.path=/nowhere"], "model", ONE_SOURCE)),
     ("ppo", (["data.random=null"], "data", ONE_SOURCE)),

@@ -155,16 +155,14 @@ def test_override_values_are_read_as_yaml() -> None:
         "actor.optimizer.betas=[0.8,0.9]",
         "algo.value_loss.clip=null",
         "rollout.devices=0,2-3",
+        "run.dir=runs/lr=1",
     )
+    assert config.run.dir == "runs/lr=1"
     assert config.actor.optimizer.lr == 2e-6
     assert config.actor.optimizer.betas == (0.8, 0.9)
     assert config.algo.value_loss.options["clip"] is None
     assert config.rollout.devices == "0,2-3"
     assert config.rollout.engines == 3
-
-
-def test_an_override_may_hold_an_equals_sign() -> None:
-    assert debug("run.dir=runs/lr=1").run.dir == "runs/lr=1"
 
 
 def test_interpolation_refers_to_other_fields() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -196,13 +195,9 @@ def test_a_checkpoint_of_a_role_is_checked_against_the_vocabulary(tmp_path: Path
         assert "knows the 96 token ids in use; it has 95" in refused(f"{role}.path={other}")[f"{role}.path"]
 
 
-def raw() -> dict[str, Any]:
-    return load(DEBUG).model_dump(by_alias=True)
-
-
 @given(devices=st.integers(1, 24), tp=st.integers(1, 12), pp=st.integers(1, 12))
 def test_a_layout_is_accepted_only_if_whole_replicas_fill_the_group(devices: int, tp: int, pp: int) -> None:
-    config = raw()
+    config = load(DEBUG).model_dump(by_alias=True)
     config["cluster"]["devices_per_node"] = 24
     budget = {"tokens_per_micro_batch": 64}
     roles = {"actor": {"tp": tp, "pp": pp, **budget}, "critic": budget, "reference": budget, "reward": budget}

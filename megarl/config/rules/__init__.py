@@ -74,7 +74,7 @@ def broken_rules(stage: str, sections: Mapping[str, Any]) -> list[Problem]:
         if not invalid and not missing:
             broken += rule(**arguments)
     for path, value in values.items():
-        section_rule = SECTION_RULES.get(type(value))
+        section_rule = SECTION_RULES.get(value.__class__)
         if section_rule is not None:
             broken += section_rule(path, value)
     problems: list[Problem] = []
@@ -109,7 +109,7 @@ def _facts(stage: str, sections: Mapping[str, Any]) -> dict[str, bool]:
 
 @functools.cache
 def rules_of(stage: str) -> dict[Rule, dict[str, bool]]:
-    """Returns the rules that hold in a stage, with the sections that each reads, and which may be None."""
+    """Returns the rules that hold in a stage, and the sections that each reads: True if one may be None."""
     schema = stage_class(stage)
     rules: dict[Rule, dict[str, bool]] = {}
     for module in (*_MODULES, import_module(schema.__module__)):
@@ -127,7 +127,7 @@ def rules_of(stage: str) -> dict[Rule, dict[str, bool]]:
 
 
 def _accepts(annotation: Any, field: FieldInfo | None) -> bool:
-    """Whether a rule's parameter takes the sections that a stage has for it; a stage without the field has None."""
+    """Whether a rule's parameter takes the sections of a stage, or None if the stage has none."""
     kinds = get_args(annotation) or (annotation,)
     if field is None:
         return NoneType in kinds

@@ -27,7 +27,7 @@ _FORMS = f"ends in {' or '.join(_FILES)}, or the name of a Hugging Face data set
 
 
 def sources_exist(field: str, source: SourceFields) -> Iterator[Broken]:
-    """A source is a file that exists, or the name of a data set; subset and split are of data sets alone."""
+    """A source is a file that exists, or a data set, which alone has subset and split."""
     path = Path(source.path)
     if not source.path.endswith(_FILES):
         if path.suffix in _OTHER_FILES:

@@ -37,7 +37,7 @@ class Unused(NamedTuple):
 
     Args:
         settings: names of fields of a section.
-        field: path of the other field, within the section if it begins with a dot; or a fact in words.
+        field: path of the other field, within the section if it begins with a dot; or a fact.
         value: value of the other field.
         otherwise: what to do instead of removing the settings.
         reason: why they have no effect.
@@ -59,6 +59,7 @@ _ALL_THE_SAME = (
     "1 with rollout.top_k = 1: the answers to a prompt would all be the same",
     "set it to 1, or rollout.top_k to null",
 )
+# facts, which `broken_rules` adds to the values of fields
 TRAINING: Final = "training on scores"
 ROLLOUT_TRAINING: Final = "training on rollouts"
 SCORED_ROLLOUTS: Final = "rollouts that are scored"
@@ -192,7 +193,7 @@ CONFLICTS: Final[tuple[tuple[Mapping[str, Any], str, str], ...]] = (
     # of algorithms
     (
         {"algo.select": given, "ptx": given},
-        "null with ptx, whose texts are in every optimizer step, also of a step that selects nothing",
+        "null with ptx, whose texts are in every optimizer step, selected samples or not",
         "set one of them to null",
     ),
     (
@@ -387,7 +388,7 @@ def broken_tables(values: Mapping[str, Any]) -> Iterator[Broken]:
     """Yields what the tables forbid.
 
     Args:
-        values: values of all fields by path, and facts by their words; those of invalid sections may be missing.
+        values: values of fields by path, and facts by their words; invalid sections are missing.
     """
     if "model" in values and values["model.tokenizer"] is None and values["model.path"] is None:
         for field, instead in READ_TEXT.items():

@@ -104,7 +104,7 @@ def health_checks_have_metrics(stage: str, health: Health) -> Iterator[Broken]:
 
 
 def samples_fill_mini_batches(algo: Algo, data: PromptData) -> Iterator[Broken]:
-    """mini_batches divides the samples of a step; a selection of them has one for every optimizer step."""
+    """mini_batches divides the samples of a step, or is at most the selected ones."""
     samples = data.samples_per_step
     if algo.select is None:
         if samples % algo.mini_batches:

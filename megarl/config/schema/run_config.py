@@ -28,6 +28,7 @@ from megarl.config.schema.scoring_sections import (
 from megarl.config.schema.training_sections import (
     PTX,
     CheckpointSettings,
+    Critic,
     Health,
     Optimizer,
     Policy,
@@ -109,6 +110,9 @@ class RunConfig(Section):
 
     def role_checkpoint(self, role: RoleName) -> str | None:
         """Returns the Hugging Face directory of a role; None for that of the run's model."""
+        section = getattr(self, role, None)
+        if isinstance(section, Critic | Reward):
+            return section.path
         return None
 
     def new_head(self, role: RoleName) -> NewHead | None:
@@ -245,11 +249,6 @@ class SamplingConfig(RunConfig):
     @property
     def judge_model(self) -> JudgeModel | None:
         return self.reward.judge_model
-
-    def role_checkpoint(self, role: RoleName) -> str | None:
-        if role == "reward":
-            return self.reward.path
-        return None
 
     def new_head(self, role: RoleName) -> NewHead | None:
         if role == "reward" and self.reward.path is None:

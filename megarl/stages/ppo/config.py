@@ -90,11 +90,6 @@ class PPOConfig(RolloutTrainingConfig):
             roles.append("reward")
         return roles
 
-    def role_checkpoint(self, role: RoleName) -> str | None:
-        if role == "critic" and self.critic is not None:
-            return self.critic.path
-        return super().role_checkpoint(role)
-
     def new_head(self, role: RoleName) -> NewHead | None:
         if role == "critic" and self.critic is not None and self.critic.head != "loaded":
             return NewHead(std=self.critic.head_std, seed=self.critic.head_seed)
