@@ -66,8 +66,8 @@ class ChatRenderer:
         if isinstance(messages, str):
             return self._limited.encode(messages)
         if tools and self._reader is None and self._family is None:
-            known = "those of Hermes, Qwen and Llama 3"
-            raise ValueError(f"the chat template writes calls of tools in none of the known formats, {known}")
+            known = "the known formats, those of Hermes, Qwen and Llama 3"
+            raise ValueError(f"the chat template writes calls of tools in none of {known}")
         return self._limited.chat(messages, tools=tools or None, arguments=self._arguments)
 
     def read(self, token_ids: Sequence[int], finished: bool, *, prompt: Sequence[int], tools: Schemas) -> Action:

@@ -43,6 +43,8 @@ from megarl.types import (
 if TYPE_CHECKING:
     from megarl.conversations.gateway.gateway import Gateway
 
+Generated = tuple[dict[int, RolloutChunk], list[SampleInfo]]
+"""Chunks by number, and the samples in them."""
 _HEARTBEAT_S = 5.0
 """A call for turns returns after this time, also without any."""
 MAX_CRASHES = 10
@@ -130,7 +132,7 @@ class EnvironmentProcess:
         return False
 
     @remote(phase="rollout")
-    def generate(self, item: WorkItem) -> Future[tuple[dict[int, RolloutChunk], list[SampleInfo]]]:
+    def generate(self, item: WorkItem) -> Future[Generated]:
         """Starts one conversation per request; the chunk comes when all of them have ended."""
         return self._run(self._generate(item))
 
@@ -177,7 +179,7 @@ class EnvironmentProcess:
         self._news.set()
         return await turn
 
-    async def _generate(self, item: WorkItem) -> tuple[dict[int, RolloutChunk], list[SampleInfo]]:
+    async def _generate(self, item: WorkItem) -> Generated:
         self._running += 1
         try:
             conversations = await asyncio.gather(*(self._converse(request) for request in item.requests))

@@ -96,11 +96,12 @@ def find_reader(write: Callable[[Sequence[Message], Schemas], str | None]) -> Re
     return None
 
 
-Block = Callable[[str], tuple[str, dict[str, Any], int]]
-"""Reads the call that a text begins with, its name, arguments and length; else raises ValueError."""
+_Found = tuple[str, dict[str, Any], int]
+"""The name of the call that a text begins with, its arguments and its length."""
 
 
-def _read_blocks(text: str, read: Block) -> Read:
+def _read_blocks(text: str, read: Callable[[str], _Found]) -> Read:
+    """Reads the calls of a turn; `read` raises ValueError for one that cannot be read."""
     content = ""
     calls = list[ToolCall]()
     readable = False
@@ -141,13 +142,13 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[end:]
 
 
-def _json_block(body: str) -> tuple[str, dict[str, Any], int]:
+def _json_block(body: str) -> _Found:
     start = len(body) - len(body.lstrip())
     value, end = json.JSONDecoder().raw_decode(body, start)
     return *_call(value, "arguments"), end
 
 
-def _xml_block(body: str, tools: Schemas) -> tuple[str, dict[str, Any], int]:
+def _xml_block(body: str, tools: Schemas) -> _Found:
     start = re.match(r"\s*<function=([^>\n]+)>", body)
     if start is None:
         raise ValueError("it does not begin with <function=NAME>")

@@ -88,7 +88,10 @@ class RuleScorer:
                     unscored.setdefault((unit.name, reply.kind), failed)
                 else:
                     scores[unit.name][rows] = reply
-                    self._remember(unit.function, key, reply)
+                    if self._functions[unit.function].cache:
+                        self._cache[unit.function, key] = reply
+        while len(self._cache) > _CACHED:
+            del self._cache[next(iter(self._cache))]
         return scores, unscored
 
     def completions(self, chunk: RolloutChunk, prompts: Mapping[int, Prompt]) -> list[Completion]:
@@ -135,12 +138,6 @@ class RuleScorer:
         for parts in calls.values():
             firsts = [completions[equal[0]] for _, equal in parts]
             yield _Unit(function=index, completions=firsts, name=name, rows=parts)
-
-    def _remember(self, index: int, key: bytes, score: float) -> None:
-        if self._functions[index].cache:
-            self._cache[index, key] = score
-            if len(self._cache) > _CACHED:
-                del self._cache[next(iter(self._cache))]
 
 
 def _last_turn(chunk: RolloutChunk, row: int) -> tuple[int, ...]:

@@ -203,11 +203,19 @@ class RequestFields:
             rule = "must be of the user, the system or a tool: the model begins its answer"
             raise GatewayError(f"the last message {rule}")
         stream = self.take("stream", bool, False)
-        for name in ("temperature", "top_p", "top_k"):
-            value = getattr(self.sampling, name)
-            self._refuse_sampling(name, value, f"the run samples with {value}")
-        for name, value in (("seed", None), ("presence_penalty", 0), ("frequency_penalty", 0)):
-            self._refuse_sampling(name, value, "the run samples otherwise")
+        run = {
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "top_k": self.sampling.top_k,
+            "presence_penalty": 0,
+            "frequency_penalty": 0,
+            "seed": "a seed per turn",
+        }
+        for name, value in run.items():
+            wanted = self.remaining.pop(name, None)
+            if wanted is not None and wanted != value and not self.sampling.override:
+                fix = "leave it out, or set environment.args.override_sampling: true, which ignores it"
+                raise GatewayError(f"{name} = {wanted!r:.80}: the run samples with {value}; {fix}")
         refused: list[str] = []
         for name, value in self.remaining.items():
             if name not in _IGNORED and value not in _NEUTRAL.get(name, ()):
@@ -216,12 +224,6 @@ class RequestFields:
             why = "this endpoint cannot honor that; leave it out"
             raise GatewayError(f"{', '.join(refused)}: {why}")
         return GatewayRequest(messages=tuple(chat or ()), stream=stream, **known)
-
-    def _refuse_sampling(self, name: str, value: object, rule: str) -> None:
-        wanted = self.remaining.pop(name, None)
-        if wanted is not None and wanted != value and not self.sampling.override:
-            fix = "leave it out, or set environment.args.override_sampling: true, which ignores it"
-            raise GatewayError(f"{name} = {wanted!r:.80}: {rule}; {fix}")
 
     def take_tool_call(self, call: Json, call_key: str, arguments_key: str, where: str) -> ToolCall:
         """Returns a call of a tool as a client sends it back; arguments may be JSON."""
