@@ -236,7 +236,7 @@ def _stacked(index: DCPIndex) -> DCPIndex:
 
 
 def _stack_place(key: str) -> tuple[str, Shape, int, int]:
-    """Returns the stacked tensor of a key, the indices in it, and which half of how many."""
+    """Returns the stacked tensor of a key, the indices in it, and which part of how many of rows."""
     at: Shape = ()
     layer = _LAYER.fullmatch(key)
     if layer:
