@@ -206,11 +206,11 @@ class _SenderChooser:
                 sender = min(sending or ranks, key=load.__getitem__)
                 chosen.setdefault(sender, []).append((route, self._way_of[route.owners][sender]))
                 load[sender] += route.nbytes
-            group_messages: list[Message] = []
+            bucket_messages: list[Message] = []
             for sender in sorted(chosen):
                 copies, nbytes = self._payload(tuple(chosen[sender]))
-                group_messages.append(Message(sender, receiver.rank, bucket, copies, nbytes))
-            messages.append(tuple(group_messages))
+                bucket_messages.append(Message(sender, receiver.rank, bucket, copies, nbytes))
+            messages.append(tuple(bucket_messages))
         return tuple(messages)
 
 
