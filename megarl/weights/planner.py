@@ -81,8 +81,8 @@ def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes
         bucket_bytes: size up to which parameters are grouped, in load order; larger ones are split.
 
     Raises:
-        PlanError: no source holds some region of a destination; the first one is named.
-        ValueError: a rank occurs twice on one side, or a bucket cannot hold one element.
+        ValueError: no source holds some region of a destination, and the first one is named; a rank
+            occurs twice on one side; or a bucket cannot hold one element.
     """
     source_replicas = _replicas(sources)
     destination_replicas = _replicas(destinations)
