@@ -4,6 +4,5 @@ from __future__ import annotations
 
 from megarl.models.architecture import ModelSpec, model_spec
 from megarl.models.families import FAMILIES
-from megarl.models.hf_config import UnsupportedModelError
 
-__all__ = ["FAMILIES", "ModelSpec", "UnsupportedModelError", "model_spec"]
+__all__ = ["FAMILIES", "ModelSpec", "model_spec"]

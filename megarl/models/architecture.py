@@ -16,7 +16,6 @@ from megarl.models.hf_config import (
     HFConfig,
     HFConfigReader,
     ParamTable,
-    UnsupportedModelError,
     shown,
 )
 from megarl.models.param_types import (
@@ -45,7 +44,7 @@ def _family_of(config: HFConfig) -> tuple[Family, HeadName]:
     model_type: Any = config.get("model_type")
     is_list = isinstance(config.get("architectures") or [], list)
     if not is_list or not all(isinstance(name, str) for name in (model_type or "", *architectures)):
-        raise UnsupportedModelError("architectures is not a list of names, or model_type is not a name")
+        raise ValueError("architectures is not a list of names, or model_type is not a name")
     if not architectures and (model_type or "") in FAMILIES:
         return FAMILIES[model_type], "lm"
     heads: dict[str, tuple[Family, HeadName]] = {}
@@ -57,11 +56,11 @@ def _family_of(config: HFConfig) -> tuple[Family, HeadName]:
         if architectures:
             named = shown(", ".join(architectures), str)
         supported = ", ".join(heads)
-        raise UnsupportedModelError(f"architecture {named} is not supported; supported are {supported}")
+        raise ValueError(f"architecture {named} is not supported; supported are {supported}")
     family, head = heads[architectures[0]]
     if model_type not in (None, family.model_type):
         contradiction = f"contradicts the architecture {architectures[0]}"
-        raise UnsupportedModelError(f"model_type {shown(model_type)} {contradiction}")
+        raise ValueError(f"model_type {shown(model_type)} {contradiction}")
     return family, head
 
 
@@ -303,7 +302,7 @@ class ModelSpec:
 
 
 def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
-    """Returns the specification of a model; an UnsupportedModelError lists every problem.
+    """Returns the specification of a model; raises ValueError, with every problem, for others.
 
     Args:
         config: fields of its ``config.json``.
@@ -326,7 +325,7 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     tied = reader.flag("tie_word_embeddings")
     if reader.problems:
         problems = "\n  ".join(reader.problems)
-        raise UnsupportedModelError(f"the {family.model_type} model is not supported:\n  {problems}")
+        raise ValueError(f"the {family.model_type} model is not supported:\n  {problems}")
     return ModelSpec(
         family=family,
         config=config,

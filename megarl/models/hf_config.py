@@ -24,10 +24,6 @@ SCORE = Replicated(names=Names("score", "output_layer"), shape=("one", "hidden")
 """The head that replaces it in value and reward models."""
 
 
-class UnsupportedModelError(ValueError):
-    """The architecture or one of its features is not supported; the message lists every problem."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ParamTable:
     """The parameters of a family, in the order in which vLLM loads them.

@@ -81,8 +81,8 @@ def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes
         bucket_bytes: size up to which parameters are grouped, in load order; larger ones are split.
 
     Raises:
-        PlanError: no source holds some region of a destination; the first one is named.
-        ValueError: a rank occurs twice on one side, or a bucket cannot hold one element.
+        ValueError: no source holds some region of a destination, and the first one is named; a rank
+            occurs twice on one side; or a bucket cannot hold one element.
     """
     source_replicas = _replicas(sources)
     destination_replicas = _replicas(destinations)
@@ -206,11 +206,11 @@ class _SenderChooser:
                 sender = min(sending or ranks, key=load.__getitem__)
                 chosen.setdefault(sender, []).append((route, self._way_of[route.owners][sender]))
                 load[sender] += route.nbytes
-            group_messages: list[Message] = []
+            bucket_messages: list[Message] = []
             for sender in sorted(chosen):
                 copies, nbytes = self._payload(tuple(chosen[sender]))
-                group_messages.append(Message(sender, receiver.rank, bucket, copies, nbytes))
-            messages.append(tuple(group_messages))
+                bucket_messages.append(Message(sender, receiver.rank, bucket, copies, nbytes))
+            messages.append(tuple(bucket_messages))
         return tuple(messages)
 
 

@@ -11,11 +11,6 @@ from functools import cache
 from megarl.weights.plan import Bucket, Copy
 from megarl.weights.shard_map import ITEM_BYTES, Box, Shard, ShardMap, adjacent_axis
 
-
-class PlanError(ValueError):
-    """The sources do not hold what a destination needs; the message names tensor and region."""
-
-
 Owners = tuple[tuple[int, ...], ...]
 """Indices of the source maps that store a region, grouped by how they store it."""
 
@@ -80,7 +75,7 @@ class SourceIndex:
         if missing:
             first, *more = missing.values()
             others = f"; and {len(more)} more tensors" if more else ""
-            raise PlanError(f"no source holds {first}{others}")
+            raise ValueError(f"no source holds {first}{others}")
         return routes
 
     def _add(self, shard: Shard, dtype: str, routes: dict[int, Route], missing: dict[str, str]) -> None:

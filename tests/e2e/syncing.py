@@ -221,13 +221,12 @@ def _at_message(number: int, happen: Callable[[Sequence[Any]], object]) -> None:
 
     pack, count = sync_rank.pack, 0
 
-    def counted(message: Any, params: Any, targets: Sequence[Any], checksum: Any) -> int:
+    def counted(message: Any, params: Any, targets: Sequence[Any], checksum: Any) -> None:
         nonlocal count
-        nbytes = pack(message, params, targets, checksum)
+        pack(message, params, targets, checksum)
         count += 1
         if count == number:
             sync_rank.pack = pack
             happen(targets)
-        return nbytes
 
     sync_rank.pack = counted
