@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from megarl.types import RolloutChunk, SampleRequest
 from tests.rollout import in_process
 from tests.rollout.conftest import NEW_TOKENS, Answers, ask, requests, start
 from tests.rollout.engine_process import EngineProcess, RemoteError
-from tests.rollout.models import MAX_LEN, USED_VOCAB
+from tests.rollout.models import END, MAX_LEN, USED_VOCAB
 from tests.rollout.oracles import assert_same, version_logprobs
 from tests.rollout.syncing import Trainer, sync
 
@@ -74,12 +74,34 @@ def untouched(process: EngineProcess, models: Mapping[str, Path]) -> list[Rollou
     return process.apply(in_process.end)
 
 
+@pytest.fixture(scope="module")
+def relay(
+    process: EngineProcess, models: Mapping[str, Path], untouched: list[RolloutChunk]
+) -> list[tuple[list[int], list[float]]]:
+    """Greedy responses of three engines, one for each version, which get the tokens so far as their prompt."""
+    rows = [
+        (chunk.response_ids[0][:BEFORE].tolist(), chunk.rollout_logprobs[0][:BEFORE].tolist())
+        for chunk in untouched[-len(GREEDY) :]
+    ]
+    for name, end in ((VERSIONS[1], BEFORE + BETWEEN), (VERSIONS[2], NEW_TOKENS)):
+        start(process, models[name], weights="files")
+        asked = [
+            replace(request, prompt=replace(request.prompt, token_ids=(*request.prompt.token_ids, *ids)))
+            for request, (ids, _) in zip(GREEDY, rows, strict=True)
+        ]
+        for (ids, logprobs), chunk in zip(rows, generate(process, asked), strict=True):
+            count = 0 if ids[-1] == END else end - len(ids)
+            ids += chunk.response_ids[0][:count].tolist()
+            logprobs += chunk.rollout_logprobs[0][:count].tolist()
+    return rows
+
+
 @pytest.fixture(scope="module", params=["recompute", "keep"])
 def engine(
     request: pytest.FixtureRequest,
     process: EngineProcess,
     models: Mapping[str, Path],
-    untouched: object,
+    relay: object,
     fresh: object,
 ) -> Engine:
     start(process, models[VERSIONS[0]], weights="files", mode="inflight", inflight_cache=request.param)
@@ -135,6 +157,15 @@ def test_every_token_has_the_log_probability_of_its_version(engine: Engine, mode
     for asked, chunks in ((FIRST, engine.first), (SECOND, engine.second)):
         for expected, chunk in zip(version_logprobs(dirs, asked, chunks, keep=engine.keep), chunks, strict=True):
             np.testing.assert_allclose(chunk.rollout_logprobs[0], expected, rtol=0, atol=1e-4)
+
+
+def test_greedy_responses_continue_as_fresh_engines_would(
+    engine: Engine, relay: list[tuple[list[int], list[float]]]
+) -> None:
+    for chunk, (ids, logprobs) in zip(engine.first[-len(GREEDY) :], relay, strict=True):
+        end = BEFORE if engine.keep else NEW_TOKENS
+        assert chunk.response_ids[0][:end].tolist() == ids[:end]
+        np.testing.assert_allclose(chunk.rollout_logprobs[0][:end], logprobs[:end], rtol=0, atol=1e-5)
 
 
 def test_updates_with_identical_weights_change_no_token(
