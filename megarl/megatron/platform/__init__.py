@@ -15,7 +15,7 @@ from megarl.resharding import serve_store
 
 
 def start_platform(kind: str) -> torch.device:
-    """Imports megatron-core, and prepares this process for it on "cuda" or "cpu"; returns its device."""
+    """Imports megatron-core and prepares it for "cuda" or "cpu"; returns the tensors' device."""
     # Without torch's compiler, and wandb, which Megatron's inference engine imports where it can.
     with compiled_at_first_call(), absent("wandb"):
         import megatron.core  # noqa: F401

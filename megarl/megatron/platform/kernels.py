@@ -46,7 +46,7 @@ def implementation[F: Callable[..., Any]](kernel: Kernel, eager: F, device: str)
 
 @functools.cache
 def compiled(eager: Any) -> Any:
-    """Returns the function compiled at its first call with each dtype, width and need of gradients."""
+    """Returns the function, compiled at its first call with each dtype, width and requires_grad."""
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = 64  # of a function; beyond it, torch runs the function eagerly
@@ -54,7 +54,7 @@ def compiled(eager: Any) -> Any:
 
 
 def layer_kind(wanted: LayerChoice, dims: Dims, dtype: str, device: str) -> LayerKind:
-    """Returns the kind of a model's layers; raises ValueError if the wanted one cannot compute it here."""
+    """Returns the kind of a model's layers; raises ValueError if the wanted one cannot be used."""
     if wanted == "local":
         return "local"
     reasons = [*device_refusals(device), *refusals(dims, dtype)]
