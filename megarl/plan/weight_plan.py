@@ -57,11 +57,10 @@ def plan_weights(
     """
     sizes: dict[str, Any] = _parse_pairs("--train", train, ("tp", "pp", "dp", "vpp", "ep"), int)
     layout = Layout(**sizes)
-    engine_sizes = {"tp": 1, "replicas": 1}
-    engine_sizes |= _parse_pairs("--rollout", rollout, ("tp", "replicas"), int)
+    engine_sizes = _parse_pairs("--rollout", rollout, ("tp", "replicas"), int)
     gigabytes = {**_SPEEDS, **_parse_pairs("--link", link, tuple(_SPEEDS), float)}
-    tp = engine_sizes["tp"]
-    replicas = engine_sizes["replicas"]
+    tp = engine_sizes.get("tp", 1)
+    replicas = engine_sizes.get("replicas", 1)
     spec = model_spec(read_config(hf))
     spec.check_megatron(layout)
     spec.check_vllm(tp)
