@@ -88,8 +88,9 @@ def report(device: Device) -> list[tuple[str, str, str]]:
     else:
         limits = "16 bits, no experts, heads of multiples of 8 up to 128; others Megatron's own"
         rows = [("layers", "Transformer Engine's", limits)]
-    for kernel, chosen in TABLE.items():
+    for kernel, (choice, why) in TABLE.items():
         if device == "cpu":
-            chosen = ("eager", "a run on a CPU keeps its numbers, bit for bit")
-        rows.append((kernel, *chosen))
+            rows.append((kernel, "eager", "a run on a CPU keeps its numbers, bit for bit"))
+        else:
+            rows.append((kernel, choice, why))
     return rows
