@@ -118,8 +118,8 @@ def _passed_on(
     reads_rollout = "rollout_logprobs" in algo.loss_reads or algo.correction.interpolates
     if from_update or reads_rollout or algo.correction.sequence_mask is not None:
         parts["rollout_logprobs"] = rollout_logprobs
-    needs_ref = algo.kl.placement == "loss" or columns.old_logprobs is None or "ref_logprobs" in algo.loss_reads
-    if columns.ref_logprobs is not None and needs_ref:
+    reads_ref = algo.kl.placement == "loss" or "ref_logprobs" in algo.loss_reads
+    if columns.ref_logprobs is not None and (reads_ref or columns.old_logprobs is None):
         parts["ref_logprobs"] = columns.ref_logprobs
     if columns.values is not None:
         parts["old_values"] = columns.values

@@ -42,7 +42,11 @@ class Evaluator:
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
         temperature = 0.0 if evaluation.greedy else evaluation.temperature
         self._requests = sample_requests(
-            prompts, evaluation.samples_per_prompt, seed=config.run.seed, step=0, temperature=temperature
+            prompts,
+            evaluation.samples_per_prompt,
+            seed=config.run.seed,
+            step=0,
+            temperature=temperature,
         )
 
     async def evaluate(self, step: int) -> EvaluationResult:

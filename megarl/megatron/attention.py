@@ -76,7 +76,7 @@ class PackParams(PackedSeqParams):
 
     Args:
         positions: [S] int64, each position's index in its sequence.
-        sequences: the parameters without rope's ends, which Transformer Engine would take for padding.
+        sequences: without rope's ends, which Transformer Engine would take for padding.
     """
 
     shape: PackShape

@@ -122,7 +122,12 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 
 def _sums(
-    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float, fused: bool
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    shard: VocabShard,
+    temperature: float,
+    fused: bool,
 ) -> tuple[Tensor, Tensor]:
     """Returns the largest logits and the ``sums_of_products``, [T] and [3, T], over all shards.
 
@@ -159,7 +164,7 @@ def top_of_products(products: Tensor, temperature: float) -> Tensor:
 def sums_of_products(
     products: Tensor, top: Tensor, local: Tensor, here: Tensor, temperature: float | None = None
 ) -> Tensor:
-    """Returns sum exp(logit - top), sum exp(logit - top) * logit, and the label's logit or 0, [3, T].
+    """Returns sum exp(logit - top), the same times the logit, and the label's logit or 0, [3, T].
 
     Without a temperature, the products are the logits.
     """

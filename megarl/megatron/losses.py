@@ -124,17 +124,20 @@ def aggregated(
     learned: Tensor,
     reported: Tensor,
 ) -> tuple[Tensor, LossMetrics]:
-    """Sums terms with weights that contain the step's denominators, which count all response tokens.
+    """Sums terms with weights whose denominators count all response tokens of the step.
 
-    Returns the loss over the ``learned`` tokens, and metrics, which are means over the ``reported`` ones.
+    Returns the loss over the ``learned`` tokens, and metrics: means over the ``reported`` ones.
 
     Args:
         parts: [B, R] by name, aggregated like the loss and reported as ``NAME_loss``.
     """
     mask = columns.mask
-    totals = {"total_tokens": schedule.total_response_tokens, "total_sequences": schedule.total_sequences}
-    whole_weights = bound(AGGREGATIONS, algo.aggregation.name, algo.aggregation.options)(columns.whole, **totals)
-    weights = on_mask(whole_weights[:, : mask.shape[1]], learned)
+    totals = {
+        "total_tokens": schedule.total_response_tokens,
+        "total_sequences": schedule.total_sequences,
+    }
+    aggregate = bound(AGGREGATIONS, algo.aggregation.name, algo.aggregation.options)
+    weights = on_mask(aggregate(columns.whole, **totals)[:, : mask.shape[1]], learned)
     metrics = collect(terms, reported, token_mean(mask, **totals, dtype=torch.float64))
     sums = {f"{name}_loss": weighted_sum(part.detach(), weights) for name, part in parts.items()}
     return weighted_sum(terms.values, weights), replace(metrics, sums=sums)

@@ -134,7 +134,8 @@ def micro_batches(model: RoleModel, schedule: RankSchedule, chunks: Chunks[Token
     batches: list[MicroBatch] = []
     for rows in schedule.packs:
         batch = pack(rows, chunks, schedule.pack_tokens) if needs_tokens else None
-        batches.append(MicroBatch(rows=rows, shape=pack_shape(rows, schedule.pack_tokens), batch=batch))
+        shape = pack_shape(rows, schedule.pack_tokens)
+        batches.append(MicroBatch(rows=rows, shape=shape, batch=batch))
     return batches
 
 

@@ -57,16 +57,18 @@ def plan_weights(
     """
     sizes: dict[str, Any] = _parse_pairs("--train", train, ("tp", "pp", "dp", "vpp", "ep"), int)
     layout = Layout(**sizes)
-    engine_sizes = {"tp": 1, "replicas": 1, **_parse_pairs("--rollout", rollout, ("tp", "replicas"), int)}
+    engine_sizes = _parse_pairs("--rollout", rollout, ("tp", "replicas"), int)
     gigabytes = {**_SPEEDS, **_parse_pairs("--link", link, tuple(_SPEEDS), float)}
-    tp = engine_sizes["tp"]
+    tp = engine_sizes.get("tp", 1)
+    replicas = engine_sizes.get("replicas", 1)
     spec = model_spec(read_config(hf))
     spec.check_megatron(layout)
     spec.check_vllm(tp)
     trainers = layout.world_size
-    engines = tp * engine_sizes["replicas"]
+    engines = tp * replicas
     if colocated and engines > trainers:
-        raise ValueError(f"--colocated: the engines' {engines} ranks exceed the trainer's {trainers} devices")
+        ranks = f"the engines' {engines} ranks"
+        raise ValueError(f"--colocated: {ranks} exceed the trainer's {trainers} devices")
     start = perf_counter()
     first = 0 if colocated else trainers
     devices = [*range(trainers), *range(first, first + engines)]
@@ -79,7 +81,7 @@ def plan_weights(
     sent = [0] * trainers
     for rank, part in transfer.senders.items():
         sent[rank] = part.nbytes
-    needed = engine_sizes["replicas"] * sum(_content_bytes(holder.map) for holder in destinations[:tp])
+    needed = replicas * sum(_content_bytes(holder.map) for holder in destinations[:tp])
     tensors = spec.canonical().values()
     return {
         "model": spec.family.model_type,
@@ -118,7 +120,7 @@ def _parse_pairs[T: (int, float)](
 
 
 def _estimate(transfer: TransferPlan, places: Sequence[Place], gigabytes: Mapping[str, float]) -> dict[str, Any]:
-    """Returns the traffic over each link, and both durations, in seconds; ranks are numbered as their places.
+    """Returns the traffic over each link, and both durations; ranks are numbered as their places.
 
     Args:
         gigabytes: speeds of a rank's links, per second.
@@ -137,7 +139,8 @@ def _estimate(transfer: TransferPlan, places: Sequence[Place], gigabytes: Mappin
     for rank in (sender, receiver):
         index = np.ravel_multi_index((link, bucket, rank), shape)
         # Sums in float64, exact below 2**53 bytes.
-        traffic.append(np.bincount(index, weights=nbytes, minlength=math.prod(shape)).reshape(shape))
+        sums = np.bincount(index, weights=nbytes, minlength=math.prod(shape))
+        traffic.append(sums.reshape(shape))
     speeds = 1e9 * np.array(list(gigabytes.values()))
     in_step = np.maximum(*traffic) / speeds[:, None, None]
     sent, received = (column.sum(1) for column in traffic)
@@ -172,6 +175,7 @@ def _spread(nbytes: Sequence[int]) -> dict[str, int]:
 
 
 def print_weights(report: dict[str, Any]) -> None:
+    seconds = f"{report['slowest_rank_seconds']:.3f} s to {report['in_step_seconds']:.3f} s"
     lines = {
         "model": f"{report['model']}, {report['parameters']:,} parameters, {format_bytes(report['model_bytes'])}",
         "ranks": f"{report['trainer_ranks']} of the trainer, {report['engine_ranks']} of engines",
@@ -181,7 +185,7 @@ def print_weights(report: dict[str, Any]) -> None:
         "received": f"per engine rank, {_spread_text(report['received'])}",
         "staging": f"{format_bytes(report['staging_bytes'])} per rank, two of the largest bucket",
         "planned in": f"{report['plan_seconds']:.2f} s",
-        "estimate": f"{report['slowest_rank_seconds']:.3f} s to {report['in_step_seconds']:.3f} s, {_ESTIMATE}",
+        "estimate": f"{seconds}, {_ESTIMATE}",
     }
     out = Console(highlight=False)
     for key, text in lines.items():

@@ -50,7 +50,7 @@ def capacity(config: RunConfig) -> Capacity:
 
 
 def _first_gpu() -> tuple[int, str] | None:
-    """Returns memory and name of this machine's first GPU; asks without torch, which would start CUDA."""
+    """Returns memory and name of the first GPU; asks without torch, which would start CUDA."""
     query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits", "--id=0"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout

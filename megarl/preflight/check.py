@@ -63,7 +63,11 @@ def check(config: RunConfig, *, bare: bool = False) -> Sets:
 
 def _trackers(tracking: Tracking) -> Iterator[Problem]:
     """Yields the trackers whose packages are missing."""
-    packages = {"wandb_project": "wandb", "mlflow_experiment": "mlflow", "trackio_project": "trackio"}
+    packages = {
+        "wandb_project": "wandb",
+        "mlflow_experiment": "mlflow",
+        "trackio_project": "trackio",
+    }
     for field, package in packages.items():
         value = getattr(tracking, field)
         if value is not None and find_spec(package) is None:
@@ -107,7 +111,8 @@ def _read_data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem
         fix = "correct its files, or name another tokenizer with model.tokenizer"
         value = shown(config.model.tokenizer or config.model.path)
         return None, [Problem("model.tokenizer", value, str(error), fix)]
-    rules = ", ".join(f"{section}.{fault}" for fault in get_args(Fault) if fault in type(rows).model_fields)
+    faults = [fault for fault in get_args(Fault) if fault in type(rows).model_fields]
+    rules = ", ".join(f"{section}.{fault}" for fault in faults)
     reader = DataReader(
         tokenizer=tokenizer,
         vocab_size=vocab,

@@ -93,7 +93,8 @@ class DataReader:
             )
             rows = load(source, encoder, drop=self.drop)
         except (OSError, ValueError) as error:
-            fix = f"correct the path or the rows (docs/data.md), or leave out those that can be: {self.rules}"
+            fix = "correct the path or the rows (docs/data.md), or leave out those that can be: "
+            fix += self.rules
             self.problems.append(Problem(name, source.path, str(error), fix))
             return
         self.left_out += [(name, row) for row in rows.left_out]

@@ -35,11 +35,14 @@ def epoch_problems(config: RunConfig, data: Sets) -> Iterator[Problem]:
     resolved = with_steps(config, data)
     steps = resolved.run.steps
     size = config.rows_per_step
-    division = f"{epochs} times {rows} usable rows, divided by the {size} of a step and rounded down,"
+    division = f"{epochs} times {rows} usable rows, divided by the {size} of a step"
+    division += " and rounded down,"
     if steps == 0:
-        yield Problem("run.epochs", epochs, f"at least a step; {division} is 0", "raise it, or take smaller steps")
+        rule = f"at least a step; {division} is 0"
+        yield Problem("run.epochs", epochs, rule, "raise it, or take smaller steps")
     elif config.run.steps not in (None, steps):
         rule = f"does not fit run.epochs = {epochs}: {division} is {steps}"
-        yield Problem("run.steps", str(config.run.steps), rule, "give one of the two, and set the other to null")
+        fix = "give one of the two, and set the other to null"
+        yield Problem("run.steps", str(config.run.steps), rule, fix)
     else:
         yield from broken_rules(config.stage, {name: getattr(resolved, name) for name in type(config).model_fields})

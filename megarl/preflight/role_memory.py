@@ -99,7 +99,7 @@ def role_memory(
         update_logits = 8 * min(_CHUNK_TOKENS, update_pack) * rows
         update_logits += rows * dims.hidden * (4 + item) + update_pack * dims.hidden * item
     attention = (4 * dims.heads + 6 * dims.kv_heads) * dims.head_dim / layout.tp
-    experts = model.table.megatron.get("moe_router_topk", 1)  # of a token, if tokens are spread evenly
+    experts = model.table.megatron.get("moe_router_topk", 1)  # tokens are spread evenly
     mlp = 5 * dims.ffn * experts / layout.tp
     forward = pack * (3 * dims.hidden + max(attention, mlp)) * item
     layer = _layer(spec, model, device)
@@ -168,7 +168,8 @@ def _layer(spec: RoleSpec, model: ModelSpec, device: str) -> float:
         attention += inputs + one + kv / 2 + 4 * heads
     ffn = dims.ffn * item / tp
     if dims.experts:
-        mlp = model.table.megatron["moe_router_topk"] * (6 * ffn + dims.hidden * item) + 16 * dims.experts
+        chosen = model.table.megatron["moe_router_topk"]
+        mlp = chosen * (6 * ffn + dims.hidden * item) + 16 * dims.experts
     elif model.table.megatron["gated_linear_unit"]:
         mlp = 5 * ffn
     else:

@@ -160,7 +160,9 @@ def _text(prompt: Prompt, tokenizer: Tokenizer) -> Sequence[int]:
 
 
 def _completion(prompt: Prompt, response: Sequence[int], tokenizer: Tokenizer | None) -> Completion:
-    texts = ["" if tokenizer is None else tokenizer.decode(ids) for ids in (prompt.token_ids, response)]
+    texts = ["", ""]
+    if tokenizer is not None:
+        texts = [tokenizer.decode(ids) for ids in (prompt.token_ids, response)]
     return Completion(
         prompt_id=prompt.prompt_id,
         prompt=texts[0],

@@ -14,6 +14,11 @@ from megarl.experience.records import SampleScores
 from megarl.types import Ragged, RolloutChunk, SampleInfo, VersionSpan
 
 
+def alone(vector: Any) -> Any:
+    """One rank's reduction."""
+    return vector
+
+
 def random_chunks(
     chunks: int = 4,
     rows: int = 3,

@@ -15,7 +15,7 @@ from megarl.experience.build import build_experience
 from megarl.experience.padded_batch import Columns
 from megarl.experience.records import ExperienceChunk, ExperienceReport, StepContext, TokenRewardScale
 from megarl.types import Ragged, RolloutChunk
-from tests.megatron.samples import columns_of, conversations, random_chunks
+from tests.megatron.samples import alone, columns_of, conversations, random_chunks
 from tests.oracle import advantages, comparisons, normalisation
 
 CHUNKS, INFOS = random_chunks()
@@ -42,11 +42,6 @@ OLD, VALUES = column(0), column(2)
 REF = plus(OLD, column(1, scale=0.3))
 SCORES = {i: np.arange(3, dtype=np.float32) + i for i in range(4)}
 OUTCOMES = {i: np.array([-1.0, 0.0, 2.0], np.float32) * i for i in range(4)}
-
-
-def alone(vector: Any) -> Any:
-    """One rank's reduction."""
-    return vector
 
 
 def build(

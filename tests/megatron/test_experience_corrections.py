@@ -13,7 +13,7 @@ from megarl.config.schema import Algo
 from megarl.experience.build import build_experience
 from megarl.experience.records import ExperienceChunk, StepContext
 from megarl.types import Ragged, VersionSpan
-from tests.megatron.samples import columns_of, random_chunks
+from tests.megatron.samples import alone, columns_of, random_chunks
 from tests.oracle import corrections
 
 RANDOM = np.random.default_rng(4)
@@ -55,9 +55,7 @@ def build(
     algo = Algo.model_validate({"advantage": "reinforce", "correction": correction})
     columns = columns_of(SCORES, old=OLD if recomputed else None, untrained=UNLEARNT)
     terms = StepContext(kl_coef=0.0, version=VERSION, max_staleness=max_staleness, groups=4)
-    built, report = build_experience(
-        list(range(4)), CHUNKS, columns, algo, None, terms, lambda vector: vector, lambda vector: vector
-    )
+    built, report = build_experience(list(range(4)), CHUNKS, columns, algo, None, terms, alone, alone)
     return built, dict(report.metrics)
 
 

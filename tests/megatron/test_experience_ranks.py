@@ -15,7 +15,7 @@ from megarl.experience.build import build_experience
 from megarl.experience.records import ExperienceChunk, ExperienceReport, StepContext, TokenRewardScale
 from megarl.types import Ragged
 from tests.megatron.compare import reductions_over
-from tests.megatron.samples import columns_of, random_chunks
+from tests.megatron.samples import alone, columns_of, random_chunks
 from tests.pool import RankPool
 
 CHUNKS = 6
@@ -110,10 +110,6 @@ def built(
     if "dense" in case:
         terms = replace(terms, dense=TokenRewardScale(gain=0.5, bias=0.1, differences=True))
     return build_experience(own, sampled, columns, algo, norm, terms, reduce, largest)
-
-
-def alone(vector: Any) -> Any:
-    return vector
 
 
 def on_rank(rank: int, spread: list[list[int]]) -> dict[str, tuple[dict[int, ExperienceChunk], ExperienceReport]]:

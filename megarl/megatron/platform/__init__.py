@@ -15,21 +15,21 @@ from megarl.resharding import serve_store
 
 
 def start_platform(kind: str) -> torch.device:
-    """Imports megatron-core, and prepares this process for it on "cuda" or "cpu"; returns its device."""
-    # Without torch's compiler, and wandb, which Megatron's inference engine imports where it can.
+    """Imports megatron-core and prepares it for "cuda" or "cpu"; returns the tensors' device."""
+    # Megatron is imported without torch's compiler, and without wandb, of its inference engine.
     with compiled_at_first_call(), absent("wandb"):
-        import megatron.core  # noqa: F401
-    if kind == "cpu":
-        from megarl.megatron.platform import cpu
+        if kind == "cpu":
+            from megarl.megatron.platform import cpu
 
-        cpu.install()
-        device = torch.device("cpu")
-    elif torch.cuda.is_available():
-        torch.cuda.set_device(0)
-        device = torch.device("cuda", 0)
-    else:
-        raise RuntimeError("cluster.device is cuda, but torch sees no CUDA device; set cluster.device=cpu")
-    from megatron.core.models.common.embeddings import rope_utils
+            cpu.install()
+            device = torch.device("cpu")
+        elif torch.cuda.is_available():
+            torch.cuda.set_device(0)
+            device = torch.device("cuda", 0)
+        else:
+            problem = "cluster.device is cuda, but torch sees no CUDA device"
+            raise RuntimeError(f"{problem}; set cluster.device=cpu")
+        from megatron.core.models.common.embeddings import rope_utils
 
     # Rotates queries and keys; Megatron's fused one needs Transformer Engine.
     rotate = implementation("rope", rope_utils._apply_rotary_pos_emb_bshd, kind)

@@ -46,7 +46,7 @@ def implementation[F: Callable[..., Any]](kernel: Kernel, eager: F, device: str)
 
 @functools.cache
 def compiled(eager: Any) -> Any:
-    """Returns the function compiled at its first call with each dtype, width and need of gradients."""
+    """Returns the function, compiled at its first call with each dtype, width and requires_grad."""
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = 64  # of a function; beyond it, torch runs the function eagerly
@@ -54,7 +54,7 @@ def compiled(eager: Any) -> Any:
 
 
 def layer_kind(wanted: LayerChoice, dims: Dims, dtype: str, device: str) -> LayerKind:
-    """Returns the kind of a model's layers; raises ValueError if the wanted one cannot compute it here."""
+    """Returns the kind of a model's layers; raises ValueError if the wanted one cannot be used."""
     if wanted == "local":
         return "local"
     reasons = [*device_refusals(device), *refusals(dims, dtype)]
@@ -88,8 +88,9 @@ def report(device: Device) -> list[tuple[str, str, str]]:
     else:
         limits = "16 bits, no experts, heads of multiples of 8 up to 128; others Megatron's own"
         rows = [("layers", "Transformer Engine's", limits)]
-    for kernel, chosen in TABLE.items():
+    for kernel, (choice, why) in TABLE.items():
         if device == "cpu":
-            chosen = ("eager", "a run on a CPU keeps its numbers, bit for bit")
-        rows.append((kernel, *chosen))
+            rows.append((kernel, "eager", "a run on a CPU keeps its numbers, bit for bit"))
+        else:
+            rows.append((kernel, choice, why))
     return rows
