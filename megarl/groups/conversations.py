@@ -35,10 +35,7 @@ class ConversationGroup(WorkerGroup[EnvironmentProcess]):
     """
 
     def __init__(
-        self,
-        session: Session,
-        processes: Sequence[Process[EnvironmentProcess]],
-        engines: RolloutGroup,
+        self, session: Session, processes: Sequence[Process[EnvironmentProcess]], engines: RolloutGroup
     ) -> None:
         super().__init__(session, "environments", processes)
         self._engines = engines
