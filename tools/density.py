@@ -14,13 +14,13 @@ from pathlib import Path
 
 ROOTS = ("megarl", "launchers", "tools")
 LIMITS = {
-    "lines": 46_700,
+    "lines": 45_000,
     "parallel assignments": 0.0,
     "conditional expressions": 8.1,
-    "comprehensions": 17.6,
-    "classes": 11.2,
-    "long": 4.4,
-    "nodes": 6.74,
+    "comprehensions": 17.9,
+    "classes": 10.7,
+    "long": 4.0,
+    "nodes": 6.7,
 }
 
 
