@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megarl.cluster.ray_node import ray_directory
@@ -83,16 +83,6 @@ class ProcessCleanup:
             file.unlink(missing_ok=True)
 
 
-@contextmanager
-def blocked_interrupts() -> Generator[None]:
-    """Delivers signals that end a run or a job at the end of the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 class Guard:
     """A process that cleans up after the one that starts it, even after a SIGKILL, which closes the pipe that it reads.
 
@@ -104,14 +94,17 @@ class Guard:
         self._mark = mark
         self._directory = directory
         self._logs = logs
-        # With -m, modules of the working directory would come before the standard library.
-        program = f"import sys; sys.path[:] = {sys.path}; from {__name__} import main; main()"
-        command = [sys.executable, "-c", program, mark, directory]
-        if logs is not None:
-            command.append(str(logs))
-        unmarked = {name: value for name, value in environment.items() if name != MARK}
-        with blocked_interrupts():  # a child inherits which signals are blocked
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # a child inherits which signals are blocked
+        try:
+            # With -m, modules of the working directory would come before the standard library.
+            program = f"import sys; sys.path[:] = {sys.path}; from {__name__} import main; main()"
+            command = [sys.executable, "-c", program, mark, directory]
+            if logs is not None:
+                command.append(str(logs))
+            unmarked = {name: value for name, value in environment.items() if name != MARK}
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=unmarked, start_new_session=True)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def remove(self, file: Path) -> None:
         """Makes the guard remove a file, too, when it cleans up."""

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 
 from megarl.cluster import ray_api
 from megarl.cluster.calls import Call, CallMonitor, Process, WorkerError
-from megarl.cluster.cleanup import MARK, Guard, ProcessCleanup, blocked_interrupts
+from megarl.cluster.cleanup import MARK, Guard, ProcessCleanup
 from megarl.cluster.driver_environment import (
     environment,
     ignore_interrupts,
@@ -211,9 +211,8 @@ class Session:
         """Starts Ray on this machine, and adds what undoes it to `ending`."""
         mark = secrets.token_hex(8)
         directory = ending.enter_context(temporary_directory())
-        with blocked_interrupts():  # no guard is left without its end
-            self._guard = Guard(mark, directory, os.environ)  # for a SIGKILL: an agent of Ray's lives on
-            ending.callback(self._guard.dismiss)
+        self._guard = Guard(mark, directory, os.environ)  # for a SIGKILL: an agent of Ray's lives on
+        ending.callback(self._guard.dismiss)
         ending.enter_context(environment({**_LOCAL_ENV, MARK: mark}))
         ending.enter_context(random_token())
         ending.enter_context(on_loopback())
