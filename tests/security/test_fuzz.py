@@ -168,7 +168,7 @@ def test_rows(model: Path, tmp_path: Path) -> None:
             rules = ["groups.train.roles.reward=null", f"reward.functions=[{OVERLONG}]", "data.random=null"]
             given = [*rules, f"data.prompts={path}", "data.prompts_per_step=2"]
             sets: Any = check(load(DEBUG, [f"model={{path: {model}, random: null, vocab_size: null}}", *given]))
-            for prompt in sets.train:
+            for prompt in sets.rows["data.prompts"]:
                 json.dumps(as_json(prompt.fields), ensure_ascii=False).encode()
         else:
             planned(model, f"data.train={path}", "data.evaluation=null", stage=stage)
