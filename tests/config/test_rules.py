@@ -81,6 +81,7 @@ def test_a_rule_that_is_broken_twice_is_reported_once() -> None:
             ],
         ),
         ("eval", ["rollout.replay=/nope", "rollout.mode=bounded", "rollout.rolling_update=true"]),
+        ("eval", ["rollout.replay=.", "rollout.record=."]),
     ],
 )
 def test_settings_of_training_on_rollouts_break_no_other_rule(stage: str, overrides: list[str]) -> None:
