@@ -65,9 +65,11 @@ def foreign_fix(schema: type[BaseModel], path: str, value: object, *, sure: bool
     found = _find(path, sure=sure)
     if found:
         return "; or ".join(dict.fromkeys(row.fix(schema) for row in found))
-    values = dict(values_by_path(value, f"{path}."))
+    values = dict(values_by_path({path: value}))
+    lists = tuple(f"{key}." for key, entry in values.items() if isinstance(entry, list))
     leaves = [key for key, entry in values.items() if not isinstance(entry, Mapping)]
-    inner = {key: rows for key in leaves if (rows := _find(key, sure=True))}
+    outside = [key for key in leaves if not key.startswith(lists)]
+    inner = {key: rows for key in outside if (rows := _find(key, sure=True))}
     if not inner:
         return None
     named = [f"{key}: {rows[0].fix(schema)}" for key, rows in list(inner.items())[:_SHOWN]]

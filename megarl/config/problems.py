@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 
 from megarl.config.schema.schema_walk import values_by_path
 from megarl.texts import counted
@@ -25,7 +25,6 @@ _SECRET = re.compile(
 )
 _SPECIAL_TOKEN = re.compile(r"(^|[_-])(bos|cls|end|eos|mask|pad|sep|start|stop|think|unk)[_-]tokens?$", re.I)
 _HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_ANY = TypeAdapter[Any](Any)
 KEY = "(key)"
 """The value of a problem with the name of a key, which is the last part of the field."""
 WITHOUT_EFFECT = "has no effect"
@@ -116,7 +115,7 @@ def shown(value: object) -> str:
         value = getattr(value, "name", None) or getattr(value, "path", None) or value
     if isinstance(value, str) and "/" in value and len(value.split()) == 1:
         return value
-    value = _ANY.dump_python(value, mode="json", by_alias=True, exclude_unset=True)
+    value = _plain(value)
     if isinstance(value, Mapping | list):
         hidden = without_secrets(value, inside=True)
         text = yaml.safe_dump(hidden, default_flow_style=True, width=math.inf).strip()
@@ -127,6 +126,15 @@ def shown(value: object) -> str:
     if len(text) > 80:
         return f"{text[:77]}..."
     return text
+
+
+def _plain(value: object) -> object:
+    """Returns a section as the keys that are given, and a tuple as a list."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    if isinstance(value, tuple):
+        return [_plain(entry) for entry in cast(tuple[object, ...], value)]
+    return value
 
 
 def without_secrets(value: Any, *, inside: bool = False) -> Any:

@@ -89,7 +89,7 @@ class Saver:
         for role in self._roles:
             path = str(staged / role.name)
             calls[role.name] = role.call(MegatronWorker.save, path, in_background=background)
-        with writing(f"checkpoint of step {step}"):
+        with writing(f"checkpoint of step {step}", staged):
             state = copy.deepcopy(self._trainer.state(staged / ROLLOUTS))
         files = {name: await call for name, call in calls.items()}
         saved = _Writing(step=step, state=state, began=began)

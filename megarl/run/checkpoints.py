@@ -169,7 +169,7 @@ class Checkpoints:
         staged = self._staged(step)
         assert not self.path(step).exists(), f"{self.path(step)} is committed"
         shutil.rmtree(staged, ignore_errors=True)
-        with writing(f"checkpoint of step {step}"):
+        with writing(f"checkpoint of step {step}", staged):
             staged.mkdir(parents=True)
             sync(self.directory.parent)
         return staged
@@ -194,7 +194,7 @@ class Checkpoints:
             RunError: the directory cannot be written.
         """
         staged = self._staged(step)
-        with writing(f"checkpoint of step {step}"):
+        with writing(f"checkpoint of step {step}", staged):
             write_durably(staged / STATE, json.dumps(state, indent=1, allow_nan=False) + "\n")
             rollouts = [FileRecord.of(path, staged) for path in sorted((staged / ROLLOUTS).glob("*"))]
             record = FileRecord.of(staged / STATE, staged)
@@ -260,10 +260,10 @@ class Checkpoints:
 
 
 @contextmanager
-def writing(what: str) -> Iterator[None]:
+def writing(what: str, directory: Path) -> Iterator[None]:
     """Raises RunError if something, such as `checkpoint of step 3`, cannot be written."""
     try:
         yield
     except OSError as error:
-        reason = f"{error.filename}: {error.strerror}" if error.filename else error
+        reason = f"{error.filename or directory}: {error.strerror or error}"
         raise RunError(f"the {what} cannot be written: {reason}") from error

@@ -242,7 +242,7 @@ def model_directory(config: RunConfig, run_dir: Path) -> str:
     if not directory.exists():
         partial = run_dir / "model.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        with writing("random model"), write_errors(partial):
+        with writing("random model", partial), write_errors(partial):
             write_random_model(config.model.random, partial)
         partial.rename(directory)
     return str(directory.absolute())

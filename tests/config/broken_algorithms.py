@@ -85,8 +85,10 @@ ALGORITHMS: Cases = {
     rollout_rules.engines_that_need_devices_of_their_own: [
         (["rollout={max_staleness: 1, mode: bounded}"], "rollout.devices", "a group has 0 too"),
         ([*OWN_DEVICE, "rollout={max_staleness: 1, mode: inflight}", "rollout.devices=2-4"], "a group has 2, 3 too"),
-        (["rollout.max_replacements=1"], "0 where a group has devices of the engines"),
+        (["evaluation=x", "rollout.max_replacements=1"], "0 where a group has devices of the engines"),
         (["rollout.inference_parts=2"], "1 where a group has devices of the engines"),
+    ],
+    rollout_rules.evaluations_in_the_background: [
         ([EVALUATION, "rollout.max_staleness=1", "evaluation.blocking=false"], "true where a group has devices"),
     ],
     rollout_rules.parts_have_samples: [
@@ -128,6 +130,9 @@ ALGORITHMS: Cases = {
         ([*GRPO, "algo.advantage=gdpo"], "algo.scores.missing_end", "the score of each source as it is"),
         ([*GRPO, "algo.advantage=masked_rloo", "algo.scores.missing_end=null"], "compares the responses that ended"),
         ([*GRPO, "algo.advantage=masked_rloo"], "algo.scores.missing_end", "compares the responses that ended"),
+    ],
+    scoring_rules.scores_end_at_tokens: [
+        (["rollout.max_new_tokens=x", "algo.scores.truncate_at.token=96"], "below 96"),
     ],
     scoring_rules.evaluations_report_something: [
         ([*NO_REWARD, FUNCTIONS, EVALUATION, "evaluation.functions=[]"], "something to measure")

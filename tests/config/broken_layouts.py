@@ -15,8 +15,10 @@ LAYOUTS: Cases = {
     ],
     placement_rules.groups_have_roles: [([*SPARE, "groups.spare.roles={}"], "at least one role")],
     placement_rules.devices_exist: [
-        (["groups.train.devices=4-7"], "below nodes * devices_per_node = 4"),
-        (["cluster.nodes=2", "rollout.devices=8"], "= 8"),
+        (["rollout.max_new_tokens=x", "groups.train.devices=4-7"], "below nodes * devices_per_node = 4"),
+    ],
+    placement_rules.engine_devices_exist: [
+        (["groups.train.devices=[]", "cluster.nodes=2", "rollout.devices=8"], "= 8"),
     ],
     placement_rules.groups_are_disjoint: [
         (
@@ -70,8 +72,7 @@ LAYOUTS: Cases = {
     ],
     rollout_rules.stops_can_be_met: [
         (["model.tokenizer=somewhere", "rollout.stop=[a, '']"], "empty text"),
-        (["rollout.stop_token_ids=[3, 96]"], "below 96"),
-        (["algo.scores.truncate_at.token=96"], "below 96"),
+        (["algo.kl.coef=x", "rollout.stop_token_ids=[3, 96]"], "below 96"),
     ],
     rollout_rules.quantized_models: [
         (["rollout.quantization=fp8_per_channel"], "bfloat16 or float16; it is of float32"),

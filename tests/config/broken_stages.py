@@ -48,7 +48,7 @@ REWARD_MODEL: Cases = {
         (["groups.train.roles.actor={}"], "stage reward_model has the roles reward alone"),
         (["groups.train.roles={reward: null, actor: {}}"], "groups", "role reward"),
     ],
-    placement_rules.devices_exist: [(["rollout.devices=7"], "= 4")],
+    placement_rules.engine_devices_exist: [(["rollout.devices=7"], "= 4")],
     data_rules.lengths_fit: [(["rollout.max_model_len=32"], "covers the longest prompt and")],
     data_rules.micro_batches_hold_a_sample: [
         (["data.max_tokens=65"], f"{REWARD}.tokens_per_micro_batch", "twice data.max_tokens, for a pair, = 130")

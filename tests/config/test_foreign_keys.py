@@ -81,6 +81,7 @@ def test_trls_keys_are_fields_of_its_configurations() -> None:
         ("actor.lr=1e-6", "did you mean actor.optimizer.lr?"),
         ("run.stepz=3", "did you mean steps?"),
         ("run.name=x", "known here: dir, seed, steps, epochs"),
+        ("mine={a: [{num_generations: 8}]}", "remove it; known here: stage, run"),
     ],
 )
 def test_an_unknown_key_suggests_our_field(override: str, path: str) -> None:

@@ -225,7 +225,10 @@ def test_fixes_are_one_line_and_values_are_yaml() -> None:
     assert bad.value == "k7"
     assert "over a response. k1 is log p(engines)" in bad.fix  # two lines in the schema
     assert "\n" not in bad.fix
-    assert problems("cluster.nodes=true")["cluster.nodes"].value == "true"
+    for text, value in {"true": "true", ".inf": "inf", "[.inf]": "[.inf]", "!!binary /w==": r"b'\xff'"}.items():
+        assert problems(f"cluster.nodes={text}")["cluster.nodes"].value == value
+    stops = problems("rollout.stop_token_ids=[3, 96]")["rollout.stop_token_ids"]
+    assert (stops.value, stops.fix) == ("[96]", "remove them")
     assert problems(*GRPO, "algo={advantage: gdpo, scores: {clip: 3}}")["algo.scores.clip"].value == "[-3.0, 3.0]"
 
 
@@ -354,8 +357,8 @@ def paths(tree: Mapping[str, Any], above: str = "") -> list[str]:
 
 
 VALUES = [
-    "0", "-1", "1.5", "1e400", ".nan", "null", "true", "x", "'3'", "0-1", "[]", "[1, 2]", "[", "{}", "{a: 1}", "{1: 2}",
-    "${run.seed}", "${x", "2024-01-01", "9" * 30, "!!python/object:os.system x", "&a [*a]",
+    "0", "-1", "1.5", "1e400", ".nan", ".inf", "null", "true", "x", "'3'", "0-1", "[]", "[1, 2]", "[", "{}", "{a: 1}",
+    "{1: 2}", "${run.seed}", "${x", "2024-01-01", "9" * 30, "!!python/object:os.system x", "!!binary /w==", "&a [*a]",
 ]  # fmt: skip
 KEYS = paths(debug().model_dump(by_alias=True))
 

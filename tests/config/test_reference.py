@@ -21,3 +21,10 @@ def test_the_table_of_contents_links_to_the_headings() -> None:
     (eval_row,) = re.findall(r"^\| \[`eval`\]\(#stage-eval\) \| (.*) \|$", contents, flags=re.MULTILINE)
     assert "[`run`](#run-eval)" in eval_row
     assert "](#run-sft-reward_model-ppo)" not in eval_row
+
+
+def test_every_table_row_is_one_line() -> None:
+    rows = [line for line in markdown().splitlines() if line.startswith("|")]
+    assert len(rows) > 100
+    assert [row for row in rows if not row.endswith(" |")] == []
+    assert "Ranks of engines receive into two, and trainers send from two where they cannot write there." in markdown()

@@ -62,6 +62,34 @@ def test_a_broken_rule_is_reported(stage: str, case: Case) -> None:
     assert rule in refused(*case[0], stage=stage)[field]
 
 
+def test_a_rule_that_is_broken_twice_is_reported_once() -> None:
+    normaliser = "algo.normalise.advantages={name: levels, mean: group, std: group}"
+    assert refused(normaliser, "data.samples_per_prompt=1")["data.samples_per_prompt"].count("at least 2") == 1
+
+
+@pytest.mark.parametrize(
+    ("stage", "overrides"),
+    [
+        ("reward_model", ["rollout.sync_every=2", "checkpoint.every=3"]),
+        (
+            "reward_model",
+            [
+                "rollout.max_staleness=1",
+                "rollout.mode=bounded",
+                "rollout.max_replacements=2",
+                "rollout.inference_parts=2",
+            ],
+        ),
+        ("eval", ["rollout.replay=/nope", "rollout.mode=bounded", "rollout.rolling_update=true"]),
+        ("eval", ["rollout.replay=.", "rollout.record=."]),
+    ],
+)
+def test_settings_of_training_on_rollouts_break_no_other_rule(stage: str, overrides: list[str]) -> None:
+    fields = {key(setting) for setting in overrides if setting.startswith("rollout.")}
+    without_effect = dict.fromkeys(fields, "has no effect without training on rollouts")
+    assert refused(*overrides, stage=stage) == without_effect
+
+
 def expected(case: Case) -> tuple[str, str]:
     """The field that a case names, and a part of the rule's text."""
     overrides, *named, rule = case

@@ -47,6 +47,17 @@ def test_a_full_disk_is_reported_for_a_random_model(kib: int, tmp_path: Path) ->
         assert not (disk.path / "model").exists()
 
 
+def test_an_error_without_a_file_names_the_directory_of_the_random_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("no file")
+
+    monkeypatch.setattr("megarl.run.directory.write_random_model", fails)
+    with pytest.raises(RunError, match=r"random model cannot be written: .*/model\.partial: no file"):
+        model_directory(load(DEBUG), tmp_path)
+
+
 def test_a_given_model_is_used_in_place(tmp_path: Path) -> None:
     made = model_directory(load(DEBUG), tmp_path)
     overlong = "{name: soft_overlong, args: {max_tokens: 32, buffer_tokens: 32}}"

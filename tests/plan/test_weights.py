@@ -92,6 +92,7 @@ def test_in_lockstep_each_bucket_waits_for_its_slowest_rank(model: Path) -> None
         ("--train tp=2 --rollout tp=2 --link node=fast", "--link: node must be a number above 0, not 'fast'"),
         ("--train tp=5 --rollout tp=1", "tp 5 does not divide the 4 attention heads"),
         ("--train tp=1 --rollout tp=3", "tp 3 does not divide the 4 attention heads"),
+        ("--train dp=3,ep=2 --rollout tp=1", "ep 2 does not divide dp 3"),
         ("--train pp=2,vpp=4 --rollout tp=1", "2 stages x 4 chunks are more than the 4 layers"),
         ("--train tp=2 --rollout tp=2 --bucket-mib 1e-6", "--bucket-mib"),
         ("--train tp=2 --rollout tp=2 --devices-per-node 0", "--devices-per-node"),

@@ -89,7 +89,7 @@ def broken_rules(stage: str, sections: Mapping[str, Any]) -> list[Problem]:
                 continue
             unused.add(problem.field)
         problems.append(problem)
-    return problems
+    return list(dict.fromkeys(problems))
 
 
 def _facts(stage: str, sections: Mapping[str, Any]) -> dict[str, bool]:

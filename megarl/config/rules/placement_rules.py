@@ -55,10 +55,13 @@ def groups_have_roles(field: str, group: Group) -> Iterator[Broken]:
         yield f"{field}.roles", "a group has at least one role", fix
 
 
-def devices_exist(cluster: Cluster, groups: Groups, rollout: Rollout | None) -> Iterator[Broken]:
-    """The cluster has all devices of the groups and of the engines."""
-    if rollout is not None:
-        yield from _devices_exist(cluster, "rollout.devices", rollout.devices)
+def engine_devices_exist(cluster: Cluster, rollout: Rollout) -> Iterator[Broken]:
+    """The cluster has all devices of the engines."""
+    yield from _devices_exist(cluster, "rollout.devices", rollout.devices)
+
+
+def devices_exist(cluster: Cluster, groups: Groups) -> Iterator[Broken]:
+    """The cluster has all devices of the groups."""
     for name, group in groups.items():
         yield from _devices_exist(cluster, f"groups.{name}.devices", group.devices)
 

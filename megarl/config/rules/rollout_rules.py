@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.problems import Broken, correct_path, ineffective_settings, shown
+from megarl.config.problems import Broken, Problem, correct_path, ineffective_settings, shown
 from megarl.config.rules.model_rules import ids_in_use, readable_config
 from megarl.config.rules.placement_rules import tp_fills_devices
 from megarl.config.schema import (
@@ -19,6 +19,7 @@ from megarl.config.schema import (
     Resharding,
     Reward,
     Rollout,
+    trains_on_rollouts,
 )
 from megarl.config.schema.base import parse_devices
 from megarl.config.schema.cluster_sections import shared_devices
@@ -56,18 +57,15 @@ def all_tokens_are_sampled(algo: Algo, rollout: Rollout) -> Iterator[Broken]:
             yield f"rollout.{name}", rule, f"remove it; {other}"
 
 
-def stops_can_be_met(model: Model, rollout: Rollout, algo: Algo | None) -> Iterator[Broken]:
-    """Stop texts are not empty; token ids that end something may be sampled."""
+def stops_can_be_met(model: Model, rollout: Rollout) -> Iterator[Broken]:
+    """Stop texts are not empty; stop ids may be sampled."""
     if "" in rollout.stop:
         yield "rollout.stop", "an empty text is everywhere", "remove it"
-    ids = {"rollout.stop_token_ids": rollout.stop_token_ids}
-    if algo is not None and algo.scores.truncate_at is not None:
-        ids["algo.scores.truncate_at.token"] = (algo.scores.truncate_at.token,)
     used = ids_in_use(model)
-    for field, tokens in ids.items():
-        if used is not None and max(tokens, default=0) >= used:
-            rule = f"below {used}, the number of ids in use: others are never sampled"
-            yield field, rule, "correct it"
+    beyond = [token for token in rollout.stop_token_ids if used is not None and token >= used]
+    if beyond:
+        rule = f"below {used}, the number of ids in use: others are never sampled"
+        yield Problem("rollout.stop_token_ids", shown(beyond), rule, "remove them")
 
 
 def quantized_models(cluster: Cluster, model: Model, rollout: Rollout) -> Iterator[Broken]:
@@ -84,9 +82,11 @@ def quantized_models(cluster: Cluster, model: Model, rollout: Rollout) -> Iterat
         yield "rollout.quantization", "vLLM cannot quantize experts on a CPU", "set it to null"
 
 
-def replayed_rollouts_exist(rollout: Rollout) -> Iterator[Broken]:
+def replayed_rollouts_exist(stage: str, rollout: Rollout) -> Iterator[Broken]:
     """Rollouts to replay are in a directory."""
-    if rollout.replay is not None and not Path(rollout.replay).is_dir():
+    if not trains_on_rollouts(stage) or rollout.replay is None:
+        return
+    if not Path(rollout.replay).is_dir():
         fix = f"{correct_path(rollout.replay)}, or make it with rollout.record"
         yield "rollout.replay", "a directory that exists", fix
 
@@ -118,23 +118,25 @@ def shared_memory_stays_within_a_node(
         yield "resharding.transport", rule, fix
 
 
-def updates_roll_over_engines(rollout: Rollout) -> Iterator[Broken]:
+def updates_roll_over_engines(stage: str, rollout: Rollout) -> Iterator[Broken]:
     """Several engines are needed to update some at a time."""
-    if rollout.mode != "exact" and rollout.engines == 1:
+    if trains_on_rollouts(stage) and rollout.mode != "exact" and rollout.engines == 1:
         otherwise = "or give rollout.devices more of them"
         yield from ineffective_settings("rollout", rollout, ("rolling_update",), "with one engine", otherwise)
 
 
-def engines_that_need_devices_of_their_own(
-    groups: Groups, rollout: Rollout, evaluation: PeriodicEvaluation | None
-) -> Iterator[Broken]:
-    """Engines that work or are replaced during the training share no devices with it."""
-    shared = shared_devices(groups, rollout)
-    if not shared:
-        return
-    if evaluation is not None and not evaluation.blocking:
+def evaluations_in_the_background(groups: Groups, rollout: Rollout, evaluation: PeriodicEvaluation) -> Iterator[Broken]:
+    """An evaluation during the training needs engines that work meanwhile."""
+    if not evaluation.blocking and shared_devices(groups, rollout):
         fix = "set it to true, or give the engines devices of their own"
         yield "evaluation.blocking", "true where a group has devices of the engines", fix
+
+
+def engines_that_need_devices_of_their_own(stage: str, groups: Groups, rollout: Rollout) -> Iterator[Broken]:
+    """Engines that work or are replaced during the training share no devices with it."""
+    shared = shared_devices(groups, rollout)
+    if not trains_on_rollouts(stage) or not shared:
+        return
     others = f"devices of no group; a group has {', '.join(map(str, shared))} too"
     if rollout.mode != "exact":
         fix = "give the engines devices of their own, or set rollout.mode to exact, which takes turns"
@@ -161,9 +163,11 @@ def parts_have_samples(rollout: Rollout, data: PromptData, reward: Reward) -> It
 
 
 def syncs_meet(
-    rollout: Rollout, evaluation: PeriodicEvaluation | None, checkpoint: CheckpointSettings
+    stage: str, rollout: Rollout, evaluation: PeriodicEvaluation | None, checkpoint: CheckpointSettings
 ) -> Iterator[Broken]:
     """Evaluations and checkpoints follow a sync."""
+    if not trains_on_rollouts(stage):
+        return
     for name, section in {"evaluation": evaluation, "checkpoint": checkpoint}.items():
         if section is None or section.every is None:
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.problems import Broken, Problem, ineffective_settings
+from megarl.config.rules.model_rules import ids_in_use
 from megarl.config.rules.placement_rules import placed
 from megarl.config.schema import (
     Algo,
@@ -13,6 +14,7 @@ from megarl.config.schema import (
     Evaluation,
     Groups,
     HeldOut,
+    Model,
     Reward,
     RewardFunction,
     trains,
@@ -75,6 +77,15 @@ def unfinished_responses_are_compared(algo: Algo) -> Iterator[Broken]:
     if algo.advantage.name == "masked_rloo" and not masks:
         rule = "mask with advantage masked_rloo, which compares the responses that ended alone"
         yield "algo.scores.missing_end", rule, "set it to mask, or choose rloo"
+
+
+def scores_end_at_tokens(model: Model, algo: Algo) -> Iterator[Broken]:
+    """The token at which scores end may be sampled."""
+    cut = algo.scores.truncate_at
+    used = ids_in_use(model)
+    if cut is not None and used is not None and cut.token >= used:
+        rule = f"below {used}, the number of ids in use: others are never sampled"
+        yield "algo.scores.truncate_at.token", rule, "correct it"
 
 
 def evaluations_report_something(

@@ -356,7 +356,7 @@ CONFLICTS: Final[tuple[tuple[Mapping[str, Any], str, str], ...]] = (
         "set it to false",
     ),
     (
-        {"rollout.record": given, "rollout.replay": given},
+        {"rollout.record": given, "rollout.replay": given, ROLLOUT_TRAINING: True},
         "not together with rollout.replay",
         "set one of them to null",
     ),
