@@ -14,10 +14,10 @@ from pathlib import Path
 
 ROOTS = ("megarl", "launchers", "tools")
 LIMITS = {
-    "lines": 45_000,
+    "lines": 45_100,
     "parallel assignments": 0.0,
     "conditional expressions": 8.1,
-    "comprehensions": 17.9,
+    "comprehensions": 18.0,
     "classes": 10.7,
     "long": 4.0,
     "nodes": 6.7,
