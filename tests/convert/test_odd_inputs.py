@@ -21,6 +21,7 @@ from tests.convert.directories import assert_equal, make_directory, read_directo
 from tests.weights import models
 
 INDEX = "model.safetensors.index.json"
+_EXPERTS = [f"{layer}.mlp.experts.experts.{expert}" for layer, count in ((0, 4), (1, 2)) for expert in range(count)]
 
 
 def test_gpt2_names_without_the_prefix_are_read(tmp_path: Path) -> None:
@@ -84,6 +85,26 @@ def test_layers_that_differ_in_shape_or_dtype_are_named(layer: str, shape: tuple
     message = rf"{other} is \[\d, 4\] of \w+, unlike others of decoder.layers.mlp"
     with pytest.raises(CheckpointError, match=message):
         _stacked(DCPIndex(tensors=tensors, chunks=()))
+
+
+def test_experts_of_uneven_layers_are_counted_per_axis() -> None:
+    """Their tensor then has elements in no chunk, for which it is refused."""
+    names = [f"decoder.layers.{at}.linear_fc2.weight" for at in _EXPERTS]
+    tensors = dict.fromkeys(names, TensorInfo((6, 4), "float32"))
+    stacked = _stacked(DCPIndex(tensors=tensors, chunks=())).tensors
+    assert list(stacked.values()) == [TensorInfo((2, 4, 6, 4), "float32")]
+
+
+def test_a_file_that_cannot_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_directory(tmp_path / "hf", models.llama_config())
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
+
+    def denied(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    with pytest.raises(PermissionError, match=r"Permission denied: .*distcp"):
+        DCPIndex.read(tmp_path / "ckpt/release")
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
