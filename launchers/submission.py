@@ -80,18 +80,23 @@ def launch(request: LaunchRequest, *, chain: bool, detach: bool) -> int:
     Returns:
         2 for a mistake, before anything is written; 1 if a task fails; else 0.
     """
-    contradictions = list(_contradictions(request, chain, detach))
+    errors: list[ValueError] = []
+    problems = list(_contradictions(request, chain, detach))
+    if problems:
+        errors.append(ConfigError(problems, "command line"))
     if not chain:
         request = replace(request, configs=request.configs[:1])
     try:
-        planned, remarks = plan(request, contradictions)
+        planned, remarks = plan(request)
         title = request.job_name or re.sub(r"[^A-Za-z0-9._-]+", "-", planned[-1][0].name)
         tasks = list(_tasks(planned, request, title))
         problems = list(_python_problems(planned[0][0], local=request.mode == "local"))
         if problems:
-            raise ConfigError(problems, "command line")
-    except (RefusedError, ConfigError) as error:
-        print(error, file=sys.stderr)
+            errors.append(ConfigError(problems, "command line"))
+    except RefusedError as error:
+        errors.append(error)
+    if errors:
+        print(*errors, sep="\n", file=sys.stderr)
         return 2
     for remark in remarks:
         print(remark, file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,16 +23,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
 
 def parse_bytes(text: str | int) -> int:
     """Parses a size, such as ``512MiB``, ``4GiB`` or ``5GB``."""
-    from pydantic import ByteSize, Field, TypeAdapter, ValidationError
-
-    try:
-        return TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text)
-    except ValidationError:
-        problem = f"{text!r} is not a size; write one like 512MiB, 4GiB or 5GB"
-        raise typer.BadParameter(problem) from None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", f"{text}")
+    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
+        raise typer.BadParameter(f"{text!r} is not a size; write one like 512MiB, 4GiB or 5GB")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 DtypeName = Literal["float64", "float32", "float16", "bfloat16"]

@@ -45,10 +45,11 @@ class DCPIndex:
         content = read_metadata(directory)
         try:
             index = _parse(content)
-            problems = _problems(directory, content, index)
+            sizes = _sizes(content)
         except Exception as error:  # a damaged pickle has anything
             problem = f"{METADATA} is corrupted: {error!r}"
             raise CheckpointError(f"{directory} cannot be read", [problem]) from None
+        problems = _problems(directory, sizes, index)
         if problems:
             raise CheckpointError(f"{directory} is broken", problems)
         return index
@@ -88,13 +89,18 @@ def _parse(content: Metadata) -> DCPIndex:
     return DCPIndex(tensors=tensors, chunks=chunks)
 
 
-def _problems(directory: Path, content: Metadata, index: DCPIndex) -> list[str]:
+def _sizes(content: Metadata) -> Counter[str]:
+    """Returns how many bytes each file must have."""
+    sizes: Counter[str] = Counter()
+    for place in content.storage_data.values():
+        sizes[place.relative_path] = max(sizes[place.relative_path], place.offset + place.length)
+    return sizes
+
+
+def _problems(directory: Path, sizes: Mapping[str, int], index: DCPIndex) -> list[str]:
     """Returns the problems of the files, and boxes outside of their tensors."""
     problems: list[str] = []
-    needed: Counter[str] = Counter()
-    for place in content.storage_data.values():
-        needed[place.relative_path] = max(needed[place.relative_path], place.offset + place.length)
-    for name, nbytes in sorted(needed.items()):
+    for name, nbytes in sorted(sizes.items()):
         path = directory / name
         if Path(name).name != name:
             problems.append(f"{name} is not a file of this directory")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -211,14 +211,15 @@ def _stacked(index: DCPIndex) -> DCPIndex:
     ``singleton_local_shards`` of TransformerBlock, SequentialMLP and MLP, megatron-core 0.19.2).
     """
     places = {key: _stack_place(key) for key in index.tensors}
-    last: dict[str, Shape] = {}
+    counts: Counter[tuple[str, int]] = Counter()
     for stack, at, _, _ in places.values():
-        last[stack] = max(last.get(stack, at), at)
+        for axis, place in enumerate(at):
+            counts[stack, axis] = max(counts[stack, axis], place + 1)
     tensors: dict[str, TensorInfo] = {}
     for key, (stack, at, _, halves) in places.items():
         info = index.tensors[key]
         rows, *inner = info.shape or (1,)
-        leading = [extent + 1 for extent in last[stack][: len(at)]]
+        leading = [counts[stack, axis] for axis in range(len(at))]
         stacked = TensorInfo((*leading, rows * halves, *inner), info.dtype)
         if tensors.setdefault(stack, stacked) != stacked:
             found = f"{list(info.shape)} of {info.dtype}"

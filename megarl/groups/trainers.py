@@ -186,20 +186,19 @@ def check_gpus(config: RunConfig) -> None:
     cluster = config.cluster
     if cluster.address is not None:
         return
-    gpus = torch.cuda.device_count()
-    built = vllm_device()
     if not cluster.is_here:
         rule = "several nodes of GPUs need cluster.address"
         fix = "start it with megarl launch slurm or ray, or join a running Ray with cluster.address"
-        problem = Problem("cluster.nodes", str(cluster.nodes), rule, fix)
-    elif cluster.device == "cuda" and gpus < cluster.devices_per_node:
-        rule = f"at most the GPUs of this machine, {gpus}"
-        fix = "lower it, join a cluster with cluster.address, or set cluster.device=cpu"
-        problem = Problem("cluster.devices_per_node", str(cluster.devices_per_node), rule, fix)
-    elif config.engine_settings is not None and built not in (None, cluster.device):
+        raise ConfigError([Problem("cluster.nodes", str(cluster.nodes), rule, fix)])
+    if cluster.device == "cuda":
+        found = torch.cuda.device_count()
+        if found < cluster.devices_per_node:
+            rule = f"at most the GPUs of this machine, {found}"
+            fix = "lower it, join a cluster with cluster.address, or set cluster.device=cpu"
+            value = str(cluster.devices_per_node)
+            raise ConfigError([Problem("cluster.devices_per_node", value, rule, fix)])
+    built = vllm_device()
+    if config.engine_settings is not None and built not in (None, cluster.device):
         rule = f"the installed vLLM is built for {built}"
         fix = f"set it to {built}, or install the other build of vLLM"
-        problem = Problem("cluster.device", cluster.device, rule, fix)
-    else:
-        return
-    raise ConfigError([problem])
+        raise ConfigError([Problem("cluster.device", cluster.device, rule, fix)])

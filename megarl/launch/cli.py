@@ -59,14 +59,13 @@ def slurm(
     edit and submit again. All mistakes are reported at once, and then nothing is
     written or submitted.
     """
-    from megarl.launch.profile import merge
     from megarl.launch.request import LaunchRequest, split_arguments
     from megarl.launch.submit import launch
 
     configs, overrides = split_arguments(arguments)
     settings = profile_settings(time=time, partition=partition, account=account, python=python)
     for text in further or ():
-        settings = merge(settings, _setting(text))
+        _set(settings, text)
     request = LaunchRequest(
         configs=configs,
         overrides=overrides,
@@ -90,15 +89,19 @@ def profile_settings(*, time: Text, partition: Text, account: Text, python: Text
     return settings
 
 
-def _setting(text: str) -> dict[str, Any]:
-    """Returns the fields that FIELD=VALUE sets."""
+def _set(settings: dict[str, Any], text: str) -> None:
+    """Sets a field of the profile as FIELD=VALUE says."""
     path, equals, value = text.partition("=")
+    *sections, name = path.split(".")
+    section = settings
+    for key in sections:
+        inner = section.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise typer.BadParameter(f"{text!r} is below a field that is set to a value", param_hint="--set")
+        section = inner
     try:
-        tree = yaml.safe_load(value)
+        section[name] = yaml.safe_load(value)
     except yaml.YAMLError:
         equals = ""
-    if not path or not equals:
+    if not equals or not name:
         raise typer.BadParameter(f"{text!r} is not FIELD=VALUE with a value in YAML", param_hint="--set")
-    for key in reversed(path.split(".")):
-        tree = {key: tree}
-    return tree

@@ -11,6 +11,7 @@ from typing import Annotated
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
+_EACH_ITS_OWN = "not be there: each job makes its own, and keeps it out of files"
 _MOUNT = re.compile(r"/[^\s,:]*(:/[^\s,:]*(:[^\s,:/]+)?)?")
 
 _FILE = Path(__file__).parent / "templates" / "own_options.yaml"
@@ -62,7 +63,7 @@ InFull = Annotated[Line, _matching("[^~].*", "be a path in full: ~ is not read a
 VariableName = Annotated[
     str,
     _matching("[A-Za-z_][A-Za-z0-9_]*", "be a name of letters, digits and underscores"),
-    _matching("(?!RAY_AUTH_TOKEN$).*", "not be there: each job makes its own, out of files"),
+    _matching("(?!RAY_AUTH_TOKEN$).*", _EACH_ITS_OWN),
     _matching("(?!SLURM_).*", "not be there: Slurm sets it for each task, and srun takes options"),
 ]
 Memory = Annotated[Line, BeforeValidator(_number_as_text)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,11 @@ Planned = Sequence[tuple[BatchJob, RunConfig]]
 """Jobs, each of which waits for the previous one, with the configurations of their runs."""
 
 
-def plan(request: LaunchRequest, wrong: Iterable[Problem] = ()) -> tuple[Planned, list[str]]:
+def plan(request: LaunchRequest) -> tuple[Planned, list[str]]:
     """Returns a request's jobs, and remarks for the user.
 
     Raises:
-        RefusedError: with all problems, those that are known already among them.
+        RefusedError: with all problems.
     """
     errors: list[ConfigError] = []
     profile = Profile()
@@ -41,7 +41,7 @@ def plan(request: LaunchRequest, wrong: Iterable[Problem] = ()) -> tuple[Planned
     except ConfigError as error:
         errors.append(error)
     checker = Checker(request, profile)
-    wrong = [*wrong, *request.malformed()]
+    wrong = list(request.malformed())
     submits = not (request.dry_run or request.mode == "local" or checker.remote)
     if submits and shutil.which("sbatch") is None:
         rule = "Slurm's commands are on the PATH"

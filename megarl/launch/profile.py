@@ -145,7 +145,7 @@ def load_profile(path: Path | None = None, settings: Mapping[str, object] | None
     if settings:
         sources.append("command line")
     try:
-        return Profile.model_validate(merge(raw, settings or {}))
+        return Profile.model_validate(_merge(raw, settings or {}))
     except ValidationError as error:
         raise ConfigError(schema_problems(error, Profile), " and ".join(sources)) from None
 
@@ -165,7 +165,7 @@ def _read(file: Path) -> dict[str, Any]:
     raise ConfigError([Problem("profile", str(file), rule, fix)], str(file))
 
 
-def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Merges mappings and replaces other values; a runtime of another name does not keep the former one's options."""
     merged = dict(below)
     for key, value in above.items():
@@ -174,6 +174,6 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
             former = {"name": former}
         if isinstance(former, dict) and isinstance(value, Mapping):
             if key == "env" or value.get("name") in (None, former.get("name")):
-                value = merge(former, value)
+                value = _merge(former, value)
         merged[key] = value
     return merged

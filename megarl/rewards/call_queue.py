@@ -53,7 +53,7 @@ class FunctionProcess:
     ) -> None:
         self._time_limit = time_limit
         self._retries = retries
-        self._loop = loop_in_thread()
+        self._loop: asyncio.AbstractEventLoop | None = None
         module = "megarl.rewards.reward_child"
         setup = tuple(functions)
         self._make_child = partial(ChildProcess, module, setup, "reward functions", memory)
@@ -62,6 +62,8 @@ class FunctionProcess:
 
     def _run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine in the event loop of the child, a thread."""
+        if self._loop is None:
+            self._loop = loop_in_thread()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def start(self, deadline: float = math.inf) -> None:
@@ -73,8 +75,11 @@ class FunctionProcess:
         self._run(self._make_all(calls, deadline))
 
     def close(self) -> None:
-        self._run(self._child.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._loop is not None:
+            self._run(self._child.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
+            self._child = self._make_child()
 
     async def _started(self, deadline: float) -> ChildProcess:
         if self._child.ended:

@@ -294,15 +294,19 @@ def serve(descriptor: int, part: str, load: Callable[[Any, Connection[Any, Any]]
     answer_as_child(part)
     os.set_inheritable(descriptor, False)  # programs that the user's code starts must not keep it open
     with Connection(descriptor) as connection:
+        setup = connection.recv()
         try:
-            loaded, answer = load(connection.recv(), connection)
+            loaded, answer = load(setup, connection)
         except ValueError as error:
             connection.send(str(error))
             return
         connection.send(loaded)
-        with suppress(EOFError):
-            while True:
-                answer(*connection.recv())
+        while True:
+            try:
+                number, call = connection.recv()
+            except EOFError:
+                return
+            answer(number, call)
 
 
 def loop_in_thread() -> asyncio.AbstractEventLoop:

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from megarl.cli import app
+from megarl.convert.cli import parse_bytes
 from tests.convert.directories import assert_equal, make_directory, read_directory
 from tests.weights import models
 
@@ -64,6 +66,17 @@ def test_inspect_describes_a_checkpoint(ckpt: Path) -> None:
     code, said = convert("inspect", ckpt)
     assert (code, said.startswith(f"{ckpt}/release: ")) == (0, True)
     assert "\n  decoder.layers.mlp.linear_fc1.weight  float32  [4, 80, 24]  chunks: 4\n" in said
+
+
+@pytest.mark.parametrize(("text", "size"), [("512MiB", 512 << 20), ("1.5 GB", 1_500_000_000), (7, 7)])
+def test_sizes_are_read(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["1,000GB", "1.5.2", "8bit", "16GiB/2", "5GB extra", "4G", "0GB", "-1GB", "1_0"])
+def test_other_texts_are_no_sizes(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="is not a size; write one like 512MiB"):
+        parse_bytes(text)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from megarl.convert.output import OutputFile
 from megarl.convert.resources import Resources
 from megarl.convert.stored import Assembly
 from megarl.weights.hf_files import CheckpointError, HFDirectory
-from megarl.weights.shard_map import TensorInfo
+from megarl.weights.shard_map import Box, TensorInfo
 from tests.convert.directories import assert_equal, make_directory, read_directory
 from tests.weights import models
 
@@ -84,6 +84,38 @@ def test_layers_that_differ_in_shape_or_dtype_are_named(layer: str, shape: tuple
     message = rf"{other} is \[\d, 4\] of \w+, unlike others of decoder.layers.mlp"
     with pytest.raises(CheckpointError, match=message):
         _stacked(DCPIndex(tensors=tensors, chunks=()))
+
+
+def test_layers_that_lack_experts_are_refused(tmp_path: Path) -> None:
+    """The first layer has four experts, as tensors of their own, and the others have two."""
+    make_directory(tmp_path / "hf", models.qwen3_moe_config())
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
+    index = DCPIndex.read(tmp_path / "ckpt/release")
+    tensors = {key: info for key, info in index.tensors.items() if ".experts." not in key}
+    chunks = [chunk for chunk in index.chunks if chunk.key in tensors]
+    for chunk in index.chunks:
+        layer, expert, *_ = (*chunk.box.start, 0)
+        if ".experts." in chunk.key and (layer == 0 or expert < 2):
+            key = chunk.key.replace(".layers.", f".layers.{layer}.").replace(".experts.l", f".experts.{expert}.l")
+            box = Box.whole(chunk.box.shape[2:])
+            tensors[key] = TensorInfo(box.shape, "float32")
+            chunks.append(chunk._replace(key=key, box=box))
+    DCPIndex(tensors=tensors, chunks=chunks).write(tmp_path / "ckpt/release/.metadata", {})
+    missing = r"  0 of 288 elements of model\.layers\.[123]\.mlp\.experts\.[23]\.\w+\.weight are there"
+    with pytest.raises(CheckpointError, match=rf"release is broken:(\n{missing}){{18}}$"):
+        export_checkpoint(tmp_path / "ckpt", tmp_path / "out")
+
+
+def test_a_file_that_cannot_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_directory(tmp_path / "hf", models.llama_config())
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
+
+    def denied(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    with pytest.raises(PermissionError, match=r"Permission denied: .*distcp"):
+        DCPIndex.read(tmp_path / "ckpt/release")
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:

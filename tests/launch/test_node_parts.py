@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -199,7 +199,10 @@ def test_nodes_communicate_through_the_job_directory(tmp_path: Path) -> None:
     assert directory.ray_address() == "10.0.0.3:14702"
     lost = JobEnded(1, "node big was lost: gone", "big")
     directory.write_end(lost)
-    assert directory.end() == lost
+    read = directory.end()
+    assert read is not None
+    assert (asdict(read), str(read)) == (asdict(lost), "node big was lost: gone")
+    assert len({read, lost}) == 2
 
 
 @pytest.mark.parametrize(
@@ -221,7 +224,9 @@ def test_a_signal_to_the_whole_job_is_not_that_of_the_node_that_got_it_first(
     finally:
         for number, handler in own.items():
             signal.signal(number, handler)
-    assert head.directory.end() == (reason if kept is None else JobEnded(143, kept))
+    end = head.directory.end()
+    assert end is not None
+    assert asdict(end) == asdict(reason if kept is None else JobEnded(143, kept))
 
 
 def test_an_earlier_step_of_a_job_has_not_ended_this_one(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_settings_replace_fields_and_extend_mappings(
         ("interface: eth0 eth1", "interface", "the name of one interface"),
         ("start_limit: 0", "start_limit", "greater than 0"),
         ("env: {a-b: 1}", "env.a-b", "letters, digits and underscores"),
-        ("env: {RAY_AUTH_TOKEN: secret}", "env.RAY_AUTH_TOKEN", "each job makes its own"),
+        ("env: {RAY_AUTH_TOKEN: secret}", "env.RAY_AUTH_TOKEN", "each job makes its own, and keeps it out of files"),
         ("env: {A: secret, SLURM_NODEID: 0}", "env.SLURM_NODEID", "Slurm sets it"),
         ("sbatch: [--partition=x]", "sbatch", "should be without --partition=x (set the field partition)"),
         ("sbatch: [-N3]", "sbatch", "-N3 (write it as --name=value)"),

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.process
         (["--set=sbatch=[--nodes=4]"], ["sbatch = [--nodes=4]", "give --nodes on the command line"]),
         (["--set=nemo_run.tunnel=x"], ["nemo_run.tunnel = x"]),
         (["--set=qos"], ["'qos' is not FIELD=VALUE"]),
-        (["--set=qos=a", "--set=qos.b=c"], ["qos = {b: c}", "should be text"]),
+        (["--set=runtime=bare", "--set=runtime.python=p"], ["below a field that is set to a value"]),
         (["--job-name", "a\nb"], ["--job-name = 'a\\nb'"]),
         (["run.stepz=3"], ["run.stepz = 3", "did you mean steps?"]),
         (["--partition", ""], ["partition = ", "a line of text"]),

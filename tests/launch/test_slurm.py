@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import stat
 from collections.abc import Sequence
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,19 @@ def test_a_named_profile_replaces_the_users_default(login: Login) -> None:
     ]
     assert not {"--exclusive", "--mem=0"} & set(found)
     assert "export A=1\nexport B=a=b\n" in script.read_text()
+
+
+_CONTAINER = ("--python=/x/python", "--set=runtime.name=pyxis", "--set=runtime.image=/i.sqsh")
+
+
+@pytest.mark.parametrize("options", list(permutations(_CONTAINER)))
+def test_fields_of_a_section_are_set_in_any_order(login: Login, options: tuple[str, ...]) -> None:
+    tunnel = [f"--set=nemo_run.tunnel.{field}" for field in ("host=h", "user=u", "job_dir=/j", "name=ssh")]
+    tunnel.append("--set=nemo_run.tunnel.directory=/d")
+    result = login.launch(login.config("first"), "cluster.device=cuda", "--dry-run", *options, *tunnel)
+    assert result.exit_code == 0, result.stderr
+    assert "--container-image=/i.sqsh " in result.stdout
+    assert "/x/python -m megarl.launch.node" in result.stdout
 
 
 def test_each_run_of_a_chain_depends_on_the_previous_one(login: Login) -> None:

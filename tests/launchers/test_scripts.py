@@ -115,7 +115,8 @@ def test_an_unwritable_directory_is_refused(tmp_path: Path, executor: str) -> No
 
 
 def test_an_interpreter_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    said = refused(tmp_path, *SFT, "--python=/nowhere/python")
+    said = refused(tmp_path, *SFT, "--python=/nowhere/python", "--detach")
+    assert "  --detach = given\n" in said
     assert "  --python = /nowhere/python\n    rule: an interpreter that can run megarl; it cannot be started" in said
 
 

@@ -143,3 +143,12 @@ def test_a_run_on_several_nodes_is_planned_without_the_address_of_their_cluster(
     assert "on each of 2 nodes, as configured: the cluster was not looked at" in said("grpo", *given)["devices"]
     with pytest.raises(ConfigError, match="several nodes of GPUs"):
         check_gpus(load(DEBUG / "grpo.yaml", given))
+
+
+def test_gpus_are_looked_for_where_a_run_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: pytest.fail("a run on CPUs has none"))
+    check_gpus(load(DEBUG / "sft.yaml"))
+    monkeypatch.setattr("megarl.groups.trainers.vllm_device", lambda: pytest.fail("the nodes come first"))
+    given = ["cluster.device=cuda", "cluster.nodes=2", "cluster.devices_per_node=2"]
+    with pytest.raises(ConfigError, match="several nodes of GPUs"):
+        check_gpus(load(DEBUG / "grpo.yaml", given))

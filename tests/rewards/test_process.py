@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from fractions import Fraction
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megarl.config.schema import RewardFunction
 from megarl.errors import RunError
 from megarl.rewards.adapters import BoundFunction, Failure, Reply
 from megarl.rewards.call_queue import FunctionCall, FunctionProcess
+from megarl.rewards.child_process import serve
 from megarl.rewards.functions import Completion
 from tests.leftovers import comes_true
 from tests.rewards.completions import completion, own
@@ -112,6 +114,44 @@ def test_daemons_end_with_the_child(tmp_path: Path, then: str) -> None:
     assert alive(int(pid_file.read_text())) == (then == "return")
     process.close()
     assert not alive(int(pid_file.read_text()))
+
+
+def test_a_process_may_be_closed_twice_and_used_again() -> None:
+    process = functions(own("length"))
+    process.close()
+    for _ in range(2):
+        assert answer(process, 0, completion(tokens=4)) == 4
+        process.close()
+        process.close()
+
+
+class Unreadable:
+    def __reduce__(self) -> tuple[type[int], tuple[str]]:
+        return int, ("no number",)
+
+
+def served(messages: list[object], error: type[Exception]) -> None:
+    """Serves a parent that sends messages and is gone, with calls that fail by an error."""
+
+    def call(number: int, content: object) -> None:
+        raise error(content)
+
+    ours, theirs = Pipe()
+    for message in messages:
+        ours.send(message)
+    with ours:
+        serve(os.dup(theirs.fileno()), "test", lambda setup, connection: (setup, call))
+
+
+@pytest.mark.parametrize(
+    ("messages", "error"), [([Unreadable()], ValueError), (["setup", (0, "call")], EOFError)], ids=["setup", "call"]
+)
+def test_errors_of_the_child_itself_are_not_hidden(
+    monkeypatch: pytest.MonkeyPatch, messages: list[object], error: type[Exception]
+) -> None:
+    monkeypatch.setattr("megarl.rewards.child_process.answer_as_child", lambda part: None)
+    with pytest.raises(error):
+        served(messages, error)
 
 
 def test_a_child_has_a_limit_of_memory() -> None:

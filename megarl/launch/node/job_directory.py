@@ -25,13 +25,16 @@ _RAY = "ray.json"
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class JobEnded(Exception):  # noqa: N818  (also of a job that succeeds)
     """Why a job ends, and the name of the node at fault, if any; raised to end the job here."""
 
     exit_code: int
     reason: str
     node: str | None = None
+
+    def __str__(self) -> str:
+        return self.reason
 
     @property
     def failed(self) -> bool:
