@@ -116,7 +116,7 @@ def _read_blocks(text: str, read: Callable[[str], _Found]) -> Read:
             if body[end:].strip() != _CLOSE:
                 raise ValueError(f"no {_CLOSE} follows it")
         except (ValueError, RecursionError) as error:
-            calls.append(broken_call(str(error), body, len(calls)))
+            calls.append(broken_call(str(error), body.strip(), len(calls)))
             content += piece
             continue
         if not readable:
@@ -202,5 +202,5 @@ def _writable[T](value: T) -> T:
 
 def broken_call(reason: str, text: str, index: int) -> ToolCall:
     """Returns a call that cannot be read."""
-    problem = f"not a call of a tool: {reason}: {text.strip()}"
+    problem = f"not a call of a tool: {reason}: {text}"
     return ToolCall(name="", call_id=f"call_{index}", problem=problem)

@@ -46,13 +46,16 @@ class OpenEnv(Environment):
     async def reset(self, task: EnvironmentTask, seed: int) -> Observation:
         from websockets.asyncio.client import connect
 
-        given = {name: task.column(name) for name in self._columns}
+        for name in self._columns:
+            if name not in task.fields:
+                raise ValueError(f"the row {task.prompt_id!r} has no column {name!r}: see columns")
         scheme, separator, rest = self._url.rstrip("/").partition("://")
         if scheme not in ("http", "https") or not separator:
             raise ValueError(f"url = {self._url!r} must begin with http:// or https://")
         address = f"{scheme.replace('http', 'ws')}://{rest}/ws"
         # A server may answer no ping while it computes a step: environment.time_limit is the limit.
         self._socket = await connect(address, max_size=_LARGEST_MESSAGE, open_timeout=None, ping_interval=None)
+        given = {name: task.fields[name] for name in self._columns}
         reply = await self._request("reset", {"seed": seed % _SEEDS, **given})
         if self._action is None:
             listed = await self._request("step", {"type": "list_tools"})

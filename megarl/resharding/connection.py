@@ -112,8 +112,9 @@ class Inbox:
             transfer.wait(f"rank {message.sender} did not deliver {named(message)}")
             ready = MessageReady(*numbers.tolist())
             if (ready.version, ready.bucket) != (version, bucket):
-                delivered = f"rank {message.sender} delivered version {ready.version}, bucket {ready.bucket}"
-                raise PeerError(f"{delivered}; planned was version {version}, bucket {bucket}")
+                what = f"version {ready.version}, bucket {ready.bucket} for {named(message)}"
+                planned = f"version {version}, bucket {bucket}"
+                raise PeerError(f"rank {message.sender} delivered {what}; planned was {planned}")
             targets = recv_views(message, self._buffer.buckets[bucket], views)
             if self._by_network(message):
                 self._connection.ways[True].receive(message, targets)

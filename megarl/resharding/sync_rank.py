@@ -145,15 +145,21 @@ class Sender(SyncRank):
         """Sends a message by its way, and notifies the rank that reads it next."""
         checksum = Checksum(message, stats) if self._connection.spec.verify else None
 
+        written = 0
+
         def write(targets: Sequence[torch.Tensor]) -> None:
+            nonlocal written
             with stats.stage("pack"):
                 pack(message, self._params, targets, checksum)
+            written += sum(target.nbytes for target in targets)
 
         by_network = self._connection.spec.by_network(message)
         with stats.stage("transfer"):
             if not by_network:
                 self._wait_for_memory(message)
             self._connection.ways[by_network].send(message, write)
+        if written != message.nbytes:
+            raise PeerError(f"{named(message)}: {written} of {message.nbytes} bytes were written")
         stats.nbytes += message.nbytes
         stats.messages += 1
         peer = message.receiver

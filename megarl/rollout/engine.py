@@ -107,7 +107,7 @@ class RolloutEngine:
             ends.update(stop_token_ids(model_dir))
         self._stop_token_ids = tuple(ends)
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        self._llm: LLMEngine
+        self._llm: LLMEngine | None = None
         self._requests: Requests | None = None
         self._pending: set[PendingChunk] = set()
         self._turns = Turns(lambda item: self._generate(item).chunk)
@@ -217,13 +217,13 @@ class RolloutEngine:
     def wake_weights(self) -> None:
         """Allocates the weights again, for a sync to fill; those from files are restored."""
         self._state.wake_weights()
-        self._llm.wake_up(["weights"])
+        self._running.wake_up(["weights"])
 
     @remote(phase="sync")
     def wake_cache(self) -> None:
         """Allocates the KV cache again; the engine can be used."""
         self._state.wake_cache()
-        self._llm.wake_up(["kv_cache"])
+        self._running.wake_up(["kv_cache"])
 
     @remote(phase="rollout")
     def generate(self, item: WorkItem) -> Future[tuple[dict[int, RolloutChunk], list[SampleInfo]]]:
@@ -319,23 +319,30 @@ class RolloutEngine:
     @remote(phase="start")
     def close(self) -> None:
         """Ends the worker processes and removes the engine's files; the collector frees the memory of this one."""
-        if self._requests is not None:
+        if self._llm is not None:
             with collections_skipped():
                 self._llm.engine_core.shutdown()
                 self._llm.renderer.shutdown()
-            del self._llm
+            self._llm = None
             self._requests = None
         if self._scratch is not None:
             self._scratch.cleanup()
 
     @property
+    def _running(self) -> LLMEngine:
+        if self._llm is None:
+            raise RuntimeError(f"engine {self._engine_id} is not running: start it first")
+        return self._llm
+
+    @property
     def _running_requests(self) -> Requests:
-        assert self._requests is not None, "start comes first"
+        if self._requests is None:
+            raise RuntimeError(f"engine {self._engine_id} is not running: start it first")
         return self._requests
 
     def _suspend(self) -> None:
         """Lets vLLM sleep: weights from syncs are dropped, those from files move to host memory."""
-        self._llm.sleep(level=2 if self._options.weights == "sync" else 1)
+        self._running.sleep(level=2 if self._options.weights == "sync" else 1)
 
     def _commit(self, version: int) -> None:
         """Sets the version, and drops the prefix cache of the previous weights unless responses still use it.
@@ -346,12 +353,12 @@ class RolloutEngine:
         self._state.mix()
         in_progress = len(self._running_requests) > 0
         keeps = in_progress and self._rollout.inflight_cache == "keep"
-        if not keeps and not self._llm.reset_prefix_cache(reset_running_requests=in_progress):
+        if not keeps and not self._running.reset_prefix_cache(reset_running_requests=in_progress):
             raise RuntimeError(f"engine {self._engine_id}: the prefix cache is in use and could not be reset")
         if keeps:
             self._running_requests.restart_without_token(str(version))
         if self._inflight:
-            self._llm.set_weight_version(str(version))
+            self._running.set_weight_version(str(version))
         self._state.commit(version)
 
     def _check_tokens(self, what: str, ids: Sequence[int], new_tokens: int) -> None:
@@ -387,7 +394,8 @@ class RolloutEngine:
         """
         from megarl.resharding import SyncError
 
-        outcomes: list[CallOutcome] = self._llm.collective_rpc("megarl_call", args=(method, *args))
+        workers = self._running
+        outcomes: list[CallOutcome] = workers.collective_rpc("megarl_call", args=(method, *args))
         if not all(outcome.consistent for outcome in outcomes):
             self._state.mix()
         errors: list[str] = []

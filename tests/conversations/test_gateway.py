@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,14 @@ import aiohttp
 import pytest
 
 from megarl.conversations.chat_session import TurnLimits
-from megarl.conversations.gateway.gateway_request import GatewayError, GatewayRequest
+from megarl.conversations.gateway.gateway_anthropic import read_messages
+from megarl.conversations.gateway.gateway_openai import read_response
+from megarl.conversations.gateway.gateway_request import (
+    GatewayError,
+    GatewayRequest,
+    RequestFields,
+    Sampling,
+)
 from megarl.environments.environment import FailedEnvironmentError
 from megarl.errors import RunError
 from tests.conversations.gateways import (
@@ -96,6 +103,7 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"n": True},
     {"max_tokens": -1},
     {"max_tokens": "many"},
+    {"max_completion_tokens": 0, "max_tokens": 0},
     {"stream": "yes"},
     {"something": 1},
     {"model": "gpt-4o"},
@@ -123,6 +131,12 @@ async def test_what_cannot_be_honoured_is_refused(tokenizer: Path, tmp_path: Pat
             status, answer = await session.post(CHAT, {**HELLO, **body})
             assert status == (404 if "model" in body else 400), body
             assert next(iter(body)) in answer["error"]["message"] or "messages" in body, (body, answer)
+        _, answer = await session.post(CHAT, {"messages": [], "max_tokens": 0})
+        assert "the last message" in answer["error"]["message"]
+        sampling = {"seed": "a seed per turn", "presence_penalty": 0.5, "frequency_penalty": 0.5}
+        for other in sampling.items():
+            _, answer = await session.post(CHAT, HELLO | dict([other]))
+            assert "the run samples otherwise" in answer["error"]["message"], other
         for body in (b"", b"{", b"[]", b"null", b"[" * 100_000, b'{"messages": \xff}', b"\x00" * 100):
             for path in (CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/reward"):
                 assert (await session.post(path, body))[0] == 400, (path, body[:20])
@@ -137,6 +151,27 @@ async def test_what_cannot_be_honoured_is_refused(tokenizer: Path, tmp_path: Pat
         neutral = {"temperature": 1, "top_p": 1.0, "n": 1, "stop": None, "presence_penalty": 0, "user": "me"}
         assert (await session.post(CHAT, {**HELLO, **neutral, "tool_choice": "auto"}))[0] == 200
         await session.end()
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "thoughts", "limit"),
+    [
+        (
+            read_messages,
+            "messages",
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": ""}]},
+            "max_tokens",
+        ),
+        (read_response, "input", {"type": "reasoning", "summary": []}, "max_output_tokens"),
+    ],
+)
+def test_empty_thoughts_are_thoughts(
+    read: Callable[[RequestFields], GatewayRequest], name: str, thoughts: dict[str, Any], limit: str
+) -> None:
+    """As the model wrote them."""
+    body = {name: [thoughts, {"role": "user", "content": "hello"}], limit: 5}
+    request = read(RequestFields(body, Sampling(), "policy", {}))
+    assert request.messages[0] == {"role": "assistant", "content": "", "reasoning_content": ""}
 
 
 FRACTIONS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
@@ -230,6 +265,21 @@ async def test_one_of_several_turns_that_fails_waits_for_the_others(tokenizer: P
         assert (await session.post(CHAT, {**HELLO, "n": 2}))[0] == 400
         assert not sampling
         assert session.conversation.turns == 1
+
+
+async def test_turns_that_all_fail_reach_the_limit(tokenizer: Path, tmp_path: Path) -> None:
+    async def answer(_: str) -> str:
+        raise ValueError("broken")
+
+    limits = TurnLimits(context=100, turn=9, turns=1000)
+    async with gateway_world(tokenizer, answer, tmp_path, limits, time_limit=1.0) as world:
+        session = await world.session()
+        async with asyncio.timeout(20):
+            while not session.running.done():
+                assert (await session.post(CHAT, HELLO))[0] in (400, 401)
+                await asyncio.sleep(0.05)
+        with pytest.raises(FailedEnvironmentError, match="has asked for no turn"):
+            await session.running
 
 
 async def test_requests_at_the_same_time_share_the_turns_that_are_left(tokenizer: Path, tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ def test_a_call_that_cannot_be_read_is_told_and_stays_in_the_content(read: tool_
     assert content == text
     assert broken.name == ""
     assert broken.problem is not None
+    assert not broken.problem.endswith("\n")
 
 
 def test_a_broken_call_among_others() -> None:

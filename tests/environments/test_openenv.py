@@ -113,7 +113,7 @@ def test_a_turn_without_a_call_ends_a_conversation_with_tools(url: str) -> None:
     [
         ({"action": "no_field"}, "answered step with VALIDATION_ERROR: Invalid message"),
         ({"action": "move", "observation": "board"}, "has no 'board'; it has: metadata, text, seed"),
-        ({"action": "move", "columns": ["depth"]}, "no column 'depth'"),
+        ({"action": "move", "columns": ["depth"]}, "^the row 'p' has no column 'depth': see columns"),
         ({"url": "localhost:1"}, "must begin with http"),
     ],
 )

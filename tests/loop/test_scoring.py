@@ -358,9 +358,7 @@ def chosen(selection: Selection, scores: Sequence[float] = SCORES, prompts: str 
     pairs = enumerate(zip(prompts, FINISHED, strict=True))
     samples = [sample(prompt, row, 0, row, finished=finished) for row, (prompt, finished) in pairs]
     batch = scored_batch(list(scores), samples=tuple(samples))
-    selected = with_selection(batch, samples, selection, 4).selected
-    assert selected is not None
-    return list(selected)
+    return list(with_selection(batch, samples, selection, 4).selected)
 
 
 def test_the_best_of_each_draw_of_a_prompt_is_selected() -> None:

@@ -13,7 +13,9 @@ import torch
 from megarl.lazy_compiling import compiled_at_first_call
 
 _TRAIN = """
+import logging
 import megarl.megatron.worker
+assert logging.getLogger("megatron").level == 0, "a driver's logs and warnings stay as they are"
 import torch
 from megarl.megatron.platform import start_platform
 start_platform("cpu")

@@ -33,16 +33,6 @@ def replaced(score: float, sample: Sample, *, score_of_unfinished: float = -1.0)
     return score if sample.finished else score_of_unfinished
 
 
-def less(score: float, sample: Sample, *, penalty: float) -> float:
-    """The score of an unfinished response minus a penalty."""
-    return score if sample.finished else score - penalty
-
-
-def scaled(score: float, sample: Sample, *, factor: float) -> float:
-    """The score of an unfinished response times a factor."""
-    return score if sample.finished else score * factor
-
-
 def overlong(score: float, sample: Sample, *, most: int, buffer: int, factor: float = 1.0) -> float:
     """The score minus a penalty that grows over the last allowed tokens, up to factor at the limit."""
     beyond = min(len(sample.sampled) - (most - buffer), buffer)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from megarl.resharding import connect
+from megarl.resharding import Connection, connect
 from tests.resharding import jobs
 from tests.resharding.ways import Connections
 
@@ -45,6 +47,38 @@ def test_a_directory_brings_the_bits_that_shared_memory_brings(tmp_path: Path, m
         for name, tensor in expected.items():
             assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
     assert list((tmp_path / "transfers").iterdir()) == []
+
+
+def do_not_write(connection: Connection) -> None:
+    connection.ways[False].send = lambda *_: None
+
+
+def send_another_version(connection: Connection) -> None:
+    notify = connection.notify
+    connection.notify = lambda peer, tag, numbers, what: notify(peer, tag, [7, *numbers[1:]], what)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (do_not_write, r"rank 0: model\..* 0 of \d+ bytes were written"),
+        (send_another_version, r"rank 0 delivered version 7, bucket 0 for model\..*; planned was version 1"),
+    ],
+)
+def test_a_sender_that_does_not_keep_to_the_plan_aborts_the_sync(
+    change: Callable[[Connection], None], error: str
+) -> None:
+    spec = CONNECTIONS(jobs.transfer_plan(), timeout_s=30.0, verify=False)
+
+    def rank(index: int) -> tuple[str, float]:
+        me = jobs.Rank(spec, index)
+        if index == 0:
+            change(me.connection)
+        return me.sync(1)
+
+    with ThreadPoolExecutor(jobs.RANKS) as ranks:
+        for told, _ in ranks.map(rank, range(jobs.RANKS)):
+            assert re.search(error, told), told
 
 
 def test_a_class_that_is_no_way_aborts_the_connection() -> None:

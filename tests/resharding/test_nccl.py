@@ -7,12 +7,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Barrier, Lock
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
+from megarl.resharding.sync_barrier import PeerError
 from megarl.resharding.transfers.cuda import NcclTransfer as Transfer
 from megarl.resharding.transfers.cuda import NcclTransport
 
@@ -86,6 +88,25 @@ class Nccl:
     def between(self, group: int, rank: int, peer: int) -> Communicator:
         with self.lock:
             return self.communicators[group, frozenset({rank, peer})]
+
+
+def test_a_peer_that_does_not_answer_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> None:
+        raise torch.distributed.DistError("gone")
+
+    class Group:
+        Options = Nccl.Options
+
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def send(self, *_: Any) -> SimpleNamespace:
+            return SimpleNamespace(is_completed=lambda: True, wait=lost)
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    options: Any = {"device": torch.device("cpu"), "timeout_s": 1.0, "look": lambda: None}
+    with pytest.raises(PeerError, match=r"^NCCL: the transfer with rank 1 failed: gone$"):
+        NcclTransport(HashStore(), [0, 1], 0, to=[1], from_=[], **options)
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import os
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -61,9 +63,14 @@ def test_packages_that_change_what_every_engine_samples_are_refused(
     (directory / "entry_points.txt").write_text("[vllm.logits_processors]\nbias = steering.vllm:Bias\n")
     (tmp_path / "config.json").write_text(json.dumps(debug().model.hf_config()))
     rollout = Rollout(devices="0", max_new_tokens=4, max_model_len=8)
-    engine = RolloutEngine(tmp_path, rollout, EngineOptions(vocab_size=8, device="cpu"), engine_id=0)
+    options = EngineOptions(vocab_size=8, device="cpu")
+    engine: Any = RolloutEngine(tmp_path, rollout, options, engine_id=0)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(
         ValueError, match=r"^steering adds the logits processor steering\.vllm:Bias to every vLLM engine"
     ):
         engine.start()
+    connected = SimpleNamespace(sync=None, ranks=())
+    for call, argument in ((engine.connect, connected), (engine.receive_weights, 1)):
+        with pytest.raises(RuntimeError, match=r"^engine 0 is not running: start it first$"):
+            call(argument)

@@ -44,7 +44,7 @@ def test_llama3_rope_is_read_from_new_and_old_configs(key: str) -> None:
     assert (gpt["rotary_base"], gpt["rope_scaling"], gpt["rope_scaling_factor"]) == (5e5, True, 32.0)
 
     config[key] = scaling | {"low_freq_factor": 2.0, "factor": None}
-    with pytest.raises(match=r"low_freq_factor: 2\.0.*\n  factor: None"):
+    with pytest.raises(ValueError, match=r"low_freq_factor: 2\.0.*\n  factor: None"):
         model_spec(config)
 
 
@@ -54,11 +54,11 @@ def test_unsupported_models_are_refused_with_all_reasons() -> None:
         model_spec(config)
     for field in ("use_sliding_window", "hidden_act", "rope_type: yarn", "rope_theta", "vocab_size"):
         assert field in str(error.value)
-    with pytest.raises(match="OPTForCausalLM is not supported; supported are LlamaForCausalLM"):
+    with pytest.raises(ValueError, match="OPTForCausalLM is not supported; supported are LlamaForCausalLM"):
         model_spec({"architectures": ["OPTForCausalLM"]})
-    with pytest.raises(match="attention_bias, mlp_bias"):
+    with pytest.raises(ValueError, match="attention_bias, mlp_bias"):
         model_spec(llama_config(attention_bias=True))
-    with pytest.raises(match="contradicts"):
+    with pytest.raises(ValueError, match="contradicts"):
         model_spec(qwen2_config(model_type="llama"))
 
 

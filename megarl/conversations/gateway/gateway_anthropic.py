@@ -13,6 +13,7 @@ from megarl.conversations.gateway.gateway_request import (
     Json,
     RequestFields,
     text_of,
+    whole_chat,
 )
 from megarl.data.tokenizer import Message
 from megarl.environments.environment import ToolCall, assistant_message
@@ -29,7 +30,7 @@ def read_messages(fields: RequestFields) -> GatewayRequest:
     max_tokens = fields.take_count("max_tokens")
     if max_tokens is None:
         raise GatewayError("max_tokens is missing")
-    return fields.request(chat, tools=tools, max_tokens=max_tokens)
+    return fields.request(messages=whole_chat(chat), tools=tools, max_tokens=max_tokens)
 
 
 def _messages(fields: RequestFields, item: Json, where: str) -> Iterator[Message]:
@@ -67,7 +68,8 @@ def _assistant(fields: RequestFields, blocks: list[Any], where: str) -> Message:
             calls.append(fields.take_tool_call(block, "id", "input", where))
         else:
             texts.append(block)
-    return assistant_message(text_of(texts, where), "\n".join(thoughts) or None, calls)
+    thought = "\n".join(thoughts) if thoughts else None
+    return assistant_message(text_of(texts, where), thought, calls)
 
 
 def write_message(reply: GatewayReply) -> Json:

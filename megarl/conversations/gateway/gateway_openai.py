@@ -18,6 +18,7 @@ from megarl.conversations.gateway.gateway_request import (
     Json,
     RequestFields,
     text_of,
+    whole_chat,
 )
 from megarl.data.tokenizer import Message
 from megarl.environments.environment import Action, ToolCall, assistant_message
@@ -31,7 +32,7 @@ def read_chat(fields: RequestFields) -> GatewayRequest:
         messages.append(_message(fields, item, f"messages[{index}]"))
     tools = fields.take_tools("function", "parameters")
     logprobs = fields.take("logprobs", bool, False)
-    return _read_common(fields, chat=messages, tools=tools, logprobs=logprobs)
+    return _read_common(fields, messages=whole_chat(messages), tools=tools, logprobs=logprobs)
 
 
 def read_completion(fields: RequestFields) -> GatewayRequest:
@@ -53,15 +54,14 @@ def _is_token_id(token: object) -> bool:
 
 def _read_common(fields: RequestFields, **known: Any) -> GatewayRequest:
     """Reads the fields that both endpoints have."""
-    max_tokens = fields.take_count("max_tokens")
-    max_tokens = fields.take_count("max_completion_tokens") or max_tokens
+    limits = [fields.take_count(name) for name in ("max_completion_tokens", "max_tokens")]
     count = fields.take_count("n") or 1
     if count > _MAX_ANSWERS:
         raise GatewayError(f"n = {count}: at most {_MAX_ANSWERS}")
     with_ids = fields.take("return_token_ids", bool, False)
     options: Json = fields.take("stream_options", dict, {})
     return fields.request(
-        max_tokens=max_tokens,
+        max_tokens=limits[0] or limits[1],
         count=count,
         with_ids=with_ids,
         with_usage=bool(options.get("include_usage")),
@@ -226,7 +226,7 @@ def read_response(fields: RequestFields) -> GatewayRequest:
         chat += _messages(fields, fields.take_items("input"))
     tools = fields.take_tools("function", "parameters")
     max_tokens = fields.take_count("max_output_tokens")
-    return fields.request(chat, tools=tools, max_tokens=max_tokens)
+    return fields.request(messages=whole_chat(chat), tools=tools, max_tokens=max_tokens)
 
 
 def _messages(fields: RequestFields, items: list[Json]) -> Iterator[Message]:
@@ -264,7 +264,8 @@ def _assistant(fields: RequestFields, items: list[Json], where: str) -> Message:
             calls.append(fields.take_tool_call(item, "call_id", "arguments", where))
         else:
             texts.append(text_of(item.get("content"), where))
-    return assistant_message("\n".join(texts), "\n".join(thoughts) or None, calls)
+    thought = "\n".join(thoughts) if thoughts else None
+    return assistant_message("\n".join(texts), thought, calls)
 
 
 def write_response(reply: GatewayReply) -> Json:

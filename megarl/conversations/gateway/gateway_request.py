@@ -197,25 +197,21 @@ class RequestFields:
             del self.remaining["tool_choice"]
         return tuple(tools)
 
-    def request(self, chat: Sequence[Message] | None = None, **known: Any) -> GatewayRequest:
+    def request(self, **known: Any) -> GatewayRequest:
         """Returns a request; refuses sampling other than the run's, and fields that remain."""
-        if chat is not None and (not chat or chat[-1]["role"] == "assistant"):
-            rule = "must be of the user, the system or a tool: the model begins its answer"
-            raise GatewayError(f"the last message {rule}")
         stream = self.take("stream", bool, False)
         run = {
             "temperature": self.sampling.temperature,
             "top_p": self.sampling.top_p,
             "top_k": self.sampling.top_k,
-            "presence_penalty": 0,
-            "frequency_penalty": 0,
-            "seed": "a seed per turn",
         }
-        for name, value in run.items():
+        others = {"seed": None, "presence_penalty": 0, "frequency_penalty": 0}
+        for name, value in {**run, **others}.items():
             wanted = self.remaining.pop(name, None)
             if wanted is not None and wanted != value and not self.sampling.override:
+                how = f"with {value}" if name in run else "otherwise"
                 fix = "leave it out, or set environment.args.override_sampling: true, which ignores it"
-                raise GatewayError(f"{name} = {wanted!r:.80}: the run samples with {value}; {fix}")
+                raise GatewayError(f"{name} = {wanted!r:.80}: the run samples {how}; {fix}")
         refused: list[str] = []
         for name, value in self.remaining.items():
             if name not in _IGNORED and value not in _NEUTRAL.get(name, ()):
@@ -223,7 +219,7 @@ class RequestFields:
         if refused:
             why = "this endpoint cannot honor that; leave it out"
             raise GatewayError(f"{', '.join(refused)}: {why}")
-        return GatewayRequest(messages=tuple(chat or ()), stream=stream, **known)
+        return GatewayRequest(stream=stream, **known)
 
     def take_tool_call(self, call: Json, call_key: str, arguments_key: str, where: str) -> ToolCall:
         """Returns a call of a tool as a client sends it back; arguments may be JSON."""
@@ -259,3 +255,11 @@ def text_of(content: object, where: str) -> str:
             raise GatewayError(f"{where}: a part of the type {kind!r:.80}; the model reads texts alone")
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def whole_chat(chat: Sequence[Message]) -> tuple[Message, ...]:
+    """Returns a chat that the model can answer."""
+    if not chat or chat[-1]["role"] == "assistant":
+        rule = "must be of the user, the system or a tool: the model begins its answer"
+        raise GatewayError(f"the last message {rule}")
+    return tuple(chat)

@@ -91,7 +91,6 @@ class GatewaySession:
         for _ in range(request.count):
             tasks.append(asyncio.Task(self._turn(request), loop=loop, eager_start=True))
         found = await asyncio.gather(*tasks, return_exceptions=True)
-        self.begin()
         turns: list[SessionTurn] = []
         for turn in found:
             if isinstance(turn, BaseException):
@@ -103,6 +102,7 @@ class GatewaySession:
                 raise GatewayError(_NO_ROOM)
             self._turns += 1
             turns.append(replace(turn, action=replace(turn.action, tool_calls=self._readable_calls(turn))))
+        self.begin()
         return turns, int(time.time())
 
     def _readable_calls(self, turn: SessionTurn) -> tuple[ToolCall, ...]:

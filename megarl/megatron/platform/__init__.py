@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import logging
+import os
+import warnings
 from urllib.parse import urlsplit
 
 import torch
@@ -16,6 +19,16 @@ from megarl.resharding import serve_store
 
 def start_platform(kind: str) -> torch.device:
     """Imports megatron-core and prepares it for "cuda" or "cpu"; returns the tensors' device."""
+    # Megatron warns at import that Transformer Engine and apex are absent, and torch that nvcc is
+    # here without a GPU; `megarl doctor` says it better.
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    # It calls collectives by names that torch 2.13 has renamed (0.19).
+    logger = r"torch\.distributed\.c10d_logger"
+    warnings.filterwarnings("ignore", category=FutureWarning, module=logger)
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    # Otherwise Megatron reports the commit of a repository around it (package_info.py, 0.19).
+    os.environ["NO_VCS_VERSION"] = "1"
     # Megatron is imported without torch's compiler, and without wandb, of its inference engine.
     with compiled_at_first_call(), absent("wandb"):
         if kind == "cpu":

@@ -156,9 +156,9 @@ class NcclTransport:
             for upwards in (True, False):
                 if upwards == (rank < peer):
                     if peer in to:
-                        self.send(peer, 0, hello).wait("no connection")
+                        self.send(peer, 0, hello).wait("NCCL")
                 elif peer in from_:
-                    self.receive(peer, 0, hello).wait("no connection")
+                    self.receive(peer, 0, hello).wait("NCCL")
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> NcclTransfer:
         # Without tags, as both sides use the same order.
