@@ -170,14 +170,14 @@ class PackedAttention(torch.nn.Module):
         sizes = [sequences * length for sequences, length in arrangement.rectangles]
         split: list[Sequence[Tensor]] = []
         for x in (query, key, value):
-            spread: Tensor = _Move.apply(x, arrangement.position_of, arrangement.place_of)
+            spread: Tensor = _Move.apply(x, arrangement, True)
             split.append(spread.split(sizes))
         parts: list[Tensor] = []
         for rectangle, *qkv in zip(arrangement.rectangles, *split, strict=True):
             q, k, v = (x.unflatten(0, rectangle).transpose(1, 2) for x in qkv)
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=gqa)
             parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
-        return _Move.apply(torch.cat(parts), arrangement.place_of, arrangement.position_of)
+        return _Move.apply(torch.cat(parts), arrangement, False)
 
 
 class FusedPackedAttention(torch.nn.Module):
@@ -199,18 +199,22 @@ def kernel_takes(query: Tensor) -> bool:
 
 
 class _Move(torch.autograd.Function):
-    """Moves between positions and places; as each position has one place, the gradient moves ``back``."""
+    """Moves rows to their places, or back; as each position has one place, the gradient moves the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
-        ctx.back = back
-        return _take(x, there)
+    def forward(ctx: Any, x: Tensor, arrangement: Arrangement, to_places: bool) -> Tensor:
+        ctx.arrangement = arrangement
+        ctx.to_places = to_places
+        return _moved(x, arrangement, to_places)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _take(grad, ctx.back), None, None
+        return _moved(grad, ctx.arrangement, not ctx.to_places), None, None
 
 
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    """Returns rows of x, and zeros for the index after its last one."""
-    return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, index)
+def _moved(x: Tensor, arrangement: Arrangement, to_places: bool) -> Tensor:
+    """[S, ...] -> [P, ...], with zeros as padding, or back without the padding."""
+    if to_places:
+        padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+        return padded.index_select(0, arrangement.position_of)
+    return x.contiguous().index_select(0, arrangement.place_of)
