@@ -7,7 +7,7 @@ Shape legend: B rows of the micro-batch, R response tokens of the longest of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -115,7 +115,7 @@ class LossInputs:
 
 
 def aggregated(
-    algo: Algo,
+    aggregate: Callable[..., Tensor],
     schedule: RankSchedule,
     terms: LossTerms,
     parts: Mapping[str, Tensor],
@@ -129,6 +129,7 @@ def aggregated(
     Returns the loss over the ``learned`` tokens, and metrics: means over the ``reported`` ones.
 
     Args:
+        aggregate: one of AGGREGATIONS, with its options.
         parts: [B, R] by name, aggregated like the loss and reported as ``NAME_loss``.
     """
     mask = columns.mask
@@ -136,7 +137,6 @@ def aggregated(
         "total_tokens": schedule.total_response_tokens,
         "total_sequences": schedule.total_sequences,
     }
-    aggregate = bound(AGGREGATIONS, algo.aggregation.name, algo.aggregation.options)
     weights = on_mask(aggregate(columns.whole, **totals)[:, : mask.shape[1]], learned)
     metrics = collect(terms, reported, token_mean(mask, **totals, dtype=torch.float64))
     sums = {f"{name}_loss": weighted_sum(part.detach(), weights) for name, part in parts.items()}
@@ -160,8 +160,11 @@ class PolicyLoss:
     token_values: TokenValues | None = field(kw_only=True, default=None)
 
     def __post_init__(self) -> None:
+        algo = self.spec.algo
+        self._per_token = bound(POLICY_LOSSES, algo.policy_loss.name, algo.policy_loss.options)
+        self._aggregate = bound(AGGREGATIONS, algo.aggregation.name, algo.aggregation.options)
         self._divergence: ReferenceDivergence | None = None
-        if self.spec.algo.kl.reads_distributions:
+        if algo.kl.reads_distributions:
             assert self.reference is not None, "the penalty is of the reference's distributions"
             self._divergence = ReferenceDivergence(
                 self.engine, self.reference, self.experience, self.schedule, self.spec.temperature
@@ -175,8 +178,7 @@ class PolicyLoss:
         flat, entropy = response_logprobs(self.engine.model, batch, hidden, spec.temperature)
         inputs = LossInputs(algo, columns, align(flat, mask), align(entropy, mask))
         new = inputs.new_logprobs
-        per_token = bound(POLICY_LOSSES, algo.policy_loss.name, algo.policy_loss.options)
-        terms = per_token(**{name: getattr(inputs, name) for name in algo.loss_reads})
+        terms = self._per_token(**{name: getattr(inputs, name) for name in algo.loss_reads})
         self._keep_token_values(batch, mask, terms)
         if "old_logprobs" in algo.loss_reads:
             terms = _with_metric(terms, "ppo_kl", inputs.old_logprobs - new)
@@ -190,7 +192,9 @@ class PolicyLoss:
             terms = with_term(terms, "kl", parts["kl"], coef=self.kl_coef)
         terms = with_term(terms, "entropy", inputs.entropy, coef=-algo.entropy_coef)
         learned = columns.selected("actor_mask")
-        loss, metrics = aggregated(algo, self.schedule, terms, parts, columns, learned=learned, reported=mask)
+        loss, metrics = aggregated(
+            self._aggregate, self.schedule, terms, parts, columns, learned=learned, reported=mask
+        )
         if not algo.has_logprob_pass:
             actor_metrics = self._actor_metrics(new.detach(), columns)
             metrics = replace(metrics, means={**metrics.means, **actor_metrics})
@@ -289,6 +293,7 @@ class ReferenceDivergence:
 def value_loss(engine: ModelEngine, algo: Algo, experience: Chunks[ExperienceChunk], schedule: RankSchedule) -> Loss:
     """Returns the critic's loss for the micro-batches of an optimizer step."""
     per_token = bound(VALUE_LOSSES, algo.value_loss.name, algo.value_loss.options)
+    aggregate = bound(AGGREGATIONS, algo.aggregation.name, algo.aggregation.options)
 
     def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, LossMetrics]:
         columns = ExperienceColumns(batch, experience, hidden.device)
@@ -298,7 +303,7 @@ def value_loss(engine: ModelEngine, algo: Algo, experience: Chunks[ExperienceChu
         terms = _with_metric(terms, "error", (values - returns).square())
         terms = replace(terms, spreads={**terms.spreads, "returns": returns})
         selected = columns.selected("scored_mask")
-        return aggregated(algo, schedule, terms, {}, columns, learned=selected, reported=selected)
+        return aggregated(aggregate, schedule, terms, {}, columns, learned=selected, reported=selected)
 
     return loss
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.algos.policy_loss import LossTerms
-from megarl.algos.registry import POLICY_LOSSES, bound
+from megarl.algos.registry import AGGREGATIONS, POLICY_LOSSES, bound
 from megarl.config.schema import Algo
 from megarl.data.schedule import update_schedules
 from megarl.experience.padded_batch import response_mask
@@ -87,6 +87,7 @@ def infos() -> list[SampleInfo]:
 def test_the_weight_of_a_token_is_that_in_its_whole_conversation(name: str, dp: int) -> None:
     options = {"tokens": 7} if name == "sequence_sum_norm" else {}
     algo = Algo.model_validate({"aggregation": {"name": name, **options}})
+    aggregate = bound(AGGREGATIONS, algo.aggregation.name, algo.aggregation.options)
     (schedule,) = update_schedules(infos(), Layout(dp=dp), 30, mini_batches=1, epochs=1, seed=0, step=1)
     samples, lengths = infos(), [sum(of) for of in BRANCHES.values()]
     found: dict[int, float] = {}
@@ -98,7 +99,7 @@ def test_the_weight_of_a_token_is_that_in_its_whole_conversation(name: str, dp: 
             of: Any = SimpleNamespace(mask=mask, whole=whole)
             values = torch.ones(mask.shape, requires_grad=True)
             terms = LossTerms(values=values, metrics={})
-            loss, _ = aggregated(algo, rank, terms, {}, of, learned=mask, reported=mask)
+            loss, _ = aggregated(aggregate, rank, terms, {}, of, learned=mask, reported=mask)
             loss.backward()
             assert values.grad is not None
             for row, weights in zip(rows, values.grad, strict=True):
