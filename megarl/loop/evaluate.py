@@ -20,7 +20,7 @@ from megarl.preflight.datasets import Sets
 from megarl.run.results import EvaluationResult, no_columns, prompt_scores, shown_samples
 from megarl.types import SampleInfo
 
-_STANDARD_ERRORS = NormalDist().inv_cdf(0.975)
+STANDARD_ERRORS = NormalDist().inv_cdf(0.975)
 """Half the width of the 95% interval of a standard normal distribution."""
 
 
@@ -109,7 +109,7 @@ def _mean(name: str, values: Values, groups: torch.Tensor) -> dict[str, float]:
     if not math.isnan(mean):
         metrics[name] = mean
     if not math.isnan(error):
-        metrics[f"{name}_ci95"] = _STANDARD_ERRORS * error
+        metrics[f"{name}_ci95"] = STANDARD_ERRORS * error
     return metrics
 
 

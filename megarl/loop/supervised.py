@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from megarl.data.schedule import step_schedule
 from megarl.data.stream import Stream
 from megarl.data.training_texts import TrainingText
 from megarl.groups.trainers import close_all, launch_trainers
+from megarl.loop.evaluate import STANDARD_ERRORS
 from megarl.loop.pass_meter import PassMeter
 from megarl.loop.skipped_steps import SkippedBatches, write_rows
 from megarl.loop.train import Trainer
@@ -89,13 +91,17 @@ class SupervisedTrainer(Trainer):
         return StepResult(step=step, metrics=metrics, updates=updates)
 
     async def evaluate(self, step: int) -> EvaluationResult | None:
-        """Computes the loss and its metrics on the held-out rows."""
+        """Computes the loss and its metrics on the held-out rows; an accuracy has a 95% interval."""
         if self._held_out is None:
             return None
         self._phase("evaluation")
         _, chunks, schedule = self._batch(self._held_out)
         request = ForwardRequest(schedule=schedule, chunks=chunks)
         metrics = await rank0_result(self._role.dispatch(MegatronWorker.evaluate, request))
+        accuracy = metrics.get("eval/accuracy")
+        if accuracy is not None:
+            error = math.sqrt(accuracy * (1 - accuracy) / len(self._held_out))
+            metrics["eval/accuracy_ci95"] = STANDARD_ERRORS * error
         return EvaluationResult(step=step, metrics={"eval/samples": len(self._held_out), **metrics})
 
     def _batch(self, rows: Sequence[TrainingText]) -> tuple[tuple[SampleInfo, ...], ChunkRefs[TextChunk], Schedule]:

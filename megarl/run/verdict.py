@@ -48,7 +48,8 @@ def judge(lines: Sequence[Line], evaluations: Sequence[Line], findings: Sequence
     The run has learned if its held-out score rose by more than the noise, or its training score if
     it has no two evaluations; a harmful finding that lasts is named beside it, as the score may be
     exploited. It has collapsed if it lost more than half of what it had gained, or became worse
-    than at the start while a harmful finding began.
+    than at the start while a harmful finding began. A held-out loss has no interval: its change is
+    named without a verdict.
 
     Args:
         lines, evaluations: lines of all steps, as in the files.
@@ -64,6 +65,9 @@ def judge(lines: Sequence[Line], evaluations: Sequence[Line], findings: Sequence
     measured = f"{metric} in training {first} -> {last}"
     if metric.startswith("eval/"):
         measured = f"held-out {metric.removeprefix('eval/')} {first} -> {last}"
+    lasting = [finding for finding in findings if finding.last is None]
+    if not any(point.half_width for point in points):
+        return "; ".join([f"no verdict without an interval: {measured}", *(finding.text for finding in lasting[:1])])
     lost = sign * (best.value - last.value)
     gained = sign * (best.value - first.value)
     if best.beats(last, sign) and 2 * lost > gained:
@@ -74,7 +78,6 @@ def judge(lines: Sequence[Line], evaluations: Sequence[Line], findings: Sequence
             return f"collapsed at step {harmful[0].first}: {measured}{peak}; {harmful[0].text}"
         if best.beats(first, sign):
             return f"collapsed at step {fallen}: {measured}{peak}"
-    lasting = [finding for finding in findings if finding.last is None]
     if last.beats(first, sign):
         harmful = [finding.text for finding in lasting if finding.check.harmful]
         return "; but ".join([f"learned: {measured}", *harmful[:1]])

@@ -97,13 +97,15 @@ def test_a_trained_reward_model_scores_as_in_transformers(rewarded: tuple[Path, 
     _, after = lines(run / "evaluations.jsonl")
     chosen, rejected = scored(run / "export").T
     loss = np.log1p(np.exp(rejected - chosen)) + 0.01 * (chosen + rejected) ** 2
-    assert after["eval/accuracy"] == pytest.approx((chosen > rejected).mean())
+    accuracy = (chosen > rejected).mean()
+    assert after["eval/accuracy"] == pytest.approx(accuracy)
+    assert after["eval/accuracy_ci95"] == pytest.approx(1.959964 * np.std(chosen > rejected) / len(chosen) ** 0.5)
     assert after["eval/loss"] == pytest.approx(loss.mean(), rel=1e-5)
     told = json.loads((run / "export" / "reward_statistics.json").read_text())
     columns = {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected}
     assert told["mean"] == pytest.approx({name: own.mean() for name, own in columns.items()}, rel=1e-4, abs=1e-6)
     assert told["std"] == pytest.approx({name: own.std() for name, own in columns.items()}, rel=1e-4, abs=1e-6)
-    assert (told["preferences"], told["accuracy"]) == (8, pytest.approx((chosen > rejected).mean()))
+    assert (told["preferences"], told["accuracy"]) == (8, pytest.approx(accuracy))
     summary = json.loads((run / "summary.json").read_text())
     scale = json.loads((run / "export" / "reward_normalisation.json").read_text())
     assert summary["export"]["normalisation/std"] == scale["std"] > 0
