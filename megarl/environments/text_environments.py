@@ -26,6 +26,8 @@ class UserTurns(Environment):
 
     def reset(self, task: EnvironmentTask, seed: int) -> Sequence[Message]:
         self._turns = list(task.column(self._field))
+        if not task.messages and not self._turns:
+            raise ValueError(f"the row has neither a prompt nor a text in {self._field}")
         return task.messages or self._next()
 
     def step(self, action: Action) -> Observation:

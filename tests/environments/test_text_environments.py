@@ -27,6 +27,8 @@ def test_the_user_says_what_the_row_has() -> None:
     assert environment.step(said("1")).messages == [{"role": "user", "content": "a"}]
     with pytest.raises(ValueError, match="no column 'turns'; it has: user_turns"):
         UserTurns("turns").reset(told, 0)
+    with pytest.raises(ValueError, match="neither a prompt nor a text in user_turns"):
+        UserTurns().reset(EnvironmentTask(prompt_id="0", fields={"user_turns": []}), 0)
 
 
 def test_tasks_of_reasoning_gym_are_made_by_their_index(monkeypatch: pytest.MonkeyPatch) -> None:
