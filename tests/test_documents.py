@@ -6,11 +6,14 @@ import json
 import re
 import shlex
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megarl.config import ConfigError, load
+from megarl.init import NewRun
 from megarl.models import FAMILIES
 from megarl.preflight.user_functions import check_functions
 from megarl.run.paths import RunPaths, ema_export
@@ -36,19 +39,29 @@ def test_the_overrides_of_the_quickstart_load(overrides: str) -> None:
     assert debug(*shlex.split(overrides)) != debug()
 
 
-def test_the_configuration_of_the_readme_is_complete(tmp_path: Path) -> None:
+def test_the_configuration_of_the_readme_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lines are among those that `megarl init` writes, and load by themselves."""
     block, devices = re.findall(r"^    (?:defaults|cluster): .*\n(?:    .*\n)+", README, flags=re.MULTILINE)
-    model = {**debug().model.hf_config(), "max_position_embeddings": 4096}
-    (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
-    (tmp_path / "prompts.jsonl").touch()
-    paths = [f"model.path={tmp_path}", f"data.prompts={tmp_path}/prompts.jsonl"]
-    (tmp_path / "mine.yaml").write_text(textwrap.dedent(block), encoding="utf-8")
-    (settings,) = re.findall(r"megarl train mine\.yaml ([^#\n]+?) +#", README)
-    given = [*settings.split(), *paths]
-    assert len(block.splitlines()) == 5
-    assert load(tmp_path / "mine.yaml", given).cluster.devices_per_node == 1
-    (tmp_path / "eight.yaml").write_text(f"defaults: [mine.yaml]\n{textwrap.dedent(devices)}", encoding="utf-8")
-    assert load(tmp_path / "eight.yaml", given).cluster.devices_per_node == 8
+    (init,) = re.findall(r"^    megarl init (\w+) --model (\S+) --prompts (\S+) ", README, flags=re.MULTILINE)
+    name, model, prompts = init
+    (row,) = re.findall(r"^`(\{.*\})`:$", README, flags=re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    Path(model).mkdir(parents=True)
+    fields = {**debug().model.hf_config(), "max_position_embeddings": 4096}
+    Path(model, "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    Path(prompts).write_text(row, encoding="utf-8")
+    NewRun(name=name, recipe="grpo", model=model, prompts=prompts, steps=100).write()
+    written = yaml.safe_load(Path("mine.yaml").read_text(encoding="utf-8"))
+    shown = yaml.safe_load(textwrap.dedent(block))
+    assert len(shown) == 6
+    assert shown.pop("defaults") == written["defaults"]
+    for section, values in shown.items():
+        assert values.items() <= written[section].items()
+    Path("short.yaml").write_text(textwrap.dedent(block), encoding="utf-8")
+    assert load("short.yaml").cluster.devices_per_node == 1
+    for short in ("short.yaml", "mine.yaml"):
+        Path("eight.yaml").write_text(f"defaults: [{short}]\n{textwrap.dedent(devices)}", encoding="utf-8")
+        assert load("eight.yaml").cluster.devices_per_node == 8
 
 
 def test_every_file_of_a_run_directory_is_listed(tmp_path: Path) -> None:
@@ -91,6 +104,17 @@ def test_the_settings_of_the_stages_load(tmp_path: Path, stage: str, section: st
     path.write_text(defaults + textwrap.dedent(block), encoding="utf-8")
     overrides = ["reward.optimizer.final_lr=0"] if stage == "reward_model" else []
     assert load(path, overrides) != load(REPOSITORY / "configs" / "debug" / f"{stage}.yaml")
+
+
+def test_named_extras_exist_and_are_installed_from_the_checkout() -> None:
+    """The package is on no index."""
+    files = [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "megarl").rglob("*.py")]
+    texts = README + "".join(file.read_text(encoding="utf-8") for file in files)
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = set(project["optional-dependencies"])
+    named = set(re.findall(r"pip install (?:--no-build-isolation )?'\.\[([\w-]+)\]'", texts))
+    assert {"gpu", "math", "reasoning-gym", "verifiers", "ray", "te"} <= named <= extras
+    assert f"{project['name']}[" not in texts
 
 
 def test_make_targets_exist() -> None:
