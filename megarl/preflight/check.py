@@ -71,7 +71,7 @@ def _trackers(tracking: Tracking) -> Iterator[Problem]:
     for field, package in packages.items():
         value = getattr(tracking, field)
         if value is not None and find_spec(package) is None:
-            fix = f"pip install '.[{package}]' in MegaRL's directory, or set it to null"
+            fix = f"pip install -e '.[{package}]' in MegaRL's directory, or set it to null"
             yield Problem(f"tracking.{field}", value, f"needs the package {package}", fix)
 
 

@@ -128,7 +128,7 @@ def _problems(function: RewardFunction, where: str, *, tokenizer: bool, longest:
         yield Problem(f"{where}.args", shown(dict(function.args)), str(error), fix)
         return
     if function.name == "math_verify" and find_spec("math_verify") is None:
-        fix = "pip install '.[math]' in MegaRL's directory"
+        fix = "pip install -e '.[math]' in MegaRL's directory"
         yield Problem(f"{where}.name", function.name, "needs the package math-verify", fix)
     if function.name in RULES:
         wrong = list(_values(target, function.args, f"{where}.args"))

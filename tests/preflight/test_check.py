@@ -384,7 +384,7 @@ def test_tracking_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     for package, field in fields.items():
         assert f"tracking.{field} = mine" in told
         assert f"needs the package {package}" in told
-        assert f"pip install '.[{package}]'" in told
+        assert f"pip install -e '.[{package}]'" in told
 
 
 def test_weights_and_biases_needs_a_key_where_it_is_online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,4 +125,4 @@ def test_a_reference_answer_that_cannot_be_read_is_an_error() -> None:
 def test_a_missing_package_is_reported_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.preflight.user_functions.find_spec", lambda name: None)
     (problem,) = check_functions([RewardFunction(name="math_verify")])
-    assert "pip install '.[math]'" in problem.fix
+    assert "pip install -e '.[math]'" in problem.fix
