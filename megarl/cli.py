@@ -216,7 +216,8 @@ def stacks(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of
     from megarl.run.live_stacks import show_stacks
 
     with _reading(), _exit_codes(run):
-        find_runs(run, one=True)
+        if not (run / "logs").is_dir():
+            find_runs(run, one=True)
         show_stacks(run)
 
 
