@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+import megarl
 from megarl.convert.cli import app as convert
 from megarl.errors import UsageError
 from megarl.garbage_collection import importing
@@ -28,6 +30,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"megarl {megarl.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of `megarl` itself."""
+
+
 app.add_typer(convert)
 app.add_typer(plans)
 app.add_typer(launchers)
@@ -36,9 +55,7 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Settings to override.")]
 RunDirs = Annotated[
     list[Path],
-    typer.Argument(
-        metavar="RUN_DIR...", show_default=False, help="Directories of runs, or the directories above them."
-    ),
+    typer.Argument(metavar="RUN_DIR...", help="Directories of runs, or those above them."),
 ]
 
 
@@ -46,17 +63,20 @@ RunDirs = Annotated[
 def init(
     name: Annotated[str, typer.Argument(help="Name of the run and of its files.")] = "mine",
     *,
-    model: Annotated[str, typer.Option(help="Hugging Face directory of the model.", prompt=True)],
-    prompts: Annotated[str, typer.Option(help="JSONL file of the prompts.", prompt=True)],
-    recipe: Annotated[
-        str, typer.Option("--from", help="Recipe, such as grpo, rloo or dapo: docs/recipes.md.")
-    ] = "grpo",
+    model: Annotated[str, typer.Option(help="Hugging Face directory of the model.")] = "",
+    prompts: Annotated[str, typer.Option(help="JSONL file of the prompts.")] = "",
+    recipe: Annotated[str, typer.Option("--from", help="Recipe of docs/recipes.md.")] = "grpo",
     steps: Annotated[int, typer.Option(help="Steps of the run.")] = 100,
 ) -> None:
     """Write a new run: NAME.yaml with comments, and a reward function with a test.
 
     Asks for model and prompts if they are not given.
     """
+    try:
+        model = model or typer.prompt("Model")
+        prompts = prompts or typer.prompt("Prompts")
+    except typer.Abort:
+        _stop(UsageError("\nmegarl init: no answer; give --model DIR and --prompts FILE"), code=2)
     with importing():
         from megarl.config import ConfigError
         from megarl.init import NewRun
@@ -146,7 +166,7 @@ def view(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 is a free one.")] = 0,
     export_to: Annotated[
         Path | None,
-        typer.Option("--export", metavar="FILE", help="Write an HTML file instead of serving the page."),
+        typer.Option("--export", metavar="FILE", dir_okay=False, help="Write an HTML file, and end."),
     ] = None,
 ) -> None:
     """Show runs on a page: curves, samples, held-out answers, timeline, settings; live while they train."""
@@ -157,6 +177,8 @@ def view(
     from megarl.files import format_bytes
 
     with _reading():
+        if export_to is not None and not os.access(export_to.absolute().parent, os.W_OK):
+            raise UsageError(f"--export: {export_to.parent} must be a writable directory; make it")
         runs: list[Path] = []
         for directory in run_dirs:
             runs += find_runs(directory)
@@ -190,9 +212,12 @@ def compare(
 @app.command()
 def stacks(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that is running.")]) -> None:
     """Write the stacks of a run's processes into its directory, and print what they wait for; the run continues."""
-    with _exit_codes(run):
-        from megarl.run.live_stacks import show_stacks
+    from megarl.dashboard.status.reading import find_runs
+    from megarl.run.live_stacks import show_stacks
 
+    with _reading(), _exit_codes(run):
+        if not (run / "logs").is_dir():
+            find_runs(run, one=True)
         show_stacks(run)
 
 
@@ -263,14 +288,11 @@ def _show_imports() -> None:
 
 
 def _load(path: Path, overrides: list[str] | None, *, bare: bool = False) -> RunConfig:
-    with importing():  # what the models' check needs, too
-        from megarl.config import ConfigError, load
+    with importing(), _exit_codes(path):  # of what the models' check needs, too
+        from megarl.config import load
         from megarl.preflight.check import check
 
-        try:
-            return load(path, overrides or [], partial(check, bare=bare))
-        except ConfigError as error:
-            _stop(error, code=2)
+        return load(path, overrides or [], partial(check, bare=bare))
 
 
 @contextmanager

@@ -21,14 +21,14 @@ def resolve(name: str, *, coroutines: bool = False) -> Function:
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
-        raise ValueError("a function, written as package.module:function")
+        raise ValueError(f"{name} must be written as package.module:function")
     function = getattr(_import_module(module_name), attribute, None)
     if function is None:
-        raise ValueError(f"a function of the module; {module_name} has no {attribute!r}")
+        raise ValueError(f"the module {module_name} has no {attribute!r}; it must be a function of the module")
     refused = inspect.isclass(function) or (inspect.iscoroutinefunction(function) and not coroutines)
     if not callable(function) or refused:
         wanted = "a function" if coroutines else "a plain function"
-        raise ValueError(f"{wanted}, not {_kind(function)}")
+        raise ValueError(f"{name} must be {wanted}, not {_kind(function)}")
     return function
 
 
@@ -36,10 +36,10 @@ def resolve_class[T](name: str, base: type[T]) -> type[T]:
     """Imports and returns a class, also from the working directory; raises ValueError with the broken rule."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
-        raise ValueError("a class, written as package.module:Class")
+        raise ValueError(f"{name} must be written as package.module:Class")
     found = getattr(_import_module(module_name), attribute, None)
     if not inspect.isclass(found) or not issubclass(found, base):
-        raise ValueError(f"a class of the module that is derived from {base.__module__}.{base.__name__}")
+        raise ValueError(f"{name} must be a class that is derived from {base.__module__}.{base.__name__}")
     return found
 
 
@@ -88,9 +88,10 @@ def _import_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ValueError(f"a module that can be imported here ({error})") from error
+        raise ValueError(f"the module {name} cannot be imported here ({error})") from error
     except (Exception, SystemExit) as error:  # the user's own code
-        raise ValueError("a module that can be imported:\n" + "".join(traceback.format_exception(error))) from error
+        text = "".join(traceback.format_exception(error))
+        raise ValueError(f"the module {name} cannot be imported:\n{text}") from error
 
 
 def _kind(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 import types
 from collections.abc import Iterator
 from importlib import import_module
@@ -52,6 +53,11 @@ def test_an_unknown_option_is_answered_with_how_a_field_is_set(command: str, opt
     done = CliRunner().invoke(app, [command, str(DEBUG), *options], env={"COLUMNS": "200"})
     assert done.exit_code == 2
     assert f"Fields of the configuration come after its file, as {field}" in done.output
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"megarl {version}\n"
 
 
 def commands(command: Any, *path: str) -> Iterator[tuple[str, ...]]:

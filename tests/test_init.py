@@ -59,6 +59,12 @@ def test_it_prompts_for_missing_values() -> None:
     assert "defaults: [dapo]" in Path("mine.yaml").read_text()
 
 
+def test_where_nobody_answers_the_options_are_named() -> None:
+    asked = CliRunner().invoke(app, ["init", "mine", "--model", "model"], input="")
+    assert asked.exit_code == 2
+    assert asked.stderr.endswith("megarl init: no answer; give --model DIR and --prompts FILE\n")
+
+
 def test_paths_and_names_that_are_wrong_are_corrected() -> None:
     Path("prompts.jsonl").write_text('{"prompt": "a"}')
     wrong = ["mine", "--model", "Qwen/Qwen3-0.6B", "--prompts", "prompt.jsonl", "--from", "gropo"]

@@ -62,7 +62,7 @@ def test_a_malformed_function_path_has_a_fix(
 def test_a_module_that_exits_the_program_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "of_mine_that_ends.py").write_text("import sys\n\nsys.exit('no licence')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=r"that can be imported:(.|\n)*SystemExit: no licence"):
+    with pytest.raises(ValueError, match=r"cannot be imported:(.|\n)*SystemExit: no licence"):
         resolve("of_mine_that_ends:f")
 
 

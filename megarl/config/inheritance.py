@@ -83,7 +83,7 @@ def expanded(tree: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return _merge({"algo": defining}, {**tree, "stage": "ppo"})
     except TypeError as error:
-        rule = f"fits the settings of stage {stage} ({error})"
+        rule = f"must fit the settings of stage {stage} ({error})"
         raise ConfigError([Problem("algo", shown(tree["algo"]), rule, "correct the value")]) from error
 
 
@@ -92,12 +92,16 @@ def _overridden(tree: _Section, override: str, problems: list[Problem]) -> _Sect
     key, equals, value = override.partition("=")
     if not equals or not _KEY_PATH.fullmatch(key):
         fix = "write it as key.path=value, for example run.steps=3"
-        problems.append(Problem("override", override, "has the form key.path=value", fix))
+        problems.append(Problem("override", override, "must have the form key.path=value", fix))
+        return tree
+    if key.partition(".")[0] == INHERIT_KEY:
+        rule = "must be in a YAML file: the command line inherits nothing"
+        problems.append(Problem(key, value, rule, f"write {key}: {value} into a file, and name it"))
         return tree
     try:
         return _merge(tree, _plain(OmegaConf.from_dotlist([override])))
     except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:
-        rule = f"a value in YAML that fits its place ({_first_line(error)})"
+        rule = f"must be a value in YAML that fits its place ({_first_line(error)})"
         problems.append(Problem(key, shown(value), rule, "correct the value"))
         return tree
 
@@ -132,6 +136,9 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
         is_file = inheritors or path.suffix in (".yaml", ".yml")
         if equals and _KEY_PATH.fullmatch(key) and not is_file:
             fix = "name the YAML file of the run first, and key.path=value after it"
+        if here.is_dir():
+            files = ", ".join(map(str, sorted(path.glob("*.yaml"))[:5]))
+            fix = f"name a YAML file in it: {files or 'there is none'}"
         return wrong(f"the file must be readable ({error.strerror})", fix)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         return wrong(f"the file must be YAML: {' '.join(str(error).split())}", "correct the file")
@@ -196,14 +203,14 @@ def _merge(below: _Section, above: _Section, *, choices: bool = True) -> _Sectio
 
 def _merged_value(name: str, below: object, above: object, *, is_choice: bool) -> object:
     if isinstance(above, list) and isinstance(below, dict):
-        raise TypeError(f"{name} is a list in one of them, and has keys in another")
+        raise TypeError(f"{name} must be keys with values, as {shown(cast(Any, below))}, not a list")
     if not isinstance(above, dict):
         return cast(object, above)
     section = cast(_Section, above)
     if isinstance(below, list):
-        raise TypeError(f"{name} is a list in one of them, and has keys in another")
+        raise TypeError(f"{name} must be a list, as {shown(cast(Any, below))}, not keys with values")
     if isinstance(below, str) and "${" in below:
-        raise TypeError(f"{name} is the reference {below} in one of them, and has keys in another")
+        raise TypeError(f"{name} must not have keys: it is the reference {below}")
     if isinstance(below, dict):
         former = cast(_Section, below)
         if is_choice and _renamed(former, section):

@@ -82,10 +82,10 @@ def ineffective_settings(
             yield f"{field}.{info.alias or name}", f"{WITHOUT_EFFECT} {where}", f"remove it, {otherwise}"
 
 
-def did_you_mean(given: str, known: Sequence[str], cutoff: float = 0.6) -> str:
-    """Returns the nearest known name as a fix; empty if none is near."""
+def did_you_mean(given: str, known: Sequence[str], cutoff: float = 0.6, above: str = "") -> str:
+    """Returns the nearest known name, with what is above it, as a fix; empty if none is near."""
     near = difflib.get_close_matches(given, known, n=1, cutoff=cutoff)
-    return f"did you mean {near[0]}?" if near else ""
+    return f"did you mean {above}{near[0]}?" if near else ""
 
 
 def correct_path(path: str) -> str:

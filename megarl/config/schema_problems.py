@@ -16,8 +16,7 @@ from megarl.config.schema.schema_walk import choices, fields, keys, section, sec
 from megarl.plugins import suggestion
 
 _TYPES = {
-    "dict_type": "should be keys with values",
-    "model_type": "should be keys with values",
+    **dict.fromkeys(("dict_type", "model_type"), "should be keys with values"),
     "string_type": "should be text",
     "tuple_type": "should be a list",
 }
@@ -47,12 +46,10 @@ def _problem(schema: type[BaseModel], error: ErrorDetails) -> Problem:
     kind = error["type"]
     loc = error["loc"]
     value = error["input"]
-    limits = error.get("ctx", {})
     path, here = keys(schema, loc)
     field = ".".join(map(str, path))
-    last = str(path[-1])
     if loc[-1] == "[key]":
-        return _bad_key(field, last, error, keys(schema, loc[:-2])[1])
+        return _bad_key(field, str(path[-1]), error, keys(schema, loc[:-2])[1])
     if kind == "extra_forbidden":
         return _unknown(schema, loc, field, value)
     description = _description(schema, loc)
@@ -60,7 +57,7 @@ def _problem(schema: type[BaseModel], error: ErrorDetails) -> Problem:
         return _no_choice(field, value, choices(here), description)
     if kind == "missing":
         return Problem(field, "(missing)", "required", f"add it: {description}")
-    fix = f"{_correction(kind, limits, value)}; it is: {description}"
+    fix = f"{_correction(kind, error.get('ctx', {}), value)}; it is: {description}"
     if isinstance(value, str) and "name" in fields(here):
         fix = f"write it as {{name: {value}}}"
     return Problem(field, shown(value), _TYPES.get(kind) or _rule(error), fix)
@@ -98,7 +95,7 @@ def _bad_key(field: str, key: str, error: ErrorDetails, mapping: Any) -> Problem
         return Problem(field, KEY, _rule(error), "rename or remove it")
     if error["type"] == "literal_error":
         known = [str(choice) for choice in get_args(get_args(mapping)[0])]
-        return Problem(field, KEY, f"one of {', '.join(known)}", _suggestion(key, known))
+        return Problem(field, KEY, f"one of {', '.join(known)}", _suggestion(field, key, known))
     return Problem(field, KEY, "a name", "lower-case letters, digits and underscores, a letter first")
 
 
@@ -113,7 +110,7 @@ def _unknown(schema: type[BaseModel], loc: Sequence[int | str], field: str, valu
     known = list(fields(owner))
     if issubclass(owner, Choice):
         known.remove("name")
-    fix = foreign_fix(schema, field, value, sure=False) or _suggestion(key, known)
+    fix = foreign_fix(schema, field, value, sure=False) or _suggestion(field, key, known)
     if not issubclass(owner, Choice):
         elsewhere = [f"{field.removesuffix(key)}{path}" for path in _deeper(owner, key, value)][:3]
         if elsewhere:
@@ -159,6 +156,6 @@ def _no_choice(field: str, value: object, table: Mapping[str, type[BaseModel]], 
     return Problem(field, shown(name), rule, fix or f"choose one of them; it is: {description}")
 
 
-def _suggestion(key: str, known: Sequence[str]) -> str:
+def _suggestion(field: str, key: str, known: Sequence[str]) -> str:
     listed = f"remove it; known here: {', '.join(known)}" if known else "remove it"
-    return did_you_mean(key, known) or listed
+    return did_you_mean(key, known, above=field.removesuffix(key)) or listed

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -35,6 +35,7 @@ def parse_bytes(text: str | int) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+_SIZE: dict[str, Any] = {"parser": parse_bytes, "metavar": "SIZE"}
 DtypeName = Literal["float64", "float32", "float16", "bfloat16"]
 RoleName = Literal["actor", "critic", "reference", "reward"]
 """As of megarl.types, whose records would load numpy for every command."""
@@ -45,9 +46,9 @@ Out = Annotated[Path, typer.Option(help="Directory to make; it appears when it i
 Role = Annotated[RoleName | None, typer.Option(help="Role of a run; its actor by default.")]
 Step = Annotated[int | None, typer.Option(min=0, help="Which checkpoint; the latest by default.")]
 Dtype = Annotated[DtypeName | None, typer.Option(help="Cast the weights; their own by default.")]
-Budget = Annotated[int, typer.Option(parser=parse_bytes, show_default="16GiB", help="Memory of all processes.")]
+Budget = Annotated[int, typer.Option(**_SIZE, show_default="16GiB", help="Memory of all processes.")]
 Processes = Annotated[int, typer.Option(min=1, help="Most processes; memory may allow fewer.")]
-MaxFileSize = Annotated[int, typer.Option(parser=parse_bytes, show_default=False, help="Size of a file, as 5GB.")]
+MaxFileSize = Annotated[int, typer.Option(**_SIZE, show_default=False, help="Size of a file, as 5GB.")]
 
 
 @app.command("import")

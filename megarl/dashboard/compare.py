@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megarl.dashboard.status.reading import find_runs
 from megarl.dashboard.view.sample_index import mean_scores
 from megarl.errors import UsageError
 from megarl.files import read_lines
@@ -75,6 +76,7 @@ def _read(directory: str, index: int = 0, *, step: int | None = None) -> Compare
     run = RunPaths(directory)
     lines = read_lines(run.evaluations)
     if not lines:
+        find_runs(run.path, one=True)
         raise UsageError(f"{directory}: no evaluation is there; give the run evaluation.prompts")
     chosen = [line for line in lines if step in (None, line["step"])]
     if not chosen:

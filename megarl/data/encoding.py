@@ -137,8 +137,8 @@ def first_column(columns: Mapping[str, Any], *names: str) -> str:
         if name in columns:
             return name
     usual = next(name for name in names if not name.endswith("_ids"))
-    there = f"there are {listed(columns)}; columns: {{{usual}: NAME}} reads another one"
-    raise ValueError(f"there is no column {' or '.join(names)}; {there}")
+    there = f"its columns are {listed(columns)}; columns: {{{usual}: NAME}} reads another one"
+    raise ValueError(f"a row must have a column {' or '.join(names)}; {there}")
 
 
 def messages(name: str, value: object) -> list[Message]:

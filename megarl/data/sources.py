@@ -152,7 +152,7 @@ def _renamed(columns: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any
     renamed = {name: value for name, value in columns.items() if name not in names.values()}
     for ours, theirs in names.items():
         if theirs not in columns:
-            raise ValueError(f"there is no column {theirs!r}; there are {listed(columns)}")
+            raise ValueError(f"a row must have the column {theirs!r}; its columns are {listed(columns)}")
         renamed[ours] = columns[theirs]
     return renamed
 

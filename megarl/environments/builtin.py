@@ -30,6 +30,6 @@ def load_environment(config: EnvironmentSettings) -> Callable[[], Environment]:
         cls = plugins.resolve_class(name, Environment)
     else:
         known = ", ".join(ENVIRONMENTS)
-        raise ValueError(f"one of {known}, gateway, or a class, written as package.module:Class")
+        raise ValueError(f"{name} must be one of {known}, gateway, or a class as package.module:Class")
     plugins.check_options(cls, config.args, name=name, positional=0)
     return lambda: cls(**config.args)

@@ -64,7 +64,7 @@ def is_not_finished(config: RunConfig, *, chain: bool = False) -> Iterator[Probl
         return
     if not isinstance(config, TrainingConfig):
         fix = "choose another run.dir, or remove the directory"
-        rule = "no finished evaluation is there"
+        rule = "must not hold a finished evaluation"
         yield Problem("run.dir", config.run.dir, rule, fix)
     elif _has_ended(config.run, taken):
         others = "leave it out, or choose another run.dir" if chain else "or choose another run.dir"
@@ -97,7 +97,7 @@ def _devices_fit(config: RunConfig, request: LaunchRequest) -> Iterator[Problem]
     idle = sorted(set(range(nodes)) - used)
     if idle:
         names = ", ".join(map(str, idle))
-        rule = f"every node has a device that the run uses; {names} (from 0) has none"
+        rule = f"every node must have a device that the run uses; {names} (from 0) has none"
         fix = f"place groups or rollout there, or set --nodes {len(used)}"
         yield Problem("cluster.nodes", str(nodes), rule, fix)
 

@@ -44,7 +44,7 @@ def plan(request: LaunchRequest) -> tuple[Planned, list[str]]:
     wrong = list(request.malformed())
     submits = not (request.dry_run or request.mode == "local" or checker.remote)
     if submits and shutil.which("sbatch") is None:
-        rule = "Slurm's commands are on the PATH"
+        rule = "Slurm's commands must be on the PATH"
         fix = "submit from a login node of the cluster, or write and show the script with --dry-run"
         wrong.append(Problem("sbatch", "not found", rule, fix))
     if wrong:

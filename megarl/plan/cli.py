@@ -34,7 +34,7 @@ app = typer.Typer(
     name="plan",
     cls=PlanGroup,
     help="Check a run, or plan a transfer of weights, without starting anything: `megarl plan CONFIG` "
-    "(short for `megarl plan config CONFIG`), or `megarl plan weights OPTIONS`.",
+    "(short for `megarl plan config CONFIG`), `megarl plan memory CONFIG`, or `megarl plan weights OPTIONS`.",
     subcommand_metavar="CONFIG|COMMAND [ARGS]...",
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -54,7 +54,7 @@ def weights(
         bool, typer.Option("--colocated", help="The engines are on the trainer's devices, not on the next ones.")
     ] = False,
     bucket_mib: Annotated[
-        float, typer.Option(min=2**-17, max=2**20, help="The largest message, as resharding.bucket_mib of a run.")
+        float, typer.Option(metavar="MIB", min=0.001, max=2**20, help="The largest message, as resharding.bucket_mib.")
     ] = 256.0,
     link: Annotated[
         str,

@@ -110,7 +110,8 @@ def _parse_pairs[T: (int, float)](
     for entry in filter(None, text.split(",")):
         key, _, given = map(str.strip, entry.partition("="))
         if key not in keys or key in values:
-            raise ValueError(f"{option}: {key!r} is not one of {', '.join(keys)}, each given once")
+            known = f"{', '.join(keys)}, each once; for example {keys[0]}=2,{keys[1]}=4"
+            raise ValueError(f"{option}: {entry!r} must be KEY=NUMBER, with KEY of {known}")
         values[key] = parse("0")
         with suppress(ValueError):
             values[key] = parse(given)

@@ -99,7 +99,7 @@ class DataReader:
             return
         self.left_out += [(name, row) for row in rows.left_out]
         if at_least is not None and len(rows.items) < at_least[1]:
-            rule = f"has rows for {at_least[0]} = {at_least[1]}: it has {len(rows.items)} usable ones"
+            rule = f"must have rows for {at_least[0]} = {at_least[1]}: it has {len(rows.items)} usable ones"
             if rows.left_out:
                 rule += f", and {len(rows.left_out)} that are left out"
             fix = f"add rows, or lower {at_least[0]}"
@@ -171,7 +171,7 @@ def pair_sets(
         needed = len(train[0].responses)
         found = len(held_out[0].responses)
         if needed != found:
-            rule = f"has {needed} candidates a row, as data.train; it has {found}"
+            rule = f"must have {needed} candidates a row, as data.train; it has {found}"
             fix = "use rows with as many candidates"
             reader.problems.append(Problem("data.evaluation", data.evaluation.path, rule, fix))
     if normalisation is not None and rollout is not None:

@@ -35,7 +35,7 @@ def check_memory(config: RunConfig) -> None:
             refused.add(phase)
             plan, largest = max(needed, key=lambda pair: pair[1].exact)
             devices = ", ".join(str(plan.device) for plan, _ in needed)
-            rule = f"{phase} fits into {format_bytes(room.nbytes)} ({room.source})"
+            rule = f"{phase} must fit into {format_bytes(room.nbytes)} ({room.source})"
             fix = advice(config, plan, largest, excess=total - room.nbytes)
             problems.append(Problem(f"memory of device {devices}", format_bytes(total), rule, fix))
     if problems:
@@ -44,7 +44,7 @@ def check_memory(config: RunConfig) -> None:
         try:
             check_memory(on_first_nodes(config, least))
         except ConfigError as error:
-            rule = f"the run fits on its first {least} nodes; there, it breaks:\n{error.problems[0]}"
+            rule = f"the run must fit on its first {least} nodes; there, it breaks:\n{error.problems[0]}"
             fix = "raise it, or set it to null"
             raise ConfigError([Problem("cluster.min_nodes", str(least), rule, fix)]) from None
 

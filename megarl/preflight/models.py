@@ -102,7 +102,7 @@ def _same_tokenizer(config: RunConfig, role: RoleName, path: str) -> Iterator[Pr
     found = _vocabulary(Path(path))
     if expected is not None and found is not None and expected != found:
         fix = "choose a checkpoint that was made with the model's tokenizer"
-        yield Problem(f"{role}.path", path, f"its tokenizer is the one of {directory}", fix)
+        yield Problem(f"{role}.path", path, f"its tokenizer must be the one of {directory}", fix)
 
 
 def _vocabulary(directory: Path) -> Mapping[str, int] | None:
@@ -240,7 +240,7 @@ def _layers(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Probl
         return
     for name, spec in specs.items():
         if reasons := refusals(spec.dims, spec.dtype):
-            rule = f"Transformer Engine can compute the {name}: {'; '.join(reasons)}"
+            rule = f"Transformer Engine must be able to compute the {name}: {'; '.join(reasons)}"
             fix = "set it to auto, which takes Megatron's own layers then"
             yield Problem("model.layers", "transformer_engine", rule, fix)
 

@@ -58,8 +58,8 @@ def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
             first = asyncio.run(_first_prompt(config, sets))
         except (FailedEnvironmentError, RunError, ValueError) as error:
             reason = "\n      ".join(short_reason(str(error)).splitlines()[-_LINES:])
-            rule = f"begins a conversation on a row of the data; it failed:\n      {reason}"
-            fix = "correct it; docs/environments.md describes environments"
+            rule = f"must begin a conversation on a row of the data; it failed:\n      {reason}"
+            fix = "name a built-in one, or package.module:Class that works; see docs/environments.md"
             raise ConfigError([Problem("environment.name", config.environment.name, rule, fix)]) from error
     for where, functions, prompts in scored_prompts(config, sets.rows):
         problems += _problems(where, functions, prompts, sets.tokenizer, config.reward)
@@ -76,7 +76,7 @@ def _sandbox(environment: EnvironmentSettings | None) -> Iterator[Problem]:
         try:
             bubblewrap()
         except ValueError as error:
-            yield Problem("environment.args.functions", "python", f"runs programs in a sandbox: {error}", FIX)
+            yield Problem("environment.args.functions", "python", f"must run programs in a sandbox: {error}", FIX)
 
 
 async def _first_prompt(config: SamplingConfig, sets: Sets) -> Sequence[int]:
@@ -120,7 +120,7 @@ def _problems(
             failed = _call(scorer, index, tried, tokenizer, copies)
             if failed is not None:
                 reason = "\n      ".join(failed.failure.reason.splitlines()[-_LINES:])
-                rule = f"scores a response; it failed on the prompt {failed.prompt_id!r}"
+                rule = f"must score a response; it failed on the prompt {failed.prompt_id!r}"
                 usual = "correct the function, or what it calls; docs/rewards.md has its signature"
                 fix = adapter_fix(function, resolve(function.name)) or usual
                 field = f"{where}.{index}.name"

@@ -114,7 +114,7 @@ def _problems(function: RewardFunction, where: str, *, tokenizer: bool, longest:
     except ValueError as error:
         usual = "name a built-in function, or one that can be imported from the working directory; see docs/rewards.md"
         fix = suggestion(function.name) or usual
-        if near := difflib.get_close_matches(function.name, RULES, n=1):
+        if ":" not in function.name and (near := difflib.get_close_matches(function.name, RULES, n=1)):
             fix = f"did you mean {near[0]}?"
         yield Problem(f"{where}.name", function.name, str(error), fix)
         return

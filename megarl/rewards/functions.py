@@ -132,7 +132,7 @@ def resolve(name: str) -> Function:
     if name in RULES:
         return RULES[name]
     if ":" not in name:
-        raise ValueError(f"one of {', '.join(RULES)}, or package.module:function")
+        raise ValueError(f"must be one of {', '.join(RULES)}, or package.module:function")
     return plugins.resolve(name, coroutines=True)
 
 

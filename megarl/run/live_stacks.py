@@ -25,9 +25,11 @@ def show_stacks(path: Path) -> None:
         found += _other_nodes(run.logs, str(address))
     if not found:
         message = f"no process of {path} runs here, or they belong to another user"
-        attempts = [attempt for attempt in read_attempts(run.attempts) if attempt.end is None]
-        if attempts:
+        attempts = read_attempts(run.attempts)
+        if attempts and attempts[-1].end is None:
             message += f"; its driver is on {attempts[-1].host}"
+        elif attempts:
+            message = f"the run in {path} has ended: it has no processes to show; see megarl status {path}"
         raise RunError(message)
     directory = write_stacks(found, run.logs)
     for each in found:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from megarl.cli import app
 from megarl.cluster.hang_report import explain, report_hang, stacks_of_other_nodes, working_frames
 from megarl.cluster.session import Session
+from megarl.run.attempts import AttemptLog
 from megarl.stacks import ProcessStacks, answering, take_stacks, write_stacks
 from tests.cluster.conftest import MakeGroup, answer_of
 from tests.cluster.fakes import FakeWorker
@@ -183,6 +184,13 @@ def test_a_stopped_worker_is_named(session: Session, make_group: MakeGroup) -> N
 
 
 def test_a_run_without_processes_is_told(tmp_path: Path) -> None:
-    told = CliRunner().invoke(app, ["stacks", str(tmp_path)])
-    assert (told.exit_code, told.stdout) == (1, "")
-    assert f"no process of {tmp_path} runs here" in told.stderr
+    log = AttemptLog(tmp_path / "attempts.jsonl")
+    log.start(step=0)
+    told = [CliRunner().invoke(app, ["stacks", str(path)]) for path in (tmp_path, tmp_path.parent)]
+    log.end(4, "finished")
+    told.append(CliRunner().invoke(app, ["stacks", str(tmp_path)]))
+    assert [(each.exit_code, each.stdout) for each in told] == [(1, ""), (2, ""), (1, "")]
+    assert f"no process of {tmp_path} runs here" in told[0].stderr
+    assert "its driver is on" in told[0].stderr
+    assert f"{tmp_path.parent}: no run is there" in told[1].stderr
+    assert f"the run in {tmp_path} has ended" in told[2].stderr

@@ -111,11 +111,11 @@ ALGORITHMS: Cases = {
         (
             [EVALUATION, "evaluation.every=2", "checkpoint={every: null, best: {metric: eval/length}}"],
             "checkpoint.best",
-            "checkpoint.every = null is a multiple of evaluation.every = 2",
+            "checkpoint.every = null must be a multiple of evaluation.every = 2",
         ),
     ],
     scoring_rules.scores_have_a_source: [
-        (NO_REWARD, "reward", "reward.functions has a function"),
+        (NO_REWARD, "reward", "reward.functions a function"),
         ([*NO_REWARD, "environment.name=tools"], "reward", "other than tools and user_turns"),
         (["reward={weight: 0.0, functions: [{name: length, weight: 0}]}"], "nothing could be learned"),
     ],
@@ -160,8 +160,8 @@ ALGORITHMS: Cases = {
         (["profile.steps=[2, 4]"], "none above 3"),
         (["profile.ranks=[4]"], "none above 3"),
         (["profile.engines=[1]"], "none above 0"),
-        (["profile={ranks: [], engines: []}"], "profile.ranks", "a rank or an engine is profiled"),
-        (["rollout={tp: 2, devices: 0-1}", "profile.ranks=[]"], "a rank or an engine is profiled"),
+        (["profile={ranks: [], engines: []}"], "profile.ranks", "a rank or an engine must be profiled"),
+        (["rollout={tp: 2, devices: 0-1}", "profile.ranks=[]"], "a rank or an engine must be profiled"),
         (["rollout={tp: 2, devices: 0-1}", "profile.engines=[0]"], "processes that are not profiled"),
     ],
     training_rules.health_checks_have_metrics: [

@@ -30,7 +30,7 @@ LAYOUTS: Cases = {
     placement_rules.judges_have_devices: [
         ([*JUDGE, "reward.judge_model.devices=9"], "nodes * devices_per_node = 7"),
         ([*JUDGE, "reward.judge_model.devices=3"], "groups or engines have 3, too"),
-        ([*JUDGE, "reward.judge_model.tp=2"], "divides the 3 devices"),
+        ([*JUDGE, "reward.judge_model.tp=2"], "must divide the 3 devices"),
     ],
     placement_rules.roles_placed_once: [
         (
@@ -41,8 +41,8 @@ LAYOUTS: Cases = {
     ],
     placement_rules.roles_belong_to_the_stage: [(without("train", ["actor"]), "groups", "role actor")],
     placement_rules.layouts_fill_groups: [
-        ([f"{ACTOR}.tp=4"], ACTOR, "tp * pp = 8 divides the group's 4 devices"),
-        (["groups.train.devices=0-2"], ACTOR, "tp * pp = 4 divides the group's 3 devices"),
+        ([f"{ACTOR}.tp=4"], ACTOR, "tp * pp = 8 must divide the group's 4 devices"),
+        (["groups.train.devices=0-2"], ACTOR, "tp * pp = 4 must divide the group's 3 devices"),
         ([*MIXTURE, f"{ACTOR}={{tp: 1, pp: 1, ep: 3}}"], f"{ACTOR}.ep", "the role's 4 replicas"),
         ([*MIXTURE, f"{ACTOR}.ep=2"], "the role's 1 replicas"),
         ([f"{ACTOR}.pp=1", f"{ACTOR}.vpp=2"], "needs pp of 2"),
@@ -64,7 +64,7 @@ LAYOUTS: Cases = {
         )
     ],
     rollout_rules.engines_fill_devices: [
-        (["rollout.devices=0-2", "rollout.tp=2"], "divides the 3 devices of rollout.devices"),
+        (["rollout.devices=0-2", "rollout.tp=2"], "must divide the 3 devices of rollout.devices"),
         (["rollout.tp=2", "cluster.nodes=2", "rollout.devices=3-4"], "within a node; one would have devices 3, 4"),
     ],
     rollout_rules.sleeping_frees_devices: [

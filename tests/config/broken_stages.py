@@ -15,7 +15,7 @@ from tests.config.debug import ACTOR, Cases
 
 SFT: Cases = {
     placement_rules.roles_belong_to_the_stage: [
-        (["groups.train.roles.critic={}"], "stage sft has the roles actor alone")
+        (["groups.train.roles.critic={}"], "must be one of the roles of stage sft: actor")
     ],
     placement_rules.offloading_frees_devices: [([f"{ACTOR}.offload=true"], "another role")],
     data_rules.sources_exist: [
@@ -34,7 +34,7 @@ SFT: Cases = {
         (
             ["checkpoint={every: 4, best: {metric: eval/loss}}", "data.evaluate_every=3"],
             "checkpoint.best",
-            "checkpoint.every = 4 is a multiple of data.evaluate_every = 3",
+            "checkpoint.every = 4 must be a multiple of data.evaluate_every = 3",
         ),
     ],
     training_rules.rates_fall: [(["actor.optimizer.final_lr=1e-3"], "a linear schedule comes down")],
@@ -45,11 +45,11 @@ REWARD = "groups.train.roles.reward"
 
 REWARD_MODEL: Cases = {
     placement_rules.roles_belong_to_the_stage: [
-        (["groups.train.roles.actor={}"], "stage reward_model has the roles reward alone"),
+        (["groups.train.roles.actor={}"], "must be one of the roles of stage reward_model: reward"),
         (["groups.train.roles={reward: null, actor: {}}"], "groups", "role reward"),
     ],
     placement_rules.engine_devices_exist: [(["rollout.devices=7"], "= 4")],
-    data_rules.lengths_fit: [(["rollout.max_model_len=32"], "covers the longest prompt and")],
+    data_rules.lengths_fit: [(["rollout.max_model_len=32"], "must cover the longest prompt and")],
     data_rules.micro_batches_hold_a_sample: [
         (["data.max_tokens=65"], f"{REWARD}.tokens_per_micro_batch", "twice data.max_tokens, for a pair, = 130")
     ],
@@ -79,7 +79,11 @@ RAFT: Cases = {
 EVAL: Cases = {
     rollout_rules.sleeping_frees_devices: [(["rollout.sleep=true"], "has devices of the engines")],
     placement_rules.roles_belong_to_the_stage: [
-        (["groups.train={devices: 0, roles: {actor: {}}}"], "groups.train.roles.actor", "has the roles reward alone")
+        (
+            ["groups.train={devices: 0, roles: {actor: {}}}"],
+            "groups.train.roles.actor",
+            "must be one of the roles of stage eval: reward",
+        )
     ],
     placement_rules.recomputation_is_for_a_backward_pass: [
         (

@@ -110,7 +110,7 @@ def test_choices_round_trip_through_a_file(tmp_path: Path) -> None:
         ("algo.filter.tol=0.1", ["algo.filter = ", "{name: ..., option: ...}"]),
         ("algo.advantage={name: grpo, lam: 1}", ["unknown option of grpo; its options are eps, ddof, singleton\n"]),
         ("algo.advantage={name: grpo, lam: 1}", ["advantage.lam = 1", "remove it, or choose gae, which has it"]),
-        ("algo.policy_loss.klip=1", ["did you mean clip?"]),
+        ("algo.policy_loss.klip=1", ["did you mean algo.policy_loss.clip?"]),
         ("algo.value_loss={x_y_z: 1}", ["algo.value_loss.x_y_z = 1", "remove it; known here: clip, scale"]),
         ("algo.gamma=0.9", ["algo.gamma = 0.9", "did you mean algo.advantage.gamma?"]),
         ("algo.clip_high=0.3", ["did you mean algo.policy_loss.clip_high?"]),
@@ -132,7 +132,11 @@ def test_what_is_no_choice_is_refused_with_what_is_known(override: str, texts: l
         ("algo.kl.estimator={name: k3, limit: often}", "algo.kl.estimator.limit", "should be a valid number"),
         ("algo.aggregation=sequence_sum_norm", "algo.aggregation.tokens", "required"),
         ("algo.correction.reject=[{statistic: k9, upper: 2}]", "algo.correction.reject.0.statistic", "'token_k1'"),
-        ("algo.value_loss={name: 'a:b:c'}", "algo.value_loss.name", "a function, written as package.module:function"),
+        (
+            "algo.value_loss={name: 'a:b:c'}",
+            "algo.value_loss.name",
+            "a function, written as package.module:function",
+        ),
     ],
 )
 def test_wrong_option_values_are_reported_by_option_path(override: str, field: str, rule: str) -> None:

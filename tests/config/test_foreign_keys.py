@@ -79,7 +79,7 @@ def test_trls_keys_are_fields_of_its_configurations() -> None:
         # the configuration's own keys in other places, and slips, are answered as they are without the table
         ("temperature=1.0", "did you mean rollout.temperature or"),
         ("actor.lr=1e-6", "did you mean actor.optimizer.lr?"),
-        ("run.stepz=3", "did you mean steps?"),
+        ("run.stepz=3", "did you mean run.steps?"),
         ("run.name=x", "known here: dir, seed, steps, epochs"),
         ("mine={a: [{num_generations: 8}]}", "remove it; known here: stage, run"),
     ],

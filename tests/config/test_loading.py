@@ -90,6 +90,8 @@ def test_every_unusable_file_is_reported_at_once(tmp_path: Path) -> None:
         ("cluster.nodes=2", "name the YAML file of the run first"),
         ("steps", "correct the path (it is looked up in {here})"),
         ("lr=1/steps.yaml", "correct the path (it is looked up in {here})"),
+        ("mine", "name a YAML file in it: mine/ppo.yaml, mine/sft.yaml"),
+        ("empty", "name a YAML file in it: there is none"),
         ("nowhere/base.yaml", "correct the path"),
         ("bass.yaml", "did you mean base.yaml?"),
         ("mine/ppo.yml", "did you mean mine/ppo.yaml?"),
@@ -99,10 +101,11 @@ def test_an_argument_that_is_neither_file_nor_setting_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, said: str
 ) -> None:
     (tmp_path / "mine").mkdir()
+    (tmp_path / "empty").mkdir()
     for file in ("base.yaml", "mine/ppo.yaml", "mine/sft.yaml"):
         write(tmp_path / file, "a: 1")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="No such file") as caught:
+    with pytest.raises(ConfigError, match=r"No such file|Is a directory") as caught:
         load(word)
     (problem,) = caught.value.problems
     assert said.format(here=tmp_path) in problem.fix
@@ -136,12 +139,17 @@ def test_a_path_that_does_not_exist_suggests_the_nearest_one_or_the_download(
         ("resharding.verify=x", "write true or false; it is: "),
         ("algo.policy_loss=my_losses.plain", "write my_losses:plain"),
         ("algo.policy_loss.clip=1", "lower it below 1; it is: How far the ratio may fall below 1"),
-        ("algo.kl.koef=1", "did you mean coef?"),
-        ("groups.train.roles.actr.tp=1", "did you mean actor?"),
+        ("algo.kl.koef=1", "did you mean algo.kl.coef?"),
+        ("groups.train.roles.actr.tp=1", "did you mean groups.train.roles.actor?"),
+        ("defaults=[grpo]", "write defaults: [grpo] into a file, and name it"),
+        ("defaults.x=grpo", "write defaults.x: grpo into a file, and name it"),
+        ("groups=[1]", "correct the value"),
+        ("cluster=3", "write keys with values: {key: value}; it is: The devices"),
+        ("model=3", "write keys with values: {key: value}; it is: The model, such as model: {path: models/mine}."),
         ("rolout.tp=1", "did you mean rollout?"),
         ("run.qqqqqq=1", "remove it; known here: dir, seed, steps, epochs, max_skipped_steps, time_limit"),
-        ("reward.functions=[{name: length, wieght: 2}]", "did you mean weight?"),
-        ("evaluation={prompts: {path: p/q, splits: train}}", "did you mean split?"),
+        ("reward.functions=[{name: length, wieght: 2}]", "did you mean reward.functions.0.weight?"),
+        ("evaluation={prompts: {path: p/q, splits: train}}", "did you mean evaluation.prompts.split?"),
     ],
 )
 def test_a_fix_says_what_to_write(override: str, fix: str) -> None:
@@ -173,9 +181,9 @@ def test_interpolation_refers_to_other_fields() -> None:
 @pytest.mark.parametrize(
     ("override", "rule"),
     [
-        ("r.x=2", "r is the reference ${a} in one of them, and has keys in another"),
-        ("a=[1]", "a is a list in one of them, and has keys in another"),
-        ("a.b.0=2", "b is a list in one of them, and has keys in another"),
+        ("r.x=2", "r must not have keys: it is the reference ${a}"),
+        ("a=[1]", "a must be keys with values, as {b: [1]}, not a list"),
+        ("a.b.0=2", "b must be a list, as [1], not keys with values"),
     ],
 )
 def test_keys_lists_and_references_do_not_replace_each_other(tmp_path: Path, override: str, rule: str) -> None:
@@ -195,7 +203,7 @@ def test_malformed_overrides_are_reported_with_other_problems() -> None:
     assert "fits its place" in rules["run"]
     assert "parsing" in rules["a"]
     assert "greater than 0" in rules["algo.policy_loss.clip"]
-    assert "divides" in rules["rollout.tp"]
+    assert "must divide" in rules["rollout.tp"]
 
 
 def test_entries_without_keys_are_reported_with_their_purpose() -> None:
@@ -250,7 +258,7 @@ def test_the_text_has_field_value_rule_and_fix() -> None:
     assert str(caught.value) == dedent(f"""\
         {DEBUG}: 1 problem
           algo.mini_batches = 3
-            rule: divides data.prompts_per_step * data.samples_per_prompt = 16
+            rule: must divide data.prompts_per_step * data.samples_per_prompt = 16
             fix:  choose a divisor of 16""")
 
 
@@ -261,7 +269,14 @@ def test_the_text_has_field_value_rule_and_fix() -> None:
 def test_required_sections_are_named(tmp_path: Path, stage: str, sections: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path / "empty.yaml", f"stage: {stage}\nrun: {{dir: here, steps: 1}}"))
-    assert {field for field, rule in by_field(caught.value).items() if rule == "required"} == {"model", *sections}
+    missing = {problem.field: problem for problem in caught.value.problems if problem.rule == "required"}
+    assert missing.keys() == {"model", *sections}
+    examples = [problem.fix.split(", such as ")[1].removesuffix(".") for problem in missing.values()]
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path / "full.yaml", "\n".join([f"stage: {stage}\nrun: {{dir: here, steps: 1}}", *examples])))
+    rules = by_field(caught.value)
+    assert set(rules) <= {"model.path", "data.prompts", "data.train", "reward", "critic", "algo.advantage"}
+    assert "config.json" in rules["model.path"]
 
 
 @pytest.mark.parametrize("text", ["run: {steps: 1}", "stage: dpo", "stage: 3", "stage: [sft]"])

@@ -220,7 +220,7 @@ def test_a_long_path_is_shown_whole(tmp_path: Path) -> None:
 def test_a_checkpoint_of_a_role_is_checked_against_the_vocabulary(tmp_path: Path) -> None:
     other = checkpoint(tmp_path / "other", vocab_size=95)
     for role in ("reward", "critic"):
-        assert "knows the 96 token ids in use; it has 95" in refused(f"{role}.path={other}")[f"{role}.path"]
+        assert "must know the 96 token ids in use; it has 95" in refused(f"{role}.path={other}")[f"{role}.path"]
 
 
 @given(devices=st.integers(1, 24), tp=st.integers(1, 12), pp=st.integers(1, 12))

@@ -71,7 +71,7 @@ def test_the_command_line_may_name_a_short_stage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["raft", "grpo"])
 def test_settings_of_another_form_than_the_short_stages_are_refused(stage: str) -> None:
-    with pytest.raises(ConfigError, match=r"\n  algo = .*\n    rule: fits the settings of stage .* is a list in"):
+    with pytest.raises(ConfigError, match=r"\n  algo = .*\n    rule: must fit the settings of stage .* not a list"):
         given(stage, select={"by": ["x"]}, advantage=["x"])
 
 

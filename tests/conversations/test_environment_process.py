@@ -253,7 +253,7 @@ def test_a_class_that_cannot_be_made_is_an_error_at_the_start(
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("tests.conversations.worlds:Nothing", "a class of the module that is derived from"),
+        ("tests.conversations.worlds:Nothing", "must be a class that is derived from"),
         ("tool", f"one of {', '.join(ENVIRONMENTS)}, gateway"),
     ],
 )

@@ -76,7 +76,7 @@ def test_the_last_evaluations_of_two_runs_are_compared(run: str, tmp_path: Path)
     ("arguments", "reason"),
     [
         (["0", "6"], "those after 0, 5, 9"),
-        (["nowhere"], "no evaluation"),
+        (["nowhere"], "nowhere: there is no such directory; give the run.dir of a run"),
         (["5"], "a run and two steps"),
         (["0", "²"], "a run and two steps"),
     ],

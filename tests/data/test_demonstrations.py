@@ -80,7 +80,7 @@ def test_empty_responses_are_skipped_or_refused(tmp_path: Path, chatml: Path) ->
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"prompt": "a"}, "no column response_ids or response or completion; there are prompt"),
+        ({"prompt": "a"}, "must have a column response_ids or response or completion; its columns are prompt"),
         ({"prompt": "a", "response": 3}, "response must be a list of messages, or text"),
         ({"prompt": "a", "completion": [SAID, SAID]}, "list of one message of the assistant's"),
         ({"prompt_ids": [1], "response_ids": [1000]}, "response_ids holds 1000"),

@@ -72,7 +72,7 @@ def test_token_ids_and_long_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"prompt": "a", "chosen": "b"}, "no column rejected_ids or rejected; there are prompt, chosen"),
+        ({"prompt": "a", "chosen": "b"}, "must have a column rejected_ids or rejected; its columns are prompt, chosen"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the same as another: one must be better"),
         ({"prompt": "a", "chosen": "b", "rejected": "b<|im_end|>"}, "the same as another: one must be better"),
         ({"prompt": "a", "chosen": "b", "rejected": "\n"}, "a response is empty"),

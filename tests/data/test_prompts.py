@@ -99,7 +99,7 @@ def test_a_text_that_cannot_fit_is_not_encoded(
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"text": "a"}, "no column prompt_ids or token_ids or prompt or messages; there are text"),
+        ({"text": "a"}, "must have a column prompt_ids or token_ids or prompt or messages; its columns are text"),
         ({"token_ids": []}, "token_ids has no token"),
         ({"token_ids": [1, 1000]}, "token_ids holds 1000: ids are integers from 0 to 999"),
         ({"token_ids": [-1]}, "token_ids holds -1"),

@@ -184,6 +184,6 @@ def test_columns_may_have_other_names(tmp_path: Path) -> None:
     assert columns(prompt="question", question="prompt") == {"prompt": "q", "question": "p", "value": 1, "answer": "a"}
     assert columns(prompt="question", copy="question", answer="value")["copy"] == "q"
     with pytest.raises(
-        ValueError, match="line 1: there is no column 'text'; there are question, value, prompt, answer"
+        ValueError, match="line 1: a row must have the column 'text'; its columns are question, value, prompt, answer"
     ):
         columns(prompt="text")

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.process
         (["--set=qos"], ["'qos' is not FIELD=VALUE"]),
         (["--set=runtime=bare", "--set=runtime.python=p"], ["below a field that is set to a value"]),
         (["--job-name", "a\nb"], ["--job-name = 'a\\nb'"]),
-        (["run.stepz=3"], ["run.stepz = 3", "did you mean steps?"]),
+        (["run.stepz=3"], ["run.stepz = 3", "did you mean run.steps?"]),
         (["--partition", ""], ["partition = ", "a line of text"]),
         (["run.dir=~/runs/x"], ["run.dir = ~/runs/x", "~ is not read as a home directory"]),
         (["--python=~/v/bin/python"], ["runtime.python = ~/v/bin/python", "a path in full"]),

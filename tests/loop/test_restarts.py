@@ -204,7 +204,7 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
 
 def test_a_run_must_fit_on_the_nodes_that_suffice(tmp_path: Path) -> None:
     check_memory(joined(tmp_path))
-    with pytest.raises(ConfigError, match=r"cluster.min_nodes = 3\n.*the run fits on its first 3 nodes"):
+    with pytest.raises(ConfigError, match=r"cluster.min_nodes = 3\n.*the run must fit on its first 3 nodes"):
         check_memory(joined(tmp_path, "cluster.min_nodes=3"))
 
 

@@ -86,8 +86,11 @@ def test_in_lockstep_each_bucket_waits_for_its_slowest_rank(model: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--train tp=2,pq=2 --rollout tp=2", "--train: 'pq' is not one of tp, pp, dp, vpp, ep"),
-        ("--train tp=2,tp=1 --rollout tp=2", "--train: 'tp' is not one of tp, pp, dp, vpp, ep, each given once"),
+        ("--train tp=2,pq=2 --rollout tp=2", "--train: 'pq=2' must be KEY=NUMBER, with KEY of tp, pp, dp, vpp, ep"),
+        (
+            "--train tp=2,tp=1 --rollout tp=2",
+            "--train: 'tp=1' must be KEY=NUMBER, with KEY of tp, pp, dp, vpp, ep, each once",
+        ),
         ("--train tp=2 --rollout replicas=0", "--rollout: replicas must be a number above 0, not '0'"),
         ("--train tp=2 --rollout tp=2 --link node=fast", "--link: node must be a number above 0, not 'fast'"),
         ("--train tp=5 --rollout tp=1", "tp 5 does not divide the 4 attention heads"),

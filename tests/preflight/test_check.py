@@ -209,7 +209,7 @@ def test_roles_read_the_same_tokens(whole: Path, tmp_path: Path) -> None:
     (other / "tokenizer.json").write_text(json.dumps({**json.loads(text), "model": {"vocab": swapped}}))
     given = [*RULES, "model.random=null", f"model.path={whole}"]
     check(load(DEBUG, [*given, f"critic.path={whole}"]))
-    assert f"its tokenizer is the one of {whole}" in refusal(*given, f"critic.path={other}")
+    assert f"its tokenizer must be the one of {whole}" in refusal(*given, f"critic.path={other}")
 
 
 @pytest.mark.process
@@ -234,7 +234,7 @@ def test_stop_texts_need_a_tokenizer(whole: Path, tmp_path: Path) -> None:
     ("lengths", "rule"),
     [
         ([2] * 8 + [33], "line 9: 33 tokens are too many: at most 32 fit"),
-        ([2] * 3, "has rows for data.prompts_per_step = 8: it has 3 usable ones"),
+        ([2] * 3, "must have rows for data.prompts_per_step = 8: it has 3 usable ones"),
     ],
 )
 def test_prompts_that_do_not_suffice_are_refused(tmp_path: Path, lengths: list[int], rule: str) -> None:
@@ -288,7 +288,7 @@ def test_preferences_are_read_as_their_loss_needs_them(tmp_path: Path) -> None:
     assert "data.too_long, data.empty, data.equal" in text
     four = jsonl(tmp_path, [{**row, "candidates_ids": [[2], [3], [4], [5]]}], "four.jsonl")
     text = refusal(*overrides, f"data.evaluation={{path: {four.path}}}", stage="reward_model")
-    assert "rule: has 3 candidates a row, as data.train; it has 4" in text
+    assert "rule: must have 3 candidates a row, as data.train; it has 4" in text
     text = refusal("reward.loss={name: pairwise, margin: true}", stage="reward_model")
     assert "32 of 32 rows are broken:" in text
     assert "pairs.jsonl, line 1 (and 31 more): margin is None" in text

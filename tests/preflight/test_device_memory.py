@@ -184,7 +184,7 @@ def test_a_run_that_cannot_fit_is_refused_from_config_json_alone(tmp_path: Path)
     result = plan(path, "rollout.kv_cache_mib=500000")
     assert result.exit_code == 2
     assert result.stderr.count("rule: ") == 5, "it fits in no phase"
-    assert "rule: generate fits into 268.0 GiB" in result.stderr
+    assert "rule: generate must fit into 268.0 GiB" in result.stderr
     assert "update on device 0 may not fit" in result.stdout
     assert "set rollout.sleep=true, and raise groups.train.roles.actor.tp or pp" in result.stderr, "one is too little"
     assert "generate " in result.stdout

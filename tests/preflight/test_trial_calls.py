@@ -122,7 +122,7 @@ def test_an_environment_begins_a_conversation() -> None:
 @pytest.mark.parametrize(
     ("environment", "overrides", "rule"),
     [
-        ("tests.conversations.worlds:Nobody", (), "a class of the module that is derived from"),
+        ("tests.conversations.worlds:Nobody", (), "must be a class that is derived from"),
         (
             "tests.conversations.worlds:Letters",
             ("environment.args={turns: 3, size: 2}",),

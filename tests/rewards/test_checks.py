@@ -39,7 +39,7 @@ def test_valid_functions_have_no_problems() -> None:
         (named("exact_mach"), "name", "package.module:function"),
         (named("no_such_module:f"), "name", "No module named 'no_such_module'"),
         (named("tests.rewards.functions:lenght"), "name", "tests.rewards.functions has no 'lenght'"),
-        (named("tests.rewards.functions:"), "name", "a function, written as package.module:function"),
+        (named("tests.rewards.functions:"), "name", "must be written as package.module:function"),
         (named("tests.rewards.broken:f"), "name", 'RATE = {}["no such rate"]'),
         (own("NUMBER"), "name", "of the type int"),
         (own("Length"), "name", "not a class"),

@@ -182,7 +182,7 @@ def test_all_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 def test_functions_that_cannot_be_loaded_fail_the_run() -> None:
     process = functions(RewardFunction(name="tests.rewards.functions:nothing"))
-    with pytest.raises(RunError, match=r"cannot start: a function of the module; .* has no 'nothing'"):
+    with pytest.raises(RunError, match=r"cannot start: the module .* has no 'nothing'"):
         process.start()
 
 
@@ -205,7 +205,7 @@ def ends(completion):
     [
         (
             "raise OSError('the port is in use')",
-            r"cannot start: a module that can be imported:(.|\n)*the port is in use",
+            r"cannot start: the module .* cannot be imported:(.|\n)*the port is in use",
             60,
         ),
         ("os._exit(7)", "cannot start: exit status 7", 60),

@@ -89,7 +89,7 @@ def ratios_have_room(algo: Algo) -> Iterator[Broken]:
         rule = f"above 1 + clip_high = {highest:g}, where the other branch ends"
         yield "algo.policy_loss.delta", rule, "raise it, or set it to null"
     if ratio_clamp is not None and not (ratio_clamp[0] <= lowest and highest <= ratio_clamp[1]):
-        rule = f"contains the interval of the clip, [{lowest:g}, {highest:g}]"
+        rule = f"must contain the interval of the clip, [{lowest:g}, {highest:g}]"
         yield "algo.policy_loss.ratio_clamp", rule, "widen it, or set it to null"
 
 

@@ -67,7 +67,7 @@ def lengths_fit(data: PromptData | PairData | None, rollout: Rollout) -> Iterato
         longest = f"the longest prompt ({prompt} tokens)"
         least = str(prompt + response)
     if rollout.max_model_len < prompt + response:
-        rule = f"covers {longest} and rollout.max_new_tokens = {response}"
+        rule = f"must cover {longest} and rollout.max_new_tokens = {response}"
         fix = f"set it to {least} or more, or lower rollout.max_new_tokens"
         yield "rollout.max_model_len", rule, fix
 

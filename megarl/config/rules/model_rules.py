@@ -6,12 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.config.problems import Broken, correct_model_path
-from megarl.config.schema import (
-    Critic,
-    Model,
-    Reward,
-    read_hf_config,
-)
+from megarl.config.schema import Critic, Model, Reward, read_hf_config
 
 
 def checkpoints_are_readable(field: str, start: Model | Reward | Critic) -> Iterator[Broken]:
@@ -34,7 +29,7 @@ def checkpoints_share_the_tokens(model: Model, reward: Reward, critic: Critic | 
         size = (_read(section.path) or {}).get("vocab_size")
         if used is None or not isinstance(size, int) or size >= used:
             continue
-        rule = f"knows the {used} token ids in use; it has {size}"
+        rule = f"must know the {used} token ids in use; it has {size}"
         fix = (
             f"choose a checkpoint with the model's tokenizer, or set model.vocab_size to {size}"
             " if ids from there on stand for nothing"

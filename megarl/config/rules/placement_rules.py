@@ -52,7 +52,7 @@ def groups_have_roles(field: str, group: Group) -> Iterator[Broken]:
     """Every group has a role."""
     if not group.roles:
         fix = f"give it a role, or remove it with {field}=null"
-        yield f"{field}.roles", "a group has at least one role", fix
+        yield f"{field}.roles", "a group must have at least one role", fix
 
 
 def engine_devices_exist(cluster: Cluster, rollout: Rollout) -> Iterator[Broken]:
@@ -88,14 +88,14 @@ def tp_fills_devices(section: str, given: str, tp: int, per_node: int) -> Iterat
     """`tp` divides the number of devices, and its devices are those of one node."""
     devices = parse_devices(given)
     if len(devices) % tp:
-        rule = f"divides the {len(devices)} devices of {section}.devices ({given})"
+        rule = f"must divide the {len(devices)} devices of {section}.devices ({given})"
         fix = f"choose a divisor of {len(devices)}, or change {section}.devices"
         yield f"{section}.tp", rule, fix
         return
     for first in range(0, len(devices), tp):
         chosen = devices[first : first + tp]
         if len({device // per_node for device in chosen}) > 1:
-            rule = f"an engine stays within a node; one would have devices {', '.join(map(str, chosen))}"
+            rule = f"an engine must stay within a node; one would have devices {', '.join(map(str, chosen))}"
             yield f"{section}.devices", rule, f"list {tp} devices of one node for each engine"
 
 
@@ -105,7 +105,7 @@ def _devices_exist(cluster: Cluster, field: str, devices: str) -> Iterator[Broke
     if highest >= total:
         enough = -(-(highest + 1) // cluster.nodes)
         fix = f"choose devices below {total}, or set cluster.devices_per_node to {enough} or more"
-        yield field, f"device numbers are below nodes * devices_per_node = {total}", fix
+        yield field, f"device numbers must be below nodes * devices_per_node = {total}", fix
 
 
 def groups_are_disjoint(groups: Groups) -> Iterator[Broken]:
@@ -115,7 +115,7 @@ def groups_are_disjoint(groups: Groups) -> Iterator[Broken]:
         shared = {device: owner[device] for device in parse_devices(group.devices) if device in owner}
         if shared:
             others = ", ".join(sorted(set(shared.values())))
-            rule = f"groups have disjoint devices; {', '.join(map(str, shared))} also in {others}"
+            rule = f"groups must have disjoint devices; {', '.join(map(str, shared))} also in {others}"
             fix = "give the groups devices of their own, or put the roles into one group"
             yield f"groups.{name}.devices", rule, fix
         owner.update(dict.fromkeys(parse_devices(group.devices), name))
@@ -126,10 +126,11 @@ def roles_belong_to_the_stage(stage: str, groups: Groups) -> Iterator[Broken]:
     known = stage_class(stage).roles
     for field, _, role, _ in roles_of(groups):
         if role not in known:
-            rule = f"stage {stage} has the roles {', '.join(known)} alone"
+            rule = f"must be one of the roles of stage {stage}: {', '.join(known)}"
             yield field, rule, f"remove it: {field}=null"
     if stage_class(stage).trained and not placed(groups, known[0]):
-        yield Problem("groups", ", ".join(groups), f"a group has the role {known[0]}", "add it to the roles of a group")
+        rule = f"a group must have the role {known[0]}"
+        yield Problem("groups", ", ".join(groups), rule, "add it to the roles of a group")
 
 
 def roles_placed_once(groups: Groups) -> Iterator[Broken]:
@@ -140,7 +141,7 @@ def roles_placed_once(groups: Groups) -> Iterator[Broken]:
             field = f"groups.{names[-1]}.roles.{role}"
             value = f"in {' and '.join(names)}"
             fix = f"remove it from the others, for example groups.{names[0]}.roles.{role}=null"
-            yield Problem(field, value, "a role is in exactly one group", fix)
+            yield Problem(field, value, "a role must be in exactly one group", fix)
 
 
 def layouts_fill_groups(groups: Groups) -> Iterator[Broken]:
@@ -150,11 +151,11 @@ def layouts_fill_groups(groups: Groups) -> Iterator[Broken]:
         size = role.tp * role.pp
         replicas = devices // size
         if devices % size:
-            rule = f"tp * pp = {size} divides the group's {devices} devices"
+            rule = f"tp * pp = {size} must divide the group's {devices} devices"
             fix = f"change tp or pp so that the product divides {devices}, or change the group's devices"
             yield Problem(field, f"tp {role.tp}, pp {role.pp}", rule, fix)
         elif replicas % role.ep:
-            rule = f"ep divides the role's {replicas} replicas (devices / (tp * pp))"
+            rule = f"ep must divide the role's {replicas} replicas (devices / (tp * pp))"
             fix = f"choose a divisor of {replicas}, or change tp, pp or the group's devices"
             yield f"{field}.ep", rule, fix
         if role.vpp > 1 and role.pp < 2:

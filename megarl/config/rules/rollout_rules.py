@@ -60,7 +60,7 @@ def all_tokens_are_sampled(algo: Algo, rollout: Rollout) -> Iterator[Broken]:
 def stops_can_be_met(model: Model, rollout: Rollout) -> Iterator[Broken]:
     """Stop texts are not empty; stop ids may be sampled."""
     if "" in rollout.stop:
-        yield "rollout.stop", "an empty text is everywhere", "remove it"
+        yield "rollout.stop", "must not be empty: an empty text is everywhere", "remove it"
     used = ids_in_use(model)
     beyond = [token for token in rollout.stop_token_ids if used is not None and token >= used]
     if beyond:
@@ -75,7 +75,7 @@ def quantized_models(cluster: Cluster, model: Model, rollout: Rollout) -> Iterat
         return
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32")
     if dtype not in ("bfloat16", "float16"):
-        rule = f"the model is of bfloat16 or float16; it is of {dtype}"
+        rule = f"the model must be of bfloat16 or float16; it is of {dtype}"
         yield "rollout.quantization", rule, "set it to null"
     experts = hf.get("num_experts") or hf.get("num_local_experts")
     if experts and cluster.device == "cpu":

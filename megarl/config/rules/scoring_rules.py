@@ -39,7 +39,7 @@ def scores_have_a_source(
         weights.append(reward.judge_model.weight)
     if not weights:
         others = "reward.judge_model or an environment other than " + " and ".join(_WITHOUT_REWARD)
-        rule = f"a group has the role reward, reward.functions has a function, or there is {others}"
+        rule = f"a group must have the role reward, reward.functions a function, or there must be {others}"
         fix = "add reward to the roles of a group, or give reward.functions"
         yield Problem("reward", "nothing scores", rule, fix)
     elif not any(weights):

@@ -177,16 +177,8 @@ ORDERED: Final = (
 """Fields that are below, at most or at least another one; null is in order."""
 EXACTLY_ONE: Final = (
     ("model", ("path", "random"), "give model.path, or model.random, and set the other to null"),
-    (
-        "data",
-        ("prompts", "random", "tasks"),
-        "give data.prompts, data.random or data.tasks, and set the others to null",
-    ),
-    (
-        "evaluation",
-        ("prompts", "tasks"),
-        "give evaluation.prompts, or evaluation.tasks of an environment",
-    ),
+    ("data", ("prompts", "random", "tasks"), "give one of them, and set the others to null"),
+    ("evaluation", ("prompts", "tasks"), "give evaluation.prompts, or tasks of an environment"),
 )
 """Sections, the fields of which exactly one is given, and the fix."""
 CONFLICTS: Final[tuple[tuple[Mapping[str, Any], str, str], ...]] = (
@@ -248,7 +240,7 @@ CONFLICTS: Final[tuple[tuple[Mapping[str, Any], str, str], ...]] = (
     ),
     (
         {_NORMALISER: "levels", f"{_NORMALISER}.mean": None, f"{_NORMALISER}.std": None},
-        "shifts or scales: mean or std is not null",
+        "must shift or scale: mean or std must not be null",
         "choose none, which leaves the advantages",
     ),
     (
@@ -310,7 +302,7 @@ CONFLICTS: Final[tuple[tuple[Mapping[str, Any], str, str], ...]] = (
     ),
     (
         {"evaluation.tasks": given, "environment": given, "data.tasks": None},
-        "follows data.tasks, which is null",
+        "must follow data.tasks, which is null",
         "give data.tasks, or evaluation.prompts: a file of rows with an index",
     ),
     (
@@ -326,7 +318,7 @@ CONFLICTS: Final[tuple[tuple[Mapping[str, Any], str, str], ...]] = (
     # of training
     (
         {"run.steps": None, "run.epochs": None},
-        "run.steps or run.epochs is given",
+        "run.steps or run.epochs must be given",
         "set the number of steps, or of passes over the rows",
     ),
     (
@@ -334,11 +326,7 @@ CONFLICTS: Final[tuple[tuple[Mapping[str, Any], str, str], ...]] = (
         "needs critic.path",
         "set critic.path to a reward model, or critic.head to new",
     ),
-    (
-        {"ptx.coef": 0},
-        "above 0; it has no effect otherwise",
-        "raise it, or remove the section: ptx=null",
-    ),
+    ({"ptx.coef": 0}, "above 0; it has no effect otherwise", "raise it, or remove it: ptx=null"),
     (
         {"ptx.coef": one_or_more, "ptx.mode": "convex"},
         "below 1 with ptx.mode = convex, which weighs the rollouts with the rest",
@@ -357,7 +345,7 @@ CONFLICTS: Final[tuple[tuple[Mapping[str, Any], str, str], ...]] = (
     ),
     (
         {"rollout.record": given, "rollout.replay": given, ROLLOUT_TRAINING: True},
-        "not together with rollout.replay",
+        "must not be given together with rollout.replay",
         "set one of them to null",
     ),
     (
@@ -398,7 +386,7 @@ def broken_tables(values: Mapping[str, Any]) -> Iterator[Broken]:
         fields = {name: values.get(f"{section}.{name}") for name in names}
         chosen = [name for name, value in fields.items() if value is not None]
         if f"{section}.{names[0]}" in values and len(chosen) != 1:
-            rule = f"exactly one of {', '.join(names[:-1])} and {names[-1]} is given"
+            rule = f"exactly one of {', '.join(names[:-1])} and {names[-1]} must be given"
             yield Problem(section, " and ".join(chosen) or "none", rule, fix)
     for conflict, rule, fix in CONFLICTS:
         if all(path in values and _is_so(values[path], value) for path, value in conflict.items()):

@@ -59,7 +59,7 @@ def best_checkpoints_are_evaluated(
     if given is None:
         yield "checkpoint.best", f"a metric of {section}, which is missing", "give it, or remove this"
     elif checkpoint.every is None or every is None or checkpoint.every % every:
-        rule = f"checkpoint.every = {shown(checkpoint.every)} is a multiple of {field} = {shown(every)}"
+        rule = f"checkpoint.every = {shown(checkpoint.every)} must be a multiple of {field} = {shown(every)}"
         fix = "set both so that each checkpoint is evaluated, or remove checkpoint.best"
         yield "checkpoint.best", rule, fix
 
@@ -86,7 +86,7 @@ def profiles_have_an_effect(
         if max(given, default=0) >= limit:
             yield Problem(f"profile.{name}", shown(given), f"the run has none above {limit - 1}", "remove it")
     if not profile.ranks and (rollout is None or not engines):
-        yield "profile.ranks", "a rank or an engine is profiled", "add 0, or set profile to null"
+        yield "profile.ranks", "a rank or an engine must be profiled", "add 0, or set profile to null"
     if rollout is not None and rollout.tp > 1 and engines:
         rule = f"rollout.tp = {rollout.tp}: an engine of several ranks computes in processes that are not profiled"
         yield Problem("profile.engines", shown(engines), rule, "remove it")
@@ -108,7 +108,7 @@ def samples_fill_mini_batches(algo: Algo, data: PromptData) -> Iterator[Broken]:
     samples = data.samples_per_step
     if algo.select is None:
         if samples % algo.mini_batches:
-            rule = f"divides data.prompts_per_step * data.samples_per_prompt = {samples}"
+            rule = f"must divide data.prompts_per_step * data.samples_per_prompt = {samples}"
             yield "algo.mini_batches", rule, f"choose a divisor of {samples}"
         return
     selected = data.prompts_per_step

@@ -139,7 +139,7 @@ class Rollout(Section):
     """Generation with vLLM: one engine for every tp devices."""
 
     devices: Devices
-    """Devices of the engines; they may be shared with groups."""
+    """Devices of the engines, such as 0-3; they may be shared with groups."""
     tp: Count = 1
     """Tensor parallel size of each engine."""
     temperature: Temperature = 1.0

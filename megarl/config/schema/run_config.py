@@ -72,14 +72,16 @@ class RunConfig(Section):
     stage: str
     """The kind of run."""
     run: Run
-    """The run itself."""
+    """Directory and seed of the run, such as run: {dir: runs/mine}."""
     model: Model
-    """The model."""
+    """The model, such as model: {path: models/mine}."""
     cluster: Cluster = Cluster()
     """The devices of the run."""
     groups: Groups
-    """Groups of devices by name, and the roles in each; null removes an inherited group. A run without groups,
-    rollout.devices and cluster's devices takes one device of this machine."""
+    """Groups of devices by name, and the roles in each, such as
+    groups: {train: {devices: 0-3, roles: {actor: {tp: 2}}}}; null removes an inherited group. A run
+    takes one device of this machine if it has no groups, no rollout.devices, and no nodes or
+    devices in cluster."""
     tracking: Tracking = Tracking()
     """Where the metrics go."""
 
@@ -175,7 +177,7 @@ class TrainingConfig(RunConfig):
     """The class of the stage's trainer, as module:class; see `loop.train.Trainer`."""
 
     run: TrainingRun  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
-    """The run itself."""
+    """Directory, seed and length of the run, such as run: {dir: runs/mine, steps: 100}."""
     checkpoint: CheckpointSettings = CheckpointSettings()
     """Checkpoints, from which the run resumes."""
     profile: Profiling | None = None
@@ -229,7 +231,7 @@ class SamplingConfig(RunConfig):
     """The fields of stages whose engines answer prompts that are then scored."""
 
     rollout: Rollout
-    """Generation with vLLM."""
+    """Generation with vLLM, such as rollout: {max_new_tokens: 256, max_model_len: 1024}."""
     reward: Reward = Reward()
     """The score of a response."""
     environment: EnvironmentSettings | None = None
@@ -270,9 +272,9 @@ class RolloutTrainingConfig(TrainingConfig, SamplingConfig):  # pyright: ignore[
     """The fields of stages that train the actor on its own responses."""
 
     data: PromptData
-    """The prompts."""
+    """The prompts, such as data: {prompts: prompts.jsonl, prompts_per_step: 8}."""
     actor: Policy
-    """The policy's training."""
+    """The policy's training, such as actor: {optimizer: {lr: 1.0e-6}}."""
     evaluation: PeriodicEvaluation | None = None  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
     """Held-out prompts."""
     resharding: Resharding = Resharding()

@@ -35,8 +35,11 @@ StateName = Literal[
 _SILENT_S = 1800.0  # loading a model may take that long
 
 
-def find_runs(path: Path) -> list[Path]:
+def find_runs(path: Path, *, one: bool = False) -> list[Path]:
     """Returns the run in a directory, or the runs in the directories right below it, in order.
+
+    Args:
+        one: whether those below it do not count.
 
     Raises:
         UsageError: there is none.
@@ -48,9 +51,9 @@ def find_runs(path: Path) -> list[Path]:
         raise UsageError(f"{path}: a file; give the directory of a run, its run.dir")
     if _is_run(path):
         return [path]
-    below = [found for found in path.iterdir() if _is_run(found)]
+    below = [found for found in path.iterdir() if not one and _is_run(found)]
     if not below:
-        raise UsageError(f"{path}: no run is there or in a directory of it; give the run.dir of a run")
+        raise UsageError(f"{path}: no run is there; give the run.dir of a run")
     return sorted(below)
 
 

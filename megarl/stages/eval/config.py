@@ -24,11 +24,11 @@ class EvalConfig(SamplingConfig):
     stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
     """Evaluation."""
     run: Run
-    """The run itself."""
+    """Directory and seed of the run, such as run: {dir: runs/mine}."""
     groups: Groups = Field(default={})  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
     """Groups of devices by name, with the role reward if a reward model scores."""
     evaluation: HeldOut  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]  (frozen)
-    """The prompts, and the functions to report."""
+    """The prompts, and functions, such as evaluation: {prompts: p.jsonl, functions: [{name: regex}]}."""
 
     @property
     def scored_functions(self) -> tuple[RewardFunction, ...]:

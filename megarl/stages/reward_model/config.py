@@ -24,9 +24,9 @@ class RewardModelConfig(TrainingConfig):
     stage: Literal["reward_model"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
     """Training of a reward model."""
     data: PairData
-    """The preference pairs."""
+    """The preference pairs, such as data: {train: pairs.jsonl, max_tokens: 1024, pairs_per_step: 8}."""
     reward: RewardTraining
-    """The reward model's training."""
+    """The reward model's training, such as reward: {optimizer: {lr: 1.0e-5}}."""
     normalisation: Normalisation | None = None
     """Scale the scores by reference samples; null does not. Needs rollout."""
     rollout: Rollout | None = None

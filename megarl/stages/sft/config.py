@@ -25,9 +25,9 @@ class SFTConfig(TrainingConfig):
     stage: Literal["sft"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
     """Supervised fine-tuning."""
     data: TextData
-    """The demonstrations."""
+    """The demonstrations, such as data: {train: chats.jsonl, max_tokens: 1024, sequences_per_step: 8}."""
     actor: Actor
-    """The policy's training."""
+    """The policy's training, such as actor: {optimizer: {lr: 1.0e-5}}."""
 
     @property
     def rows_per_step(self) -> int:

@@ -130,6 +130,10 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
     missing = CliRunner().invoke(app, ["view", str(tmp_path / "rum"), "--export", str(page)])
     assert missing.exit_code == 2
     assert "run" in missing.output
-    unwritable = CliRunner().invoke(app, ["view", str(run), "--export", str(tmp_path / "none" / "page.html")])
-    assert unwritable.exit_code == 1
+    unwritable = CliRunner().invoke(app, ["view", "rum", "--export", str(tmp_path / "none" / "page.html")])
+    assert (unwritable.exit_code, unwritable.output) == (
+        2,
+        f"--export: {tmp_path / 'none'} must be a writable directory; make it\n",
+    )  # before the run is read
+    assert CliRunner().invoke(app, ["view", str(run), "--export", str(tmp_path)]).exit_code == 2
     assert CliRunner().invoke(app, ["view", str(run), "--port", "70000"]).exit_code == 2
