@@ -48,8 +48,7 @@ def judge(lines: Sequence[Line], evaluations: Sequence[Line], findings: Sequence
     The run has learned if its held-out score rose by more than the noise, or its training score if
     it has no two evaluations; a harmful finding that lasts is named beside it, as the score may be
     exploited. It has collapsed if it lost more than half of what it had gained, or became worse
-    than at the start while a harmful finding began. A held-out loss has no interval: its change is
-    named without a verdict.
+    than at the start while a harmful finding began. Values without intervals get no verdict.
 
     Args:
         lines, evaluations: lines of all steps, as in the files.
