@@ -36,7 +36,7 @@ PROMPTS = [Prompt(prompt_id=f"p{index}", token_ids=(index, 7)) for index in rang
 
 
 class Scorer:
-    """Scores a sample by its tokens, after a random time."""
+    """Scores a sample by its tokens, and by all samples of the call as a model does by their packing, after a time."""
 
     model = None
 
@@ -45,12 +45,14 @@ class Scorer:
 
     async def score(self, rollouts: Rollouts, prompts: Mapping[str, Prompt], functions: object) -> ScoredSamples:
         assert {sample.prompt_id for sample in rollouts.samples} <= set(prompts)
-        await asyncio.sleep(self._chance.random())
+        await asyncio.sleep(self._chance.choice([1, 10]) * self._chance.random())
         scores = [
             float(sum(rollouts.chunks[sample.chunk].response_ids[sample.row].tolist()) % 3)
             for sample in rollouts.samples
         ]
-        return ScoredSamples(samples=rollouts.samples, scores={"rule": np.float32(scores)})
+        packing = stable_hash(*sorted(sample.sample_id for sample in rollouts.samples)) % 1009
+        packed = np.full(len(scores), packing, np.float32)
+        return ScoredSamples(samples=rollouts.samples, scores={"rule": np.float32(scores), "packed": packed})
 
 
 def differ(sources: ScoresByReward, samples: Sequence[SampleInfo]) -> Any:
