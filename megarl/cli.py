@@ -65,7 +65,7 @@ def init(
     *,
     model: Annotated[str, typer.Option(help="Hugging Face directory of the model.")] = "",
     prompts: Annotated[str, typer.Option(help="JSONL file of the prompts.")] = "",
-    recipe: Annotated[str, typer.Option("--from", help="Recipe of docs/recipes.md.")] = "grpo",
+    recipe: Annotated[str, typer.Option("--from", help="Recipe, such as grpo or dapo: docs/recipes.md.")] = "grpo",
     steps: Annotated[int, typer.Option(help="Steps of the run.")] = 100,
 ) -> None:
     """Write a new run: NAME.yaml with comments, and a reward function with a test.
@@ -177,8 +177,8 @@ def view(
     from megarl.files import format_bytes
 
     with _reading():
-        if export_to is not None and not os.access(export_to.absolute().parent, os.W_OK):
-            raise UsageError(f"--export: {export_to.parent} must be a writable directory; make it")
+        if export_to is not None and not os.access(export_to.absolute().parent, os.W_OK | os.X_OK):
+            raise UsageError(f"--export: {export_to.parent} must be a writable directory; make it, or choose another")
         runs: list[Path] = []
         for directory in run_dirs:
             runs += find_runs(directory)

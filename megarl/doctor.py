@@ -29,7 +29,7 @@ Status = Literal["ok", "missing", "broken"]
 DISTRIBUTION = "megarl-trainer"
 """The package's name in pip; it is on no index."""
 _IMPORT_SECONDS = 300
-_ENGINE = "pip install --no-build-isolation '.[te]'"
+_ENGINE = "pip install --no-build-isolation -e '.[te]'"
 
 _KERNEL_PROBE = """
 import json, torch

@@ -112,7 +112,7 @@ def test_named_extras_exist_and_are_installed_from_the_checkout() -> None:
     texts = README + "".join(file.read_text(encoding="utf-8") for file in files)
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = set(project["optional-dependencies"])
-    named = set(re.findall(r"pip install (?:--no-build-isolation |-e )?'\.\[([\w-]+)\]'", texts))
+    named = set(re.findall(r"pip install (?:--no-build-isolation )?(?:-e )?'\.\[([\w-]+)\]'", texts))
     assert {"gpu", "math", "reasoning-gym", "verifiers", "ray", "te"} <= named <= extras
     assert f"{project['name']}[" not in texts
 

@@ -96,7 +96,8 @@ def _overridden(tree: _Section, override: str, problems: list[Problem]) -> _Sect
         return tree
     if key.partition(".")[0] == INHERIT_KEY:
         rule = "must be in a YAML file: the command line inherits nothing"
-        problems.append(Problem(key, value, rule, f"write {key}: {value} into a file, and name it"))
+        fix = f"write {INHERIT_KEY}: [{value.strip('[]')}] into a file, and name it"
+        problems.append(Problem(key, value, rule, fix))
         return tree
     try:
         return _merge(tree, _plain(OmegaConf.from_dotlist([override])))
@@ -137,8 +138,8 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
         if equals and _KEY_PATH.fullmatch(key) and not is_file:
             fix = "name the YAML file of the run first, and key.path=value after it"
         if here.is_dir():
-            files = ", ".join(map(str, sorted(path.glob("*.yaml"))[:5]))
-            fix = f"name a YAML file in it: {files or 'there is none'}"
+            files = ", ".join(file.name for file in sorted(here.glob("*.y*ml"))[:5])
+            fix = f"name a YAML file in it: {files or 'it has none'}"
         return wrong(f"the file must be readable ({error.strerror})", fix)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         return wrong(f"the file must be YAML: {' '.join(str(error).split())}", "correct the file")

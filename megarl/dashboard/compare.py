@@ -74,9 +74,10 @@ def compare(arguments: Sequence[str]) -> None:
 def _read(directory: str, index: int = 0, *, step: int | None = None) -> ComparedEvaluation:
     """Returns the evaluation with an index, of all or of those after a step."""
     run = RunPaths(directory)
+    if not run.evaluations.exists():
+        find_runs(run.path, one=True)
     lines = read_lines(run.evaluations)
     if not lines:
-        find_runs(run.path, one=True)
         raise UsageError(f"{directory}: no evaluation is there; give the run evaluation.prompts")
     chosen = [line for line in lines if step in (None, line["step"])]
     if not chosen:

@@ -100,7 +100,7 @@ class SupervisedTrainer(Trainer):
         metrics = await rank0_result(self._role.dispatch(MegatronWorker.evaluate, request))
         accuracy = metrics.get("eval/accuracy")
         if accuracy is not None:
-            error = math.sqrt(accuracy * (1 - accuracy) / len(self._held_out))
+            error = math.sqrt(max(accuracy * (1 - accuracy), 0.0) / len(self._held_out))
             metrics["eval/accuracy_ci95"] = STANDARD_ERRORS * error
         return EvaluationResult(step=step, metrics={"eval/samples": len(self._held_out), **metrics})
 

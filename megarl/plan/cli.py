@@ -54,7 +54,7 @@ def weights(
         bool, typer.Option("--colocated", help="The engines are on the trainer's devices, not on the next ones.")
     ] = False,
     bucket_mib: Annotated[
-        float, typer.Option(metavar="MIB", min=0.001, max=2**20, help="The largest message, as resharding.bucket_mib.")
+        float, typer.Option(metavar="MIB", min=2**-17, max=2**20, help="The largest message, as resharding.bucket_mib.")
     ] = 256.0,
     link: Annotated[
         str,

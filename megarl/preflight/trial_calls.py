@@ -59,7 +59,7 @@ def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
         except (FailedEnvironmentError, RunError, ValueError) as error:
             reason = "\n      ".join(short_reason(str(error)).splitlines()[-_LINES:])
             rule = f"must begin a conversation on a row of the data; it failed:\n      {reason}"
-            fix = "name a built-in one, or package.module:Class that works; see docs/environments.md"
+            fix = "correct it, its args or the row, or name another one; see docs/environments.md"
             raise ConfigError([Problem("environment.name", config.environment.name, rule, fix)]) from error
     for where, functions, prompts in scored_prompts(config, sets.rows):
         problems += _problems(where, functions, prompts, sets.tokenizer, config.reward)

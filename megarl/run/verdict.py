@@ -20,16 +20,18 @@ _FALLS = ("eval/loss", "sft/loss")
 _AVERAGED = 10
 _MIN_STEPS = 6
 """Averaging window, and the fewest steps for a verdict."""
+_UNKNOWN_NOISE = 0.01
+"""Noise of a value without an interval, a held-out loss, as a part of it."""
 _STANDARD_ERRORS = NormalDist().inv_cdf(0.975)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Point:
-    """A measured value at a step, with half the width of its 95% interval."""
+    """A measured value at a step, with half the width of its 95% interval if it has one."""
 
     step: int
     value: float
-    half_width: float
+    half_width: float | None
 
     def __str__(self) -> str:
         value = short(self.value, 3)
@@ -39,7 +41,13 @@ class _Point:
 
     def beats(self, other: _Point, sign: int) -> bool:
         """Whether it is better by more than the noise of both; `sign` is -1 where less is better."""
-        return sign * (self.value - other.value) > math.hypot(self.half_width, other.half_width)
+        return sign * (self.value - other.value) > math.hypot(self._noise, other._noise)
+
+    @property
+    def _noise(self) -> float:
+        if self.half_width is None:
+            return _UNKNOWN_NOISE * abs(self.value)
+        return self.half_width
 
 
 def judge(lines: Sequence[Line], evaluations: Sequence[Line], findings: Sequence[HealthFinding]) -> str:
@@ -48,7 +56,7 @@ def judge(lines: Sequence[Line], evaluations: Sequence[Line], findings: Sequence
     The run has learned if its held-out score rose by more than the noise, or its training score if
     it has no two evaluations; a harmful finding that lasts is named beside it, as the score may be
     exploited. It has collapsed if it lost more than half of what it had gained, or became worse
-    than at the start while a harmful finding began. Values without intervals get no verdict.
+    than at the start while a harmful finding began.
 
     Args:
         lines, evaluations: lines of all steps, as in the files.
@@ -64,9 +72,6 @@ def judge(lines: Sequence[Line], evaluations: Sequence[Line], findings: Sequence
     measured = f"{metric} in training {first} -> {last}"
     if metric.startswith("eval/"):
         measured = f"held-out {metric.removeprefix('eval/')} {first} -> {last}"
-    lasting = [finding for finding in findings if finding.last is None]
-    if not any(point.half_width for point in points):
-        return "; ".join([f"no verdict without an interval: {measured}", *(finding.text for finding in lasting[:1])])
     lost = sign * (best.value - last.value)
     gained = sign * (best.value - first.value)
     if best.beats(last, sign) and 2 * lost > gained:
@@ -77,6 +82,7 @@ def judge(lines: Sequence[Line], evaluations: Sequence[Line], findings: Sequence
             return f"collapsed at step {harmful[0].first}: {measured}{peak}; {harmful[0].text}"
         if best.beats(first, sign):
             return f"collapsed at step {fallen}: {measured}{peak}"
+    lasting = [finding for finding in findings if finding.last is None]
     if last.beats(first, sign):
         harmful = [finding.text for finding in lasting if finding.check.harmful]
         return "; but ".join([f"learned: {measured}", *harmful[:1]])
@@ -90,7 +96,7 @@ def _history(lines: Sequence[Line], evaluations: Sequence[Line]) -> tuple[str, l
         points: list[_Point] = []
         for line in evaluations:
             if line.get(metric) is not None:
-                half_width = line.get(f"{metric}{_INTERVAL}") or 0.0
+                half_width = line.get(f"{metric}{_INTERVAL}")
                 points.append(_Point(step=line["step"], value=line[metric], half_width=half_width))
         if len(points) > 1:
             return metric, points

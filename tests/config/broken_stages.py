@@ -15,7 +15,7 @@ from tests.config.debug import ACTOR, Cases
 
 SFT: Cases = {
     placement_rules.roles_belong_to_the_stage: [
-        (["groups.train.roles.critic={}"], "must be one of the roles of stage sft: actor")
+        (["groups.train.roles.critic={}"], "the role must be one of those of stage sft: actor")
     ],
     placement_rules.offloading_frees_devices: [([f"{ACTOR}.offload=true"], "another role")],
     data_rules.sources_exist: [
@@ -45,7 +45,7 @@ REWARD = "groups.train.roles.reward"
 
 REWARD_MODEL: Cases = {
     placement_rules.roles_belong_to_the_stage: [
-        (["groups.train.roles.actor={}"], "must be one of the roles of stage reward_model: reward"),
+        (["groups.train.roles.actor={}"], "the role must be one of those of stage reward_model: reward"),
         (["groups.train.roles={reward: null, actor: {}}"], "groups", "role reward"),
     ],
     placement_rules.engine_devices_exist: [(["rollout.devices=7"], "= 4")],
@@ -82,7 +82,7 @@ EVAL: Cases = {
         (
             ["groups.train={devices: 0, roles: {actor: {}}}"],
             "groups.train.roles.actor",
-            "must be one of the roles of stage eval: reward",
+            "the role must be one of those of stage eval: reward",
         )
     ],
     placement_rules.recomputation_is_for_a_backward_pass: [

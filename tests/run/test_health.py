@@ -241,16 +241,30 @@ def test_a_score_that_rose_does_not_hide_a_harmful_finding() -> None:
     assert judged(truncated_fraction=lambda step, value: 0.9) == learned
 
 
-def test_a_metric_without_an_interval_gets_no_verdict() -> None:
-    evaluations = [{"step": 0, "eval/loss": 4.61}, {"step": 600, "eval/loss": 4.58}]
-    assert judge([], evaluations, []) == "no verdict without an interval: held-out loss 4.61 -> 4.58"
-
-
-def test_a_lower_loss_is_better() -> None:
+def test_a_lower_loss_is_better_by_more_than_a_percent() -> None:
+    found: list[str] = []
+    for first, last in ((4.6, 0.4), (0.4, 4.6), (4.61, 4.58)):
+        evaluations = [{"step": 0, "eval/loss": first}, {"step": 600, "eval/loss": last}]
+        found.append(judge([], evaluations, []))
+    assert found == [
+        "learned: held-out loss 4.6 -> 0.4",
+        "became worse: held-out loss 0.4 -> 4.6",
+        "no clear change: held-out loss 4.61 -> 4.58",
+    ]
     lines = [{"step": step, "sft/loss": 4.6 - step / 10 + 0.01 * (step % 2)} for step in range(1, 21)]
     assert judge(lines, [], []).startswith("learned: sft/loss in training 4.0")
     lines = [{**line, "sft/loss": 6 - line["sft/loss"]} for line in lines]
     assert judge(lines, [], []).startswith("became worse: sft/loss in training ")
+
+
+def test_an_interval_may_be_zero() -> None:
+    """Where all answers have the same score."""
+    found: list[str] = []
+    for last in (1, 0):
+        scores = ((0, 0.0), (9, float(last)))
+        evaluations = [{"step": step, "eval/right": value, "eval/right_ci95": 0.0} for step, value in scores]
+        found.append(judge([], evaluations, []))
+    assert found == ["learned: held-out right 0 -> 1", "no clear change: held-out right 0 -> 0"]
 
 
 def test_a_run_that_lost_its_gain_has_collapsed() -> None:

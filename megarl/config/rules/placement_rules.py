@@ -126,7 +126,7 @@ def roles_belong_to_the_stage(stage: str, groups: Groups) -> Iterator[Broken]:
     known = stage_class(stage).roles
     for field, _, role, _ in roles_of(groups):
         if role not in known:
-            rule = f"must be one of the roles of stage {stage}: {', '.join(known)}"
+            rule = f"the role must be one of those of stage {stage}: {', '.join(known)}"
             yield field, rule, f"remove it: {field}=null"
     if stage_class(stage).trained and not placed(groups, known[0]):
         rule = f"a group must have the role {known[0]}"

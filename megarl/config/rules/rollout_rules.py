@@ -60,7 +60,7 @@ def all_tokens_are_sampled(algo: Algo, rollout: Rollout) -> Iterator[Broken]:
 def stops_can_be_met(model: Model, rollout: Rollout) -> Iterator[Broken]:
     """Stop texts are not empty; stop ids may be sampled."""
     if "" in rollout.stop:
-        yield "rollout.stop", "must not be empty: an empty text is everywhere", "remove it"
+        yield "rollout.stop", "must hold no empty text, which is everywhere", "remove it"
     used = ids_in_use(model)
     beyond = [token for token in rollout.stop_token_ids if used is not None and token >= used]
     if beyond:

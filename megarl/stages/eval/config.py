@@ -28,7 +28,7 @@ class EvalConfig(SamplingConfig):
     groups: Groups = Field(default={})  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
     """Groups of devices by name, with the role reward if a reward model scores."""
     evaluation: HeldOut  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]  (frozen)
-    """The prompts, and functions, such as evaluation: {prompts: p.jsonl, functions: [{name: regex}]}."""
+    """The prompts, and functions, such as evaluation: {prompts: p.jsonl, functions: [{name: last_number}]}."""
 
     @property
     def scored_functions(self) -> tuple[RewardFunction, ...]:
