@@ -133,7 +133,7 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
     unwritable = CliRunner().invoke(app, ["view", "rum", "--export", str(tmp_path / "none" / "page.html")])
     assert (unwritable.exit_code, unwritable.output) == (
         2,
-        f"--export: {tmp_path / 'none'} must be a writable directory; make it\n",
+        f"--export: {tmp_path / 'none'} must be a writable directory; make it, or choose another\n",
     )  # before the run is read
     assert CliRunner().invoke(app, ["view", str(run), "--export", str(tmp_path)]).exit_code == 2
     assert CliRunner().invoke(app, ["view", str(run), "--port", "70000"]).exit_code == 2
