@@ -128,7 +128,16 @@ POLICY_LOSSES: Final[Kind[Callable[..., LossTerms]]] = Kind(
     title="Policy losses",
     field="algo.policy_loss",
     module="policy_loss",
-    functions=_same("ppo", "gspo", "cispo", "cispo_upper", "sapo", "gmpo", "reinforce", "sft"),
+    functions=_same(
+        "ppo",
+        "gspo",
+        "cispo",
+        "cispo_upper",
+        "sapo",
+        "gmpo",
+        "reinforce",
+        "sft",
+    ),
     arguments=(
         "new_logprobs",
         "old_logprobs",
