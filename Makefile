@@ -52,7 +52,7 @@ help:
 	@echo 'verifiers  install the package verifiers into .venv-verifiers: a test lets the model play its environments'
 	@echo 'openenv  install the package OpenEnv into .venv-openenv: a test plays environments of its server'
 	@echo 'mermaid  install the parser of diagrams into $(MERMAID)/node_modules, for the tests'
-	@echo 'demo   train a small model in three stages on virtual CPU devices, about 12 minutes; SEED=1 is another one'
+	@echo 'demo   train a small model in three stages on virtual CPU devices, 7 to 12 minutes; SEED=1 is another one'
 	@echo 'demo-control  the PPO stage of the last demo again, with shuffled rewards'
 	@echo 'learning  every algorithm on the task of the demo, and GRPO over several turns, three seeds each, some four hours; goes on where it was'
 	@echo 'unit   the tests that start no process, about a minute'

@@ -212,12 +212,12 @@ def compare(
 @app.command()
 def stacks(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that is running.")]) -> None:
     """Write the stacks of a run's processes into its directory, and print what they wait for; the run continues."""
-    from megarl.dashboard.status.reading import find_runs
+    from megarl.dashboard.status.reading import require_run
     from megarl.run.live_stacks import show_stacks
 
     with _reading(), _exit_codes(run):
         if not (run / "logs").is_dir():
-            find_runs(run, one=True)
+            require_run(run)
         show_stacks(run)
 
 
@@ -288,7 +288,7 @@ def _show_imports() -> None:
 
 
 def _load(path: Path, overrides: list[str] | None, *, bare: bool = False) -> RunConfig:
-    with importing(), _exit_codes(path):  # of what the models' check needs, too
+    with importing(), _exit_codes(path):  # the check of models imports more
         from megarl.config import load
         from megarl.preflight.check import check
 

@@ -16,7 +16,8 @@ from megarl.config.schema.schema_walk import choices, fields, keys, section, sec
 from megarl.plugins import suggestion
 
 _TYPES = {
-    **dict.fromkeys(("dict_type", "model_type"), "should be keys with values"),
+    "dict_type": "should be keys with values",
+    "model_type": "should be keys with values",
     "string_type": "should be text",
     "tuple_type": "should be a list",
 }

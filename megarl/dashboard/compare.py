@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megarl.dashboard.status.reading import find_runs
+from megarl.dashboard.status.reading import require_run
 from megarl.dashboard.view.sample_index import mean_scores
 from megarl.errors import UsageError
 from megarl.files import read_lines
@@ -75,7 +75,7 @@ def _read(directory: str, index: int = 0, *, step: int | None = None) -> Compare
     """Returns the evaluation with an index, of all or of those after a step."""
     run = RunPaths(directory)
     if not run.evaluations.exists():
-        find_runs(run.path, one=True)
+        require_run(run.path)
     lines = read_lines(run.evaluations)
     if not lines:
         raise UsageError(f"{directory}: no evaluation is there; give the run evaluation.prompts")

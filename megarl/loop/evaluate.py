@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist
 
 import numpy as np
 import torch
@@ -18,10 +17,8 @@ from megarl.loop.sampler import RolloutParts, conversation_metrics
 from megarl.loop.scoring import REWARD_MODEL, ScoresByReward, Values, group_numbers, unscored_metrics
 from megarl.preflight.datasets import Sets
 from megarl.run.results import EvaluationResult, no_columns, prompt_scores, shown_samples
+from megarl.run.verdict import STANDARD_ERRORS
 from megarl.types import SampleInfo
-
-STANDARD_ERRORS = NormalDist().inv_cdf(0.975)
-"""Half the width of the 95% interval of a standard normal distribution."""
 
 
 class Evaluator:

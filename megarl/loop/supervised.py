@@ -17,7 +17,6 @@ from megarl.data.schedule import step_schedule
 from megarl.data.stream import Stream
 from megarl.data.training_texts import TrainingText
 from megarl.groups.trainers import close_all, launch_trainers
-from megarl.loop.evaluate import STANDARD_ERRORS
 from megarl.loop.pass_meter import PassMeter
 from megarl.loop.skipped_steps import SkippedBatches, write_rows
 from megarl.loop.train import Trainer
@@ -27,6 +26,7 @@ from megarl.preflight.datasets import Sets
 from megarl.run.results import EvaluationResult, StepResult
 from megarl.run.sinks import Metrics
 from megarl.run.timers import Timers
+from megarl.run.verdict import STANDARD_ERRORS
 from megarl.types import SampleInfo, Schedule, TextChunk
 
 

@@ -22,7 +22,8 @@ _MIN_STEPS = 6
 """Averaging window, and the fewest steps for a verdict."""
 _UNKNOWN_NOISE = 0.01
 """Noise of a value without an interval, a held-out loss, as a part of it."""
-_STANDARD_ERRORS = NormalDist().inv_cdf(0.975)
+STANDARD_ERRORS = NormalDist().inv_cdf(0.975)
+"""Half the width of the 95% interval of a standard normal distribution."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,7 @@ def _reported_functions(evaluations: Sequence[Line]) -> list[str]:
 def _averages(lines: Sequence[Line], metric: str) -> list[_Point]:
     """Returns the means over equal parts of the run."""
     size = min(_AVERAGED, len(lines) // 2)
-    error = _STANDARD_ERRORS / math.sqrt(size)
+    error = STANDARD_ERRORS / math.sqrt(size)
     points: list[_Point] = []
     for end in range(len(lines), size - 1, -size):
         values = [line[metric] for line in lines[end - size : end]]

@@ -132,11 +132,7 @@ def test_what_is_no_choice_is_refused_with_what_is_known(override: str, texts: l
         ("algo.kl.estimator={name: k3, limit: often}", "algo.kl.estimator.limit", "should be a valid number"),
         ("algo.aggregation=sequence_sum_norm", "algo.aggregation.tokens", "required"),
         ("algo.correction.reject=[{statistic: k9, upper: 2}]", "algo.correction.reject.0.statistic", "'token_k1'"),
-        (
-            "algo.value_loss={name: 'a:b:c'}",
-            "algo.value_loss.name",
-            "a function, written as package.module:function",
-        ),
+        ("algo.value_loss={name: 'a:b:c'}", "algo.value_loss.name", "a function, written as package.module:function"),
     ],
 )
 def test_wrong_option_values_are_reported_by_option_path(override: str, field: str, rule: str) -> None:

@@ -35,26 +35,29 @@ StateName = Literal[
 _SILENT_S = 1800.0  # loading a model may take that long
 
 
-def find_runs(path: Path, *, one: bool = False) -> list[Path]:
+def find_runs(path: Path) -> list[Path]:
     """Returns the run in a directory, or the runs in the directories right below it, in order.
-
-    Args:
-        one: whether those below it do not count.
 
     Raises:
         UsageError: there is none.
         OSError: the directory cannot be read.
     """
+    if path.is_dir() and not _is_run(path):
+        below = [found for found in path.iterdir() if _is_run(found)]
+        if below:
+            return sorted(below)
+    require_run(path)
+    return [path]
+
+
+def require_run(path: Path) -> None:
+    """Raises UsageError if no run is in a directory."""
     if not path.exists():
         raise UsageError(f"{path}: there is no such directory; give the run.dir of a run")
     if not path.is_dir():
         raise UsageError(f"{path}: a file; give the directory of a run, its run.dir")
-    if _is_run(path):
-        return [path]
-    below = [found for found in path.iterdir() if not one and _is_run(found)]
-    if not below:
+    if not _is_run(path):
         raise UsageError(f"{path}: no run is there; give the run.dir of a run")
-    return sorted(below)
 
 
 def _is_run(path: Path) -> bool:
